@@ -1,0 +1,287 @@
+"""The elastic parts of a stage as Ray actors: experience buffer, rollout engines, synchronizer, explorer.
+
+    start ──► Ray, actors created ──► work: all load at the same time ──► serving ──► close
+                                      (any of them fails: `failed(part, phase, cause)`, from a thread)
+
+In: a stage's config and a callback for failures. Out: actors under known names in the run's namespace, started with an
+environment cleaned of torch launcher variables, each writing to its own log file. Invariant: no call here waits for an actor
+without a deadline, so the supervisor hears signals at any time; `close` ends every actor and the private Ray.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rft import config as configs
+from rft import control
+from rft.config import Config
+from rft.device import thread_environment
+from rft.monitor import logs
+
+log = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 256 * 2**20  # batches of tokens, never weights, go through Ray's object store
+GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+DOING = {
+    "buffer": "storing",
+    "engine": "serving",
+    "synchronizer": "publishing",
+    "explorer": "exploring",
+}  # for messages
+Failed = Callable[[str, str, str], None]
+
+
+class PartFailed(RuntimeError):
+    """What an actor raised while it started."""
+
+    def __init__(self, part: str, message: str):
+        super().__init__(message)
+        self.part = part
+
+
+class Actors:
+    def __init__(self, config: Config, log_dir: Path, failed: Failed):
+        self.config = config
+        self.log_dir = log_dir
+        self.failed = failed
+        self.handles: dict[str, Any] = {}
+        self.engines: dict[str, Any] = {}
+        self.threads: list[threading.Thread] = []
+        self.ready = False
+        self.closing = False
+        self.address = ""
+        self.rank_environment: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start Ray and create every actor, without waiting for them. Ranks may be started as soon as this returns."""
+        self._start_ray()
+        if self.config.mode != "bench":
+            self._spawn_buffer()
+        if self.config.mode == "train":  # an earlier `explore` run has filled the journal; nobody adds to it now
+            return
+        config, buffer = self.config, self.handles.get("buffer")
+        from rft.rollout.engine import RolloutEngine
+        from rft.sync.synchronizer import Synchronizer
+
+        rollout = config.explorer.rollout_model
+        for number in range(rollout.engine_num):
+            name = f"engine_{number}"
+            self.engines[name] = self._spawn(
+                name, name, RolloutEngine, config.cluster.threads_per_engine, name, config.model, rollout,
+                config.cluster.threads_per_engine, config.seed, self._device_kind(), int(config.model.max_model_len or 0),
+                gpus=rollout.tensor_parallel_size,
+            )  # fmt: skip
+        if config.mode == "both":
+            self._spawn(
+                "synchronizer", "synchronizer", Synchronizer, 1, self.engines, buffer, config.synchronizer.sync_timeout
+            )
+        self._spawn("explorer", config.explorer.name, *_explorer(config, self.engines, buffer))
+
+    def work(self, done: Callable[[], None]) -> None:
+        """In the background: wait until all serve, do what a mode without a trainer does, then call `done`.
+
+        With a trainer that is: let its rank 0 begin. Whatever fails is reported as that part's failure.
+        """
+
+        def run() -> None:
+            try:
+                self._await_ready()
+            except PartFailed as error:
+                self._fail(error.part, "starting", error)
+                return
+            try:
+                self._begin()
+            except Exception as error:
+                log.exception("mode %s", self.config.mode)
+                self._fail("explorer", f"working on mode={self.config.mode}", error)
+                return
+            done()
+
+        self._thread(run)
+
+    def close(self, grace_s: float) -> None:
+        """Ask every actor to shut down, then kill whatever is left of them and of Ray; at most about `grace_s` seconds."""
+        import ray
+
+        self.closing = True
+        if not ray.is_initialized():
+            return
+        deadline = time.monotonic() + grace_s
+        first = [handle for part, handle in self.handles.items() if part == "explorer"]  # it asks the others for things
+        rest = [handle for part, handle in self.handles.items() if part != "explorer"]
+        for handles in filter(None, (first, rest)):
+            asked = [handle.shutdown.remote() for handle in handles]
+            ray.wait(asked, num_returns=len(asked), timeout=grace_s / 3)
+        for handle in self.handles.values():
+            ray.kill(handle)
+        for (
+            thread
+        ) in self.threads:  # each ends with its actor; Ray aborts the process when it is shut down under a waiting call
+            thread.join(max(0.1, deadline - time.monotonic()))
+        ray.shutdown()
+
+    def _start_ray(self) -> None:
+        import ray
+
+        for variable in LAUNCHER_VARIABLES:
+            os.environ.pop(variable, None)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        cluster = self.config.cluster
+        shared = {"namespace": self.config.ray_namespace, "log_to_driver": False, "logging_level": "ERROR"}
+        with control.our_sigterm():
+            if cluster.ray_address:
+                ray.init(address=cluster.ray_address, **shared)
+            else:
+                os.environ.update(GCS_GONE)
+                actors = 3 + self.config.explorer.rollout_model.engine_num
+                ray.init(
+                    num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                    _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
+                )  # fmt: skip
+        self.address = ray.get_runtime_context().gcs_address
+        if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
+            self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
+
+    def _spawn_buffer(self) -> None:
+        from rft.buffer.experience_buffer import ExperienceBuffer
+
+        config = self.config
+        settings = config.buffer.trainer_input.experience_buffer
+        directory = settings.path or str(configs.job_dir(config) / "buffer" / settings.name)
+        self._spawn(
+            "buffer", settings.name, ExperienceBuffer, 1, settings, directory, config.buffer.batch_size,
+            int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if config.mode == "both" else None,
+            config.trainer.total_steps,
+        )  # fmt: skip
+
+    def _await_ready(self) -> None:
+        """All parts load at the same time; raises PartFailed for the first that cannot."""
+        starting = {name: engine.start.remote() for name, engine in self.engines.items()}
+        if "explorer" in self.handles:
+            starting["explorer"] = self.handles["explorer"].prepare.remote()
+        if self.config.mode == "train":
+            starting["buffer"] = self.handles["buffer"].input_done.remote()
+        for part, reference in starting.items():
+            log.info("%s: %s", part, self._get(part, reference))
+        self.ready = True
+
+    def _begin(self) -> None:
+        """What the supervisor sets going once all parts serve."""
+        import ray
+
+        from rft import modes
+
+        if self.config.mode == "both":
+            ray.get(self.handles["explorer"].open.remote())
+        elif self.config.mode == "explore":
+            modes.explore(self.config, self.handles["explorer"])
+        elif self.config.mode == "bench":
+            modes.evaluate_checkpoints(self.config, self.handles["explorer"])
+
+    def _get(self, part: str, reference: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(reference, timeout=control.START_S)
+        except ray.exceptions.RayError as error:
+            raise PartFailed(part, control.cause(error)) from error
+
+    def _split_gpus(self) -> dict[str, int]:
+        """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split once, here)."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        count = self.config.cluster.gpu_per_node or len([d for d in visible.split(",") if d])
+        if self.config.device == "cpu" or not count or self.config.mode != "both":
+            return {}
+        devices = visible.split(",") if visible else [str(i) for i in range(count)]
+        ranks = int(self.config.trainer.num_ranks or 1)
+        rollout = self.config.explorer.rollout_model
+        wanted = ranks + rollout.engine_num * rollout.tensor_parallel_size
+        if wanted > len(devices):
+            raise configs.ConfigError(
+                f"trainer.num_ranks={ranks} plus engine_num x tensor_parallel_size = {wanted} GPUs, but {len(devices)} are "
+                "visible: lower explorer.rollout_model.engine_num or the trainer's layout"
+            )
+        self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:ranks])
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[ranks:])
+        return {"num_gpus": len(devices) - ranks}
+
+    def _device_kind(self) -> str:
+        return (
+            self.config.device
+            if self.config.device != "auto"
+            else ("cuda" if "CUDA_VISIBLE_DEVICES" in self.rank_environment else "cpu")
+        )
+
+    def _spawn(self, part: str, name: str, cls: type, threads: int, *arguments: Any, gpus: int = 0) -> Any:
+        import ray
+
+        environment = thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")}
+        options = {"name": name, "num_cpus": 1, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
+        if gpus and self._device_kind() == "cuda":
+            options["num_gpus"] = gpus
+        handle = ray.remote(hosted(cls, self.config.log.level)).options(**options).remote(*arguments)
+        self.handles[part] = handle
+        self._thread(self._watch, part, handle)
+        return handle
+
+    def _thread(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def _watch(self, part: str, handle: Any) -> None:
+        """One thread per actor, asleep until the actor dies or says what broke it."""
+        import ray
+
+        try:
+            ray.get(handle.watch.remote())
+        except Exception as error:
+            self._fail(part, DOING[part.split("_")[0]] if self.ready else "starting", error)
+
+    def _fail(self, part: str, phase: str, error: Exception) -> None:
+        if not self.closing:
+            self.failed(part, phase, str(error) if isinstance(error, PartFailed) else control.cause(error))
+
+
+def hosted(cls: type, level: str) -> type:
+    """`cls` as an actor that writes to the log file named in its environment."""
+
+    class Hosted(cls):  # type: ignore[misc,valid-type]
+        def __init__(self, *arguments: Any):
+            logs.redirect(Path(os.environ["RFT_LOG_FILE"]), level)
+            logs.die_with_parent()  # the raylet; Ray itself only looks for it now and then, and not everywhere
+            super().__init__(*arguments)
+
+    Hosted.__name__ = Hosted.__qualname__ = cls.__name__
+    return Hosted
+
+
+def _explorer(config: Config, engines: dict[str, Any], buffer: Any) -> tuple[Any, ...]:
+    from rft.buffer.taskset import build_tasksets
+    from rft.rollout.explorer import Explorer
+
+    taskset, evals = build_tasksets(config.buffer, config.model, config.seed, config.trainer.total_steps)
+    return (
+        Explorer,
+        1,
+        config.explorer,
+        config.model,
+        taskset,
+        evals,
+        engines,
+        buffer,
+        config.buffer.batch_size,
+    )

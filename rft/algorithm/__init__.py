@@ -1,0 +1,27 @@
+"""Algorithms as data: which advantage, which loss, which aggregation. The functions live one noun per file beside this.
+
+An algorithm never touches the explorer, the packing or the trainer: it names a function that turns the rewards of a
+group into advantages (`advantages.py`) and one that turns log-probabilities into a loss per token (`losses.py`).
+Adding one is one function and one entry here. Importing this package loads neither torch nor numpy.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Defaults that fill the keys of `algorithm:` which the user left out. `source` is what a training step consumes."""
+
+    source: Literal["rollouts", "rows"]
+    policy_loss_fn: str
+    advantage_fn: str | None
+    loss_agg_mode: str
+    repeat_times: int
+    min_repeat_times: int = 1
+
+
+ALGORITHMS = {
+    "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8, min_repeat_times=2),
+    "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1),
+}

@@ -1,0 +1,71 @@
+"""From the experiences of one step to rows that can be packed: advantages, global loss weights, aligned arrays.
+
+In: a `Batch` (whole step, at rank 0). Out: `packing.Row`s and the step's reward metrics. Weights are divided by counts over
+the whole batch here, before anything is cut, so no later split can change the gradient.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from rft.algorithm.advantages import ADVANTAGES
+from rft.experience import Experience
+from rft.packing import Row, token_weights
+
+
+def rows(
+    experiences: list[Experience], advantage_fn: str | None, advantage_args: dict[str, Any], mode: str
+) -> list[Row]:
+    """One row per experience that has at least one trained token; `mode` is a loss_agg_mode."""
+    advantages = np.zeros(len(experiences))
+    if advantage_fn is not None:
+        rewards = np.array([e.reward for e in experiences], dtype=np.float64)
+        advantages = ADVANTAGES[advantage_fn](rewards, np.array([e.group for e in experiences]), **advantage_args)
+    kept = [(e, a) for e, a in zip(experiences, advantages, strict=True) if any(e.action_mask)]
+    if not kept:
+        return []
+    weights = token_weights([sum(e.action_mask) for e, _ in kept], mode)
+    return [_row(e, a, w) for (e, a), w in zip(kept, weights, strict=True)]
+
+
+def _row(experience: Experience, advantage: float, weight: float) -> Row:
+    length, prompt = len(experience.tokens), experience.prompt_length
+    trained = np.zeros(length, dtype=np.float32)
+    trained[prompt:] = experience.action_mask
+    behaviour = np.zeros(length, dtype=np.float32)
+    behaviour[prompt:] = experience.logprobs or 0.0
+    return Row(
+        tokens=np.array(experience.tokens, dtype=np.int64),
+        trained=trained,
+        behaviour=behaviour,
+        advantage=trained * np.float32(advantage),
+        weight=trained * np.float32(weight),
+        temperature=experience.temperature,
+    )
+
+
+def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
+    """What the batch looked like: rewards, lengths, staleness (`step` is the policy version that trains on it)."""
+    lengths = np.array([e.response_length for e in experiences], dtype=np.float64)
+    found = {
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "truncated_frac": np.mean([e.stop == "length" for e in experiences]),
+        "prompt_length/mean": np.mean([e.prompt_length for e in experiences]),
+    }
+    rollouts = [e for e in experiences if e.group >= 0]
+    if rollouts:
+        rewards = np.array([e.reward for e in rollouts])
+        groups = np.array([e.group for e in rollouts])
+        spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
+        ages = np.array([step - e.oldest_version for e in rollouts if e.oldest_version is not None])
+        found |= {
+            "reward/mean": rewards.mean(),
+            "reward/std": rewards.std(),
+            "reward/zero_signal_groups": np.mean(np.array(spreads) == 0),
+            "reward/failed_frac": np.mean([e.reward_outcome in ("timeout", "error") for e in rollouts]),
+            "staleness/mean": ages.mean() if len(ages) else 0.0,
+            "staleness/max": ages.max() if len(ages) else 0.0,
+            "sample/groups": len(spreads),
+        }
+    return {name: float(value) for name, value in found.items()}

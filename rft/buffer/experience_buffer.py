@@ -1,0 +1,450 @@
+"""Between explorers and trainer: gives out slots, keeps experiences durably, gives out the batch of every step.
+
+    explorer ── admit ─► slot, group number         trainer ── take(step) ─► batch       checkpoint ── position ─► number
+             ── put ───► durable, acknowledged              ── consumed(step)                       ── retain
+             ── abandon                             sync    ── published(version) ─► frees slots
+
+Every change is a journal record that is durable before the call returns; `Progress` is the fold of these records, so a
+new process on the same directory goes on where the old one was killed. Experiences lie in the journal only, not in
+memory. All waits are conditions with a deadline. Nothing here knows Ray; the supervisor makes it a named actor.
+
+Invariants: `Progress`'s, plus: a batch that was handed out for a step is handed out again, the same, whenever that step
+is asked for; an incomplete batch is returned only after `max_read_timeout` or at the end of the input.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from rft.buffer.journal import JournalError
+from rft.buffer.ledger import Ledger
+from rft.buffer.progress import (
+    Attached,
+    Consumed,
+    Failed,
+    Group,
+    Issued,
+    JournalRecord,
+    Leased,
+    Restarted,
+    Resumed,
+    Stored,
+)
+from rft.config import ExperienceBufferConfig
+from rft.experience import Batch, Experience, decode, encode
+
+COUNTERS = ("experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups")
+
+logger = logging.getLogger(__name__)
+
+
+class ExperienceBuffer:
+    """The one buffer of a run. `max_staleness=None`: no slot limit; `total_steps=None`: until the input is done."""
+
+    def __init__(
+        self,
+        config: ExperienceBufferConfig,
+        directory: str,
+        tasks_per_step: int,
+        repeat_times: int,
+        max_staleness: int | None,
+        total_steps: int | None,
+        segment_bytes: int = 64 * 2**20,
+    ) -> None:
+        self.timeout = config.max_read_timeout
+        self.tasks_per_step = tasks_per_step
+        self.repeat_times = repeat_times
+        self.max_staleness = max_staleness
+        self.total_steps = total_steps
+        self._ledger = Ledger(directory, segment_bytes)
+        self._progress = self._ledger.progress
+        self._published: int | None = None  # unknown until a trainer says where it begins
+        self._attached: set[str] = set()
+        self._stopped = ""  # why no more batches are given out
+        self._stop_is_failure = False
+        self._done: set[str] = set()
+        self._all_done = False
+        self._attempt = 0  # trainers attached to this process
+        self._counts: Counter[str] = Counter()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._ended = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._admission = asyncio.Lock()  # first come, first served: groups are issued in the order of the cursors
+
+    # Explorers
+
+    async def attach_explorer(self, name: str) -> dict[str, Any]:
+        """Begin as explorer `name`; the groups that its last process left must each be `readmit`ted and run again.
+
+        Returns `cursor` (None: from the start), `reissue` as [(group, encoded task)] in admission order, `run_epoch`.
+        """
+        self._attached.add(name)
+        self._done.discard(name)
+        self._all_done = False
+        if name in self._progress.cursors:
+            await self._record(Attached(explorer=name))
+        groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
+        return {"cursor": self._progress.cursors.get(name), "reissue": groups, "run_epoch": self._progress.run_epoch}
+
+    async def admit(self, explorer: str, task: bytes, cursor: dict[str, Any]) -> int | None:
+        """Wait for a slot and return the number of the new group; None: the run needs no more, the task was not taken.
+
+        `cursor` is where the taskset continues after this task. Calls are served in the order they come.
+        """
+        async with self._admission, self._changed:
+            if not await self._wait(lambda: self._may_admit() or self._is_supplied()):
+                raise TimeoutError(
+                    f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the trainer "
+                    f"published no version after {self._published} ({self._where()})"
+                )
+            if not self._may_admit():
+                return None
+            number = self._progress.next_group
+            self._append(
+                Issued(
+                    group=number,
+                    explorer=explorer,
+                    task=task,
+                    cursor=cursor,
+                    version=self._version_now(),
+                    run_epoch=self._progress.run_epoch,
+                )
+            )
+        await self._settle()
+        return number
+
+    async def readmit(self, explorer: str, group: int) -> None:
+        """Wait until an unfinished group from `attach_explorer` may start again."""
+
+        def is_free() -> bool:
+            if self.max_staleness is None or group not in self._progress.waiting:
+                return True
+            slots = (self.max_staleness + 1) * self.tasks_per_step
+            return self._published is not None and self._progress.ahead(group, self._published) < slots
+
+        async with self._changed:
+            if not await self._wait(is_free):
+                raise TimeoutError(
+                    f"group {group} could not start again in {self.timeout:g} s: the trainer published "
+                    f"no version after {self._published} ({self._where()})"
+                )
+            if group not in {unfinished.number for unfinished in self._progress.unfinished(explorer)}:
+                raise ValueError(f"group {group} is not an unfinished group of explorer {explorer!r}")
+            self._append(Restarted(group=group, version=self._version_now(), run_epoch=self._progress.run_epoch))
+        await self._settle()
+
+    async def put(self, group: int, experiences: bytes) -> None:
+        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing."""
+        rows = decode(experiences, list[Experience])
+        if not rows:
+            raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
+        if self._is_open_group(group, "duplicate_puts"):
+            self._counts["short_groups"] += len(rows) < self.repeat_times
+            self._counts["experiences"] += len(rows)
+            await self._record(Stored(group=group, experiences=experiences))
+        else:
+            await self._settle()  # the first put may still be on its way to the disk
+
+    async def abandon(self, group: int, reason: str) -> None:
+        """Give a group up: no step waits for it any more. Does nothing for one that is stored."""
+        if self._is_open_group(group, "late_abandons"):
+            logger.warning("group %d was abandoned: %s", group, reason)
+            await self._record(Failed(group=group, reason=reason))
+
+    async def input_done(self, explorer: str | None = None) -> None:
+        """The taskset of this explorer, or of all, is exhausted: no step waits for groups that nobody will issue."""
+        if explorer is None:
+            self._all_done = True
+        else:
+            self._done.add(explorer)
+        await self._notify()
+
+    # Trainer
+
+    async def attach_trainer(self, step: int, run_epoch: int, trainer: str = "trainer") -> dict[str, Any]:
+        """Begin or resume at `step` = policy version: batches already leased from there on come again, the same."""
+        self._progress.check_resume(step)
+        self._attempt += 1
+        self._published = step
+        self._stopped = self._stopped if self._stop_is_failure else ""  # a plain stop was meant for the trainer before
+        await self._record(Resumed(step=step, run_epoch=run_epoch))
+        replays = self._progress.replays(step)
+        logger.info(
+            "%s begins at step %d in run epoch %d: %d batches are replayed, %d groups wait",
+            trainer,
+            step,
+            run_epoch,
+            len(replays),
+            len(self._progress.waiting),
+        )
+        return {
+            "replay": replays,
+            "next_step": self._progress.next_step,
+            "stored": len(self._progress.stored()),
+            "waiting": len(self._progress.waiting),
+        }
+
+    async def take(self, step: int, trainer: str = "trainer") -> bytes:
+        """The encoded `Batch` of `step`, leased durably. Empty: the run is over.
+
+        Waits for the next groups in admission order. After `max_read_timeout` it returns those that are there, fewer
+        than a step's if need be; the others go into later steps. Raises TimeoutError if there is none.
+        """
+        loop = asyncio.get_running_loop()
+        begin, attempt = loop.time(), self._attempt
+        if self.total_steps is not None and step >= self.total_steps:
+            return encode(Batch(step=step, experiences=[]))
+        async with self._changed:
+            self._check_step(step)
+            complete = step in self._progress.leases or await self._wait(
+                lambda: (
+                    self._attempt != attempt
+                    or bool(self._stopped)
+                    or step in self._progress.leases
+                    or self._next_groups(step) is not None
+                )
+            )
+            if self._stop_is_failure:
+                raise RuntimeError(self._stopped)
+            if self._stopped:
+                return encode(Batch(step=step, experiences=[]))
+            if self._attempt != attempt:
+                raise RuntimeError(f"take({step}): another trainer has attached since")
+            if step not in self._progress.leases:
+                groups = self._next_groups(step) if complete else self._incomplete(step)
+                if not groups:
+                    return encode(Batch(step=step, experiences=[]))
+                self._lease(step, trainer, groups)
+        await self._settle()
+        lease = self._progress.leases[step]
+        experiences = await self._ledger.experiences(lease)
+        replayed = lease.run_epoch != self._progress.run_epoch
+        return encode(Batch(step=step, experiences=experiences, replayed=replayed, waited_s=loop.time() - begin))
+
+    async def consumed(self, step: int) -> None:
+        """The trainer has finished `step`."""
+        if step not in self._progress.leases:
+            raise ValueError(f"step {step} has no batch that could be consumed ({self._where()})")
+        await self._record(Consumed(step=step))
+
+    async def published(self, version: int, run_epoch: int | None = None) -> None:
+        """All engines serve `version`: groups of the steps before it free their slots.
+
+        With `run_epoch`, a late call of an earlier attempt is ignored.
+        """
+        if run_epoch is not None and run_epoch != self._progress.run_epoch:
+            logger.warning(
+                "version %d of run epoch %d came late: the trainer is in run epoch %d",
+                version,
+                run_epoch,
+                self._progress.run_epoch,
+            )
+            return
+        self._published = max(version, self._published or 0)
+        await self._notify()
+
+    # Checkpoints
+
+    async def position(self) -> int:
+        """The journal position to store in a checkpoint; durable."""
+        position = self._ledger.journal.position
+        await self._settle()
+        return position
+
+    async def retain(self, position: int, step: int | None = None) -> None:
+        """What no retained checkpoint needs may go: `position` and `step` are the smallest that any of them has.
+
+        Whole segments go; the groups in them that are still needed move into a compacted file.
+        """
+        await self._ledger.retain(position, step)
+
+    # The supervisor
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes now."""
+        progress = self._progress
+        journal = self._ledger.journal
+        limited = self.max_staleness is not None and self._published is not None
+        return {
+            "issued": progress.next_group,
+            "stored": progress.num_stored,
+            "failed": progress.num_failed,
+            "ready_groups": len(progress.stored()),
+            "running_groups": len(progress.waiting) - len(progress.stored()),
+            "next_step": progress.next_step,
+            "finished_steps": progress.finished,
+            "run_epoch": progress.run_epoch,
+            "published": self._published,
+            "input_done": self._is_input_done(),
+            "slots": progress.slots(self._published, self.tasks_per_step, self.max_staleness) if limited else None,
+            "journal_bytes": journal.size,
+            "journal_position": journal.position,
+            "fsyncs": journal.fsyncs,
+            "commits": journal.commits,
+            **{name: self._counts[name] for name in COUNTERS},
+        }
+
+    async def watch(self) -> None:
+        """Return when the buffer is closed, raise when its journal fails; until then, wait."""
+        await self._ended.wait()
+        self._raise_failure()
+
+    async def stop(self, reason: str = "") -> None:
+        """End the giving out of batches: a `take` that waits, and every later one, is answered as at the end of the run.
+
+        With a `reason` (another part died) it raises that instead. What is stored stays for the next attempt.
+        """
+        self._stopped = reason or "stopped"
+        self._stop_is_failure = bool(reason)
+        await self._notify()
+
+    async def shutdown(self) -> None:
+        """Wake up all who wait, sync and release the journal."""
+        self._closed = True
+        await self._notify()
+        self._ended.set()
+        self._ledger.journal.close()
+
+    # Inside
+
+    def _append(self, record: JournalRecord) -> None:
+        """Journal a record, not yet durably, and take it into the state."""
+        self._check_open()
+        try:
+            self._ledger.append(record)
+        except JournalError as error:
+            self._fail(error)
+            raise
+
+    async def _settle(self) -> None:
+        """Make all that was appended durable and tell those who wait."""
+        self._check_open()
+        try:
+            await self._ledger.journal.commit()
+        except JournalError as error:
+            self._fail(error)
+            raise
+        await self._notify()
+
+    async def _record(self, record: JournalRecord) -> None:
+        self._append(record)
+        await self._settle()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, ready: Callable[[], bool]) -> bool:
+        """Wait, holding `_changed`, until `ready()`; False after the deadline."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._changed.wait_for(lambda: self._closed or self._failure is not None or ready())
+        except TimeoutError:
+            return False
+        self._check_open()
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._ended.set()
+            task = asyncio.get_running_loop().create_task(self._notify())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise JournalError(f"the experience buffer stopped: {self._failure}") from self._failure
+
+    def _check_open(self) -> None:
+        self._raise_failure()
+        if self._closed:
+            raise JournalError("the experience buffer is closed")
+
+    def _version_now(self) -> int | None:
+        return None if self.max_staleness is None else self._published
+
+    def _may_admit(self) -> bool:
+        if self.total_steps is not None and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0:
+            return False
+        if self.max_staleness is None:
+            return True
+        return (
+            self._published is not None
+            and self._progress.slots(self._published, self.tasks_per_step, self.max_staleness) > 0
+        )
+
+    def _is_supplied(self) -> bool:
+        """Whether all steps that are left have their experiences, so that no failure can ask for one more group."""
+        return (
+            self.total_steps is not None
+            and not self._progress.has_running()
+            and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0
+        )
+
+    def _is_input_done(self) -> bool:
+        return self._all_done or (bool(self._attached) and self._attached <= self._done)
+
+    def _is_open_group(self, number: int, counter: str) -> bool:
+        """Whether the group waits for its experiences; one that no longer does is counted under `counter`."""
+        if not 0 <= number < self._progress.next_group:
+            raise ValueError(f"group {number} was never admitted; the next group is {self._progress.next_group}")
+        group = self._progress.waiting.get(number)
+        is_open = group is not None and not group.stored
+        self._counts[counter] += not is_open
+        return is_open
+
+    def _check_step(self, step: int) -> None:
+        if step not in self._progress.leases and step != self._progress.next_step:
+            raise ValueError(f"cannot take step {step}: the next one is {self._progress.next_step} ({self._where()})")
+
+    def _next_groups(self, step: int) -> list[Group] | None:
+        """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait on."""
+        if self._all_done and not self._attached:  # mode=train: what an earlier explorer left unfinished stays so
+            return self._progress.stored()[: self.tasks_per_step]
+        groups = self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
+        if not all(group.stored for group in groups):
+            return None
+        return groups if len(groups) >= self.tasks_per_step or self._is_input_done() else None
+
+    def _incomplete(self, step: int) -> list[Group]:
+        groups = self._progress.stored()[: self.tasks_per_step]
+        if not groups:
+            raise TimeoutError(
+                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is the "
+                f"explorer alive? ({self._where()})"
+            )
+        self._counts["incomplete_batches"] += 1
+        logger.warning(
+            "step %d takes %d of %d groups after %g s (%s)",
+            step,
+            len(groups),
+            self.tasks_per_step,
+            self.timeout,
+            self._where(),
+        )
+        return groups
+
+    def _lease(self, step: int, trainer: str, groups: list[Group]) -> None:
+        if self.max_staleness is not None:
+            late = [g.number for g in groups if g.version is not None and step - g.version > self.max_staleness]
+            self._counts["over_stale_groups"] += len(late)
+            if late:
+                logger.warning("step %d trains groups %s later than max_staleness=%d", step, late, self.max_staleness)
+        self._append(
+            Leased(
+                step=step,
+                trainer=trainer,
+                run_epoch=self._progress.run_epoch,
+                groups=[group.number for group in groups],
+            )
+        )
+
+    def _where(self) -> str:
+        running = [number for number, group in self._progress.waiting.items() if not group.stored]
+        first = ", ".join(map(str, running[:8])) + (", ..." if len(running) > 8 else "")
+        return f"{len(self._progress.stored())} groups ready, {len(running)} running: {first or 'none'}"

@@ -1,0 +1,108 @@
+"""Progress that survives: a journal, the state it folds to, and where in it every group's experiences lie.
+
+In: `append(record)`, durable after `await commit()`. Out: `progress`, and the experiences of a lease, read from the
+journal. `retain` drops what no checkpoint needs. Invariant: `progress` is the fold of the journal's records, in order;
+a record that cannot be written changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+from rft.buffer.journal import Journal
+from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
+from rft.experience import Experience, decode, encode
+
+logger = logging.getLogger(__name__)
+
+
+def read_batch(journal: Journal, rows: list[tuple[int, int, int]]) -> list[Experience]:
+    """The experiences at (position, group, run epoch), stamped with the group and the epoch that they come from."""
+    batch = []
+    for position, number, run_epoch in rows:
+        record = decode_record(journal.read(position))
+        assert isinstance(record, Stored) and record.group == number
+        for experience in decode(record.experiences, list[Experience]):
+            experience.group, experience.timeline = number, run_epoch
+            batch.append(experience)
+    return batch
+
+
+def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[int | None, bytes]]:
+    """What must stay of the records before `end`, each with its group where it holds the experiences of one."""
+    progress, rows = Progress(), {}
+    for position, payload in journal.records(stop=end):
+        record = decode_record(payload)
+        progress.apply(record)
+        if isinstance(record, Stored):
+            rows[record.group] = position
+    progress.forget(oldest_step)
+    for record in progress.survivors():
+        if isinstance(record, Stored):
+            yield record.group, journal.read(rows[record.group])
+        else:
+            yield None, encode(record)
+
+
+class Ledger:
+    """The journal in `directory` and the progress it records."""
+
+    def __init__(self, directory: str, segment_bytes: int) -> None:
+        self.journal = Journal(directory, segment_bytes)
+        self.progress = Progress()
+        self._rows: dict[int, int] = {}  # group -> position of its experiences
+        self._finished: list[tuple[int, int]] = []  # (position, finished steps there), where it changed
+        self._files = asyncio.Lock()  # rows do not move while a batch is read
+        self._retention = asyncio.Lock()
+        for position, payload in self.journal.records():
+            self._apply(decode_record(payload), position)
+
+    def append(self, record: JournalRecord) -> None:
+        """Journal a record, not yet durably, and take it into the state."""
+        position = self.journal.position
+        self.journal.append([encode(record)])
+        self._apply(record, position)
+
+    def _apply(self, record: JournalRecord, position: int) -> None:
+        finished = self.progress.finished
+        self.progress.apply(record)
+        if isinstance(record, Stored):
+            self._rows[record.group] = position
+        if self.progress.finished != finished:
+            self._finished.append((position, self.progress.finished))
+
+    async def experiences(self, lease: Lease) -> list[Experience]:
+        """All experiences of a lease, in admission order."""
+        async with self._files:
+            rows = [(self._rows[group.number], group.number, group.run_epoch) for group in lease.groups]
+            return await asyncio.to_thread(read_batch, self.journal, rows)
+
+    async def retain(self, position: int, step: int | None) -> None:
+        """Drop whole segments before `position`, except for what a resume at `step` or later needs.
+
+        Without `step` it is the number of steps that were finished at `position`.
+        """
+        async with self._retention:
+            finished = next((steps for at, steps in reversed(self._finished) if at < position), 0)
+            oldest = min(finished, self.progress.finished, finished if step is None else step)
+            end = self.journal.cut(position)
+            if end is not None:
+                await self._compact(end, oldest)
+
+    async def _compact(self, end: int, oldest: int) -> None:
+        before, groups = self.journal.size, []
+
+        def payloads() -> Iterator[bytes]:
+            for group, payload in folded(self.journal, end, oldest):
+                groups.append(group)
+                yield payload
+
+        base = await asyncio.to_thread(self.journal.write_base, end, payloads())
+        async with self._files:
+            self.journal.install(base)
+            moved = {group: at for group, at in zip(groups, base.positions, strict=True) if group is not None}
+            self._rows = moved | {group: at for group, at in self._rows.items() if at >= end}
+            earlier = [mark for mark in self._finished if mark[0] < end]
+            self._finished = [*earlier[-1:], *(mark for mark in self._finished if mark[0] >= end)]
+            self.progress.forget(oldest)
+        logger.info("journal cut from %d to %d bytes; batches from step %d on stay", before, self.journal.size, oldest)

@@ -1,0 +1,276 @@
+"""What has happened to every group: a pure state machine that the journal's records rebuild exactly. No I/O, no clock.
+
+    issued ──► stored ──► leased(step) ──► consumed(step)
+       └─────► failed
+
+In: `apply(record)`, for a record that was just journaled or is read back. Out: how many slots are free, which groups a
+step takes, what an explorer has to run again, where its taskset continues.
+
+Step k (counted from 0) trains policy version k into k + 1. Groups are numbered as they are admitted and steps take them
+in that order. A group is active from issue until a version that contains its step is published; at most
+`(max_staleness + 1) * tasks_per_step` are active. A new group can therefore only end up in a step that is at most
+`max_staleness` after the version published when it started. After a restart the same bound decides when an unfinished
+group may start again (`ahead`), because it starts anew on the version that is published then.
+
+Invariants: a group is leased at most once, for good (a resume replays the lease, it never regroups); a group is
+either failed or in exactly one lease or still waiting, so none is lost and none is trained twice.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rft.experience import Record
+
+
+class Issued(Record, tag="issued", kw_only=True):
+    """`explorer` may run `task` as group `group`; its taskset continues at `cursor`."""
+
+    group: int
+    explorer: str
+    task: bytes
+    cursor: dict[str, Any]
+    version: int | None = None  # published at the start; None where staleness is not limited
+    run_epoch: int = 0
+
+
+class Attached(Record, tag="attached", kw_only=True):
+    """A new process is `explorer`: what the last one left unfinished waits until it is restarted."""
+
+    explorer: str
+
+
+class Restarted(Record, tag="restarted", kw_only=True):
+    """An unfinished group runs again."""
+
+    group: int
+    version: int | None = None
+    run_epoch: int = 0
+
+
+class Stored(Record, tag="stored", kw_only=True):
+    """The experiences of a group, an encoded list."""
+
+    group: int
+    experiences: bytes
+
+
+class Failed(Record, tag="failed", kw_only=True):
+    """The group will never have experiences."""
+
+    group: int
+    reason: str
+
+
+class Leased(Record, tag="leased", kw_only=True):
+    """These groups are the batch of `step`."""
+
+    step: int
+    trainer: str
+    run_epoch: int
+    groups: list[int]
+
+
+class Consumed(Record, tag="consumed", kw_only=True):
+    """The trainer has finished `step`."""
+
+    step: int
+
+
+class Resumed(Record, tag="resumed", kw_only=True):
+    """A trainer begins at `step` (= its policy version) under a new run epoch."""
+
+    step: int
+    run_epoch: int
+
+
+class Folded(Record, tag="folded", kw_only=True):
+    """What dropped records add up to; the last record of a compacted file."""
+
+    next_group: int
+    oldest_step: int
+    next_step: int
+    finished: int
+    run_epoch: int
+    cursors: dict[str, dict[str, Any]]
+    num_stored: int
+    num_failed: int
+
+
+JournalRecord = Issued | Attached | Restarted | Stored | Failed | Leased | Consumed | Resumed | Folded
+_decoder = msgspec.msgpack.Decoder(JournalRecord)
+
+
+def decode_record(payload: bytes) -> JournalRecord:
+    return _decoder.decode(payload)
+
+
+@dataclass
+class Group:
+    """One admitted task. `task` is dropped once it is stored; `version` is None while it waits for a restart."""
+
+    number: int
+    explorer: str
+    task: bytes
+    version: int | None
+    run_epoch: int
+    stored: bool = False
+
+
+def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
+    """Whether any step after `step` would train the group later than `max_staleness` allows."""
+    return max_staleness is not None and group.version is not None and step - group.version >= max_staleness
+
+
+@dataclass
+class Lease:
+    """The batch of one step, and the run epoch that took it first."""
+
+    trainer: str
+    run_epoch: int
+    groups: list[Group]
+
+
+@dataclass
+class Progress:
+    """The state. `waiting` are the groups that no step has taken, in admission order."""
+
+    waiting: dict[int, Group] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    cursors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    next_group: int = 0
+    next_step: int = 0  # the first step that has no lease
+    oldest_step: int = 0  # leases before it may have been dropped
+    finished: int = 0  # steps consumed = policy version of the trainer
+    run_epoch: int = 0
+    num_stored: int = 0
+    num_failed: int = 0
+
+    # Records
+
+    def apply(self, record: JournalRecord) -> None:
+        """Take one record into the state, in the order of the journal."""
+        match record:
+            case Issued():
+                self.waiting[record.group] = Group(
+                    record.group, record.explorer, record.task, record.version, record.run_epoch
+                )
+                self.next_group = max(self.next_group, record.group + 1)
+                self.cursors[record.explorer] = record.cursor
+            case Stored():
+                group = self.waiting[record.group]
+                group.stored, group.task = True, b""
+                self.num_stored += 1
+            case Failed():
+                del self.waiting[record.group]
+                self.num_failed += 1
+            case Leased():
+                groups = [self.waiting.pop(number) for number in record.groups]
+                self.leases[record.step] = Lease(record.trainer, record.run_epoch, groups)
+                self.next_step = max(self.next_step, record.step + 1)
+            case Consumed():
+                self.finished = max(self.finished, record.step + 1)
+            case Attached():
+                for group in self.unfinished(record.explorer):
+                    group.version = None
+            case Restarted():
+                group = self.waiting[record.group]
+                group.version, group.run_epoch = record.version, record.run_epoch
+            case Resumed():
+                self.finished, self.run_epoch = record.step, record.run_epoch
+                self.next_step = max(record.step, max(self.leases, default=-1) + 1)
+            case Folded():
+                for name in Folded.__struct_fields__:
+                    setattr(self, name, getattr(record, name))
+
+    # Admission
+
+    def active(self, published: int) -> int:
+        """Groups issued, not failed and not covered by the published version."""
+        return len(self.waiting) + self._uncovered(published)
+
+    def slots(self, published: int, tasks_per_step: int, max_staleness: int) -> int:
+        """How many groups may start now; negative after a resume to an older version."""
+        return (max_staleness + 1) * tasks_per_step - self.active(published)
+
+    def ahead(self, group: int, published: int) -> int:
+        """Active groups in front of a waiting one; it may start when they are fewer than all slots."""
+        return sum(number < group for number in self.waiting) + self._uncovered(published)
+
+    def _uncovered(self, published: int) -> int:
+        steps = range(published, self.next_step)
+        return sum(len(self.leases[step].groups) for step in steps if step in self.leases)
+
+    def missing(self, total_steps: int, tasks_per_step: int) -> int:
+        """How many more groups the steps before `total_steps` need, if none of those that wait fails."""
+        return (total_steps - self.next_step) * tasks_per_step - len(self.waiting)
+
+    # Steps
+
+    def wanted(self, step: int, tasks_per_step: int, max_staleness: int | None) -> list[Group]:
+        """The groups that `step` has to take: the next ones in admission order.
+
+        More than `tasks_per_step` only when an earlier step was incomplete: then those that the next step could only
+        train too late come along.
+        """
+        return [
+            group
+            for index, group in enumerate(self.waiting.values())
+            if index < tasks_per_step or is_due(group, step, max_staleness)
+        ]
+
+    def has_running(self) -> bool:
+        return any(not group.stored for group in self.waiting.values())
+
+    def stored(self) -> list[Group]:
+        """Groups that have experiences and no lease."""
+        return [group for group in self.waiting.values() if group.stored]
+
+    # Restarts
+
+    def check_resume(self, step: int) -> None:
+        if step < self.oldest_step:
+            raise ValueError(
+                f"cannot resume at step {step}: the journal was cut and keeps batches from step {self.oldest_step} on. "
+                f"Resume from a newer checkpoint, or begin with an empty buffer directory."
+            )
+
+    def replays(self, step: int) -> list[int]:
+        """Steps from `step` on that already have their batch."""
+        return sorted(leased for leased in self.leases if leased >= step)
+
+    def unfinished(self, explorer: str) -> list[Group]:
+        """Groups of `explorer` that were issued and have neither experiences nor failed, in admission order."""
+        return [group for group in self.waiting.values() if group.explorer == explorer and not group.stored]
+
+    # Retention
+
+    def forget(self, oldest_step: int) -> None:
+        """Drop the batches before `oldest_step`: no retained checkpoint resumes there."""
+        self.leases = {step: lease for step, lease in self.leases.items() if step >= oldest_step}
+        self.oldest_step = max(self.oldest_step, oldest_step)
+
+    def survivors(self) -> Iterable[JournalRecord]:
+        """Records that rebuild this state. `Stored` ones come without experiences: the caller puts them in."""
+        leased = (group for lease in self.leases.values() for group in lease.groups)
+        for group in sorted([*self.waiting.values(), *leased], key=lambda group: group.number):
+            yield Issued(
+                group=group.number,
+                explorer=group.explorer,
+                task=group.task,
+                cursor={},
+                version=group.version,
+                run_epoch=group.run_epoch,
+            )
+            if group.stored:
+                yield Stored(group=group.number, experiences=b"")
+        for step, lease in sorted(self.leases.items()):
+            yield Leased(
+                step=step,
+                trainer=lease.trainer,
+                run_epoch=lease.run_epoch,
+                groups=[group.number for group in lease.groups],
+            )
+        yield Folded(**{name: getattr(self, name) for name in Folded.__struct_fields__})

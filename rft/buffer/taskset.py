@@ -1,0 +1,224 @@
+"""Tasks from data files, in an order that depends only on (seed, epoch), with a cursor that continues anywhere.
+
+In: a taskset's config and files. Out: `Task`s, and `cursor`, a small JSON object that says which task comes next;
+`seek(cursor)` in a new process goes on exactly there. Training sets are shuffled per epoch and leave out the last short
+batch of an epoch (other rows in every epoch); evaluation sets are read once, whole, in order.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from rft.buffer.data_files import check_rows, count_rows, data_files, load_rows, task_needs
+from rft.config import BufferConfig, ConfigError, ExplorerInputConfig, FormatConfig, ModelConfig, TasksetConfig
+from rft.experience import Sampling, Task
+
+
+@dataclass(frozen=True)
+class TaskDefaults:
+    """What a task gets where its taskset's config says nothing."""
+
+    workflow: str
+    reward: str
+    repeat_times: int
+    max_tokens: int | None
+    temperature: float
+    min_tokens: int = 0
+
+
+def train_defaults(config: ExplorerInputConfig, model: ModelConfig, repeat_times: int) -> TaskDefaults:
+    """Defaults of the training taskset; `repeat_times` is the algorithm's."""
+    return TaskDefaults(
+        config.default_workflow_type,
+        config.default_reward_fn_type,
+        repeat_times,
+        model.max_response_tokens,
+        1.0,
+        model.min_response_tokens,
+    )
+
+
+def eval_defaults(config: ExplorerInputConfig, model: ModelConfig) -> TaskDefaults:
+    """Defaults of evaluation tasksets: one greedy answer per task."""
+    return TaskDefaults(
+        config.default_eval_workflow_type or config.default_workflow_type,
+        config.default_reward_fn_type,
+        1,
+        model.max_response_tokens,
+        0.0,
+        model.min_response_tokens,
+    )
+
+
+def check_taskset(config: TasksetConfig, key_path: str, batch_size: int = 1) -> int:
+    """Refuse a taskset that cannot be read, before anything starts; returns its number of rows.
+
+    `key_path` is the config key of its path, e.g. `buffer.explorer_input.taskset.path`; `batch_size` the rows that it
+    must have at least (1 for evaluation).
+    """
+    key = key_path.removesuffix(".path")
+    if config.storage_type != "file":
+        raise ConfigError(f"{key}.storage_type is {config.storage_type!r}: only file is there (.jsonl, .parquet)")
+    files = data_files(config.path, config.split, config.subset_name, key)
+    rows = check_rows(files, task_needs(config.format, key), key)
+    if rows < batch_size:
+        raise ConfigError(
+            f"{key}.path: {config.path} has {rows} rows, fewer than one step takes "
+            f"(buffer.batch_size={batch_size}): lower buffer.batch_size or add rows"
+        )
+    return rows
+
+
+def build_tasksets(
+    buffer: BufferConfig, model: ModelConfig, seed: int, total_steps: int | None, repeat_times: int = 1
+) -> tuple["Taskset | None", list["Taskset"]]:
+    """The training taskset, endless where `total_steps` ends the run, and the evaluation tasksets."""
+    given = buffer.explorer_input
+    taskset = None
+    if given.taskset is not None:
+        taskset = Taskset(
+            given.taskset,
+            train_defaults(given, model, repeat_times),
+            seed,
+            buffer.total_epochs if total_steps is None else None,
+            buffer.batch_size,
+        )
+    evaluations = [
+        Taskset(
+            config, eval_defaults(given, model), train=False, key_path=f"buffer.explorer_input.eval_tasksets.{number}"
+        )
+        for number, config in enumerate(given.eval_tasksets)
+    ]
+    return taskset, evaluations
+
+
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(count) that depends on (seed, epoch) only."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+class Taskset:
+    """Iterator over the tasks of `epochs` passes (None: without end), by batches of `batch_size`.
+
+    `train=False` reads every row once, in order. The length is that of one epoch.
+    """
+
+    def __init__(
+        self,
+        config: TasksetConfig,
+        defaults: TaskDefaults,
+        seed: int = 0,
+        epochs: int | None = 1,
+        batch_size: int = 1,
+        train: bool = True,
+        key_path: str = "buffer.explorer_input.taskset",
+    ) -> None:
+        files = data_files(config.path, config.split, config.subset_name, key_path)
+        self.name = config.name or ("taskset" if train else files[0].stem)
+        self.config = config
+        self.defaults = defaults
+        self.seed = seed
+        self.epochs = epochs
+        self.shuffle = train and config.shuffle
+        self._rows = load_rows(files, key_path)
+        self._length = len(self._rows) // batch_size * batch_size if train else len(self._rows)
+        if self._length == 0:
+            raise ConfigError(
+                f"{key_path}.path: {config.path} has {len(self._rows)} rows, fewer than "
+                f"buffer.batch_size={batch_size}: lower buffer.batch_size or add rows"
+            )
+        self._sampling = self._make_sampling(key_path)
+        self._epoch, self._index = 0, 0
+        self._order = self._make_order()
+
+    @staticmethod
+    def count(config: TasksetConfig, key_path: str = "buffer.explorer_input.taskset") -> int:
+        """Rows in the files of a taskset, counted without loading it."""
+        return count_rows(data_files(config.path, config.split, config.subset_name, key_path), key_path)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> "Taskset":
+        return self
+
+    def __next__(self) -> Task:
+        if self._index == self._length:
+            self._epoch, self._index = self._epoch + 1, 0
+            self._order = self._make_order()
+        if self.epochs is not None and self._epoch >= self.epochs:
+            raise StopIteration
+        row = self._order[self._index]
+        self._index += 1
+        return self._task(row)
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Which task comes next."""
+        return {"epoch": self._epoch, "index": self._index}
+
+    def seek(self, cursor: dict[str, int]) -> None:
+        """Continue at a cursor of this or an earlier process."""
+        if not 0 <= cursor["index"] <= self._length or cursor["epoch"] < 0:
+            raise ConfigError(
+                f"taskset {self.name!r} cannot continue at {cursor}: an epoch has {self._length} tasks. Was "
+                f"{self.config.path} or buffer.batch_size changed since the checkpoint?"
+            )
+        self._epoch, self._index = cursor["epoch"], cursor["index"]
+        self._order = self._make_order()
+
+    def _make_order(self) -> list[int]:
+        return shuffled(len(self._rows), self.seed, self._epoch) if self.shuffle else list(range(len(self._rows)))
+
+    def _make_sampling(self, key_path: str) -> Sampling:
+        args = self.config.rollout_args
+        max_tokens = self.defaults.max_tokens if args.max_tokens is None else args.max_tokens
+        if max_tokens is None:
+            raise ConfigError(
+                f"set model.max_response_tokens (or {key_path}.rollout_args.max_tokens): nothing says how "
+                f"long a response may be"
+            )
+        temperature = self.defaults.temperature if args.temperature is None else args.temperature
+        return Sampling(
+            temperature=temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            max_tokens=max_tokens,
+            min_tokens=self.defaults.min_tokens,
+        )
+
+    def _task(self, row: int) -> Task:
+        config, defaults, raw = self.config, self.defaults, self._rows[row]
+        truth = raw.get(config.format.response_key)
+        return Task(
+            id=f"{self.name}/{self._epoch}/{row}",
+            taskset=self.name,
+            row=row,
+            epoch=self._epoch,
+            prompt=row_prompt(raw, config.format),
+            truth=None if truth is None else str(truth),
+            workflow=config.default_workflow_type or defaults.workflow,
+            reward=config.default_reward_fn_type or defaults.reward,
+            reward_args=dict(config.reward_fn_args),
+            workflow_args=dict(config.workflow_args),
+            repeat_times=config.repeat_times or defaults.repeat_times,
+            sampling=self._sampling,
+            raw=raw,
+        )
+
+
+def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str, Any]]:
+    """The prompt of a row: its messages; or its text, as messages where there is a system prompt."""
+    if config.prompt_type == "messages":
+        return clean_messages(raw[config.messages_key])
+    system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
+    if not system:
+        return raw[config.prompt_key]
+    return [{"role": "system", "content": system}, {"role": "user", "content": raw[config.prompt_key]}]
+
+
+def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the empty fields that Arrow adds where another row has them."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]

@@ -1,0 +1,327 @@
+"""Structured configuration: every key that rft understands, its type, default and meaning. Pure data and validation.
+
+Sections and key names follow `docs/configure.md`. Hydra composes YAML groups over `Config`; `stage_configs` expands
+`stages` into one full config per stage (merged key by key over the global one); `validate` refuses impossible
+combinations before anything starts. After that the config is read-only: `save` writes `resolved.yaml`, and ranks and
+actors `load` only that file. Each part gets its own section, never the whole config.
+
+Every refusal is a `ConfigError` whose text names the key and the fix.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """A config that cannot run; the message names the key and the fix."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    lr_scheduler_type: str = "constant"  # constant | linear | cosine
+    lr_warmup_steps: int = 0
+    min_lr_ratio: float = 0.0  # floor of linear and cosine, as a share of lr
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+
+@dataclass
+class AlgorithmConfig:
+    algorithm_type: str = "grpo"  # a key of rft.algorithm.ALGORITHMS
+    repeat_times: Optional[int] = None  # responses per task; default: the algorithm's own
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    advantage_fn: Optional[str] = None  # default: the algorithm's own, as for the four keys below
+    advantage_fn_args: dict[str, Any] = field(default_factory=dict)
+    policy_loss_fn: Optional[str] = None
+    policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
+    loss_agg_mode: Optional[str] = None  # token-mean | seq-mean-token-mean | seq-mean-token-sum
+
+
+@dataclass
+class ModelConfig:
+    model_path: str = MISSING  # directory of a Hugging Face checkpoint
+    custom_chat_template: Optional[str] = None
+    chat_template_path: Optional[str] = None  # file; wins over custom_chat_template
+    max_model_len: Optional[int] = None  # default: max_prompt_tokens + max_response_tokens
+    max_prompt_tokens: Optional[int] = None
+    max_response_tokens: Optional[int] = None
+    min_response_tokens: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass
+class ClusterConfig:
+    node_num: int = 1
+    gpu_per_node: Optional[int] = None  # default: detected
+    ray_address: Optional[str] = None  # an existing cluster; default: a private one on this machine
+    ray_num_cpus: Optional[int] = None  # logical CPUs of the private cluster; default: one per actor
+    threads_per_rank: int = 1
+    threads_per_engine: int = 1
+    master_port: int = 0  # 0: any free port
+
+
+@dataclass
+class FormatConfig:
+    prompt_type: str = "messages"  # plaintext | messages
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    system_prompt_key: Optional[str] = None
+    system_prompt: Optional[str] = None
+    messages_key: str = "messages"
+
+
+@dataclass
+class RolloutArgs:
+    temperature: Optional[float] = None  # default: 1.0 for training, 0.0 for evaluation
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: Optional[int] = None  # default: model.max_response_tokens
+
+
+@dataclass
+class TasksetConfig:
+    name: Optional[str] = None
+    storage_type: str = "file"
+    path: str = MISSING  # .jsonl, .parquet, or a directory of them
+    subset_name: Optional[str] = None
+    split: str = "train"
+    shuffle: bool = True  # training sets only; the order depends on (seed, epoch)
+    repeat_times: Optional[int] = None
+    format: FormatConfig = field(default_factory=FormatConfig)
+    rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
+    default_workflow_type: Optional[str] = None
+    default_reward_fn_type: Optional[str] = None
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward_fn_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ExplorerInputConfig:
+    taskset: Optional[TasksetConfig] = None
+    eval_tasksets: list[TasksetConfig] = field(default_factory=list)
+    default_workflow_type: str = "single_turn"
+    default_eval_workflow_type: Optional[str] = None
+    default_reward_fn_type: str = "exact_match"
+
+
+@dataclass
+class ExperienceBufferConfig:
+    name: str = "experience_buffer"
+    storage_type: str = "queue"  # queue: durable journal fed by the explorer | file: supervised rows
+    path: Optional[str] = None  # file: the data; queue: directory of the journal, default <job>/buffer/<name>
+    split: str = "train"
+    shuffle: bool = True
+    max_read_timeout: float = 1800.0  # seconds; afterwards the incomplete batch is returned
+    format: FormatConfig = field(default_factory=FormatConfig)
+
+
+@dataclass
+class TrainerInputConfig:
+    experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
+
+
+@dataclass
+class BufferConfig:
+    batch_size: int = 1  # tasks per step
+    train_batch_size: Optional[int] = None  # experiences per step; default batch_size x repeat_times
+    total_epochs: int = 1
+    total_steps: Optional[int] = None  # wins over total_epochs
+    explorer_input: ExplorerInputConfig = field(default_factory=ExplorerInputConfig)
+    trainer_input: TrainerInputConfig = field(default_factory=TrainerInputConfig)
+
+
+@dataclass
+class RolloutModelConfig:
+    engine_type: str = "vllm"  # vllm (vllm_async is the same)
+    engine_num: int = 1
+    tensor_parallel_size: int = 1
+    dtype: Optional[str] = None  # default: trainer.dtype
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 1.0  # CPU only
+    gpu_memory_utilization: float = 0.9  # GPU only
+    enforce_eager: bool = True
+
+
+@dataclass
+class ExplorerConfig:
+    name: str = "explorer"
+    runner_per_model: int = 8  # groups in flight per engine
+    max_timeout: float = 900.0  # seconds for one task, all attempts together
+    max_retry_times: int = 2
+    reward_workers: int = 1
+    reward_timeout: float = 10.0  # seconds for one reward; then its worker is killed
+    rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    eval_interval: int = 0  # policy versions between evaluations; 0: only at start and end
+    eval_on_startup: bool = True
+    bench_on_latest_checkpoint: bool = False
+
+
+@dataclass
+class MegatronConfig:
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass
+class TrainerConfig:
+    name: str = "trainer"
+    trainer_type: str = "megatron"
+    num_ranks: Optional[int] = None  # default: tp x pp x cp on CPU, the GPUs left by the engines otherwise
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    dtype: str = "fp32"  # fp32 | bf16 (bf16 keeps fp32 masters)
+    total_steps: Optional[int] = None  # stop after this many steps; default: when the data ends
+    stop_at_loss: Optional[float] = None  # stop early, once the mean loss of the last 5 steps is at most this
+    grad_clip: float = 1.0
+    max_token_len_per_gpu: int = 16384  # tokens of one packed microbatch
+    save_interval: int = 0  # steps; 0: only at the end
+    max_checkpoints_to_keep: int = 2  # 0: all
+    save_hf_checkpoint: str = "last"  # last | always | never
+    max_restarts: int = 0  # how often dead ranks are started again
+    collective_timeout: float = 1800.0  # seconds
+
+
+@dataclass
+class SynchronizerConfig:
+    sync_method: str = "nccl"  # streams over NCCL, or gloo on CPU
+    sync_interval: int = 1
+    max_staleness: int = 1  # 0: synchronous; n: rollouts may be n versions behind
+    sync_timeout: float = 600.0  # seconds for one round
+    bucket_bytes: int = 16 * 2**20
+
+
+@dataclass
+class MonitorConfig:
+    monitor_type: str = "tensorboard"  # tensorboard | wandb | none; console and metrics.jsonl are always on
+    monitor_args: dict[str, Any] = field(default_factory=dict)  # wandb: mode, base_url, api_key
+    num_samples: int = 4  # rollouts written to samples.jsonl per step
+
+
+@dataclass
+class LogConfig:
+    level: str = "INFO"
+
+
+@dataclass
+class Config:
+    project: str = "rft"
+    name: str = MISSING
+    mode: str = "both"  # both | train | explore | bench
+    seed: int = 0
+    device: str = "auto"  # auto | cpu | cuda
+    checkpoint_root_dir: str = "runs"
+    continue_from_checkpoint: bool = True
+    shutdown_grace_s: float = 20.0
+    ray_namespace: Optional[str] = None
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
+    finish: Optional[str] = None  # "module:function" called with the list of stage configs after success
+    stages: list[Any] = field(default_factory=list)
+    stage_name: Optional[str] = None  # set by `stage_configs`
+
+
+# --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
+
+
+def to_config(raw: DictConfig | dict[str, Any]) -> Config:
+    """Typed config objects out of OmegaConf (interpolations resolved); raises ConfigError for wrong keys or types."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+
+
+def explain(error: Exception) -> str:
+    """One line out of an OmegaConf or Hydra exception, with the nearest valid key when the key is unknown."""
+    key = getattr(error, "full_key", None) or getattr(error, "key", None)
+    text = str(error).split("\n\n")[0].replace("\n", " ").replace("\t", " ")
+    if key and "not in" in text:
+        hint = nearest_key(re.sub(r"^stages\[\d+\]\.", "", str(key)))
+        return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
+    return f"{key}: {text}" if key else text
+
+
+def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema; list elements and free dictionaries end where they start."""
+    found = []
+    for item in fields(node):
+        name = f"{prefix}{item.name}"
+        found.append(name)
+        inner = item.default_factory if callable(item.default_factory) else item.type
+        if name == "buffer.explorer_input.taskset":
+            inner = TasksetConfig
+        if is_dataclass(inner):
+            found += known_keys(inner, name + ".")
+    return found
+
+
+def nearest_key(key: str) -> str | None:
+    """The valid key that `key` was probably meant to be: same last word elsewhere, else the most similar spelling."""
+    keys = known_keys()
+    match = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if match:
+        return match[0]
+    last = key.rsplit(".", 1)[-1]
+    by_word = {k.rsplit(".", 1)[-1]: k for k in reversed(keys)}
+    word = difflib.get_close_matches(last, list(by_word), n=1, cutoff=0.7)
+    return by_word[word[0]] if word else None
+
+
+def nearest(value: str, choices: Any, key: str) -> str:
+    """Error text for a value outside `choices`."""
+    match = difflib.get_close_matches(value, list(choices), n=1)
+    hint = f"; did you mean `{match[0]}`?" if match else ""
+    return f"{key}={value} is unknown{hint} Known: {', '.join(sorted(choices))}."
+
+
+def job_dir(config: Config) -> Path:
+    """<checkpoint_root_dir>/<project>/<name>[/<stage_name>], absolute."""
+    parts = [config.project, config.name, config.stage_name or ""]
+    return Path(config.checkpoint_root_dir).absolute().joinpath(*filter(None, parts))
+
+
+def stage_configs(raw: DictConfig) -> list[Config]:
+    """One full config per stage: each stage's keys are merged, key by key, over the global ones. No stages: one config."""
+    base = OmegaConf.merge(OmegaConf.structured(Config), raw)
+    stages = list(base.stages)
+    base.stages = []
+    if not stages:
+        return [to_config(base)]
+    names = [str(stage.get("stage_name")) for stage in stages]
+    if len(set(names)) != len(names) or "None" in names:
+        raise ConfigError(f"stages: every stage needs its own stage_name, got {names}")
+    try:
+        return [to_config(OmegaConf.merge(base, stage)) for stage in stages]
+    except OmegaConfBaseException as error:
+        raise ConfigError("stages: " + explain(error)) from error
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved config that ranks and actors read; keys that hold secrets are left out."""
+    container = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    for secret in ("api_key", "password"):
+        container["monitor"]["monitor_args"].pop(secret, None)  # type: ignore[index,call-overload]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(container)), encoding="utf-8")
+
+
+def load(path: str | Path) -> Config:
+    return to_config(OmegaConf.load(path))  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""Rank 0's end of the control plane: batches from the buffer actor, evaluations from the explorer actor.
+
+In: Ray actor handles, found by name in the run's namespace. Out: plain blocking calls for the training loop. Other ranks,
+and runs without an explorer, hold the same objects without handles, on which every call does nothing. Every wait has a
+deadline, and `stop`, from any thread, ends those that can be long; an actor that dies raises here, and the supervisor names it.
+"""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rft.config import ExplorerConfig
+from rft.experience import Batch, EvalResult, decode
+
+START_S = 900.0  # an engine may have to read a large model from a slow disk
+REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
+READ_MARGIN_S = 60.0  # the buffer's own max_read_timeout ends a take; this is only in case it cannot
+
+
+def connect(address: str, namespace: str) -> None:
+    """Join the supervisor's Ray as a driver of our own: if this rank dies, the actors live on."""
+    import ray
+
+    with our_sigterm():
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+
+
+@contextlib.contextmanager
+def our_sigterm() -> Iterator[None]:
+    """`ray.init` puts its own SIGTERM handler in place, which just exits: keep ours."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def cause(error: BaseException) -> str:
+    """In one line what went wrong: of an error that came through Ray, what the remote method raised or how its process ended."""
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    if isinstance(error, ActorDiedError):
+        created = not error.actor_init_failed
+        return "its process died (killed, or out of memory)" if created else _lines(error)[-1]
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        return cause(error.cause)
+    name = type(error).__name__
+    return f"{name}: {_lines(error)[0]}" if _lines(error) else name
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
+
+
+def actor(name: str) -> Any:
+    import ray
+
+    return ray.get_actor(name)
+
+
+class QueueSource:
+    """`feed.Source` over the experience buffer actor."""
+
+    def __init__(self, buffer: Any, max_read_timeout: float):
+        self.buffer = buffer
+        self.take_timeout = max_read_timeout + READ_MARGIN_S
+
+    def attach(self, step: int, run_epoch: int) -> dict[str, Any]:
+        """Tell the buffer where this trainer stands: leases from `step` on are handed out again as they were."""
+        return self._call("attach_trainer", step, run_epoch)
+
+    def take(self, step: int) -> Batch:
+        return decode(self._call("take", step, timeout=self.take_timeout), Batch)
+
+    def consumed(self, step: int) -> None:
+        self._call("consumed", step)
+
+    def stop(self) -> None:
+        """Let a `take` that waits, and every later one, return an empty batch; from any thread, does not wait."""
+        self.buffer.stop.remote()
+
+    def mark(self) -> int:
+        return self._call("position")
+
+    def retain(self, loop: dict[str, Any]) -> None:
+        self._call("retain", loop["journal"], loop["step"])
+
+    def _call(self, method: str, *arguments: Any, timeout: float = REPLY_S) -> Any:
+        import ray
+
+        return ray.get(getattr(self.buffer, method).remote(*arguments), timeout=timeout)
+
+
+class Evaluations:
+    """When to evaluate, and what came out. In-loop ones run beside training and are reported when they are ready."""
+
+    def __init__(self, explorer: Any | None, config: ExplorerConfig, report: Callable[[EvalResult], None]):
+        self.explorer = explorer
+        self.config = config
+        self.report = report
+        self.pending: list[Any] = []
+        self.newest: int | None = None
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Give up what is being evaluated, from any thread; whoever waits for it goes on without."""
+        import ray
+
+        self.stopped = True
+        for reference in list(self.pending):
+            ray.cancel(reference)
+
+    def await_ready(self) -> None:
+        """Return when engines and explorer serve: ranks start while they load."""
+        if self.explorer is not None:
+            import ray
+
+            ray.get(self.explorer.opened.remote(), timeout=START_S)
+
+    def at_startup(self, version: int) -> None:
+        """Evaluate the untrained policy, alone, then let the explorer go. After a resume only the latter."""
+        if self.explorer is None:
+            return
+        import ray
+
+        if version == 0 and self.config.eval_on_startup and not self.stopped:
+            self._start(version)
+            self._collect(wait=True)
+        ray.get(self.explorer.explore.remote(), timeout=REPLY_S)
+
+    def if_due(self, version: int) -> None:
+        self._collect(wait=False)
+        if self.explorer is not None and self.config.eval_interval and version % self.config.eval_interval == 0:
+            self._start(version)
+
+    def at_end(self, version: int) -> None:
+        if self.explorer is not None and self.newest != version:
+            self._start(version)
+        self._collect(wait=True)
+
+    def _start(self, version: int) -> None:
+        self.pending.append(self.explorer.evaluate.remote(version))  # type: ignore[union-attr]
+        self.newest = version
+
+    def _collect(self, wait: bool) -> None:
+        """Report finished evaluations, oldest first; `wait` for the ones still running."""
+        import ray
+
+        while self.pending:
+            if not wait and not ray.wait([self.pending[0]], timeout=0)[0]:
+                return
+            try:
+                results = ray.get(self.pending[0], timeout=self.config.max_timeout + REPLY_S)
+            except ray.exceptions.TaskCancelledError:
+                if not self.stopped:
+                    raise
+                results = []
+            self.pending.pop(0)
+            for result in results:
+                self.report(decode(result, EvalResult))

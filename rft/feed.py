@@ -1,0 +1,82 @@
+"""The feed: one step's experiences, taken once at rank 0, handed to every rank as its own packed microbatches.
+
+In: a `Source` at rank 0 (the durable queue behind Ray, or supervised rows). Out: `StepInput` on every rank: the part that its
+data-parallel index trains on, and the batch's metrics. Invariant: all global counts are taken here, before the batch is cut;
+every rank calls `next` once per step, in step order.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rft.algorithm import ALGORITHMS, credit
+from rft.config import AlgorithmConfig
+from rft.experience import Batch, Experience
+from rft.packing import Packed, pack
+
+
+class Source(Protocol):
+    """Where rank 0 gets batches. `take` blocks until step's batch is complete; an empty batch ends the run."""
+
+    def take(self, step: int) -> Batch: ...
+    def consumed(self, step: int) -> None: ...
+    def mark(self) -> int: ...
+    def retain(self, loop: dict[str, Any]) -> None: ...
+
+
+class Ranks(Protocol):
+    rank: int
+    dp: int
+
+    def broadcast(self, item: Any) -> Any: ...
+    def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]: ...
+
+
+@dataclass(frozen=True)
+class StepInput:
+    part: list[Packed]
+    metrics: dict[str, float]
+    experiences: list[Experience]  # rank 0 only: what the samples table shows
+
+
+class Feed:
+    def __init__(self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int):
+        self.source = source
+        self.ranks = ranks
+        self.algorithm = algorithm
+        self.max_tokens = max_tokens
+        self.multiple = multiple
+
+    def next(self, step: int, stopping: bool) -> StepInput | None:
+        """Step's input on every rank, or None on every rank: the data ended, or rank 0 was asked to stop."""
+        batch = self.source.take(step) if self.source and not stopping else Batch(step=step, experiences=[])
+        experiences = batch.experiences
+        metrics = (
+            credit.metrics(experiences, step) | {"sample/replayed": float(batch.replayed)} if experiences else None
+        )
+        metrics = self.ranks.broadcast(metrics)
+        if metrics is None:
+            return None
+        parts = self._pack(experiences) if self.ranks.rank == 0 else None
+        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences)
+
+    def consumed(self, step: int) -> None:
+        if self.source:
+            self.source.consumed(step)
+
+    def mark(self) -> int | None:
+        """Where the source's journal stands: a checkpoint stores it."""
+        return self.source.mark() if self.source else None
+
+    def retain(self, loop: dict[str, Any] | None) -> None:
+        """`loop` is the loop state of the oldest retained checkpoint: the source may forget what only older ones need."""
+        if self.source and loop:
+            self.source.retain(loop)
+
+    def _pack(self, experiences: list[Experience]) -> list[list[Packed]]:
+        recipe = self.algorithm
+        rows = credit.rows(experiences, recipe.advantage_fn, recipe.advantage_fn_args, str(recipe.loss_agg_mode))
+        return pack(rows, self.ranks.dp, self.max_tokens, self.multiple)
+
+
+def is_supervised(algorithm: AlgorithmConfig) -> bool:
+    return ALGORITHMS[algorithm.algorithm_type].source == "rows"

@@ -1,0 +1,255 @@
+"""The supervisor: starts a stage's parts, waits for the first thing that happens, ends everything.
+
+    rft.train ──► run_stages ──► Stage: Ray with buffer, engines, synchronizer, explorer  (one actor each)
+                                        trainer ranks under torch's launcher              (`rft.ranks`, own OS session)
+                  events: the ranks ended │ an actor died or reported what broke it │ a signal came │ exploring is done
+
+In: filled and checked stage configs. Out: exit code 0, or one message that names part, phase and cause and that part's exit
+code. It computes nothing and loads no torch; ranks come and go, it outlives them. Invariant: whatever way a stage ends, no
+process that it started is left after `shutdown_grace_s`.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rft import config as configs
+from rft import modes, processes
+from rft.actors import Actors
+from rft.config import Config, ConfigError
+from rft.control import cause
+from rft.device import thread_environment
+from rft.feed import is_supervised
+from rft.monitor import logs
+
+log = logging.getLogger(__name__)
+EXIT_CODES = {"trainer": 10, "engine": 11, "explorer": 12, "buffer": 13, "synchronizer": 14}
+CAUSES = ("buffer", "engine", "synchronizer", "explorer", "trainer")  # a later one fails when an earlier one is gone
+SETTLE_S = 2.0  # between a part's death and the word of it: Ray sees a closed socket at once
+LAST_S = 3.0  # for processes that end by themselves, like those that give back the shared memory of a killed one
+RANKS_SHARE = 0.7  # of the grace period: ranks save a checkpoint, actors only close files
+
+
+class StageFailed(RuntimeError):
+    """A stage that ended badly: the process exit code and the one message for the user."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ends a stage. `part` says who; `cause` is empty for a good end."""
+
+    part: str
+    phase: str = ""
+    cause: str = ""
+    signal: int = 0
+
+
+def run_stages(stages: list[Config]) -> int:
+    """Run the stages in order, each from the model that the one before exported; finished ones are skipped."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    processes.adopt_orphans()
+    with signals_as_events(events):
+        previous: Config | None = None
+        for config in stages:
+            if previous is not None and config.model.model_path == previous.model.model_path:
+                config.model.model_path = str(result(previous)["huggingface"])
+            if finished(config):
+                print(
+                    f"{config.stage_name or config.name}: already finished, see {configs.job_dir(config)}", flush=True
+                )
+            else:
+                try:
+                    if config.mode == "bench":
+                        modes.check_exports(config)
+                    Stage(config, events).run()
+                except StageFailed as failure:
+                    print(f"rft: {failure}", file=sys.stderr, flush=True)
+                    return failure.code
+            previous = config
+    return 0
+
+
+def result(config: Config) -> dict[str, Any]:
+    return json.loads((configs.job_dir(config) / "result.json").read_text(encoding="utf-8"))
+
+
+def finished(config: Config) -> bool:
+    """Did an earlier attempt complete this stage, with at least as many steps as are asked for now?"""
+    path = configs.job_dir(config) / "result.json"
+    if config.mode not in ("both", "train") or not path.exists():
+        return False
+    last = result(config)
+    return last["complete"] and (last["asked"] or 0) >= int(config.trainer.total_steps or 0)
+
+
+@contextlib.contextmanager
+def signals_as_events(events: "queue.SimpleQueue[Event]") -> Iterator[None]:
+    """SIGINT and SIGTERM become events; a second one is not needed, the grace period is bounded."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(n, lambda received, _frame: events.put(Event("user", signal=received))) for n in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+class Stage:
+    """One stage from start to end."""
+
+    def __init__(self, config: Config, events: "queue.SimpleQueue[Event]"):
+        self.config = config
+        self.events = events
+        self.job = configs.job_dir(config)
+        self.ranks: subprocess.Popen[bytes] | None = None
+        self.actors: Actors | None = None
+
+    def run(self) -> None:
+        """Raises StageFailed unless the stage did all of its work; ConfigError if it cannot even begin."""
+        config = self.config
+        self.log_dir = logs.new_attempt(self.job)
+        self.resolved = (self.job / "bench" if config.mode == "bench" else self.job) / "resolved.yaml"
+        configs.save(config, self.resolved)
+        print(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}", flush=True)
+        try:
+            self._start()
+            self._wait()
+        except (StageFailed, ConfigError):
+            raise
+        except Exception as error:
+            log.exception("stage failed")
+            raise StageFailed(1, f"supervisor failed: {cause(error)}; logs in {self.log_dir}") from error
+        finally:
+            self._close()
+
+    def _start(self) -> None:
+        """Create all parts; they load at the same time."""
+        if not is_supervised(self.config.algorithm) or self.config.mode == "bench":
+            self.actors = Actors(self.config, self.log_dir, self._actor_failed)
+            try:
+                self.actors.start()
+            except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts
+                self.events.put(Event("user", signal=signal.SIGTERM))
+                return
+            self.actors.work(self._work_done)
+        if self.config.mode in ("both", "train"):
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        environment = os.environ | thread_environment(self.config.cluster.threads_per_rank)
+        environment |= {"RFT_LOG_DIR": str(self.log_dir)}
+        if self.actors is not None:
+            environment |= {"RFT_RAY_ADDRESS": self.actors.address, "RFT_RAY_NAMESPACE": str(self.config.ray_namespace)}
+            environment |= self.actors.rank_environment
+        command = [sys.executable, "-m", "rft.ranks", str(self.resolved)]
+        self.ranks = subprocess.Popen(command, env=environment, start_new_session=True)
+        threading.Thread(target=self._watch_ranks, args=(self.ranks,), daemon=True).start()
+
+    def _watch_ranks(self, ranks: "subprocess.Popen[bytes]") -> None:
+        code = ranks.wait()
+        record = self.log_dir / "failure.json"
+        if code == 0:
+            self.events.put(Event("ranks"))
+        elif record.exists():
+            self.events.put(Event(**json.loads(record.read_text(encoding="utf-8"))))
+        else:
+            self.events.put(Event("trainer launcher", "running the ranks", logs.ending(code)))
+
+    def _actor_failed(self, part: str, phase: str, cause: str) -> None:
+        self.events.put(Event(part, phase, cause))
+
+    def _work_done(self) -> None:
+        """With a trainer, the end of the ranks is the end; without one, this is."""
+        if self.config.mode in ("explore", "bench"):
+            self.events.put(Event("work"))
+
+    def _wait(self) -> None:
+        event = self.events.get()
+        if event.signal:
+            left = self._stop_ranks()
+            name = signal.Signals(event.signal).name
+            raise StageFailed(
+                128 + event.signal, f"stopped by {name}{left}; run the same command again to go on from {self.job}"
+            )
+        if event.cause:
+            event = root_cause(event, self.events)
+            raise StageFailed(EXIT_CODES[kind(event)], failure(event, self.log_dir))
+
+    def _stop_ranks(self) -> str:
+        """A clean end: ranks save at their step boundary. Says so if they had to be killed instead."""
+        if self.ranks is None or (self.actors is not None and not self.actors.ready):
+            return ""  # no rank has begun: there is nothing to save, and nothing to wait for
+        self.ranks.terminate()
+        seconds = self.config.shutdown_grace_s * RANKS_SHARE
+        try:
+            self.ranks.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f" (the ranks did not end in {seconds:g} s and were killed: the newest checkpoint counts)"
+        return ""
+
+    def _close(self) -> None:
+        """Kill what is left of the ranks, then end the actors, then whatever any of them left behind."""
+        if self.ranks is not None and self.ranks.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.ranks.pid, signal.SIGKILL)
+            self.ranks.wait()
+        if self.actors is not None:
+            self.actors.close(self.config.shutdown_grace_s * (1 - RANKS_SHARE))
+        processes.end_descendants(LAST_S)
+
+
+def root_cause(first: Event, events: "queue.SimpleQueue[Event]") -> Event:
+    """A part may only have met the death of another: give that one a moment to be heard of."""
+    found, deadline = [first], time.monotonic() + SETTLE_S
+    while True:
+        worst = min(found, key=lambda event: CAUSES.index(kind(event)))
+        if kind(worst) in CAUSES[:2]:
+            return worst
+        try:
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return worst
+        found += [event] if event.cause else []
+
+
+def kind(event: Event) -> str:
+    """`engine` of "engine_1", `trainer` of "trainer rank 0"."""
+    return event.part.split()[0].split("_")[0]
+
+
+def failure(event: Event, log_dir: Path) -> str:
+    return f"{event.part} failed while {event.phase}: {event.cause}; logs in {log_dir}"
+
+
+def describe(config: Config) -> str:
+    """What a reader wants to know before the first step."""
+    m = config.trainer.megatron
+    layout = f"tp{m.tensor_model_parallel_size} pp{m.pipeline_model_parallel_size} cp{m.context_parallel_size}"
+    parts = [f"mode={config.mode}", f"algorithm={config.algorithm.algorithm_type}"]
+    if config.mode in ("both", "train"):
+        parts += [f"{config.trainer.num_ranks} trainer rank(s) ({layout})", f"{config.trainer.total_steps} steps"]
+    if not is_supervised(config.algorithm):
+        parts.append(f"{config.explorer.rollout_model.engine_num} vLLM engine(s)")
+    return ", ".join(parts)
+
+
+def main_log(job: Path, level: str) -> None:
+    """The supervisor's own log; what the user must read goes to the terminal instead."""
+    job.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(job / "supervisor.log")
+    logging.basicConfig(level=level.upper(), format=logs.FORMAT, handlers=[handler], force=True)

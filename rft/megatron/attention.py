@@ -1,0 +1,141 @@
+"""Core attention over packed sequences with torch's own SDPA: runs on any device, with context parallelism.
+
+Packed tokens [T] are scattered into right-padded batches [b, heads, L, d], attended causally, and gathered back; one
+batch per class of similar lengths, so that one long sequence does not pad all short ones. Padding tokens attend to
+nothing and come out as 0. With context parallelism every rank holds two chunks of each sequence: keys and values are
+gathered with megatron's own operation (gloo's backward in `torch.distributed.nn` breaks on sub-groups) and masked by
+position. The index arrays of a microbatch are built once and serve all layers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from rft.packing import cp_positions
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of similar length. Indices count local tokens (queries) and gathered tokens (keys)."""
+
+    queries: Tensor  # int64 [b * Lq]; slots without a token repeat some valid index, their output is dropped
+    keys: Tensor  # int64 [b * Lk]
+    mask: Tensor | None  # bool [b, 1, Lq, Lk]; None: plain causal
+    shape: tuple[int, int, int]  # b, Lq, Lk
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """What megatron hands through to every layer as `packed_seq_params`; `qkv_format` keeps its hands off q, k and v."""
+
+    batches: tuple[Batch, ...] = ()
+    gather: Tensor | None = (
+        None  # int64 [T]: place of each local token in all batches' outputs, one row of 0 at the end
+    )
+    frequencies: Tensor | None = None  # float32 [T, 1, 1, d]: rotary angles of the tokens that this rank holds
+
+
+def plan(cu_seqlens: np.ndarray, length: int, cp_rank: int, cp: int, device: torch.device) -> dict[str, Any]:
+    """`batches` and `gather` of a `Packing` for local `cu_seqlens` of a microbatch of `length` local tokens."""
+    starts, sizes = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
+    gather = np.full(length, -1, dtype=np.int64)
+    batches: list[Batch] = []
+    done = 0
+    for chosen in _classes(sizes):
+        width = int(sizes[chosen].max())
+        slots = np.arange(width)
+        used = slots < sizes[chosen, None]  # [b, Lq]
+        queries = np.where(used, starts[chosen, None] + slots, starts[chosen, None])
+        gather[queries[used]] = done + np.flatnonzero(used)
+        done += used.size
+        keys, mask = queries, None
+        if cp > 1:
+            keys, mask = _cp_keys(queries, used, sizes[chosen], length, cp_rank, cp)
+        batches.append(
+            Batch(
+                queries=torch.from_numpy(queries.reshape(-1)).to(device),
+                keys=torch.from_numpy(keys.reshape(-1)).to(device),
+                mask=None if mask is None else torch.from_numpy(mask[:, None]).to(device),
+                shape=(len(chosen), width, keys.shape[1]),
+            )
+        )
+    gather[gather < 0] = done
+    return {"batches": tuple(batches), "gather": torch.from_numpy(gather).to(device)}
+
+
+def _classes(sizes: np.ndarray) -> list[np.ndarray]:
+    """Sequences grouped so that padding to the longest of a group at most doubles the short ones."""
+    classes = np.ceil(np.log2(np.maximum(sizes, 8)))
+    return [np.flatnonzero((classes == c) & (sizes > 0)) for c in np.unique(classes[sizes > 0])]
+
+
+def _cp_keys(
+    queries: np.ndarray, used: np.ndarray, sizes: np.ndarray, length: int, cp_rank: int, cp: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys of all ranks side by side [b, cp * Lq] and which of them each query may see [b, Lq, cp * Lq].
+
+    Gathered token j of rank r stands at r * length + j. A query without a token sees key 0, or its softmax would be NaN.
+    """
+    width = queries.shape[1]
+    positions = np.zeros((cp, len(sizes), width), dtype=np.int64)
+    for rank in range(cp):
+        for i, n in enumerate(sizes.tolist()):
+            positions[rank, i, :n] = cp_positions(np.array([0, n]), rank, cp)
+    keys = np.concatenate([queries + rank * length for rank in range(cp)], axis=1)
+    key_positions = np.concatenate([np.where(used, positions[rank], 1 << 40) for rank in range(cp)], axis=1)
+    mask = key_positions[:, None, :] <= positions[cp_rank][:, :, None]
+    mask[:, :, 0] |= ~used
+    return keys, mask
+
+
+class PackedAttention(nn.Module):
+    """megatron's core_attention: query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
+
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ):
+        super().__init__()
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+        self.cp = config.context_parallel_size
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> Tensor:
+        tokens, _, heads, size = query.shape
+        if not packed_seq_params.batches:  # padding only: 0, but connected, so that backward runs on every rank alike
+            return (query * 0).view(tokens, 1, heads * size) + 0 * (key.sum() + value.sum())
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.cp > 1:
+            both = torch.cat([k, v], dim=1).contiguous()
+            k, v = gather_from_sequence_parallel_region(both, group=self.cp_group).chunk(2, dim=1)
+        outputs = [self._attend(q, k, v, batch) for batch in packed_seq_params.batches]
+        outputs.append(q.new_zeros(1, heads * size))
+        gather = packed_seq_params.gather
+        assert gather is not None
+        return torch.cat(outputs).index_select(0, gather).view(tokens, 1, heads * size)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        b, rows, columns = batch.shape
+        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
+        query = q.index_select(0, batch.queries).view(b, rows, heads, size).transpose(1, 2)
+        key = k.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
+        value = v.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.scale,
+            enable_gqa=heads != groups,
+        )  # fmt: skip
+        return out.transpose(1, 2).reshape(b * rows, heads * size)

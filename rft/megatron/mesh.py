@@ -1,0 +1,191 @@
+"""The ranks of one trainer: process groups, who this rank is, and the control plane between ranks.
+
+In: the `trainer.megatron` sizes and this process's `Device`; RANK, WORLD_SIZE, MASTER_* from torch's launcher (without
+them: one rank). Out: a `Mesh`. Only this file reads megatron's parallel_state.
+
+Control-plane messages are bytes over a gloo group of their own, with a deadline; every rank must make the same calls in
+the same order. Objects travel as msgpack, so what arrives is plain data: tuples come back as lists, records as
+dictionaries. `close` ends everything, so that another mesh can be made in the same process.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rft.config import MegatronConfig
+from rft.device import Device, collective_timeout
+from rft.packing import Packed, decode_part, encode_part
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _named(wait: Callable[P, R]) -> Callable[P, R]:
+    """A collective that fails or runs into its deadline says which one it was, and at which rank."""
+
+    @functools.wraps(wait)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return wait(*args, **kwargs)
+        except RuntimeError as error:
+            mesh = args[0]
+            assert isinstance(mesh, Mesh)
+            raise RuntimeError(f"{wait.__name__} at rank {mesh.rank} of {mesh.world}: {error}") from error
+
+    return run
+
+
+class Mesh:
+    """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's places."""
+
+    def __init__(self, config: MegatronConfig, device: Device, timeout_s: float = 1800.0):
+        self.device = device
+        self.timeout = collective_timeout(timeout_s)
+        self._join()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.cp_group = parallel_state.get_context_parallel_group()
+        dp_group = parallel_state.get_data_parallel_group(with_context_parallel=False)
+        self.tp, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
+        self.pp, self.pp_rank = self.pp_group.size(), self.pp_group.rank()
+        self.cp, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
+        self.dp, self.dp_rank = dp_group.size(), dp_group.rank()
+        self.sequence_parallel = config.sequence_parallel and self.tp > 1
+        self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._places: list[list[int]] = self._all_gather_places()
+
+    def _join(self) -> None:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(self.device.backend, timeout=self.timeout)
+        else:
+            store = dist.HashStore()
+            dist.init_process_group(self.device.backend, store=store, rank=0, world_size=1, timeout=self.timeout)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    def layout(self) -> dict[str, int]:
+        """What a checkpoint must have been written with to be read by this mesh."""
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+
+    @_named
+    def broadcast(self, item: Any) -> Any:
+        """Rank 0's `item` on every rank, as msgpack gives it back."""
+        data = msgspec.msgpack.encode(item) if self.rank == 0 else b""
+        if self.world > 1:
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, 0, group=self._control)
+            buffer = _buffer(data, int(size))
+            dist.broadcast(buffer, 0, group=self._control)
+            data = buffer.numpy().tobytes()
+        return msgspec.msgpack.decode(data)
+
+    @_named
+    def gather(self, item: Any) -> list[Any] | None:
+        """Every rank's item in rank order at rank 0, None elsewhere."""
+        data = msgspec.msgpack.encode(item)
+        if self.world == 1:
+            return [msgspec.msgpack.decode(data)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(size) for size in sizes)  # gloo gathers equal sizes only
+        mine = _buffer(data, longest)
+        if self.rank != 0:
+            dist.gather(mine, None, 0, group=self._control)
+            return None
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.gather(mine, parts, 0, group=self._control)
+        return [
+            msgspec.msgpack.decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    @_named
+    def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
+        """The microbatches of this rank's data-parallel index; `parts` (one per index) is given at rank 0 only."""
+        if parts is None or self.world == 1:
+            return parts[0] if parts is not None else self._receive_part()
+        encoded = [encode_part(part) for part in parts]
+        sends = []
+        for rank in range(1, self.world):
+            data = encoded[self._places[rank][0]]
+            for message in (torch.tensor([len(data)]), _buffer(data, len(data))):
+                sends.append(dist.isend(message, rank, group=self._control))
+        for send in sends:
+            send.wait()
+        return parts[self.dp_rank]
+
+    def _receive_part(self) -> list[Packed]:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, 0, group=self._control)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(buffer, 0, group=self._control)
+        return decode_part(buffer.numpy().tobytes())
+
+    def barrier(self, name: str) -> None:
+        """Wait for every rank; after the deadline the error names what was waited for and who is missing."""
+        if self.world == 1:
+            return
+        try:
+            dist.monitored_barrier(self._control, timeout=self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"barrier '{name}' at rank {self.rank}: {error}") from error
+
+    @_named
+    def send_to_lead(self, tensor: torch.Tensor) -> None:
+        """Hand `tensor` to rank 0, which calls `receive_tensor` for it, in the same order."""
+        dist.send(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0, group=self._control)
+
+    @_named
+    def receive_tensor(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        """At rank 0: the next tensor that rank `source` hands over."""
+        tensor = torch.empty(shape, dtype=dtype)
+        dist.recv(tensor.view(-1).view(torch.uint8), source, group=self._control)
+        return tensor
+
+    @_named
+    def reduce(self, sums: torch.Tensor, maxima: torch.Tensor) -> None:
+        """In place over all ranks: `sums` are added up, `maxima` are maximised. float64 on the host."""
+        if self.world > 1:
+            dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._control)
+            if len(maxima):
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control)
+
+    def _all_gather_places(self) -> list[list[int]]:
+        mine = torch.tensor([self.dp_rank, self.cp_rank, self.pp_rank, self.tp_rank])
+        places = [torch.zeros_like(mine) for _ in range(self.world)]
+        dist.all_gather(places, mine, group=self._control)
+        return [place.tolist() for place in places]
+
+    def close(self) -> None:
+        """Destroy every process group; safe to call twice."""
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _buffer(data: bytes, size: int) -> torch.Tensor:
+    """`data` as a writable uint8 tensor of `size` elements; what is missing is 0."""
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    if data:
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return buffer

@@ -1,0 +1,57 @@
+"""Sums and maxima of one step over tokens, microbatches and ranks, reduced once.
+
+In: log-probabilities and fields of each microbatch on the last pipeline stage. Out: the loss to differentiate, and at the
+end a dictionary of floats that is the same on every rank. Names ending in ":max" are maxima over the trained tokens, all
+others means over them.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft.megatron.mesh import Mesh
+
+MAX = ":max"
+
+
+class Totals:
+    """`counts`: whether what this rank adds is counted (one rank of each tensor-parallel group on the last stage)."""
+
+    def __init__(self, token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], counts: bool):
+        self.token_loss = token_loss
+        self.counts = counts
+        # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one empty call names all.
+        nothing = torch.zeros(1)
+        fields = SimpleNamespace(behaviour=nothing, advantage=nothing, weight=nothing, mask=nothing > 0)
+        names = sorted(token_loss(nothing, fields)[1])
+        self.means = [name for name in names if not name.endswith(MAX)]
+        self.tops = [name for name in names if name.endswith(MAX)]
+        self.sums = torch.zeros(2 + len(self.means), dtype=torch.float64)
+        self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64)
+
+    def add(self, logprobs: Tensor, fields: Any) -> Tensor:
+        """The microbatch's weighted loss, with gradient; its metrics are added up."""
+        losses, metrics = self.token_loss(logprobs, fields)
+        nothing = torch.zeros((), dtype=losses.dtype, device=losses.device)
+        loss = torch.where(fields.mask, losses * fields.weight, nothing).sum()
+        if self.counts and bool(fields.mask.any()):
+            with torch.no_grad():
+                trained = [metrics[name].detach()[fields.mask] for name in self.means]
+                sums = torch.stack([loss.double(), fields.mask.sum().double(), *(t.double().sum() for t in trained)])
+                self.sums += sums.cpu()
+                if self.tops:
+                    tops = torch.stack([metrics[name].detach()[fields.mask].max().double() for name in self.tops])
+                    self.maxima = torch.maximum(self.maxima, tops.cpu())
+        return loss
+
+    def reduce(self, mesh: Mesh) -> dict[str, float]:
+        """Over all ranks, once per step. A step without trained tokens has means and maxima of 0."""
+        mesh.reduce(self.sums, self.maxima)
+        loss, tokens, *sums = self.sums.tolist()
+        found = {"loss": loss, "num_tokens": tokens}
+        found |= {name: total / max(tokens, 1.0) for name, total in zip(self.means, sums, strict=True)}
+        tops = self.maxima.tolist() if tokens else [0.0] * len(self.tops)
+        return found | {name.removesuffix(MAX): top for name, top in zip(self.tops, tops, strict=True)}

@@ -1,0 +1,211 @@
+"""A Hugging Face config -> this rank's megatron-core `GPTModel` (its pipeline stage, its tensor-parallel shards).
+
+Two layer specs: our own, of torch modules and `PackedAttention`, which runs on any device; and Transformer Engine's,
+taken on CUDA where it is installed. Weights are uninitialised memory: `weights.load_hf` must fill them.
+"""
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from rft.megatron.attention import PackedAttention, Packing, plan
+from rft.megatron.mesh import Mesh
+from rft.names import SUPPORTED, Dims, architecture_of, bind, rope_of
+from rft.packing import Packed
+
+
+class Norm(nn.Module):
+    """RMSNorm in fp32. Marks its weight, whose gradient megatron must sum over the shards of a sequence-parallel rank."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        normed = nn.functional.rms_norm(x.float(), (x.shape[-1],), None, self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Stands in for megatron's rotary embedding: angles of exactly the tokens of a microbatch, by their positions.
+
+    megatron's own walks over the packed sequences in Python, twice per layer. GPTModel calls the two methods below in
+    this order and passes what the first returns to the second.
+    """
+
+    def get_rotary_seq_len(self, _context: Any, _decoder: Any, _input: Any, _config: Any, packing: Packing) -> Packing:
+        return packing
+
+    def forward(self, packing: Packing, **_: Any) -> Tensor:
+        assert packing.frequencies is not None
+        return packing.frequencies
+
+
+def uses_transformer_engine(mesh: Mesh) -> bool:
+    return mesh.device.kind != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _device(config: TransformerConfig) -> Any:
+    return "cpu" if config.use_cpu_initialization else None
+
+
+def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """The fields of megatron's config that this model and mesh decide; everything fused or random is off."""
+    dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
+    on_cpu = mesh.device.kind == "cpu"
+    return TransformerConfig(
+        num_layers=dims.layers,
+        hidden_size=dims.hidden,
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.groups,
+        kv_channels=dims.head_size,
+        ffn_hidden_size=dims.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=float(hf["rms_norm_eps"]),
+        qk_layernorm="qk_norm" in features,
+        add_bias_linear=False,
+        add_qkv_bias="qkv_bias" in features,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        perform_initialization=False,
+        use_cpu_initialization=on_cpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        context_parallel_size=mesh.cp,
+        sequence_parallel=mesh.sequence_parallel,
+        # Losses carry their global weights, so nothing may be averaged over microbatches or data-parallel ranks.
+        calculate_per_token_loss=True,
+        # Only p2p of equal shapes: all microbatches of a step are padded to one length.
+        variable_seq_lengths=False,
+        batch_p2p_comm=not on_cpu,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | TransformerBlockSubmodules:
+    if uses_transformer_engine(mesh):
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    # The block takes its final norm from here; given only a layer spec it would take torch's, which refuses sequence parallel.
+    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp), layer_norm=Norm)
+
+
+def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> GPTModel:
+    """This rank's part of the model, uninitialised."""
+    dims = Dims.of(hf)
+    config = transformer_config(hf, mesh, dtype)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, mesh),
+        vocab_size=dims.padded_vocab(mesh.tp),
+        max_sequence_length=int(hf["max_position_embeddings"]),
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=dims.tied,
+        position_embedding_type="rope",
+        rotary_base=int(rope_of(hf)["rope_theta"]),
+    )
+    _mark_shards(model)
+    frequencies = inverse_frequencies(hf).to(mesh.device.torch)
+    if uses_transformer_engine(mesh):
+        model.rotary_pos_emb.inv_freq = frequencies
+    else:
+        model.rotary_pos_emb = Rotary()
+        model.inverse_frequencies = frequencies
+    return model.to(device=mesh.device.torch)
+
+
+def _mark_shards(model: GPTModel) -> None:
+    """megatron marks weights as tensor-parallel only where it also initialises them; unmarked ones would count as copies
+    on all but the first rank, and the gradient norm would miss their shards."""
+    for name, parameter in model.named_parameters():
+        kind = bind(name, 0).kind
+        if kind != "replicated" and not hasattr(parameter, "partition_dim"):
+            stride = 2 if kind == "gate_up" else 1
+            set_tensor_model_parallel_attributes(parameter, True, 1 if kind == "row" else 0, stride)
+
+
+def inverse_frequencies(hf: dict[str, Any]) -> Tensor:
+    """Rotary inverse frequencies [d/2] of the `rope_parameters`, as transformers computes them."""
+    rope, size = rope_of(hf), Dims.of(hf).head_size
+    inverse = 1.0 / (float(rope["rope_theta"]) ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
+    if rope["rope_type"] == "linear":
+        return inverse / float(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        return _llama3(inverse, rope)
+    return inverse
+
+
+def _llama3(inverse: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = float(rope["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / inverse
+    smooth = (context / wavelength - low) / (high - low)
+    between = (1 - smooth) * inverse / factor + smooth * inverse
+    stretched = torch.where(wavelength > context / low, inverse / factor, inverse)
+    is_between = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(is_between, between, stretched)
+
+
+def packing_of(packed: Packed, model: GPTModel, mesh: Mesh) -> PackedSeqParams:
+    """What every layer must know about a microbatch (already sliced for this context-parallel rank)."""
+    device = mesh.device.torch
+    if not hasattr(model, "inverse_frequencies"):
+        return _te_packing(packed, mesh)
+    count = int(packed.cu_seqlens[-1])
+    positions = torch.zeros(packed.length, dtype=torch.float32, device=device)
+    positions[:count] = torch.from_numpy(packed.positions[:count]).to(positions)
+    angles = torch.outer(positions, model.inverse_frequencies)
+    return Packing(
+        qkv_format="rows",
+        frequencies=torch.cat([angles, angles], dim=-1)[:, None, None, :],
+        **plan(packed.cu_seqlens, packed.length, mesh.cp_rank, mesh.cp, device),
+    )
+
+
+def _te_packing(packed: Packed, mesh: Mesh) -> PackedSeqParams:
+    """Transformer Engine takes lengths over all context-parallel ranks and has no padding: the tail is one more sequence."""
+    bounds = packed.cu_seqlens.tolist()
+    if bounds[-1] < packed.length:
+        bounds.append(packed.length)
+    lengths = torch.tensor(bounds, dtype=torch.int32, device=mesh.device.torch) * mesh.cp
+    longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) * mesh.cp
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

@@ -1,0 +1,120 @@
+"""megatron's distributed Adam, cut open where the loop needs to step in: after the gradients, before the weights.
+
+In: the DDP-wrapped model with reduced gradients. Out: the gradient norm, then, if wanted, updated weights on all ranks.
+The learning rate is a function of the step number alone. Optimizer state exists from construction on, so that a
+checkpoint can be read into it before the first step.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from rft.config import OptimizerConfig
+from rft.megatron.schedule import learning_rate
+
+
+class Optimizer:
+    """`norm` after the backward pass, then `update` or nothing."""
+
+    def __init__(
+        self, model: DistributedDataParallel, config: OptimizerConfig, grad_clip: float, total_steps: int | None
+    ):
+        self.config = config
+        self.grad_clip = grad_clip
+        self.total_steps = total_steps
+        self.chain: ChainedOptimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=grad_clip,
+                bf16=model.config.bf16,
+                params_dtype=model.config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        learning_rate(config.lr_warmup_steps, config, total_steps)  # refuses now what would fail after the warm-up
+        self.parts: list[DistributedOptimizer] = [p for p in self.chain.chained_optimizers if not p.is_stub_optimizer]
+        for part in self.parts:
+            self._materialise(part)
+
+    @staticmethod
+    def _materialise(part: DistributedOptimizer) -> None:
+        """Zero moments for every shard; torch's Adam also wants its step tensors. One fused kernel per shard on any device."""
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["foreach"], group["fused"] = False, True
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+    def zero_grad(self) -> None:
+        self.chain.zero_grad()
+
+    def norm(self) -> float:
+        """Norm of the whole gradient over all ranks; also readies the gradients for `update`."""
+        self.chain.prepare_grads()
+        return float(self.chain.get_grad_norm())
+
+    def rate(self, step: int) -> float:
+        return learning_rate(step, self.config, self.total_steps)
+
+    def update(self, step: int, grad_norm: float) -> None:
+        """Clip and apply at the rate of `step`; afterwards the parameters are complete on every rank."""
+        for part in self.parts:
+            if self.grad_clip > 0:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self.grad_clip, grad_norm)
+            for group in part.param_groups:
+                group["lr"] = self.rate(step)
+                group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
+        self.chain.step_with_ready_grads()
+
+    def counters(self) -> list[int]:
+        """Number of updates done, per part: Adam's bias correction depends on it."""
+        return [int(self._steps(part)[0]) if self._steps(part) else 0 for part in self.parts]
+
+    def restore_counters(self, counts: list[int]) -> None:
+        for part, count in zip(self.parts, counts, strict=True):
+            for state in part.optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(count)
+            for group in part.optimizer.param_groups:
+                if "step" in group:  # Transformer Engine's and Apex' Adam count per group
+                    group["step"] = count
+
+    @staticmethod
+    def _steps(part: DistributedOptimizer) -> list[Any]:
+        states = [state["step"] for state in part.optimizer.state.values() if "step" in state]
+        return states or [group["step"] for group in part.optimizer.param_groups if "step" in group]
+
+    def shards(self) -> list[tuple[torch.nn.Parameter, tuple[int, int], dict[str, torch.Tensor]]]:
+        """Per model parameter of which this rank updates a range: (parameter, [start, stop), named state of that range).
+
+        `master` is listed only where it is memory of its own: an fp32 parameter is updated in place.
+        """
+        found = []
+        for part in self.parts:
+            pairs = (
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups, True),
+                (part.model_fp32_groups, part.shard_fp32_groups, False),
+            )
+            for models, mains, has_master in pairs:
+                for model_group, main_group in zip(models, mains, strict=True):
+                    for parameter, main in zip(model_group, main_group, strict=True):
+                        place = part._get_model_param_range_map(parameter)["param"]
+                        state = {k: part.optimizer.state[main][k] for k in ("exp_avg", "exp_avg_sq")}
+                        if has_master:
+                            state["master"] = main
+                        found.append((parameter, (place.start, place.end), state))
+        return found

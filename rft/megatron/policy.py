@@ -1,0 +1,224 @@
+"""The trained model behind one facade: score, train one step, show its weights, save and restore its state.
+
+In: packed microbatches of this rank's data-parallel index, and a loss per token. Out: metrics, the same on every rank.
+
+    part ─slice_cp─► microbatches ─megatron schedule (PP)─► gradients ─reduce─► [before_update] ─► Adam ─► weights
+
+Invariant: the gradient is that of sum_t weight_t * loss_t over all tokens of all ranks. The weights carry the global
+counts, so nothing here divides by a number of microbatches, ranks or tokens. All ranks call every method together,
+except `blocks`, `read_blocks` and `snapshot`, which are local.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
+from rft.device import torch_dtype
+from rft.megatron import model as models
+from rft.megatron import state, weights
+from rft.megatron.logprobs import label_logprobs
+from rft.megatron.mesh import Mesh
+from rft.megatron.metrics import Totals
+from rft.megatron.optimizer import Optimizer
+from rft.names import Dims, check_layout, read_hf_config
+from rft.packing import Packed, cp_index, slice_cp
+from rft.protocols import Block, Snapshot
+
+TokenLoss = Callable[[Tensor, "Fields"], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a token loss may look at, aligned with its log-probabilities [T]; `mask` is True where a token is trained."""
+
+    behaviour: Tensor
+    advantage: Tensor
+    weight: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One microbatch on the device, sliced for this context-parallel rank."""
+
+    tokens: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
+    labels: Tensor  # [T], as are the fields
+    temperature: Tensor
+    fields: Fields
+    packing: PackedSeqParams
+
+
+class Policy:
+    """A model on a mesh. `total_steps` bounds the learning-rate schedule; `seed` sets every generator of this rank."""
+
+    def __init__(
+        self, model: ModelConfig, trainer: TrainerConfig, optimizer: OptimizerConfig, mesh: Mesh, seed: int, total_steps: int | None
+    ):  # fmt: skip
+        self.mesh = mesh
+        self.hf_config = read_hf_config(model.model_path)
+        check_layout(self.hf_config, trainer.megatron, mesh.world)
+        self.dims = Dims.of(self.hf_config)
+        self.multiple = mesh.tp if mesh.sequence_parallel else 1
+        self.step = 0
+        _seed(seed)
+        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype))
+        weights.load_hf(self.model, model.model_path, self.hf_config, mesh)
+        self.ddp = _data_parallel(self.model)
+        self.optimizer = Optimizer(self.ddp, optimizer, trainer.grad_clip, total_steps)
+        self._shards = weights.shards(self.model, self.dims, mesh)
+        self._slabs = weights.slabs(self.model, self.hf_config, mesh)
+
+    @torch.no_grad()
+    def score(self, part: list[Packed]) -> list[np.ndarray]:
+        """Log-probability of every label, one array [T] per microbatch; empty arrays on all but the last stage."""
+        found = self._run(part, lambda micro, logits, **_: self._logprobs(micro, logits), forward_only=True)
+        if not self.mesh.is_last_stage:
+            return [np.zeros(0, dtype=np.float32) for _ in part]
+        return [self._whole(packed, local) for packed, local in zip(part, found, strict=True)]
+
+    def train_step(
+        self, part: list[Packed], token_loss: TokenLoss, before_update: Callable[[], None]
+    ) -> dict[str, float]:
+        """One optimizer update; `before_update` is called after the gradients are complete and before weights change.
+
+        A loss or gradient that is not finite leaves weights and moments as they are and reports skipped=1.
+        """
+        totals = Totals(token_loss, self._counts)
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(part, partial(self._loss, totals), forward_only=False)
+        metrics = totals.reduce(self.mesh)
+        metrics["grad_norm"] = self.optimizer.norm()
+        finite = bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
+        before_update()
+        if finite:
+            self.optimizer.update(self.step, metrics["grad_norm"])
+        metrics |= {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
+        self.step += 1
+        return metrics
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank's tokens enter the metrics: tensor-parallel ranks all compute the same ones."""
+        return self.mesh.is_last_stage and self.mesh.tp_rank == 0
+
+    def _loss(self, totals: Totals, micro: Micro, logits: Tensor) -> tuple[Tensor, Tensor, None]:
+        loss = totals.add(self._logprobs(micro, logits), micro.fields)
+        # Three values make megatron leave the loss as it is; it would divide a pair by the number of microbatches.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), None
+
+    def _logprobs(self, micro: Micro, logits: Tensor) -> Tensor:
+        return label_logprobs(logits.squeeze(0), micro.labels, micro.temperature, self.dims.vocab, self.mesh.tp_group)
+
+    def _run(self, part: list[Packed], use: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the microbatches; `use(micro, logits)` is called on the last stage."""
+        micros = self._micros(part)
+
+        def forward(data: Iterator[Micro], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(data)
+            output = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
+            return output, lambda logits, non_loss_data=False: use(micro, logits)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micros),
+            model=[self.ddp],
+            num_microbatches=len(micros),
+            seq_length=micros[0].tokens.shape[1] * self.mesh.cp,  # megatron divides it again
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _micros(self, part: list[Packed]) -> list[Micro]:
+        """Slice for this context-parallel rank; pipeline stages exchange activations of one length, so pad to the longest."""
+        mesh = self.mesh
+        sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
+        longest = max(packed.length for packed in sliced)
+        if mesh.pp > 1:
+            sliced = [slice_cp(packed, 0, 1, self.multiple, longest) for packed in sliced]
+        return [self._micro(packed) for packed in sliced]
+
+    def _micro(self, packed: Packed) -> Micro:
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.mesh.device.torch)
+
+        weight = tensor(packed.weight)
+        return Micro(
+            tokens=tensor(packed.tokens)[None],
+            positions=tensor(packed.positions)[None],
+            labels=tensor(packed.labels),
+            temperature=tensor(packed.temperature),
+            fields=Fields(tensor(packed.behaviour), tensor(packed.advantage), weight, weight != 0),
+            packing=models.packing_of(packed, self.model, self.mesh),
+        )
+
+    def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:
+        """Put the context-parallel slices of one microbatch back into its own order."""
+        index = cp_index(packed, self.mesh.cp_rank, self.mesh.cp)
+        held = index >= 0
+        values = torch.zeros(packed.length, dtype=torch.float32, device=local.device)
+        values[torch.from_numpy(index[held])] = local[: len(index)][torch.from_numpy(held)]
+        if self.mesh.cp > 1:
+            torch.distributed.all_reduce(values, group=self.mesh.cp_group)
+        return values.cpu().numpy()
+
+    def snapshot(self) -> Snapshot:
+        """This rank's training state: big tensors by reference, valid until the next update."""
+        small = {"step": self.step, "updates": self.optimizer.counters(), "random": state.random_state(self.mesh)}
+        return Snapshot(state.pieces(self._shards, self.optimizer, self.mesh), {"policy": state.encode(small)})
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        """Take over counters and generators after every tensor of `snapshot().pieces` was filled in place."""
+        values = state.decode(small["policy"])
+        self.step = values["step"]
+        self.optimizer.restore_counters(values["updates"])
+        state.set_random_state(values["random"], self.mesh)
+
+    def blocks(self) -> list[Block]:
+        return [slab.block for slab in self._slabs]
+
+    def read_blocks(self) -> Iterator[Tensor]:
+        return (slab.read() for slab in self._slabs)
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) at rank 0; every rank must exhaust the iterator."""
+        return weights.export_hf(self._slabs, self.hf_config, self.mesh)
+
+    def close(self) -> None:
+        """Let go of model and optimizer; the mesh is closed by whoever made it."""
+        self._shards, self._slabs = [], []
+        del self.ddp, self.optimizer, self.model
+
+
+def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel:
+    """megatron's DDP with the hooks that its schedules call. Gradients are summed, in fp32, never averaged."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+    )
+    ddp = DistributedDataParallel(model.config, config, model)
+    model.config.no_sync_func = ddp.no_sync
+    # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already hold the counts.
+    model.config.finalize_model_grads_func = lambda chunks, _tokens=None, **kwargs: finalize_model_grads(
+        chunks, None, **kwargs
+    )
+    return ddp
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 1, force_reset_rng=True)

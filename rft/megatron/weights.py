@@ -1,0 +1,196 @@
+"""Three readings of `rft.names`: Hugging Face files -> shards, shards -> blocks, blocks -> whole tensors at rank 0.
+
+In: a GPTModel whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors of their current values.
+Invariants: the vocabulary's padding rows are 0 and never leave; a tied embedding leaves once, from the first stage;
+loading reads only the rows and columns that this rank keeps.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from rft.config import ConfigError
+from rft.megatron.mesh import Mesh
+from rft.names import Bound, Dims, Segment, architecture_of, bind, hf_names, hf_shape, segments
+from rft.protocols import Block
+
+IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints store; it follows from the config
+SHOWN = 12  # tensors named in one error message
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter of this rank and where it lies in the HF tensors. `name` counts layers over the whole model."""
+
+    name: str
+    parameter: nn.Parameter
+    bound: Bound
+    segments: list[Segment]
+    is_tied_copy: bool
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A block and the runs of the shard that it consists of."""
+
+    block: Block
+    shard: Shard
+    runs: list[Segment]
+
+    def read(self) -> Tensor:
+        """The block's current bytes, contiguous; a view of the live weights where that is possible."""
+        value = self.shard.parameter.detach()
+        parts = [value.narrow(run.dim, run.local, run.stop - run.start) for run in self.runs]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=self.runs[0].dim)
+
+
+def shards(model: nn.Module, dims: Dims, mesh: Mesh) -> list[Shard]:
+    """Every parameter of this rank, in the model's order."""
+    first_layer = model.decoder.layers[0].layer_number - 1
+    found = []
+    for name, parameter in model.named_parameters():
+        bound = bind(name, first_layer)
+        tied_copy = dims.tied and name == "output_layer.weight"
+        places = segments(bound.kind, bound.hf[0], dims, mesh.tp_rank, mesh.tp)
+        found.append(Shard(_global_name(name, first_layer), parameter, bound, places, tied_copy))
+    return found
+
+
+def _global_name(name: str, first_layer: int) -> str:
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(int(words[2]) + first_layer)
+    return ".".join(words)
+
+
+class HFReader:
+    """Tensors of a checkpoint directory by name, single file or sharded, checked against the config when opened."""
+
+    def __init__(self, path: str | Path, hf: dict[str, Any]):
+        files = sorted(Path(path).glob("*.safetensors"))
+        index = Path(path) / "model.safetensors.index.json"
+        if index.exists():
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [Path(path) / name for name in sorted(named)]
+        absent = [file.name for file in files if not file.exists()]
+        if absent or not files:
+            raise ConfigError(f"model.model_path={path}: no such weight files: {', '.join(absent) or '*.safetensors'}")
+        self._files = [safe_open(str(file), framework="pt") for file in files]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no iterator there
+        self._check(path, hf)
+
+    def _check(self, path: str | Path, hf: dict[str, Any]) -> None:
+        dims = Dims.of(hf)
+        wanted = hf_names(dims, architecture_of(hf))
+        missing = [name for name in wanted if name not in self._where]
+        extra = [name for name in self._where if name not in wanted and not name.endswith(IGNORED_SUFFIX)]
+        if dims.tied:
+            extra = [name for name in extra if name != "lm_head.weight"]
+        shapes = {name: tuple(self._where[name].get_slice(name).get_shape()) for name in wanted if name in self._where}
+        wrong = [f"{n} is {list(s)}, config.json says {list(wanted[n])}" for n, s in shapes.items() if s != wanted[n]]
+        problems = [("missing", missing), ("not of this model", extra), ("misshaped", wrong)]
+        text = "; ".join(f"{len(found)} {what}: {_listed(found)}" for what, found in problems if found)
+        if text:
+            raise ConfigError(f"model.model_path={path}: the weights do not fit config.json: {text}")
+
+    def read(self, name: str, segment: Segment) -> Tensor:
+        view = self._where[name].get_slice(name)
+        return view[segment.start : segment.stop] if segment.dim == 0 else view[:, segment.start : segment.stop]
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+@torch.no_grad()
+def load_hf(model: nn.Module, path: str | Path, hf: dict[str, Any], mesh: Mesh) -> None:
+    """Fill every parameter of this rank from the checkpoint at `path`. Raises one ConfigError with all that does not fit."""
+    reader = HFReader(path, hf)
+    for shard in shards(model, Dims.of(hf), mesh):
+        target = shard.parameter
+        if shard.bound.kind == "vocab":
+            target.zero_()  # the padding rows
+        for segment in shard.segments:
+            name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
+            rows = segment.stop - segment.start
+            target.narrow(segment.dim, segment.local, rows).copy_(reader.read(name, segment))
+
+
+def slabs(model: nn.Module, hf: dict[str, Any], mesh: Mesh) -> list[Slab]:
+    """What this rank sends in a weight sync: nothing unless it is the first of its replicas. No collective.
+
+    All ranks list tensors in the order of `hf_names`: a rank may lack some (with more shards than key/value heads a shard
+    can be queries only), and whoever receives from several ranks needs one order for all.
+    """
+    if mesh.dp_rank or mesh.cp_rank:
+        return []
+    dims = Dims.of(hf)
+    order = {name: i for i, name in enumerate(hf_names(dims, architecture_of(hf)))}
+    found = []
+    for shard in shards(model, dims, mesh):
+        if shard.is_tied_copy or (shard.bound.kind == "replicated" and mesh.tp_rank):
+            continue
+        for runs in _joined(shard.segments):
+            found.append(Slab(_block(shard, runs, dims), shard, runs))
+    return sorted(found, key=lambda slab: (order[slab.block.name], slab.block.start))
+
+
+def _joined(places: list[Segment]) -> list[list[Segment]]:
+    """Runs that continue each other in the same HF tensor, together."""
+    groups: list[list[Segment]] = []
+    for place in places:
+        if groups and groups[-1][-1].part == place.part and groups[-1][-1].stop == place.start:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+def _block(shard: Shard, runs: list[Segment], dims: Dims) -> Block:
+    part = runs[0].part
+    name = shard.bound.hf[part]
+    shape = hf_shape(shard.bound.kind, part, name, dims)
+    dim, start, stop = runs[0].dim, runs[0].start, runs[-1].stop
+    if (start, stop) == (0, shape[dim]):
+        dim, stop = 0, shape[0]
+    dtype = str(shard.parameter.dtype).removeprefix("torch.")
+    return Block(name=name, dtype=dtype, shape=shape, dim=dim, start=start, stop=stop)
+
+
+def export_hf(own: list[Slab], hf: dict[str, Any], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Whole HF tensors at rank 0, one at a time, on the host; other ranks yield nothing. Every rank must exhaust it.
+
+    Rank 0 takes tensor by tensor in the order of `hf_names`, in which every rank sends its blocks.
+    """
+    plain = [(b.name, b.dtype, list(b.shape), b.dim, b.start, b.stop) for b in (slab.block for slab in own)]
+    listed = mesh.gather(plain)
+    if listed is None:
+        for slab in own:
+            mesh.send_to_lead(slab.read())
+        return
+    blocks = {
+        rank: [Block(*entry[:2], tuple(entry[2]), *entry[3:]) for entry in found] for rank, found in enumerate(listed)
+    }
+    for name in hf_names(Dims.of(hf), architecture_of(hf)):
+        yield name, _assemble(name, blocks, own, mesh)
+
+
+def _assemble(name: str, blocks: dict[int, list[Block]], own: list[Slab], mesh: Mesh) -> Tensor:
+    whole = None
+    for rank, listed in blocks.items():
+        for position, block in enumerate(listed):
+            if block.name != name:
+                continue
+            dtype = getattr(torch, block.dtype)
+            whole = torch.empty(block.shape, dtype=dtype) if whole is None else whole
+            value = own[position].read() if rank == mesh.rank else mesh.receive_tensor(block.block_shape, dtype, rank)
+            whole.narrow(block.dim, block.start, block.stop - block.start).copy_(value)
+    assert whole is not None
+    return whole

@@ -1,0 +1,91 @@
+"""The files that every run leaves: `metrics.jsonl` and `samples.jsonl`, one JSON object per line.
+
+In: metrics and rows with their step. Out: lines `{"step": 37, "time_s": 12.3, ...}`; `time_s` is time spent in this
+job, going on where the resumed run stood. Invariants: a line is written whole by one append and never changed; after a
+resume at step T nothing of a later step is left, so no step appears twice however often the run was killed.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """One append-only file. `resume_step` below 1: nothing was resumed, all that is there will be made again."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if 0 < resume_step >= line["step"]]
+        self.last: dict[str, Any] = kept[-1] if kept else {}
+        _replace(path, "".join(_encode(line) for line in kept))
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def append(self, line: dict[str, Any]) -> None:
+        data = _encode(line).encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Files:
+    """The sink of both files."""
+
+    def __init__(self, job_dir: Path, resume_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = JsonLines(job_dir / "metrics.jsonl", resume_step)
+        self._samples = JsonLines(job_dir / "samples.jsonl", resume_step)
+        self._clock = clock
+        self._begin = clock() - float(self._metrics.last.get("time_s", 0.0))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        time_s = round(self._clock() - self._begin, 3)
+        self._metrics.append({"step": step, "time_s": time_s, **{key: float(value) for key, value in metrics.items()}})
+
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
+        for row in rows:
+            self._samples.append({"step": step, "table": name, **row})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Lines merged by step, in order of steps (an evaluation may be logged after its step): what plots start from."""
+    merged: dict[int, dict[str, Any]] = {}
+    for line in _lines(Path(path)):
+        merged.setdefault(line["step"], {}).update(line)
+    return [merged[step] for step in sorted(merged)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; the torn end of a file whose writer was killed is not one."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.split("\n") if line]
+
+
+def _encode(line: dict[str, Any]) -> str:
+    finite = {key: _finite(value) for key, value in line.items()}
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null says that there was a value and it was not a number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give `path` this content at once: a crash leaves the old file or the new one."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

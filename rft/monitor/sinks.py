@@ -1,0 +1,153 @@
+"""Where metrics go: the console and the job's own files always, TensorBoard or Weights & Biases as configured.
+
+    monitor.log(metrics, step) ──► Console, Files (metrics.jsonl), TensorBoard | Wandb
+    monitor.table(name, rows, step) ──► Files (samples.jsonl), TensorBoard | Wandb
+
+One process of the run owns the monitor; `step` is always the policy version. Invariants: what cannot be built is
+refused when it is built, naming the key and the fix; an API key reaches the service's client and no file or log.
+"""
+
+import difflib
+import hashlib
+import importlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from rft.config import ConfigError, MonitorConfig
+from rft.monitor.console import Console
+from rft.monitor.records import Files
+from rft.monitor.records import read_metrics as read_metrics
+from rft.protocols import MetricSink
+
+WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
+
+
+class Monitor:
+    """All sinks of a run as one."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self.sinks = list(sinks)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for sink in self.sinks:
+            sink.log(metrics, step)
+
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
+        found = list(rows)
+        for sink in self.sinks:
+            sink.table(name, found, step)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorBoard:
+    """Event files under `<job>/monitor/tensorboard`; events after the resumed step are purged by the reader."""
+
+    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+        _refuse_unknown(args, ())
+        module = _needs("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        purge_step = resume_step + 1 if resume_step > 0 else 0
+        self._writer = module.SummaryWriter(str(job_dir / "monitor" / "tensorboard"), purge_step=purge_step)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
+        self._writer.add_text(name, markdown(list(rows)), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run under `<job>/wandb`, offline unless `monitor_args.mode=online`."""
+
+    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+        _refuse_unknown(args, WANDB_ARGS)
+        wandb = self._wandb = _needs("wandb", "wandb", "rft[monitor]")
+        mode = args.get("mode", "offline")
+        if mode not in ("offline", "online", "disabled"):
+            raise ConfigError(f"monitor.monitor_args.mode={mode}: use offline, online or disabled")
+        secret = {key: args[key] for key in ("base_url", "api_key") if args.get(key)}
+        # Meta data would hold the command line, and with it a key that was given there.
+        settings = wandb.Settings(silent=mode != "online", console="off", x_disable_meta="api_key" in secret, **secret)
+        job_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project, name=name, dir=str(job_dir), mode=mode, settings=settings,
+            id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],  # a resumed job is the same run
+            resume="allow" if mode == "online" else None,
+            **{key: args[key] for key in ("entity", "group", "tags") if key in args},
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")  # ours, so an evaluation may be logged after its step
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
+        found = list(rows)
+        columns = list(dict.fromkeys(key for row in found for key in row))
+        data = [[str(row.get(column, "")) for column in columns] for row in found]  # cells of a column share a type
+        self._run.log({"step": step, name: self._wandb.Table(columns=columns, data=data)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SERVICES: dict[str, type[TensorBoard] | type[Wandb] | None] = {"tensorboard": TensorBoard, "wandb": Wandb, "none": None}
+
+
+def build(
+    config: MonitorConfig, job_dir: Path | str, project: str, name: str, total_steps: int | None = None,
+    resume_step: int = 0, stream: TextIO | None = None,
+) -> Monitor:  # fmt: skip
+    """The monitor of one run. `resume_step`: policy version resumed at; below 1: a new start, old lines are dropped."""
+    if config.monitor_type not in SERVICES:
+        nearest = difflib.get_close_matches(config.monitor_type, SERVICES, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigError(f"monitor.monitor_type={config.monitor_type}: {hint}known are {', '.join(SERVICES)}")
+    job_dir, service = Path(job_dir), SERVICES[config.monitor_type]
+    sinks: list[MetricSink] = []
+    if service is not None:  # first: it may be refused, and then nothing else has been touched
+        sinks.append(service(job_dir, project, name, resume_step, dict(config.monitor_args)))
+    sinks.append(Files(job_dir, resume_step))
+    return Monitor([Console(name, total_steps, max(resume_step, 0), stream), *sinks])
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a Markdown table; what would break a cell is escaped."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column, "")) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+
+def _needs(module: str, package: str, install: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"monitor.monitor_type={package} cannot be imported ({error}): pip install '{install}', "
+            "or set monitor.monitor_type=none"
+        ) from error
+
+
+def _refuse_unknown(args: dict[str, Any], known: Sequence[str]) -> None:
+    for key in args:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ConfigError(f"monitor.monitor_args.{key} is unknown: {hint}known are {', '.join(known) or 'none'}")

@@ -1,0 +1,301 @@
+"""Fill what the user left out and refuse what cannot run, before anything expensive starts.
+
+In: one stage's `Config`. Out: the same config with every derived value set (`fill`), or a `ConfigError` that names the key
+and the fix (`check`). Reads config.json, the tokenizer's files and the task files; loads neither torch nor megatron nor vllm.
+"""
+
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rft.algorithm import ALGORITHMS
+from rft.algorithm.advantages import ADVANTAGES
+from rft.algorithm.losses import LOSSES
+from rft.buffer.sft_rows import check_supervised
+from rft.buffer.taskset import Taskset, check_taskset
+from rft.config import Config, ConfigError, ModelConfig, TasksetConfig, job_dir, nearest
+from rft.names import check_layout, read_hf_config
+from rft.rollout import rewards, workflows
+
+MODES = ("both", "train", "explore", "bench")
+CHOICES = {
+    "mode": MODES,
+    "device": ("auto", "cpu", "cuda"),
+    "trainer.trainer_type": ("megatron",),
+    "trainer.dtype": ("fp32", "bf16"),
+    "trainer.save_hf_checkpoint": ("last", "always", "never"),
+    "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    "synchronizer.sync_method": ("nccl",),
+    "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
+    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
+    "monitor.monitor_type": ("tensorboard", "wandb", "none"),
+    "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+}
+POSITIVE = (
+    "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
+    "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.collective_timeout",
+    "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
+    "trainer.megatron.context_parallel_size", "synchronizer.sync_interval", "synchronizer.sync_timeout",
+    "synchronizer.bucket_bytes", "shutdown_grace_s", "cluster.threads_per_rank", "cluster.threads_per_engine",
+    "algorithm.optimizer.lr", "buffer.trainer_input.experience_buffer.max_read_timeout",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
+    "trainer.max_restarts", "trainer.grad_clip", "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
+    "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
+)  # fmt: skip
+
+
+def fill(config: Config) -> Config:
+    """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
+    algorithm = config.algorithm
+    if algorithm.algorithm_type not in ALGORITHMS:
+        raise ConfigError(nearest(algorithm.algorithm_type, ALGORITHMS, "algorithm.algorithm_type"))
+    defaults = ALGORITHMS[algorithm.algorithm_type]
+    algorithm.repeat_times = algorithm.repeat_times or defaults.repeat_times
+    algorithm.advantage_fn = algorithm.advantage_fn or defaults.advantage_fn
+    algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
+    algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
+    buffer = config.buffer
+    buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
+    megatron = config.trainer.megatron
+    config.trainer.num_ranks = config.trainer.num_ranks or (
+        megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    )
+    rollout = config.explorer.rollout_model
+    rollout.dtype = rollout.dtype or config.trainer.dtype
+    config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
+    _fill_tasksets(config)
+    _fill_template(config.model)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first thing that cannot work. Call after `fill`."""
+    _check_values(config)
+    _check_model(config)
+    _check_algorithm(config)
+    _check_data(config)
+    _check_staleness(config)
+    _check_places(config)
+    if config.trainer.total_steps is None:
+        config.trainer.total_steps = count_steps(config)
+
+
+def get(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _check_values(config: Config) -> None:
+    for key, choices in CHOICES.items():
+        if get(config, key) not in choices:
+            raise ConfigError(nearest(str(get(config, key)), choices, key))
+    for key in POSITIVE:
+        if get(config, key) <= 0:
+            raise ConfigError(f"{key}={get(config, key)}: must be greater than 0")
+    for key in NOT_NEGATIVE:
+        if get(config, key) < 0:
+            raise ConfigError(f"{key}={get(config, key)}: must be 0 or more")
+    names = [
+        config.explorer.name,
+        config.trainer.name,
+        config.buffer.trainer_input.experience_buffer.name,
+        "synchronizer",
+    ]
+    names += [str(t.name) for _, t, _ in _tasksets(config)]
+    double = next((n for n in names if names.count(n) > 1), None)
+    if double:
+        raise ConfigError(
+            f"the name `{double}` is used twice: explorer, trainer, buffer and every taskset need their own"
+        )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    hf = read_hf_config(model.model_path)
+    if not (Path(model.model_path) / "tokenizer_config.json").exists():
+        raise ConfigError(
+            f"model.model_path={model.model_path} has no tokenizer_config.json: copy the tokenizer files of the model there"
+        )
+    if not list(Path(model.model_path).glob("*.safetensors")):
+        raise ConfigError(
+            f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
+        )
+    check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
+    heads, tp = hf["num_attention_heads"], config.explorer.rollout_model.tensor_parallel_size
+    if heads % tp:
+        raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")
+    _check_lengths(model, int(hf["max_position_embeddings"]))
+
+
+def _check_lengths(model: ModelConfig, context: int) -> None:
+    """Rows D5 and D6 of the feature table: what is given wins, the rest follows, nothing exceeds the model's context."""
+    prompt, response, total = model.max_prompt_tokens, model.max_response_tokens, model.max_model_len
+    if total is None:
+        total = prompt + response if prompt and response else context
+    if total > context:
+        raise ConfigError(
+            f"model.max_model_len={total} (prompt {prompt} + response {response}) exceeds the model's context of {context}: "
+            "lower model.max_prompt_tokens or model.max_response_tokens"
+        )
+    if prompt is None and response is None:
+        prompt = total // 2
+    prompt = prompt or total - int(response or 0)
+    response = response or total - prompt
+    if min(prompt, response) < 1 or prompt + response > total:
+        raise ConfigError(
+            f"model.max_prompt_tokens={prompt} + model.max_response_tokens={response} must fit model.max_model_len={total}, "
+            "each at least 1"
+        )
+    if model.min_response_tokens >= response:
+        raise ConfigError(
+            f"model.min_response_tokens={model.min_response_tokens} must be below max_response_tokens={response}"
+        )
+    model.max_prompt_tokens, model.max_response_tokens, model.max_model_len = prompt, response, total
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    kind = ALGORITHMS[algorithm.algorithm_type]
+    if int(algorithm.repeat_times or 0) < kind.min_repeat_times:
+        raise ConfigError(
+            f"algorithm.repeat_times={algorithm.repeat_times} with {algorithm.algorithm_type}: a group of one has no baseline "
+            f"to compare with; set it to {kind.min_repeat_times} or more"
+        )
+    if algorithm.advantage_fn is not None and algorithm.advantage_fn not in ADVANTAGES:
+        raise ConfigError(nearest(algorithm.advantage_fn, ADVANTAGES, "algorithm.advantage_fn"))
+    if algorithm.policy_loss_fn not in LOSSES:
+        raise ConfigError(nearest(str(algorithm.policy_loss_fn), LOSSES, "algorithm.policy_loss_fn"))
+    storage = config.buffer.trainer_input.experience_buffer.storage_type
+    if kind.source == "rows" and (config.mode != "train" or storage != "file"):
+        raise ConfigError(
+            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows: set mode=train and "
+            "buffer.trainer_input.experience_buffer.storage_type=file with a path"
+        )
+    if kind.source == "rollouts" and storage != "queue":
+        raise ConfigError(
+            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
+            "buffer.trainer_input.experience_buffer.storage_type=queue"
+        )
+
+
+def _check_data(config: Config) -> None:
+    rows = config.buffer.trainer_input.experience_buffer
+    if rows.storage_type == "file":
+        key = "buffer.trainer_input.experience_buffer"
+        check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
+        return
+    if config.mode in ("both", "explore") and config.buffer.explorer_input.taskset is None:
+        raise ConfigError(
+            f"buffer.explorer_input.taskset: mode={config.mode} needs one; set buffer.explorer_input.taskset.path=FILE"
+        )
+    if config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
+        raise ConfigError("buffer.explorer_input.eval_tasksets: mode=bench needs at least one")
+    for key, taskset, _ in _tasksets(config):
+        if taskset.storage_type != "file":
+            raise ConfigError(nearest(taskset.storage_type, ["file"], f"{key}.storage_type"))
+        check_taskset(taskset, f"{key}.path")
+        rewards.resolve(str(taskset.default_reward_fn_type))
+        workflows.resolve(str(taskset.default_workflow_type))
+
+
+def _check_staleness(config: Config) -> None:
+    sync = config.synchronizer
+    if config.mode == "both" and sync.max_staleness < sync.sync_interval - 1:
+        raise ConfigError(
+            f"synchronizer.max_staleness={sync.max_staleness} with sync_interval={sync.sync_interval} can never be kept: set "
+            f"max_staleness to at least {sync.sync_interval - 1}, or sync_interval lower"
+        )
+
+
+def _check_places(config: Config) -> None:
+    """The run directory can be written; a fixed port is free; a named Ray cluster answers."""
+    directory = job_dir(config)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe-{uuid.uuid4().hex[:12]}"
+        probe.write_bytes(os.urandom(16))
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint_root_dir: cannot write to {directory}: {error.strerror}; choose another directory"
+        ) from error
+    if config.cluster.master_port:
+        with socket.socket() as probe_socket:
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe_socket.bind(("127.0.0.1", config.cluster.master_port))
+            except OSError as error:
+                raise ConfigError(
+                    f"cluster.master_port={config.cluster.master_port} is in use: choose another, or 0 for any"
+                ) from error
+    if config.cluster.ray_address:
+        host, _, port = config.cluster.ray_address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cluster.ray_address={config.cluster.ray_address}: no Ray answers there ({error}); start one with "
+                "`ray start --head`, or leave the key out for a private cluster"
+            ) from error
+
+
+def count_steps(config: Config) -> int:
+    """Steps of a run that ends with its data: total_steps if given, else total_epochs over whole batches."""
+    buffer = config.buffer
+    if buffer.total_steps is not None:
+        return buffer.total_steps
+    rows = buffer.trainer_input.experience_buffer
+    if rows.storage_type == "file":
+        taskset = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split, format=rows.format)
+        per_step = int(buffer.train_batch_size or 1)
+    elif buffer.explorer_input.taskset is not None:
+        taskset, per_step = buffer.explorer_input.taskset, buffer.batch_size
+    else:
+        return 0
+    total = Taskset.count(taskset)
+    if total < per_step:
+        raise ConfigError(f"buffer.batch_size={per_step} is more than the {total} rows of {taskset.path}: lower it")
+    return buffer.total_epochs * (total // per_step)
+
+
+def _tasksets(config: Config) -> list[tuple[str, TasksetConfig, bool]]:
+    """(config key, taskset, is evaluation) of every taskset."""
+    given = config.buffer.explorer_input
+    found = [("buffer.explorer_input.taskset", given.taskset, False)] if given.taskset else []
+    return [*found, *((f"buffer.explorer_input.eval_tasksets.{i}", t, True) for i, t in enumerate(given.eval_tasksets))]
+
+
+def _fill_tasksets(config: Config) -> None:
+    """Workflow and reward: the set's own, else the section's default for its kind (F7-F9, F17-F19)."""
+    given = config.buffer.explorer_input
+    for key, taskset, is_eval in _tasksets(config):
+        taskset.name = taskset.name or ("taskset" if not is_eval else f"eval_taskset_{key.rsplit('.', 1)[1]}")
+        kind = (given.default_eval_workflow_type if is_eval else None) or given.default_workflow_type
+        taskset.default_workflow_type = taskset.default_workflow_type or kind
+        taskset.default_reward_fn_type = taskset.default_reward_fn_type or given.default_reward_fn_type
+        if is_eval:
+            taskset.repeat_times = taskset.repeat_times or 1
+        elif taskset.repeat_times not in (None, config.algorithm.repeat_times):
+            raise ConfigError(
+                f"{key}.repeat_times={taskset.repeat_times} contradicts algorithm.repeat_times={config.algorithm.repeat_times}: "
+                "set only the latter"
+            )
+        else:
+            taskset.repeat_times = config.algorithm.repeat_times
+
+
+def _fill_template(model: ModelConfig) -> None:
+    """chat_template_path wins over custom_chat_template (D4)."""
+    if model.chat_template_path:
+        path = Path(model.chat_template_path)
+        if not path.is_file():
+            raise ConfigError(f"model.chat_template_path={path}: no such file")
+        model.custom_chat_template = path.read_text(encoding="utf-8")

@@ -1,0 +1,38 @@
+"""Nobody is left behind: adopt the orphans of this process's descendants, and end all of them.
+
+In: nothing. Out: after `end_descendants` no process is left that this one started, directly or through others, however they
+detached themselves. Linux only; elsewhere orphans are not adopted and only the family tree as it stands is ended.
+"""
+
+import contextlib
+import ctypes
+import logging
+import sys
+import time
+
+import psutil
+
+log = logging.getLogger(__name__)
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+KILL_WAIT_S = 5.0  # a killed process is gone at once, unless the kernel still writes its memory somewhere
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes a child of this process instead of init's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(grace_s: float = 0.0) -> None:
+    """Wait up to `grace_s` for all descendants to end by themselves, kill those that did not, and reap them."""
+    deadline = time.monotonic() + grace_s
+    while family := psutil.Process().children(recursive=True):
+        _, alive = psutil.wait_procs(family, timeout=max(0.0, deadline - time.monotonic()))
+        if alive and time.monotonic() > deadline + KILL_WAIT_S:
+            log.error("these processes cannot be killed: %s", alive)
+            return
+        for process in alive:
+            log.warning("killing %s", process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=KILL_WAIT_S)

@@ -1,0 +1,85 @@
+"""The seams: what one part may ask of another without importing it. Typing only; no behaviour, no heavy import.
+
+The Megatron policy is `Snapshotable` and a `WeightSource`; `checkpoint` saves the one and `sync` streams the other without
+knowing Megatron. `monitor` offers every sink as a `MetricSink`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of this rank's training state, by reference (its bytes change at the next optimizer step).
+
+    `key` is unique over the run, not only in this rank, unless two ranks hold the same replica (`replica > 0`: somebody
+    else writes it). `global_shape` and `offset` place it in the whole tensor; a flat shard of the distributed optimizer
+    has `flat=(start, stop)`, a range of elements of the flattened tensor `key`.
+    """
+
+    key: str
+    tensor: "torch.Tensor"
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    replica: int = 0
+    flat: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All training state of one rank at one step: big tensors by reference, small objects already serialised to bytes."""
+
+    pieces: list[Piece]
+    small: dict[str, bytes] = field(default_factory=dict)
+
+
+class Snapshotable(Protocol):
+    """What the checkpoint manager saves and loads; the Megatron policy is one."""
+
+    def snapshot(self) -> Snapshot:
+        """Describe this rank's state. No collective, no copy of big tensors."""
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        """Called after the manager has filled every piece's tensor in place: re-load RNG, schedule, counters."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A contiguous slab of one Hugging Face tensor: rows (dim 0) or columns (dim 1) [start, stop) of `name`.
+
+    `shape` is that of the whole HF tensor, `dtype` a safetensors-like name ("float32", "bfloat16"). A replicated or
+    whole tensor is one block with dim 0 and [0, shape[0]).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+class WeightSource(Protocol):
+    """The trainer side of weight sync: which blocks this rank owns, and their bytes now."""
+
+    def blocks(self) -> list[Block]:
+        """Blocks that this rank sends, in the order of `read_blocks`; fixed for the life of the policy. No collective."""
+
+    def read_blocks(self) -> Iterator["torch.Tensor"]:
+        """One contiguous tensor per block, same order, current weights. No collective."""
+
+
+class MetricSink(Protocol):
+    """Where metrics go. One owner process per run; `step` is always the policy version."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None: ...
+    def close(self) -> None: ...

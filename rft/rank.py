@@ -1,0 +1,265 @@
+"""One trainer rank, from its first line to its last: builds the parts, runs the loop, tells how it ended.
+
+    python -m rft.rank RESOLVED_YAML        (started by `rft.ranks`, or called by `rft.train` under an outer torchrun)
+
+In: the resolved config, RANK/WORLD_SIZE/... of torch's launcher, and at rank 0 the address of the supervisor's Ray. Out: exit
+code 0, or a failure record (rank, phase, cause) in the attempt's log directory and exit code 1.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rft import config as configs
+from rft import control
+from rft import device as devices
+from rft.config import Config
+from rft.monitor import logs
+
+log = logging.getLogger(__name__)
+PHASE_BYTES = 64
+SETTLE_S = 2.0  # if another part's death is the cause, the sidecar has heard of it by then
+
+
+@dataclass
+class Rank:
+    """What the parts of one rank have in common while they are built."""
+
+    config: Config
+    job: Path
+    device: devices.Device
+    stopping: list[int] = field(default_factory=list)  # signals received: a clean end at the next step boundary
+    trainer: Any = None
+    complete: bool = False
+
+    @property
+    def phase(self) -> str:
+        return self.trainer.phase if self.trainer else "starting"
+
+    def stop(self, received: int, _frame: object) -> None:
+        """Signal handler: nothing new is begun, and what rank 0 waits for is given up (by a thread: Ray may be in a call)."""
+        self.stopping.append(received)
+        threading.Thread(target=self._stop_waits, daemon=True).start()
+
+    def _stop_waits(self) -> None:
+        self.trainer.evaluations.stop()
+        if isinstance(self.trainer.feed.source, control.QueueSource):
+            self.trainer.feed.source.stop()
+
+
+def main(path: str, terminal: int | None = None) -> int:
+    """Run this process as a rank of the stage described by `path`; returns its exit code.
+
+    `terminal`: where the first rank that fails says so, when no supervisor will (ranks under an outer launcher).
+    """
+    config = configs.load(path)
+    number = int(os.environ.get("RANK", "0"))
+    log_dir = Path(os.environ["RFT_LOG_DIR"])
+    logs.redirect(log_dir / f"rank_{number}.log", config.log.level, keep_stdout=number == 0)
+    logs.die_with_parent()
+    (log_dir / f"failure_rank_{number}.json").unlink(missing_ok=True)  # of the attempt before a restart
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = Rank(config, configs.job_dir(config), devices.choose(config.device, local, config.cluster.threads_per_rank))
+    try:
+        run(rank)
+    except Exception as error:
+        log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())
+        logs.flush()
+        record = {"part": f"trainer rank {number}", "phase": rank.phase, "cause": control.cause(error)}
+        tell(record, log_dir, number, terminal)
+        os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
+    return 128 + rank.stopping[0] if rank.stopping and not rank.complete else 0
+
+
+def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | None) -> None:
+    """Leave the failure record; under an outer launcher also tell the user, unless a part that failed earlier is told of."""
+    is_first = not list(log_dir.glob("failure_rank_*.json"))
+    (log_dir / f"failure_rank_{number}.json").write_text(json.dumps(record), encoding="utf-8")
+    if terminal is None or not is_first:
+        return
+    time.sleep(SETTLE_S)
+    if not (log_dir / "failure.json").exists():
+        message = f"rft: {record['part']} failed while {record['phase']}: {record['cause']}; logs in {log_dir}\n"
+        os.write(terminal, message.encode())
+
+
+def run(rank: Rank) -> None:
+    """Build the parts, resume, train, close. Order matters: the device's port of megatron comes before megatron."""
+    config, device = rank.config, rank.device
+    device.activate()
+    if device.kind == "cpu":
+        from rft.megatron import cpu_port
+
+        cpu_port.install()
+    from rft.megatron.mesh import Mesh
+
+    mesh = Mesh(config.trainer.megatron, device, config.trainer.collective_timeout)
+    if mesh.rank == 0 and "RFT_RAY_ADDRESS" in os.environ:
+        control.connect(os.environ["RFT_RAY_ADDRESS"], os.environ["RFT_RAY_NAMESPACE"])
+    try:
+        _train(rank, mesh)
+    finally:
+        mesh.close()
+
+
+def _train(rank: Rank, mesh: Any) -> None:
+    from rft.checkpoint.store import write_json
+    from rft.megatron.policy import Policy
+
+    config = rank.config
+    policy = Policy(
+        config.model, config.trainer, config.algorithm.optimizer, mesh, config.seed, config.trainer.total_steps
+    )
+    log.info("rank %d of %d: %s, %s", mesh.rank, mesh.world, rank.device.describe(), config.trainer.dtype)
+    monitor = None
+    trainer = rank.trainer = build_trainer(rank, mesh, policy)
+    step = resume(trainer, config)
+    trainer.evaluations.await_ready()
+    trainer.publisher.connect()
+    if mesh.rank == 0:
+        from rft.reporting import StepReporter
+
+        monitor = StepReporter(config, rank.job, step, tokenizer_of(config))
+        trainer.log_step = monitor.step
+        trainer.evaluations.report = monitor.evaluation
+    trainer.timer.pop()  # steps are timed from here on
+    for number in (signal.SIGTERM, signal.SIGINT):  # until now there was nothing to save
+        signal.signal(number, rank.stop)
+    reached = trainer.fit(step)
+    trainer.phase = "closing"
+    trainer.publisher.close()
+    if monitor is not None:
+        monitor.close()
+    rank.complete = trainer.complete
+    if mesh.rank == 0:
+        asked = config.trainer.total_steps
+        result = {
+            "version": reached,
+            "complete": rank.complete,
+            "asked": asked,
+            "huggingface": str(export_dir(rank.job, reached)),
+        }
+        write_json(rank.job / "result.json", result)
+    policy.close()
+
+
+def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
+    """Everything the loop needs, each from its own section. Rank 0 alone holds handles to the outside."""
+    from rft.algorithm.losses import token_loss
+    from rft.checkpoint.manager import CheckpointManager
+    from rft.feed import Feed, is_supervised
+    from rft.sync.publisher import Publisher
+    from rft.trainer import Trainer
+
+    config = rank.config
+    rollouts = not is_supervised(config.algorithm) and config.mode == "both"
+    lead = mesh.rank == 0
+    explorer = control.actor(config.explorer.name) if lead and rollouts else None
+    synchronizer = control.actor("synchronizer") if lead and rollouts else None
+    epoch = mesh.broadcast(take_epoch(rank.job) if lead else None)
+    feed = Feed(
+        _source(rank) if lead else None, mesh, config.algorithm, config.trainer.max_token_len_per_gpu, policy.multiple
+    )
+    return Trainer(
+        config=config.trainer,
+        mesh=mesh,
+        policy=policy,
+        feed=feed,
+        publisher=Publisher(mesh, policy, synchronizer, config.synchronizer, epoch, enabled=rollouts),
+        checkpoints=CheckpointManager(
+            rank.job / "checkpoints", mesh, layout=mesh.layout(), keep=config.trainer.max_checkpoints_to_keep
+        ),
+        evaluations=control.Evaluations(explorer, config.explorer, report=lambda result: None),
+        log_step=lambda step, metrics, experiences: None,
+        token_loss=token_loss(str(config.algorithm.policy_loss_fn), config.algorithm.policy_loss_fn_args),
+        sync_interval=config.synchronizer.sync_interval,
+        run_epoch=epoch,
+        stopping=lambda: bool(rank.stopping),
+        on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
+        export=lambda step: write_export(rank, mesh, policy, step),
+    )
+
+
+def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
+    """Keeps the current phase in a small file, for `rft.ranks` to read when this rank was killed."""
+    file = os.open(log_dir / f"phase_rank_{number}", os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def write(phase: str) -> None:
+        os.pwrite(file, phase.ljust(PHASE_BYTES).encode()[:PHASE_BYTES], 0)
+
+    return write
+
+
+def _source(rank: Rank) -> Any:
+    """Rank 0's batches: supervised rows from a file, or the durable queue."""
+    config = rank.config
+    experience_buffer = config.buffer.trainer_input.experience_buffer
+    if experience_buffer.storage_type == "file":
+        from rft.buffer.sft_rows import SupervisedRows
+
+        return SupervisedRows(
+            experience_buffer, tokenizer_of(config), int(config.buffer.train_batch_size or 1), config.seed,
+            int(config.model.max_model_len or 0), total_steps=config.trainer.total_steps,
+            chat_template=config.model.custom_chat_template,
+        )  # fmt: skip
+    return control.QueueSource(control.actor(experience_buffer.name), experience_buffer.max_read_timeout)
+
+
+def tokenizer_of(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
+
+
+def resume(trainer: Any, config: Config) -> int:
+    """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy version."""
+    loop = trainer.checkpoints.load(trainer.policy)
+    step = int(loop["step"]) if loop else 0
+    trainer.recent_losses.extend(loop["recent_losses"] if loop else [])
+    if isinstance(trainer.feed.source, control.QueueSource):
+        trainer.feed.source.attach(step, trainer.run_epoch)
+    return step
+
+
+def take_epoch(job: Path) -> int:
+    """A number that no earlier attempt of this job had: created exclusively, so two trainers never share one."""
+    directory = job / "epochs"
+    directory.mkdir(parents=True, exist_ok=True)
+    number = max((int(p.name) for p in directory.iterdir()), default=0) + 1
+    while True:
+        try:
+            (directory / str(number)).open("x").close()
+            return number
+        except FileExistsError:
+            number += 1
+
+
+def export_dir(job: Path, step: int) -> Path:
+    return job / "huggingface" / f"step_{step:08d}"
+
+
+def write_export(rank: Rank, mesh: Any, policy: Any, step: int) -> None:
+    """Hugging Face directory of the current weights: all ranks take part in the gather, rank 0 writes."""
+    from rft.checkpoint.export import write_hf
+
+    target = export_dir(rank.job, step)
+    tensors = policy.export_hf()
+    if mesh.rank == 0 and not target.exists():
+        write_hf(tensors, rank.config.model.model_path, target)
+    else:
+        for _ in tensors:  # drives this rank's side of the gather
+            pass
+    mesh.barrier("export")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,78 @@
+"""Start a stage's trainer ranks under torch's elastic launcher and tell how they ended.
+
+    python -m rft.ranks RESOLVED_YAML
+
+In: the resolved config (`trainer.num_ranks`, `trainer.max_restarts`, `cluster.master_port`). Out: exit code 0, or 1 with
+`failure.json` (part, phase, cause) in the attempt's log directory. A process of its own, so that the supervisor stays free
+of torch; SIGTERM is passed on to the ranks, which end cleanly at their next step boundary.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rft import config as configs
+from rft.monitor import logs
+
+CONSEQUENCES = (
+    signal.SIGTERM,
+    signal.SIGABRT,
+)  # torch's launcher ends the peers of a failed rank; libraries abort at lost ones
+
+
+def main(path: str) -> int:
+    config = configs.load(path)
+    log_dir = Path(os.environ["RFT_LOG_DIR"])
+    logs.redirect(log_dir / "launcher.log", config.log.level, keep_stdout=True)  # ranks inherit stdout: rank 0 talks
+    logs.die_with_parent()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(config.trainer.num_ranks or 1),
+        run_id=config.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{config.cluster.master_port}",
+        max_restarts=config.trainer.max_restarts,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+        shutdown_timeout=math.ceil(config.shutdown_grace_s),
+    )
+    try:
+        elastic_launch(launch, sys.executable)("-m", "rft.rank", path)
+    except ChildFailedError as error:
+        ended = {number: failure.exitcode for number, failure in error.failures.items()}
+        (log_dir / "failure.json").write_text(json.dumps(root_cause(log_dir, ended)), encoding="utf-8")
+        return 1
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return 0
+
+
+def root_cause(log_dir: Path, ended: dict[int, int]) -> dict[str, str]:
+    """The failure that was there first. `ended`: exit codes of the ranks that failed.
+
+    A rank that was killed could not say so, and its peers only met a closed connection; a rank that raised left a record.
+    """
+    killed = [number for number, code in sorted(ended.items()) if code < 0 and -code not in CONSEQUENCES]
+    records = sorted(log_dir.glob("failure_rank_*.json"), key=os.path.getmtime)
+    if records and not killed:
+        return json.loads(records[0].read_text(encoding="utf-8"))
+    number = killed[0] if killed else min(ended)
+    return {"part": f"trainer rank {number}", "phase": phase(log_dir, number), "cause": logs.ending(ended[number])}
+
+
+def phase(log_dir: Path, number: int) -> str:
+    """What a rank that cannot tell any more was doing: the last that it wrote down."""
+    path = log_dir / f"phase_rank_{number}"
+    return path.read_text(encoding="utf-8").strip() if path.exists() else "starting"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""What rank 0 writes down each step: metrics to every sink, a few rollouts to samples.jsonl, evaluations as they arrive.
+
+In: the loop's metrics (already global) and the step's experiences. Out: one record per policy version. The one owner of the
+run's monitor.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from rft.config import Config
+from rft.experience import EvalResult, Experience
+from rft.monitor.sinks import build
+
+
+class StepReporter:
+    """`tokenizer` (of the model directory) turns sampled ids into text for the samples table."""
+
+    def __init__(self, config: Config, job: Path, step: int, tokenizer: Any):
+        self.monitor = build(config.monitor, job, config.project, config.name, config.trainer.total_steps, step)
+        self.num_samples = config.monitor.num_samples
+        self.tokenizer = tokenizer
+
+    def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
+        tokens = sum(len(e.tokens) for e in experiences)
+        self.monitor.log({**metrics, "tokens_per_s": tokens / metrics["time/step_s"]}, version)
+        if self.num_samples and experiences and experiences[0].group >= 0:
+            self.monitor.table(
+                "samples", [self._row(e) for e in representative(experiences, self.num_samples)], version
+            )
+
+    def evaluation(self, result: EvalResult) -> None:
+        metrics = {f"eval/{result.taskset}/{name}": value for name, value in result.metrics.items()}
+        self.monitor.log(metrics, result.version)
+        self.monitor.table(f"eval_{result.taskset}", result.samples, result.version)
+
+    def close(self) -> None:
+        self.monitor.close()
+
+    def _row(self, experience: Experience) -> dict[str, Any]:
+        return {
+            "task": experience.task,
+            "prompt": self.tokenizer.decode(experience.tokens[: experience.prompt_length]),
+            "response": self.tokenizer.decode(experience.tokens[experience.prompt_length :]),
+            "reward": experience.reward,
+            "outcome": experience.reward_outcome,
+            "stop": experience.stop,
+            "versions": ",".join(f"{s.version}:{s.start}-{s.end}" for s in experience.versions),
+        }
+
+
+def representative(experiences: list[Experience], count: int) -> list[Experience]:
+    """The best and the worst of the batch, `count` in all, by reward."""
+    ordered = sorted(experiences, key=lambda e: e.reward)
+    low = count // 2
+    return ordered[:low] + ordered[len(ordered) - (count - low) :]

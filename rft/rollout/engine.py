@@ -1,0 +1,346 @@
+"""One vLLM instance as a service: token ids in, token ids with log-probabilities and weight versions out.
+
+    generate(GenerateRequest) ──► AsyncLLM ──ZMQ──► EngineCore process (model, KV cache, plug-in) ──► [Completion]
+    update_weights(version)   ──► pause keep ─► start ─► update ─► finish(version) ─► resume
+
+The supervisor wraps the class as a Ray actor; every method is a coroutine on the actor's event loop. Consumes encoded
+requests and weight rounds, produces encoded completions. Invariants: every returned token carries the version of exactly
+the weights that produced it, and an engine whose weights are neither wholly old nor wholly new (`poisoned`) answers no
+request until a full round commits.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from rft.config import ModelConfig, RolloutModelConfig
+from rft.device import thread_environment
+from rft.experience import Completion, GenerateRequest, StopReason, VersionSpan, decode, encode
+
+if TYPE_CHECKING:
+    from vllm import AsyncLLM, SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+# Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
+WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+STOPS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+QUIET = {  # what vLLM must not do: phone home, talk on the user's terminal, resolve this machine's public address
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
+
+
+class EngineDied(RuntimeError):
+    """The engine's processes or its actor are gone; the message names the engine and the cause."""
+
+
+class RolloutEngine:
+    """Life: created -> start -> serving <-> updating; `poisoned` after a half-installed round, until the next full one."""
+
+    def __init__(
+        self, name: str, model: ModelConfig, rollout: RolloutModelConfig, threads: int, seed: int, device_kind: str,
+        max_model_len: int,
+    ):  # fmt: skip
+        self.name = name
+        self.model = model
+        self.rollout = rollout
+        self.threads = threads
+        self.seed = seed
+        self.device_kind = device_kind
+        self.max_model_len = max_model_len
+        self.llm: AsyncLLM | None = None
+        self.poisoned: str | None = None
+        self.requests = 0
+        self.tokens = 0
+        self._version = 0
+        self._round = asyncio.Lock()
+        self._broken: asyncio.Future[None] | None = None
+        self._stopping = False
+
+    async def start(self, version: int = 0) -> dict[str, Any]:
+        """Load the model, labelled `version`; blocks this actor until vLLM serves. Returns facts for the log."""
+        began = time.monotonic()
+        os.environ.update(QUIET)
+        if self.device_kind == "cpu":
+            os.environ.update(cpu_environment(self.threads, self.rollout.tensor_parallel_size))
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+        await self.llm.update_weight_version(str(version))
+        self._version = version
+        self._watch_processes()
+        config = self.llm.model_config
+        self.max_model_len = config.max_model_len
+        return {
+            "vllm": vllm.__version__,
+            "workers": self.workers,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "device": self.device_kind,
+            "threads": self.threads,
+            "max_model_len": self.max_model_len,
+            "version": version,
+            "start_s": round(time.monotonic() - began, 2),
+        }
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a copy or shard of the model: each one receives the weight streams."""
+        return self.rollout.tensor_parallel_size
+
+    def _arguments(self) -> dict[str, Any]:
+        from vllm.config import WeightTransferConfig
+
+        arguments: dict[str, Any] = {
+            "model": self.model.model_path,
+            "trust_remote_code": self.model.trust_remote_code,
+            "dtype": DTYPES.get(str(self.rollout.dtype), "auto"),
+            "max_model_len": self.max_model_len or None,
+            "max_num_seqs": self.rollout.max_num_seqs,
+            "tensor_parallel_size": self.workers,
+            "enforce_eager": self.rollout.enforce_eager,
+            "seed": self.seed,
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after temperature, top-k, top-p
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
+            "worker_extension_cls": WORKER_EXTENSION,
+        }
+        if self.device_kind == "cpu":
+            arguments["kv_cache_memory_bytes"] = int(self.rollout.kv_cache_gb * GIB)  # explicit: vLLM skips its warm-up
+        else:
+            arguments["gpu_memory_utilization"] = self.rollout.gpu_memory_utilization
+        if self.device_kind != "cpu" or self.workers > 1:
+            arguments["distributed_executor_backend"] = "mp"
+        return arguments
+
+    # --- serving ------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: bytes) -> bytes:
+        """Encoded `GenerateRequest` in, encoded `list[Completion]` (n of them) out, when all are finished."""
+        asked = decode(request, GenerateRequest)
+        room = self.max_model_len - len(asked.prompt)
+        if room <= 0:
+            empty = Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
+            return encode([empty] * asked.n)
+        output = await self._run(asked, sampling_params(asked, room))
+        completions = [completion(self.name, made) for made in output.outputs]
+        self.requests += 1
+        self.tokens += sum(len(made.tokens) for made in completions)
+        return encode(completions)
+
+    async def _run(self, asked: GenerateRequest, params: "SamplingParams") -> "RequestOutput":
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        llm = self._healthy()
+        output: RequestOutput | None = None
+        try:
+            async for made in llm.generate(TokensPrompt(prompt_token_ids=asked.prompt), params, asked.request_id):
+                output = made
+        except EngineDeadError as error:
+            raise EngineDied(f"{self.name} died while it served {asked.request_id}") from error
+        assert output is not None and output.finished, "vLLM ended a request without its final output"
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its `generate` returns what it has, with stop "abort"."""
+        assert self.llm is not None, "abort before start"
+        await self.llm.abort(request_id)
+
+    def _healthy(self) -> "AsyncLLM":
+        if self.llm is None:
+            raise RuntimeError(f"{self.name} is not started")
+        if self.poisoned:
+            raise RuntimeError(
+                f"{self.name} holds mixed weights and serves nothing until a full round: {self.poisoned}"
+            )
+        return self.llm
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def init_weights(self, info: dict[str, Any]) -> None:
+        """Join the trainer's weight streams: `info` as made by `rft.sync.synchronizer` (plan, streams, epoch, ...)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        assert self.llm is not None, "init_weights before start"
+        async with self._round:
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"info": info}))
+
+    async def update_weights(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+        """One whole round to `version`. In-flight requests freeze, lose their KV, and go on under the new weights.
+
+        Raises when the round failed; then the engine serves the old version again if every worker still holds exactly
+        those weights, and is `poisoned` (and stays paused) if not.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        assert self.llm is not None, "update_weights before start"
+        async with self._round:
+            began = time.monotonic()
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            paused = time.monotonic()
+            try:
+                await self.llm.start_weight_update()
+                request = WeightTransferUpdateRequest(update_info={"update": {**update, "version": version}})
+                await self.llm.update_weights(request)
+                await self.llm.finish_weight_update(weight_version=str(version))
+                report = self._committed(version, await self._states())
+                self._version, self.poisoned = version, None
+            except Exception as error:
+                self.poisoned = await self._damage(error)
+                raise RuntimeError(f"{self.name}: round to version {version} failed: {first_line(error)}") from error
+            finally:
+                if self.poisoned is None:
+                    await self.llm.resume_generation()
+            done = time.monotonic()
+        return {**report, "version": version, "pause_s": done - began, "install_s": done - paused}
+
+    async def load_weights_from(self, path: str, version: int) -> None:
+        """Install the safetensors of a Hugging Face directory as `version`: the same round, from files."""
+        await self.update_weights(version, {"source": "files", "path": path})
+
+    async def weight_version(self) -> int:
+        return self._version
+
+    async def _states(self) -> list[dict[str, Any]]:
+        assert self.llm is not None
+        return await self.llm.collective_rpc("rft_weight_state")
+
+    def _committed(self, version: int, states: list[dict[str, Any]]) -> dict[str, Any]:
+        wrong = [s for s in states if s["version"] != version or s["mixed"]]
+        if wrong:
+            raise RuntimeError(f"workers do not hold version {version} after finish: {wrong}")
+        first = states[0]
+        return {"digest": first["digest"], "bytes": sum(s["bytes"] for s in states), "receive_s": first["receive_s"]}
+
+    async def _damage(self, error: Exception) -> str | None:
+        """None when every worker still holds the weights from before the round, else why the engine is unusable."""
+        if self.poisoned:
+            return self.poisoned
+        try:
+            states = await self._states()
+        except Exception as unreachable:  # not swallowed: it becomes the reason to refuse requests
+            return f"{first_line(error)}; workers do not answer: {first_line(unreachable)}"
+        before = len({s["version"] for s in states}) == 1 and states[0]["version"] in (None, self._version)
+        intact = before and not any(s["mixed"] for s in states)
+        return None if intact else first_line(error)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Never returns while the engine is healthy or not yet started; raises EngineDied when its process ends."""
+        await asyncio.shield(self._failure())
+
+    def _failure(self) -> "asyncio.Future[None]":
+        if self._broken is None:
+            self._broken = asyncio.get_running_loop().create_future()
+        return self._broken
+
+    def _watch_processes(self) -> None:
+        """One thread sleeps on the EngineCore processes' sentinels (no interval) and reports the first that ends."""
+        assert self.llm is not None
+        processes = list(self.llm.engine_core.resources.engine_manager.processes)
+        failure, loop = self._failure(), asyncio.get_running_loop()
+
+        def report(process: Any) -> None:
+            if not self._stopping and not failure.done():
+                failure.set_exception(EngineDied(f"{self.name}: {process.name} {ending(process.exitcode)}"))
+
+        def sleep_until_one_ends() -> None:
+            ended = connection.wait([process.sentinel for process in processes])
+            for process in processes:
+                if process.sentinel in ended:
+                    process.join()
+                    loop.call_soon_threadsafe(report, process)
+
+        threading.Thread(target=sleep_until_one_ends, name=f"{self.name}-watch", daemon=True).start()
+
+    async def stats(self) -> dict[str, Any]:
+        active = self.llm.output_processor.get_num_unfinished_requests() if self.llm else 0
+        return {
+            "name": self.name, "workers": self.workers, "version": self._version, "poisoned": self.poisoned,
+            "requests": self.requests, "tokens": self.tokens, "active": active,
+        }  # fmt: skip
+
+    async def shutdown(self) -> None:
+        """End vLLM and its processes; none is left when this returns."""
+        self._stopping = True
+        if self.llm is not None:
+            llm, self.llm = self.llm, None
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+
+
+def cpu_environment(threads: int, workers: int) -> dict[str, str]:
+    """vLLM on CPU: our thread budget instead of its core binding, and one process less when there is one worker."""
+    return {
+        **thread_environment(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if workers == 1 else "1",  # 0: EngineCore runs the worker itself
+        "TORCH_COMPILE_DISABLE": "1",  # the sampler's one compiled function costs 17 s of C++ compiler at the first request
+    }
+
+
+def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
+    """Our request as vLLM's; `room` is what the context leaves for the response."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = asked.sampling
+    return SamplingParams(
+        n=asked.n,
+        stop_token_ids=asked.stop_token_ids,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=min(sampling.max_tokens, room),
+        min_tokens=min(sampling.min_tokens, room),
+        seed=None if sampling.seed is None else spread(sampling.seed),
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def spread(seed: int) -> int:
+    """A 62-bit seed: vLLM gives sample i the seed + i, so neighbouring request seeds must not be neighbours there."""
+    return xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little", signed=True)) >> 2
+
+
+def completion(engine: str, made: "CompletionOutput") -> Completion:
+    """vLLM's output as our record; raises when vLLM reports an error or leaves a token without version."""
+    stop = STOPS.get(made.finish_reason)
+    if stop is None:
+        raise RuntimeError(f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}")
+    tokens = list(made.token_ids)
+    spans = [VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in made.weight_versions or []]
+    logprobs = list(made.logprobs.logprobs) if tokens else []  # type: ignore[union-attr]
+    if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
+        raise RuntimeError(f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions {spans}")
+    return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
+
+
+def ending(code: int | None) -> str:
+    """How a process ended, in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

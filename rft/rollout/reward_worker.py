@@ -1,0 +1,117 @@
+"""The child process that runs reward functions: `python -m rft.rollout.reward_worker <socket fd> <parent pid>`.
+
+    pool ── ScoreRequest (a group) ──►  worker:  import the functions ── Loaded ──►  pool
+                                                 per item: run it   ── RewardResult ──►  pool   (in the order of items)
+
+Frames are a 4-byte length and msgpack, over a socket pair that nothing else of the process uses: whatever user code
+prints goes to stderr. Every failure of user code, sys.exit included, is a result with outcome "error"; a hang is ended
+by the pool, which kills this process group. The process dies with its parent: by EOF when idle, else by the kernel.
+"""
+
+import math
+import os
+import resource
+import socket
+import struct
+import sys
+import traceback
+from typing import Any, Literal
+
+from rft.experience import Record, Task, decode, encode
+from rft.monitor import logs
+from rft.rollout.rewards import RewardFunction, prepare
+
+MAX_MESSAGE = 2000  # characters of an error message that travel: some exceptions carry whole data sets
+HEADER = struct.Struct(">I")
+
+
+class ScoreRequest(Record):
+    """Responses to score; each names its task by position, so that a group carries its task once."""
+
+    tasks: list[Task]
+    items: list[tuple[int, str]]
+
+
+class Loaded(Record, tag="loaded"):
+    """All reward functions of the request are imported; the clock of the first item starts."""
+
+
+class RewardResult(Record, tag="result"):
+    """One scored response. `reward` means something only when `outcome` is "ok"; `metrics` are the parts of a dict."""
+
+    reward: float = 0.0
+    outcome: Literal["ok", "timeout", "error"] = "ok"
+    metrics: dict[str, float] = {}
+    message: str = ""
+
+
+Reply = Loaded | RewardResult
+
+
+def frame(record: Record) -> bytes:
+    body = encode(record)
+    return HEADER.pack(len(body)) + body
+
+
+def judge(function: RewardFunction, response: str, task: Task) -> RewardResult:
+    """Run one reward function; any failure or unusable value becomes outcome "error"."""
+    try:
+        value = function(response, task.truth, task, **task.reward_args)
+        parts = {str(key): number(part) for key, part in value.items()} if isinstance(value, dict) else {}
+        return RewardResult(reward=sum(parts.values()) if isinstance(value, dict) else number(value), metrics=parts)
+    except BaseException as error:  # sys.exit and KeyboardInterrupt of user code too: reported, never obeyed
+        return failure(error)
+
+
+def number(value: Any) -> float:
+    if value is None or isinstance(value, (str, bytes)):
+        raise TypeError(f"a reward must be a number, not {value!r}")
+    result = float(value)
+    if not math.isfinite(result):
+        raise ValueError(f"a reward must be finite, not {result}")
+    return result
+
+
+def failure(error: BaseException) -> RewardResult:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return RewardResult(outcome="error", message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + place)
+
+
+def load(names: set[str]) -> dict[str, RewardFunction | RewardResult]:
+    """Import each function; one that cannot be imported maps to the error that its items get."""
+    functions: dict[str, RewardFunction | RewardResult] = {}
+    for name in names:
+        try:
+            functions[name] = prepare(name)
+        except BaseException as error:  # the user's module runs at import
+            functions[name] = failure(error)
+    return functions
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the pool closes its end."""
+    stream = connection.makefile("rb")
+    while header := stream.read(HEADER.size):
+        request = decode(stream.read(HEADER.unpack(header)[0]), ScoreRequest)
+        functions = load({request.tasks[position].reward for position, _ in request.items})
+        connection.sendall(frame(Loaded()))
+        for position, response in request.items:
+            task = request.tasks[position]
+            function = functions[task.reward]
+            result = function if isinstance(function, RewardResult) else judge(function, response, task)
+            connection.sendall(frame(result))
+
+
+def main() -> None:
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(descriptor, False)  # not for the processes that user code starts
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logs.die_with_parent()
+    if os.getppid() != parent:  # it died before the line above
+        return
+    serve(socket.socket(fileno=descriptor))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Workflows: one task in, its finished experiences out.
+
+    task ── ctx.render ──► prompt ids ── ctx.generate ──► completions ── ctx.decode, ctx.score ──► experiences
+
+A workflow is a class with `async def run(task, ctx)`, or just that function. `WORKFLOWS` is the whole table; instead of
+a name from it users give their own `package.module:name` or `path/to/file.py:name`.
+
+Invariant: the ids of an experience are those the engine saw and produced, the action mask is made here, where the
+tokens are, and per-token lists have the length of the response (`check` says so, for user workflows too). A workflow
+returns all its experiences or raises; part of a group would bias the group's baseline.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from rft.experience import Completion, Experience, Sampling, Task
+from rft.rollout.reward_worker import RewardResult
+from rft.rollout.rewards import lookup
+
+
+class WorkflowContext(Protocol):
+    """What a workflow may ask for; the explorer makes one per attempt at a task."""
+
+    def render(self, task: Task) -> list[int]:
+        """Token ids of the task's prompt, chat template applied."""
+
+    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        """`n` continuations of the same ids, from one request. A prompt that is too long comes back with that stop."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of response tokens, without special ones."""
+
+    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+        """Run the task's reward function on each response, in killable processes."""
+
+
+class Workflow(Protocol):
+    """Runs one task. Made anew for every attempt, so `self` may hold the state of an episode."""
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
+
+
+class SingleTurn:
+    """`task.repeat_times` responses to the prompt, from one request, each scored on its own."""
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        prompt = ctx.render(task)
+        completions = await ctx.generate(prompt, task.repeat_times, task.sampling)
+        aborted = sum(completion.stop == "abort" for completion in completions)
+        if aborted or len(completions) != task.repeat_times:
+            raise RuntimeError(
+                f"task {task.id}: asked for {task.repeat_times} responses, got {len(completions)}, {aborted} aborted"
+            )
+        answered = [sample for sample, made in enumerate(completions) if made.stop != "prompt_too_long"]
+        scored = await ctx.score(task, [ctx.decode(completions[sample].tokens) for sample in answered])
+        results = dict(zip(answered, scored, strict=True))
+        return [experience(task, prompt, made, results.get(sample), sample) for sample, made in enumerate(completions)]
+
+
+class Math(SingleTurn):
+    """`SingleTurn` whose reward is `math`, unless the task names one: there, texts are never compared as they stand."""
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        if task.reward == "exact_match":
+            task = msgspec.structs.replace(task, reward="math")
+        return await super().run(task, ctx)
+
+
+WORKFLOWS: dict[str, type[Workflow]] = {"single_turn": SingleTurn, "math": Math}
+
+
+def resolve(name: str) -> Callable[[], Workflow]:
+    """What makes a workflow called `name`: its class, or a wrapper of the user's function. Raises ConfigError."""
+    found = lookup("workflow", name, WORKFLOWS)
+    return found if inspect.isclass(found) else lambda: _Function(name, found)
+
+
+async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
+    """Run the task's workflow and hold it to the contract."""
+    experiences = await resolve(task.workflow)().run(task, ctx)
+    check(task, experiences)
+    return experiences
+
+
+def experience(
+    task: Task, prompt: list[int], completion: Completion, result: RewardResult | None, sample: int = 0
+) -> Experience:
+    """One experience of one turn; `result` None: there was nothing to score."""
+    scored = result or RewardResult()
+    return Experience(
+        tokens=[*prompt, *completion.tokens],
+        prompt_length=len(prompt),
+        action_mask=[1] * len(completion.tokens),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        temperature=task.sampling.temperature,
+        reward=scored.reward,
+        reward_outcome=scored.outcome if result else "none",
+        stop=completion.stop,
+        sample=sample,
+        task=task.id,
+        metrics=scored.metrics,
+        info={"reward_message": scored.message} if scored.message else {},
+    )
+
+
+def check(task: Task, experiences: list[Experience]) -> None:
+    """Refuse, by name, what the trainer could not learn from or would learn wrongly from."""
+    if not experiences:
+        raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
+    for position, made in enumerate(experiences):
+        if not 0 < made.prompt_length <= len(made.tokens):
+            raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
+        for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+            if len(values) != made.response_length:
+                raise ValueError(
+                    f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "
+                    f"for {made.response_length} response tokens"
+                )
+
+
+class _Function:
+    """A user's plain `async def f(task, ctx)` as a workflow."""
+
+    def __init__(self, name: str, function: Callable[[Task, WorkflowContext], Awaitable[list[Experience]]]) -> None:
+        self._name, self._function = name, function
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        made: Any = self._function(task, ctx)
+        if not inspect.isawaitable(made):
+            raise TypeError(f"workflow {self._name!r} must be an async function")
+        return await made

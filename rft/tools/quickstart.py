@@ -1,0 +1,71 @@
+"""The quickstart's own two functions: what it needs before the run, and what it shows after it.
+
+`prepare` writes a tiny random model and disjoint arithmetic files into the run's `assets/`. `finish` reads the stages'
+metrics, prints a table, draws the curves and ends with one line of JSON.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from rft import config as configs
+from rft.config import Config
+from rft.launch import result
+from rft.monitor.sinks import read_metrics
+from rft.tools import curves
+from rft.tools.toy import write_arithmetic, write_model
+
+EVAL_SET = "held_out"
+NUM_EVAL = 256
+
+
+def prepare(config: Config) -> None:
+    """Write model and tasks for `config.seed` unless an earlier attempt did; remember when the run first started."""
+    assets = Path(config.model.model_path).parent
+    write_model(config.model.model_path, "qwen3", seed=config.seed, hidden=192, layers=6, heads=6, kv_heads=2, ffn=512)
+    write_arithmetic(assets, seed=config.seed, num_eval=NUM_EVAL)
+    started = assets / "started"
+    if not started.exists():
+        started.write_text(str(time.time()), encoding="utf-8")
+
+
+def finish(stages: list[Config]) -> None:
+    """Table, picture, JSON line. `seconds` counts from the first attempt's start, and stands still once written."""
+    root = configs.job_dir(stages[0]).parent
+    warmup, tuned = stages[0], stages[-1]
+    rows = read_metrics(configs.job_dir(tuned) / "metrics.jsonl")
+    scores = {row["step"]: row[f"eval/{EVAL_SET}/accuracy"] for row in rows if f"eval/{EVAL_SET}/accuracy" in row}
+    first, last = min(scores), max(scores)
+    summary = root / "quickstart.json"
+    if not summary.exists():
+        seconds = time.time() - float((root / "assets" / "started").read_text(encoding="utf-8"))
+        outcome = {
+            "eval_sft": round(scores[first], 4),
+            "eval_rft": round(scores[last], 4),
+            "seconds": round(seconds, 1),
+        }
+        summary.write_text(json.dumps({"quickstart": outcome}), encoding="utf-8")
+    picture = root / "curves.png"
+    curves.draw([(str(c.stage_name), configs.job_dir(c) / "metrics.jsonl") for c in (warmup, tuned)], picture)
+    export = result(tuned)["huggingface"]
+    print(curves.table(table_rows(warmup, tuned, scores)))
+    print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
+    print(summary.read_text(encoding="utf-8"), flush=True)
+
+
+def table_rows(warmup: Config, tuned: Config, scores: dict[int, float]) -> list[dict[str, str]]:
+    """One row per stage: steps, how they were spent, and accuracy on the held-out tasks after it."""
+    found = []
+    for config, score in ((warmup, scores[min(scores)]), (tuned, scores[max(scores)])):
+        rows = [r for r in read_metrics(configs.job_dir(config) / "metrics.jsonl") if "time/step_s" in r]
+        found.append(
+            {
+                "stage": str(config.stage_name),
+                "algorithm": config.algorithm.algorithm_type,
+                "steps": str(max(r["step"] for r in rows)),
+                "seconds": f"{sum(r['time/step_s'] for r in rows):.0f}",
+                "tokens/s": f"{sum(r['tokens_per_s'] for r in rows) / len(rows):,.0f}",
+                f"accuracy on {NUM_EVAL} held-out tasks": f"{score:.3f}",
+            }
+        )
+    return found

@@ -1,0 +1,109 @@
+"""Tiny models and tasks made from nothing: what the quickstart trains and the tests load.
+
+`write_model` makes a Hugging Face model directory (random weights, character tokenizer, chat template) that
+transformers, vLLM and rft all read like any downloaded checkpoint. `write_arithmetic` makes disjoint training and
+evaluation files of sums. Both are deterministic in their seed, do nothing when the files are already there, and give
+them their names when they are complete.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = "0123456789+-*/=?.,:;!()[]{}<>'\"_ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ARCHITECTURES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+
+
+def character_tokenizer() -> Any:
+    """One token per character; unknown characters become padding. Ends every chat message with <|end|>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        unk_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL[2:],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_model(
+    path: str | Path,
+    family: str = "qwen3",
+    seed: int = 0,
+    hidden: int = 192,
+    layers: int = 4,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    ffn: int = 512,
+    context: int = 256,
+    tied: bool = True,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a random-weight model directory of `family` (llama, qwen2, qwen3) and return its path."""
+    path = Path(path)
+    if (path / "config.json").exists():
+        return path
+    import torch
+    import transformers
+
+    tokenizer = character_tokenizer()
+    config = getattr(transformers, ARCHITECTURES[family])(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rms_norm_eps=1e-6,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).float()
+    transformers.utils.logging.disable_progress_bar()
+    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    model.save_pretrained(unfinished, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(path)
+    return path
+
+
+def write_arithmetic(directory: str | Path, seed: int = 0, digits: int = 2, num_eval: int = 256) -> tuple[Path, Path]:
+    """Write train.jsonl and eval.jsonl of sums {"prompt": "47+38=", "response": "85"}; no pair is in both files."""
+    directory = Path(directory)
+    train, evaluation = directory / "train.jsonl", directory / "eval.jsonl"
+    if train.exists() and evaluation.exists():
+        return train, evaluation
+    low, high = 10 ** (digits - 1), 10**digits
+    pairs = [(a, b) for a in range(low, high) for b in range(low, high)]
+    random.Random(seed).shuffle(pairs)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, part in ((evaluation, pairs[:num_eval]), (train, pairs[num_eval:])):
+        rows = (json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in part)
+        unfinished = file.with_name(f"{file.name}.tmp-{os.getpid()}")
+        unfinished.write_text("\n".join(rows) + "\n", encoding="utf-8")
+        unfinished.rename(file)
+    return train, evaluation

@@ -1,0 +1,134 @@
+"""Entry point: `python -m rft.train experiment=NAME section.key=value ...` composes a config and runs its stages.
+
+In: Hydra's command line over `configs/`. Out: exit code 0, 2 for a config that cannot run (one message naming key and fix), or
+the code of the part that failed. Under an outer torchrun or srun this process becomes a trainer rank instead of a
+supervisor (`rft.outer`). Nothing runs at import: child processes import this module again.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from rft import config as configs
+from rft.config import Config, ConfigError
+
+CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
+
+
+def main() -> None:
+    if __package__ in (None, ""):
+        sys.exit("rft: run `python -m rft.train ...`; as a file, rft/megatron would hide megatron-core")
+    ConfigStore.instance().store(name="rft_schema", node=Config)
+    try:
+        check_overrides(sys.argv[1:])
+        check_composition(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(refuse(error))
+    try:
+        composed()
+    except KeyboardInterrupt:  # before the supervisor listens: nothing has been started
+        sys.exit(130)
+
+
+@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
+def composed(raw: DictConfig) -> None:
+    """Runs with the composed config; ends the process with the run's exit code."""
+    from rft import outer
+
+    try:
+        code = outer.join(raw) if outer.launched() else run(raw)
+    except ConfigError as error:
+        code = refuse(error)
+    sys.exit(code)
+
+
+def run(raw: DictConfig) -> int:
+    """Check everything, then run all stages in order and the recipe's closing function; returns the exit code."""
+    from rft import launch
+
+    stages = prepared_stages(raw)
+    launch.main_log(configs.job_dir(stages[0]), stages[0].log.level)
+    code = launch.run_stages(stages)
+    if code == 0 and stages[0].finish:
+        imported(stages[0].finish)(stages)
+    return code
+
+
+def prepared_stages(raw: DictConfig) -> list[Config]:
+    """Stage configs, filled and checked; the recipe's `prepare` has written what they point to."""
+    from rft import preflight
+
+    raw = raw.copy()
+    rename_if_taken(raw)
+    stages = configs.stage_configs(raw)
+    if stages[0].prepare:
+        imported(stages[0].prepare)(stages[0])
+    for config in stages:
+        preflight.check(preflight.fill(config))
+    return stages
+
+
+def rename_if_taken(raw: DictConfig) -> None:
+    """continue_from_checkpoint=false never writes into an earlier run: the run gets a time in its name (row A13)."""
+    directory = Path(raw.checkpoint_root_dir) / raw.project / raw.name
+    taken = directory.is_dir() and any(directory.iterdir())
+    if taken and not raw.continue_from_checkpoint:
+        raw.name = f"{raw.name}_{datetime.now():%Y%m%d%H%M%S}"
+
+
+def imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"prepare/finish={path}: {error}; give an importable `module:function`") from error
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Name the nearest key for a misspelt override, with or without Hydra's `+`, before Hydra composes anything."""
+    keys = set(configs.known_keys())
+    groups = {p.name for p in Path(CONFIG_DIR).iterdir() if p.is_dir()} | {"hydra"}
+    free = ("_args", "hydra", "stages", "eval_tasksets")
+    for argument in arguments:
+        key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
+        if argument.startswith("-") or "=" not in argument or "/" in key or key in keys or key in groups:
+            continue
+        if any(part.endswith(free) for part in key.split(".")):
+            continue
+        hint = configs.nearest_key(key)
+        raise ConfigError(f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md"))
+
+
+def check_composition(arguments: list[str]) -> None:
+    """Compose once before Hydra's own main does, only to say in one line what its traceback says in twenty."""
+    if {"-m", "--multirun", "--help", "-h", "--info", "--hydra-help"} & set(arguments):
+        return
+    overrides = [a for a in arguments if not a.startswith("-") and "=" in a and a not in _flag_values(arguments)]
+    try:
+        with hydra.initialize_config_dir(CONFIG_DIR, version_base="1.3"):
+            hydra.compose("train", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(configs.explain(error.__cause__ or error)) from error
+
+
+def _flag_values(arguments: list[str]) -> set[str]:
+    """Values of Hydra's own flags, which are no overrides: `--config-dir DIR` and its like."""
+    return {value for flag, value in zip(arguments, arguments[1:], strict=False) if flag.startswith("--config-")}
+
+
+def refuse(error: ConfigError) -> int:
+    print(f"rft: config refused: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ only in max_staleness.
+
+    feed.next ──► policy.train_step ──► publisher.start ──► checkpoint if due ──► evaluate if due ──► metrics
+    (waits for      (before the optimizer       (weights of version step+1 stream out while the
+     its batch)      changes weights: waits      next step computes)
+                     for the last push)
+
+Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the optimizer
+changes weights, for the previous push of those weights. Invariant: `step` is the policy version on every rank, in the
+engines, in the checkpoint and on the metrics' axis.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rft.checkpoint.manager import CheckpointManager
+from rft.config import TrainerConfig
+from rft.control import Evaluations
+from rft.feed import Feed
+from rft.megatron.mesh import Mesh
+from rft.megatron.policy import Policy
+from rft.monitor.metrics import Timer
+from rft.sync.publisher import Publisher
+
+LOSS_WINDOW = 5  # steps; one batch's loss is noisy, twenty would notice too late
+
+
+@dataclass
+class Trainer:
+    """Wires nothing, owns nothing: its parts are built by `rft.rank`, every one of them knows its own job."""
+
+    config: TrainerConfig
+    mesh: Mesh
+    policy: Policy
+    feed: Feed
+    publisher: Publisher
+    checkpoints: CheckpointManager
+    evaluations: Evaluations
+    log_step: Callable[[int, dict[str, float], list[Any]], None]  # does something at rank 0 only
+    token_loss: Callable[..., Any]
+    sync_interval: int
+    run_epoch: int
+    stopping: Callable[[], bool]  # rank 0: has somebody asked for a clean end?
+    on_phase: Callable[[str], None]  # hears what this rank does now: a killed one cannot tell any more
+    export: Callable[[int], None]
+    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
+    timer: Timer = field(default_factory=Timer)
+    phase: str = "starting"
+    complete: bool = False  # nobody stopped it
+
+    def fit(self, step: int) -> int:
+        """Train from policy version `step` on; returns the version reached."""
+        self._publish(step)
+        self.publisher.wait()
+        self._evaluate(step, startup=True)
+        while not self._is_done(step):
+            with self._doing("wait_batch"):
+                batch = self.feed.next(step, self.stopping())
+            if batch is None:
+                break
+            with self._doing("train"):
+                metrics = self.policy.train_step(batch.part, self.token_loss, before_update=self._await_push)
+            step += 1
+            self.recent_losses.append(metrics["loss"])
+            if step % self.sync_interval == 0:
+                self._publish(step)
+            self.feed.consumed(step - 1)
+            with self._doing("checkpoint"):
+                self._save(step, due=self.config.save_interval > 0 and step % self.config.save_interval == 0)
+            self._evaluate(step)
+            self.log_step(
+                step, {**batch.metrics, **metrics, **self.publisher.last, **self.timer.pop()}, batch.experiences
+            )
+        return self._finish(step)
+
+    def _publish(self, step: int) -> None:
+        self._enter(f"publishing version {step}")
+        self.publisher.start(step)
+
+    def _await_push(self) -> None:
+        with self._doing("sync_wait"):
+            self.publisher.wait()
+
+    def _save(self, step: int, due: bool) -> None:
+        if due:
+            self.checkpoints.save(step, self.policy, self.loop_state(step))
+            self.feed.retain(self.checkpoints.oldest)
+            if self.config.save_hf_checkpoint == "always":
+                self.export(step)
+
+    def loop_state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "journal": self.feed.mark(),
+            "run_epoch": self.run_epoch,
+            "recent_losses": list(self.recent_losses),
+        }
+
+    def _is_done(self, step: int) -> bool:
+        """All steps made, or stopped early: the loss, the same on every rank, has come down to stop_at_loss."""
+        limit, losses = self.config.stop_at_loss, self.recent_losses
+        if limit is not None and len(losses) == LOSS_WINDOW and sum(losses) / LOSS_WINDOW <= limit:
+            return True
+        return self.config.total_steps is not None and step >= self.config.total_steps
+
+    def _evaluate(self, step: int, startup: bool = False) -> None:
+        with self._doing("eval"):
+            self.evaluations.at_startup(step) if startup else self.evaluations.if_due(step)
+
+    def _finish(self, step: int) -> int:
+        """The last version reaches the engines, disk and, when the run is complete, its evaluation and export."""
+        self.publisher.wait()
+        if self.publisher.version != step:
+            self._publish(step)
+            self.publisher.wait()
+        self._enter("saving")
+        if self.checkpoints.newest != step:
+            self._save(step, due=True)
+        self.complete = not self.mesh.broadcast(self.stopping())
+        if self.complete:
+            self._enter("final evaluation")
+            self.evaluations.at_end(step)
+            if self.config.save_hf_checkpoint == "last":
+                self.export(step)
+        return step
+
+    def _doing(self, name: str) -> Any:
+        self._enter(name)
+        return self.timer.span(name)
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self.on_phase(phase)

@@ -1,0 +1,27 @@
+"""Package metadata. Tool configuration is in pyproject.toml; the tested set of versions in requirements/cpu.lock."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "datasets", "hydra-core>=1.3.8,<1.5", "math-verify[antlr4-9-3]==0.9.0", "matplotlib", "megatron-core>=0.16.1", "msgspec>=0.20",
+    "numpy", "omegaconf>=2.3.1,<2.5", "psutil", "ray>=2.60", "rich", "safetensors", "tensorboard", "tokenizers",
+    "torch==2.13.0", "transformers>=5.19,<6", "xxhash",
+]  # fmt: skip
+
+setup(
+    name="rft",
+    version="0.1.0",
+    description="Reinforcement fine-tuning of language models: Megatron trainer, vLLM rollouts, streamed weights",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["rft", "rft.*"]),
+    install_requires=CORE,
+    extras_require={
+        "cuda": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.20"],
+        "dev": ["hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "ruff"],
+        "monitor": ["wandb>=0.31"],
+    },
+    entry_points={
+        "console_scripts": ["rft = rft.cli:main"],
+        "vllm.general_plugins": ["rft = rft.sync.receiver:register"],
+    },
+)

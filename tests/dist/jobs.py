@@ -1,0 +1,173 @@
+"""What the rank processes do: build a policy on a mesh, use it, return numpy arrays."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rows import make_rows
+
+from rft import device as devices
+from rft.algorithm.losses import token_loss
+from rft.config import MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.megatron.mesh import Mesh
+from rft.megatron.policy import Policy
+from rft.packing import Row, pack
+
+TIMEOUT_S = 60.0
+
+
+@contextmanager
+def policy_on(
+    path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
+    lr: float = 1e-3, seed: int = 0,
+) -> Iterator[Policy]:  # fmt: skip
+    device = devices.choose("cpu")
+    device.activate()
+    sizes = MegatronConfig(tp, pp, cp, sp)
+    mesh = Mesh(sizes, device, TIMEOUT_S)
+    try:
+        trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip)
+        yield Policy(ModelConfig(model_path=str(path)), trainer, OptimizerConfig(lr=lr), mesh, seed, 10)
+    finally:
+        mesh.close()
+
+
+def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128) -> list[Any]:
+    mesh = policy.mesh
+    return mesh.scatter_parts(pack(rows, mesh.dp, max_tokens, policy.multiple) if mesh.rank == 0 else None)
+
+
+def weights_of(policy: Policy) -> dict[str, np.ndarray]:
+    return {name: value.float().numpy().copy() for name, value in policy.export_hf()}
+
+
+def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:
+    """(key, offset, flat, global shape, replica, values) of every piece of this rank."""
+    return [
+        (p.key, p.offset, p.flat, p.global_shape, p.replica, p.tensor.float().numpy().copy())
+        for p in policy.snapshot().pieces
+        if p.key.startswith(kind)
+    ]
+
+
+def train(path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any) -> dict[str, Any]:
+    """Train; weights at rank 0, first moments from every rank, metrics from every rank."""
+    with policy_on(path, **layout) as policy:
+        part = part_of(policy, make_rows(rows))
+        before = []
+        metrics = [
+            policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step)) for _ in range(steps)
+        ]
+        assert before == list(range(steps))
+        return {
+            "metrics": metrics, "weights": weights_of(policy), "moments": pieces_of(policy, "exp_avg."), "micros": len(part)
+        }  # fmt: skip
+
+
+def score(path: str, rows: int = 12, **layout: Any) -> list[Any]:
+    """Per row index, the log-probability of each of its tokens but the first; empty where this rank has none."""
+    with policy_on(path, **layout) as policy:
+        part = part_of(policy, make_rows(rows))
+        found = []
+        for packed, values in zip(part, policy.score(part), strict=True):
+            bounds = packed.cu_seqlens.tolist()
+            if len(values):
+                found += [(int(r), values[a : b - 1]) for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)]
+        return found
+
+
+def convert(path: str, **layout: Any) -> dict[str, Any]:
+    """The checkpoint as exported, and the blocks of this rank."""
+    with policy_on(path, **layout) as policy:
+        blocks = [
+            ((b.name, b.dtype, b.shape, b.dim, b.start, b.stop), value.numpy().copy())
+            for b, value in zip(policy.blocks(), policy.read_blocks(), strict=True)
+        ]
+        return {"export": weights_of(policy), "blocks": blocks}
+
+
+def resume(path: str, **layout: Any) -> bool:
+    """Train two steps, snapshot, two more; a second policy restored from the snapshot must end bit-equal on this rank."""
+    loss = token_loss("ppo", {})
+    with policy_on(path, **layout) as policy:
+        part = part_of(policy, make_rows(16))
+        for _ in range(2):
+            policy.train_step(part, loss, lambda: None)
+        snapshot = policy.snapshot()
+        saved = {(p.key, p.offset, p.flat): p.tensor.clone() for p in snapshot.pieces}
+        small = dict(snapshot.small)
+        metrics = [policy.train_step(part, loss, lambda: None) for _ in range(2)]
+        wanted = [p.tensor.clone() for p in policy.snapshot().pieces]
+        draws = torch.rand(3)
+        other = Policy(
+            ModelConfig(model_path=path), TrainerConfig(megatron=_sizes(policy), dtype=layout.get("dtype", "fp32"), grad_clip=1e9),
+            OptimizerConfig(lr=1e-3), policy.mesh, 99, 10,
+        )  # fmt: skip
+        with torch.no_grad():
+            for piece in other.snapshot().pieces:
+                piece.tensor.copy_(saved[piece.key, piece.offset, piece.flat])
+        other.restore(small)
+        again = [other.train_step(part, loss, lambda: None) for _ in range(2)]
+        same = all(torch.equal(a, p.tensor) for a, p in zip(wanted, other.snapshot().pieces, strict=True))
+        return same and metrics == again and torch.equal(draws, torch.rand(3))
+
+
+def _sizes(policy: Policy) -> MegatronConfig:
+    mesh = policy.mesh
+    return MegatronConfig(mesh.tp, mesh.pp, mesh.cp, mesh.sequence_parallel)
+
+
+def skip(path: str, **layout: Any) -> dict[str, Any]:
+    """A step whose loss is not finite on one data-parallel rank must change nothing on any rank."""
+    with policy_on(path, **layout) as policy:
+        part = part_of(policy, make_rows(8))
+        before = [p.tensor.clone() for p in policy.snapshot().pieces]
+
+        def broken(logprobs: torch.Tensor, fields: Any) -> Any:
+            return logprobs * (float("nan") if policy.mesh.rank == policy.mesh.world - 1 else 1.0), {}
+
+        metrics = policy.train_step(part, broken, lambda: None)
+        same = all(torch.equal(a, p.tensor) for a, p in zip(before, policy.snapshot().pieces, strict=True))
+        good = policy.train_step(part, token_loss("sft", {}), lambda: None)
+        return {"same": same, "skipped": metrics["skipped"], "after": good}
+
+
+def control_plane() -> list[Any]:
+    """What broadcast, gather and scatter give on this rank of a DP mesh."""
+    device = devices.choose("cpu")
+    mesh = Mesh(MegatronConfig(), device, TIMEOUT_S)
+    try:
+        parts = pack(make_rows(9), mesh.dp, 64, 1) if mesh.rank == 0 else None
+        part = mesh.scatter_parts(parts)
+        mesh.barrier("test")
+        seen = sorted(int(r) for packed in part for r in packed.rows)
+        return [mesh.broadcast({"a": [1, None], "b": b"x"} if mesh.rank == 0 else None), mesh.gather(mesh.rank), seen]
+    finally:
+        mesh.close()
+
+
+def state(path: str, **layout: Any) -> list[tuple[Any, ...]]:
+    """All pieces of this rank after a step."""
+    with policy_on(path, **layout) as policy:
+        policy.train_step(part_of(policy, make_rows(10)), token_loss("ppo", {}), lambda: None)
+        return pieces_of(policy)
+
+
+def cached_bytecode() -> list[str]:
+    """Modules of megatron.core that this process rewrote and whose cached bytecode is the rewritten one."""
+    import megatron.core.parallel_state
+
+    assert hasattr(megatron.core.parallel_state, "_rft_cuda")
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.startswith("megatron.core") and file:
+            cache = Path(importlib.util.cache_from_source(file))
+            if cache.exists() and b"_rft_cuda" in cache.read_bytes():
+                found.append(name)
+    return found

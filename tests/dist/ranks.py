@@ -1,0 +1,91 @@
+"""Persistent gloo ranks for tests: four processes per session that import megatron once and run jobs by import path.
+
+`run("jobs:train", world=2, ...)` calls `jobs.train(...)` in the first two processes, each with its RANK and WORLD_SIZE, and
+returns their results in rank order. A job that fails or hangs ends all processes; the next `run` starts new ones.
+"""
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+SIZE = 4
+RESULT_TIMEOUT_S = 120  # a cold import of megatron on a loaded machine takes 20 s, the longest job 10 s
+
+
+class Ranks:
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def run(self, job: str, world: int, **arguments: Any) -> list[Any]:
+        self._start(world)
+        port = _free_port()
+        for rank in range(world):
+            self.workers[rank][1].send((job, rank, world, port, arguments))
+        results, failures = [], []
+        for rank in range(world):
+            connection = self.workers[rank][1]
+            if not connection.poll(RESULT_TIMEOUT_S if not failures else 5):
+                failures.append(f"rank {rank} gave no answer")
+                continue
+            try:
+                ok, value = connection.recv()
+            except (EOFError, OSError):
+                ok, value = False, f"rank {rank} died"
+            (results if ok else failures).append(value)
+        if failures:
+            self.stop()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def _start(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self.workers) < count:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self.workers.append((process, here))
+
+    def stop(self) -> None:
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(connection: Connection) -> None:
+    """One rank: executes jobs until the parent goes away."""
+    import torch
+
+    from rft.megatron import cpu_port
+
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    cpu_port.install()
+    while True:
+        try:
+            job, rank, world, port, arguments = connection.recv()
+        except EOFError:
+            sys.exit(0)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if world == 1:  # also covers the start without a launcher
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        module, function = job.split(":")
+        try:
+            connection.send((True, getattr(importlib.import_module(module), function)(**arguments)))
+        except BaseException:
+            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+            if rank or world > 1:
+                os._exit(1)  # peers may wait for this rank

@@ -1,0 +1,136 @@
+"""The whole system as a newcomer runs it, once, and what it leaves; then the other modes on what a run has left."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rft.buffer.progress import Issued, Stored
+from rft.experience import Experience, decode
+
+from runs import LETTERS, History, checkpoints, metrics, overrides, step_rows, train, write_assets
+
+STEPS = {"sft_warmup": 6, "rft": 5}
+TASKS, REPEATS = 8, 4
+MAX_STALENESS = 1
+TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
+SMALL = [  # the quickstart, cut short
+    "experiment=quickstart", "monitor=none", f"stages.0.trainer.total_steps={STEPS['sft_warmup']}",
+    "stages.0.trainer.stop_at_loss=null", "stages.0.buffer.train_batch_size=16",
+    f"stages.1.trainer.total_steps={STEPS['rft']}", "stages.1.trainer.save_interval=2",
+    f"stages.1.buffer.batch_size={TASKS}", f"stages.1.algorithm.repeat_times={REPEATS}",
+    "explorer.rollout_model.kv_cache_gb=0.25", f"stages.1.buffer.explorer_input.default_reward_fn_type={LETTERS}",
+    f"stages.1.buffer.explorer_input.eval_tasksets.0.default_reward_fn_type={LETTERS}",
+]  # fmt: skip
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass
+class Whole:
+    """The run that all tests of it share, at its end."""
+
+    command: list[str]
+    code: int
+    lines: list[str]
+    errors: str
+    root: Path
+
+    def job(self, stage: str) -> Path:
+        return self.root / "rft" / "quickstart" / stage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    root = tmp_path_factory.mktemp("loop")
+    command = [*SMALL, f"checkpoint_root_dir={root}"]
+    with train(*command) as run:
+        code = run.end(timeout=400)
+        yield Whole(command, code, run.lines, run.errors(), root)
+
+
+def test_it_ends_well_and_says_only_what_a_user_reads(whole: Whole) -> None:
+    assert (whole.code, whole.errors) == (0, "")
+    assert list(json.loads(whole.lines[-1])["quickstart"]) == ["eval_sft", "eval_rft", "seconds"]
+    known = ("sft_warmup: ", "rft: ", "[", "curves ", "model ", "{", "stage ", "---", "sft_warmup ", "rft ", "")
+    assert [line for line in whole.lines if not line.strip().startswith(known[:-1]) and line.strip()] == []
+    picture = (whole.root / "rft" / "quickstart" / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+@pytest.mark.parametrize("stage", STEPS)
+def test_every_step_is_written_once(whole: Whole, stage: str) -> None:
+    assert [row["step"] for row in step_rows(whole.job(stage))] == list(range(1, STEPS[stage] + 1))
+    assert checkpoints(whole.job(stage))[-1] == STEPS[stage]
+
+
+def test_rollouts_are_fresh_and_agree_with_the_trainer(whole: Whole) -> None:
+    rows = step_rows(whole.job("rft"))
+    assert max(row["staleness/max"] for row in rows) <= MAX_STALENESS
+    fresh = [row["logprob_diff/max"] for row in rows if row["staleness/max"] == 0]
+    assert fresh and max(fresh) < TOLERANCE
+    assert all(row["grad_norm"] > 0 for row in rows)
+    samples = [json.loads(line) for line in (whole.job("rft") / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in samples if row["table"] == "samples"} == set(range(1, STEPS["rft"] + 1))
+    history = History(whole.job("rft") / "buffer" / "experience_buffer")
+    history.check_exactly_once(STEPS["rft"])
+    assert len(history.of(Issued)) == STEPS["rft"] * TASKS
+
+
+def test_the_same_command_again_starts_nothing(whole: Whole) -> None:
+    with train(*whole.command) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    assert [line for line in run.lines if "already finished" in line] == run.lines[:2]
+    assert run.lines[-1] == whole.lines[-1]
+    assert [p.name for p in (whole.job("rft") / "logs").glob("attempt_*")] == ["attempt_1"]
+
+
+def test_the_export_is_the_model_that_was_trained(whole: Whole) -> None:
+    """transformers loads it; vLLM, in mode=bench, answers the evaluation tasks exactly as at the end of the run."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = whole.job("rft") / "huggingface" / f"step_{STEPS['rft']:08d}"
+    _, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert AutoTokenizer.from_pretrained(export).chat_template
+    assets = whole.root / "rft" / "quickstart" / "assets"
+    evaluation = f"{{name: held_out, path: {assets / 'eval.jsonl'}, format: {{prompt_type: plaintext}}}}"
+    before = whole.job("sft_warmup") / "huggingface" / f"step_{STEPS['sft_warmup']:08d}"
+    arguments = [
+        "experiment=grpo", "mode=bench", "name=quickstart", "stage_name=rft", f"checkpoint_root_dir={whole.root}",
+        f"model.model_path={before}", "model.max_prompt_tokens=16", "model.max_response_tokens=8", "device=cpu",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}", "monitor=none",
+        f"buffer.explorer_input.eval_tasksets=[{evaluation}]", "explorer.rollout_model.kv_cache_gb=0.25",
+        f"buffer.explorer_input.default_reward_fn_type={LETTERS}",
+    ]  # fmt: skip
+    with train(*arguments) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    told = {row["step"]: row for row in (json.loads(line) for line in run.lines if line.startswith("{"))}
+    rows = [row for row in metrics(whole.job("rft")) if "eval/held_out/accuracy" in row]
+    for step in (0, STEPS["rft"]):
+        in_the_run = next(row for row in rows if row["step"] == step)
+        for name in ("accuracy", "response_length/mean"):
+            assert in_the_run[f"eval/held_out/{name}"] > 0
+            assert told[step][f"bench/held_out/{name}"] == in_the_run[f"eval/held_out/{name}"]
+    assert len(metrics(whole.job("rft") / "bench")) == len(told)
+
+
+def test_explore_then_train(tmp_path: Path) -> None:
+    """Two runs of one name meet in the journal; the trainer ends by itself when it has trained on all of it."""
+    steps = 3
+    assets = write_assets(tmp_path / "assets")
+    job = tmp_path / "rft" / "apart"
+    with train(*overrides(tmp_path, "apart", assets, "mode=explore", f"trainer.total_steps={steps}")) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    explored = History(job / "buffer" / "experience_buffer")
+    rows = [e for record in explored.of(Stored) for e in decode(record.experiences, list[Experience])]
+    with train(*overrides(tmp_path, "apart", assets, "mode=train", "trainer.total_steps=50")) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    trained = History(job / "buffer" / "experience_buffer")
+    trained.check_exactly_once(steps)
+    assert trained.of(Issued) == explored.of(Issued) and trained.of(Stored) == explored.of(Stored)
+    assert [row["step"] for row in step_rows(job)] == list(range(1, steps + 1))
+    assert sum(row["num_tokens"] for row in step_rows(job)) == sum(e.response_length for e in rows)
+    assert not list((job / "logs" / "latest").glob("engine*"))

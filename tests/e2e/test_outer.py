@@ -1,0 +1,54 @@
+"""Ranks that the user's own torchrun started: two, with tensor parallelism, through a supervised and a grpo stage."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import REPOSITORY, History, step_rows, torchrun
+
+GRACE_S = 20.0  # shutdown_grace_s: the sidecar's, once torchrun is gone
+STEPS = {"sft_warmup": 3, "rft": 30}
+COMMAND = [
+    "experiment=quickstart", "monitor=none", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2",
+    f"stages.0.trainer.total_steps={STEPS['sft_warmup']}", "stages.0.trainer.stop_at_loss=null",
+    "stages.0.buffer.train_batch_size=16", f"stages.1.trainer.total_steps={STEPS['rft']}", "stages.1.explorer.eval_interval=0",
+    "stages.1.trainer.save_interval=2", "stages.1.buffer.batch_size=4", "stages.1.algorithm.repeat_times=4",
+    "explorer.rollout_model.kv_cache_gb=0.25",
+]  # fmt: skip
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """A part dies: all end. The same command again goes on and ends well. Nothing is left either time."""
+    root = tmp_path / "rft" / "quickstart"
+    command = [*COMMAND, f"checkpoint_root_dir={tmp_path}"]
+    with torchrun(2, *command) as run:
+        run.wait_for("reward")
+        run.wait_step(3)
+        run.find("ray::Explorer").kill()
+        assert run.end(lingering=GRACE_S) != 0
+        told = [line for line in run.errors().splitlines() if line.startswith("rft: ")]
+        assert len(told) == 1 and "explorer failed while exploring" in told[0]
+        assert not any("finished" in line for line in run.lines)
+    with torchrun(2, *command) as run:
+        assert run.end(timeout=300, lingering=GRACE_S) == 0
+        assert not [line for line in run.errors().splitlines() if line.startswith("rft: ")]
+    assert list(json.loads(run.lines[-1])["quickstart"]) == ["eval_sft", "eval_rft", "seconds"]
+    for stage, steps in STEPS.items():
+        assert [row["step"] for row in step_rows(root / stage)] == list(range(1, steps + 1))
+    History(root / "rft" / "buffer" / "experience_buffer").check_exactly_once(STEPS["rft"])
+
+
+def test_refused_in_one_line_on_all_ranks(tmp_path: Path) -> None:
+    """World size and num_ranks differ: every rank ends with the code of a refused config, one of them says why."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rft.train"]
+    one = ["trainer.num_ranks=1", "trainer.megatron.tensor_model_parallel_size=1"]
+    command = [*launcher, *COMMAND, *one, f"checkpoint_root_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    refused = [line for line in done.stderr.splitlines() if line.startswith("rft: ")]
+    assert len(refused) == 1 and "trainer.num_ranks=1" in refused[0] and "2 ranks" in refused[0]

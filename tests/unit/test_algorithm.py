@@ -1,0 +1,106 @@
+"""Advantages and losses against closed forms computed by hand, in fp64, and their gradients."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rft.algorithm import ALGORITHMS
+from rft.algorithm.advantages import ADVANTAGES, grpo
+from rft.algorithm.credit import metrics, rows
+from rft.algorithm.losses import LOSSES, mismatch, ppo, sft, token_loss
+from rft.experience import Experience, VersionSpan
+
+
+def fields(behaviour: list[float], advantage: list[float]) -> SimpleNamespace:
+    return SimpleNamespace(
+        behaviour=torch.tensor(behaviour, dtype=torch.float64), advantage=torch.tensor(advantage, dtype=torch.float64)
+    )
+
+
+def experience(reward: float, group: int, response: int = 3, version: int = 0) -> Experience:
+    return Experience(
+        tokens=[5, 6, *range(10, 10 + response)], prompt_length=2, action_mask=[1] * response, logprobs=[-0.5] * response,
+        versions=[VersionSpan(version=version, start=0, end=response)], reward=reward, reward_outcome="ok", group=group,
+    )  # fmt: skip
+
+
+def test_every_algorithm_names_functions_that_exist() -> None:
+    for algorithm in ALGORITHMS.values():
+        assert algorithm.policy_loss_fn in LOSSES
+        assert algorithm.advantage_fn is None or algorithm.advantage_fn in ADVANTAGES
+
+
+def test_grpo_normalises_within_each_group_with_the_unbiased_deviation() -> None:
+    advantages = grpo(np.array([1.0, 0.0, 0.0, 5.0, 5.0]), np.array([7, 7, 7, 8, 8]))
+    deviation = np.sqrt(1 / 3)  # unbiased variance of (1, 0, 0) is 1/3
+    assert advantages == pytest.approx(
+        [(2 / 3) / deviation, (-1 / 3) / deviation, (-1 / 3) / deviation, 0, 0], abs=1e-5
+    )
+
+
+def test_grpo_without_scaling_and_for_a_group_of_one() -> None:
+    assert grpo(np.array([1.0, 0.0]), np.array([0, 0]), normalize_std=False) == pytest.approx([0.5, -0.5])
+    assert grpo(np.array([3.0]), np.array([0])) == pytest.approx([0.0])
+
+
+def test_sft_is_negative_log_likelihood() -> None:
+    loss, _ = sft(torch.tensor([-1.5, -0.2]), fields([0, 0], [0, 0]))
+    assert loss.tolist() == pytest.approx([1.5, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "expected", "slope"),
+    [
+        (0.0, 2.0, -2.0, -2.0),  # on policy: plain policy gradient, d(-A r)/dlogp = -A r
+        (np.log(1.5), 2.0, -2.0 * 1.2, 0.0),  # good token already pushed too far: clipped, no gradient
+        (np.log(0.5), 2.0, -2.0 * 0.5, -2.0 * 0.5),  # good token pushed the wrong way: not clipped
+        (np.log(0.5), -2.0, 2.0 * 0.8, 0.0),  # bad token already suppressed: clipped
+        (np.log(1.5), -2.0, 2.0 * 1.5, 2.0 * 1.5),  # bad token grew: gradient flows
+        (np.log(10.0), -2.0, 2.0 * 3.0, 0.0),  # dual clip: the loss of a bad token is bounded
+    ],
+)
+def test_ppo_value_and_gradient(log_ratio: float, advantage: float, expected: float, slope: float) -> None:
+    logprobs = torch.tensor([-1.0 + log_ratio], dtype=torch.float64, requires_grad=True)
+    loss, _ = ppo(logprobs, fields([-1.0], [advantage]))
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(expected)
+    assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope)
+
+
+def test_asymmetric_clipping_and_clip_fraction() -> None:
+    loss, found = token_loss("ppo", {"clip_range_low": 0.2, "clip_range_high": 0.4})(
+        torch.tensor([0.3, 0.6], dtype=torch.float64), fields([0, 0], [1, 1])
+    )
+    assert loss.tolist() == pytest.approx([-np.exp(0.3), -1.4])
+    assert found["clip_frac"].tolist() == [0.0, 1.0]
+
+
+def test_mismatch_is_zero_for_equal_policies_and_k3_otherwise() -> None:
+    assert all(float(v) in (0.0, 1.0) for v in mismatch(torch.zeros(1)).values())
+    assert float(mismatch(torch.tensor([0.1]))["kl/mismatch"]) == pytest.approx(np.exp(0.1) - 1 - 0.1, abs=1e-6)
+
+
+def test_rows_align_advantage_and_weight_with_response_tokens() -> None:
+    made = rows([experience(1.0, 0, response=1), experience(0.0, 0, response=3)], "grpo", {}, "token-mean")
+    assert [r.trained.tolist() for r in made] == [[0, 0, 1], [0, 0, 1, 1, 1]]
+    assert sum(r.weight.sum() for r in made) == pytest.approx(1.0)
+    assert made[0].weight[2] == pytest.approx(0.25) and made[0].advantage[0] == 0 and made[0].advantage[2] > 0
+
+
+def test_rows_leave_out_experiences_without_a_trained_token() -> None:
+    empty = Experience(tokens=[1, 2], prompt_length=2, action_mask=[], group=0, reward=0.0, stop="prompt_too_long")
+    assert len(rows([empty, experience(1.0, 0)], "grpo", {}, "token-mean")) == 1
+
+
+def test_metrics_count_staleness_and_groups_without_signal() -> None:
+    batch = [
+        experience(1, 0, version=3),
+        experience(1, 0, version=4),
+        experience(1, 1, version=4),
+        experience(0, 1, version=4),
+    ]
+    found = metrics(batch, step=4)
+    assert found["staleness/max"] == 1 and found["staleness/mean"] == 0.25
+    assert found["reward/zero_signal_groups"] == 0.5 and found["reward/mean"] == 0.75

@@ -1,0 +1,198 @@
+"""Composition of stages, derived values, and every refusal: one message with the key and the fix, before anything starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from rft import config as configs
+from rft import preflight, train
+from rft.config import Config, ConfigError
+from rft.tools.toy import write_arithmetic, write_model
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("assets")
+    write_model(root / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64)
+    write_arithmetic(root, num_eval=16)
+    return root
+
+
+def composed(overrides: list[str]) -> Any:
+    ConfigStore.instance().store(name="rft_schema", node=Config)
+    train.check_overrides(overrides)
+    with initialize_config_dir(train.CONFIG_DIR, version_base="1.3"):
+        return compose("train", overrides)
+
+
+def grpo(assets: Path, tmp_path: Path, *overrides: str) -> list[Config]:
+    base = [
+        "experiment=grpo", f"model.model_path={assets / 'model'}", f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        f"checkpoint_root_dir={tmp_path}", "model.max_prompt_tokens=16", "model.max_response_tokens=8",
+    ]  # fmt: skip
+    return train.prepared_stages(composed([*base, *overrides]))
+
+
+def test_defaults_follow_the_algorithm_and_the_data(assets: Path, tmp_path: Path) -> None:
+    (config,) = grpo(assets, tmp_path)
+    assert config.algorithm.repeat_times == 8 and config.algorithm.advantage_fn == "grpo"
+    assert config.buffer.train_batch_size == 32 * 8
+    assert config.trainer.total_steps == (8100 - 16) // 32
+    assert config.model.max_model_len == 24 and config.explorer.rollout_model.dtype == "fp32"
+
+
+def test_a_stage_inherits_every_key_it_does_not_set(tmp_path: Path) -> None:
+    raw = composed(
+        ["experiment=quickstart", "buffer.batch_size=7", "trainer.grad_clip=0.5", f"checkpoint_root_dir={tmp_path}"]
+    )
+    warmup, tuned = configs.stage_configs(raw)
+    assert (warmup.algorithm.algorithm_type, tuned.algorithm.algorithm_type) == ("sft", "grpo")
+    assert warmup.buffer.batch_size == 7 and warmup.trainer.grad_clip == tuned.trainer.grad_clip == 0.5
+    assert configs.job_dir(tuned) == tmp_path / "rft" / "quickstart" / "rft"
+
+
+def test_resolved_config_round_trips_without_secrets(assets: Path, tmp_path: Path) -> None:
+    (config,) = grpo(assets, tmp_path, "monitor=wandb", "+monitor.monitor_args.api_key=planted")
+    configs.save(config, tmp_path / "resolved.yaml")
+    assert "planted" not in (tmp_path / "resolved.yaml").read_text()
+    loaded = configs.load(tmp_path / "resolved.yaml")
+    config.monitor.monitor_args.pop("api_key")
+    assert loaded == config
+
+
+def test_no_continuing_gives_the_run_a_new_name(assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "rft" / "grpo").mkdir(parents=True)
+    (tmp_path / "rft" / "grpo" / "something").touch()
+    (config,) = grpo(assets, tmp_path, "continue_from_checkpoint=false")
+    assert config.name.startswith("grpo_2")
+    (config,) = grpo(assets, tmp_path)
+    assert config.name == "grpo"
+
+
+REFUSED = {  # overrides: what the message must say
+    "trainer.totl_steps=3": "trainer.total_steps",
+    "+trainer.megatron.tensor_parallel=2": "tensor_model_parallel_size",
+    "algoritm.repeat_times=4": "algorithm.repeat_times",
+    "algorithm.algorithm_type=grop": "did you mean `grpo`",
+    "algorithm.repeat_times=1": "algorithm.repeat_times=1",
+    "algorithm.algorithm_type=sft": "mode=train",
+    "algorithm.advantage_fn=gae": "algorithm.advantage_fn",
+    "algorithm.policy_loss_fn=pppo": "did you mean `ppo`",
+    "algorithm.loss_agg_mode=mean": "algorithm.loss_agg_mode",
+    "algorithm.optimizer.lr=0": "algorithm.optimizer.lr",
+    "algorithm.optimizer.lr_scheduler_type=cosin": "cosine",
+    "mode=bot": "did you mean `both`",
+    "mode=bench": "eval_tasksets",
+    "device=tpu": "device=tpu",
+    "model.model_path=/nowhere": "model.model_path",
+    "model.max_response_tokens=100": "context of 64",
+    "model.max_model_len=10": "max_model_len",
+    "model.min_response_tokens=8": "min_response_tokens",
+    "model.chat_template_path=/nowhere.jinja": "chat_template_path",
+    "trainer.megatron.tensor_model_parallel_size=3": "tensor_model_parallel_size",
+    "trainer.megatron.pipeline_model_parallel_size=3": "pipeline_model_parallel_size",
+    "trainer.megatron.tensor_model_parallel_size=2 trainer.num_ranks=3": "num_ranks",
+    "trainer.dtype=fp64": "trainer.dtype",
+    "trainer.trainer_type=verl": "megatron",
+    "trainer.save_hf_checkpoint=sometimes": "save_hf_checkpoint",
+    "trainer.max_restarts=-1": "max_restarts",
+    "explorer.rollout_model.tensor_parallel_size=3": "explorer.rollout_model.tensor_parallel_size",
+    "explorer.rollout_model.engine_num=0": "engine_num",
+    "explorer.rollout_model.engine_type=sglang": "engine_type",
+    "explorer.name=trainer": "used twice",
+    "buffer.explorer_input.taskset.path=/nowhere.jsonl": "buffer.explorer_input.taskset.path",
+    "buffer.explorer_input.taskset.format.prompt_key=question": "prompt_key",
+    "buffer.explorer_input.taskset.default_workflow_type=singel_turn": "single_turn",
+    "buffer.explorer_input.default_reward_fn_type=exact_mach": "exact_match",
+    "buffer.batch_size=100000": "buffer.batch_size",
+    "buffer.trainer_input.experience_buffer.storage_type=file": "storage_type",
+    "synchronizer.sync_interval=4": "synchronizer.max_staleness",
+    "synchronizer.sync_method=carrier_pigeon": "sync_method",
+    "monitor.monitor_type=wanb": "wandb",
+    "checkpoint_root_dir=/proc/nowhere": "checkpoint_root_dir",
+    "cluster.ray_address=127.0.0.1:1": "cluster.ray_address",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_refused_with_key_and_fix(assets: Path, tmp_path: Path, overrides: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        grpo(assets, tmp_path, *overrides.split())
+    assert REFUSED[overrides] in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
+        (None, "config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named(
+    assets: Path, tmp_path: Path, change: dict[str, Any] | None, message: str
+) -> None:
+    model = tmp_path / "other"
+    model.mkdir()
+    for file in (assets / "model").iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    if change is None:
+        (model / "config.json").unlink()
+    else:
+        (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
+        grpo(assets, tmp_path, f"model.model_path={model}")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"), [("tokenizer_config.json", "tokenizer"), ("model.safetensors", "safetensors")]
+)
+def test_a_model_directory_without_a_part_is_named(assets: Path, tmp_path: Path, missing: str, message: str) -> None:
+    model = tmp_path / "other"
+    model.mkdir()
+    for file in (assets / "model").iterdir():
+        if file.name != missing:
+            (model / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match=message):
+        grpo(assets, tmp_path, f"model.model_path={model}")
+
+
+def test_a_busy_port_is_refused(assets: Path, tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cluster.master_port={port} is in use"):
+            grpo(assets, tmp_path, f"cluster.master_port={port}")
+
+
+def test_the_command_line_says_it_in_one_line_and_with_code_2(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "rft.train",
+        "experiment=grpo",
+        "model.model_path=/nowhere",
+        "trainer.total_steps=x",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(train.CONFIG_DIR).parent)
+    assert done.returncode == 2 and done.stderr.startswith("rft: config refused: trainer.total_steps")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_key_is_documented() -> None:
+    page = (Path(train.CONFIG_DIR).parent / "docs" / "configure.md").read_text(encoding="utf-8")
+    leaves = [k for k in configs.known_keys() if not any(other.startswith(k + ".") for other in configs.known_keys())]
+    missing = [k for k in leaves if f"`{k.rsplit('.', 1)[-1]}`" not in page and f"`{k}`" not in page]
+    assert not missing, f"docs/configure.md lacks {missing}"
+
+
+def test_preflight_reads_real_keys() -> None:
+    keys = configs.known_keys()
+    assert all(key in keys for key in (*preflight.POSITIVE, *preflight.NOT_NEGATIVE, *preflight.CHOICES))

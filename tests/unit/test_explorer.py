@@ -1,0 +1,205 @@
+"""The explorer against anything that a user's workflow may do: a failing task costs its group, an engine's death does not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rft.config import ExplorerConfig, ModelConfig
+from rft.experience import EvalResult, Experience, Sampling, Task, decode, encode
+from rft.rollout import explorer as explorers
+from rft.rollout.engine import EngineDied
+from rft.rollout.explorer import AllTasksFail, Explorer
+
+
+class Remote:
+    """A method of `target` called as Ray calls an actor's."""
+
+    def __init__(self, method: Callable[..., Awaitable[Any]]):
+        self.remote = lambda *arguments: asyncio.ensure_future(method(*arguments))
+
+
+class Buffer:
+    """Admits everything; remembers what became of every group."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, list[Experience]] = {}
+        self.failed: dict[int, str] = {}
+        self.issued = 0
+        self.is_done = False
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        return Remote(found) if asyncio.iscoroutinefunction(found) else found
+
+    async def attach_explorer(self, name: str) -> dict[str, Any]:
+        return {"cursor": None, "reissue": [], "run_epoch": 0}
+
+    async def admit(self, name: str, task: bytes, cursor: dict[str, Any]) -> int:
+        self.issued += 1
+        return self.issued - 1
+
+    async def put(self, group: int, experiences: bytes) -> None:
+        self.stored[group] = decode(experiences, list[Experience])
+
+    async def abandon(self, group: int, reason: str) -> None:
+        self.failed[group] = reason
+
+    async def input_done(self, name: str) -> None:
+        self.is_done = True
+
+
+class Tasks(list[Task]):
+    """A taskset."""
+
+    name = "tasks"
+    cursor: dict[str, Any] = {}
+
+    def seek(self, cursor: dict[str, Any]) -> None: ...
+
+
+class Tokenizer:
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def tasks(count: int) -> Tasks:
+    return Tasks(Task(id=f"tasks/0/{i}", taskset="tasks", row=i, prompt="p", sampling=Sampling()) for i in range(count))
+
+
+def made(reward: float = 1.0) -> list[Experience]:
+    return [
+        Experience(
+            tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], versions=[], temperature=1.0, reward=reward
+        )
+    ]
+
+
+def explorer(behaviour: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch, count: int = 1, **config: Any) -> Any:
+    """An explorer over `count` tasks whose workflow is `behaviour` (a result, or an exception to raise)."""
+
+    async def run(task: Task, context: Any) -> list[Experience]:
+        outcome = behaviour(task)
+        if asyncio.iscoroutine(outcome):
+            return await outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(explorers.workflows, "run", run)
+    settings = ExplorerConfig(**{"max_retry_times": 1, "max_timeout": 30.0, **config})
+    actor = Explorer(settings, ModelConfig(), tasks(count), [tasks(count)], {"engine_0": None}, Buffer(), batch_size=2)
+    actor.tokenizer = Tokenizer()
+    return actor
+
+
+async def explored(actor: Explorer) -> Buffer:
+    await actor.explore()
+    await actor.finished()
+    return actor.buffer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (KeyError("answer"), "KeyError: 'answer'"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (AssertionError(), "AssertionError"),
+        (TimeoutError("their own"), "TimeoutError: their own"),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (asyncio.CancelledError(), "CancelledError"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, BaseException) else "",
+)
+def test_whatever_a_workflow_raises_costs_its_group_only(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, reason: str
+) -> None:
+    async def scenario() -> Buffer:
+        return await explored(explorer(lambda t: raised if t.row == 1 else made(), monkeypatch, count=3))
+
+    buffer = asyncio.run(scenario())
+    assert sorted(buffer.stored) == [0, 2] and list(buffer.failed) == [1] and buffer.is_done
+    assert reason in buffer.failed[1] and "\n" not in buffer.failed[1]
+
+
+def test_a_task_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
+
+    def behaviour(task: Task) -> Any:
+        attempts.append(task.id)
+        return KeyError("once") if len(attempts) == 1 else made()
+
+    async def scenario() -> Buffer:
+        return await explored(explorer(behaviour, monkeypatch))
+
+    buffer = asyncio.run(scenario())
+    assert len(attempts) == 2 and list(buffer.stored) == [0] and not buffer.failed
+
+
+def test_one_that_hangs_is_cancelled_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever() -> list[Experience]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> Buffer:
+        return await explored(explorer(lambda t: forever(), monkeypatch, max_timeout=0.05))
+
+    assert asyncio.run(scenario()).failed == {0: "TimeoutError: no result in 0.05 s (explorer.max_timeout)"}
+
+
+def test_when_all_fail_the_explorer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        actor = explorer(lambda t: KeyError("answer"), monkeypatch, count=20)
+        await actor.explore()
+        with pytest.raises(AllTasksFail, match="8 tasks in a row failed, the last with KeyError: 'answer'"):
+            await actor.watch()
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_loses_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group stays unfinished, so a run that goes on does it again; and it is tried once, not against a corpse."""
+    calls: list[str] = []
+
+    def behaviour(task: Task) -> Any:
+        calls.append(task.id)
+        return EngineDied("engine_0 died")
+
+    async def scenario() -> Buffer:
+        actor = explorer(behaviour, monkeypatch)
+        await actor.explore()
+        with pytest.raises(RuntimeError, match="engine_0 died"):
+            await actor.watch()
+        return actor.buffer
+
+    buffer = asyncio.run(scenario())
+    assert not buffer.failed and not buffer.stored and len(calls) == 1
+
+
+def test_a_failed_evaluation_task_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(count: int) -> Explorer:
+        return explorer(lambda t: KeyError("answer") if t.row < count else made(), monkeypatch, count=4)
+
+    async def scenario() -> None:
+        result = decode((await failing(1).evaluate(7))[0], EvalResult)
+        assert (result.version, result.num_tasks) == (7, 4)
+        assert result.metrics["accuracy"] == 0.75 and result.metrics["failed_frac"] == 0.25
+        actor = failing(4)
+        for broken in (actor.evaluate(8), actor.watch()):  # the trainer that asked and the supervisor both hear of it
+            with pytest.raises(AllTasksFail, match="all 4 tasks of tasks failed, the last with KeyError: 'answer'"):
+                await broken
+
+    asyncio.run(scenario())
+
+
+def test_encoding_is_what_the_buffer_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group, sample and task are stamped on every experience."""
+
+    async def scenario() -> Buffer:
+        return await explored(explorer(lambda t: made() + made(0.0), monkeypatch, count=2))
+
+    stored = asyncio.run(scenario()).stored
+    assert [(e.group, e.sample, e.task) for e in stored[1]] == [(1, 0, "tasks/0/1"), (1, 1, "tasks/0/1")]
+    assert decode(encode(stored[1]), list[Experience]) == stored[1]

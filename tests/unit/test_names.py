@@ -1,0 +1,161 @@
+"""The table of rules as arithmetic: shards made by the layout equations, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rft.config import ConfigError, MegatronConfig
+from rft.names import RULES, SUPPORTED, Dims, bind, check_layout, hf_names, hf_shape, read_hf_config, rope_of, segments
+
+HF: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 3,
+    "intermediate_size": 16, "vocab_size": 21, "num_hidden_layers": 4, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+
+
+def dims(**changes: Any) -> Dims:
+    return Dims.of(HF | changes)
+
+
+def written(
+    kind: Any, names: tuple[str, ...], whole: list[np.ndarray], d: Dims, rank: int, size: int, rows: int
+) -> np.ndarray:
+    """The shard that `segments` describes."""
+    shape = (rows, *whole[0].shape[1:]) if kind != "row" else (whole[0].shape[0], whole[0].shape[1] // size)
+    out = np.full(shape, -1.0)
+    for s in segments(kind, names[0], d, rank, size):
+        source = np.take(whole[s.part], range(s.start, s.stop), axis=s.dim)
+        if s.dim == 0:
+            out[s.local : s.local + len(source)] = source
+        else:
+            out[:, s.local : s.local + source.shape[1]] = source
+    return out
+
+
+LEGAL = [  # (key/value groups, tensor-parallel size): the packed rows must divide, check_layout refuses the others
+    (g, t) for g in (1, 2, 4, 8) for t in (1, 2, 4, 8) if (dims().heads + 2 * g) * dims().head_size % t == 0
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("groups", "size"), LEGAL)
+def test_qkv_shards_are_chunks_of_the_packed_groups(groups: int, size: int, bias: bool) -> None:
+    d = dims(num_key_value_heads=groups)
+    n, hd = d.heads // groups, d.head_size
+    names = bind("decoder.layers.0.self_attention.linear_qkv." + ("bias" if bias else "weight"), 0).hf
+    q, k, v = (np.random.default_rng(i).normal(size=hf_shape("qkv", i, name, d)) for i, name in enumerate(names))
+    parts = [q.reshape(groups, n * hd, -1), k.reshape(groups, hd, -1), v.reshape(groups, hd, -1)]
+    packed = np.concatenate(parts, axis=1).reshape(groups * (n + 2) * hd, -1)
+    for rank, chunk in enumerate(np.split(packed, size)):
+        found = written("qkv", names, [q, k, v], d, rank, size, len(chunk))
+        assert np.array_equal(found.reshape(chunk.shape), chunk)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_other_shards_follow_their_equations(size: int) -> None:
+    d = dims()
+    rng = np.random.default_rng(0)
+    gate, up = rng.normal(size=(2, d.ffn, d.hidden))
+    down = rng.normal(size=(d.hidden, d.ffn))
+    embedding = rng.normal(size=(d.vocab, d.hidden))
+    padded = np.concatenate([embedding, np.full((d.padded_vocab(size) - d.vocab, d.hidden), -1.0)])
+    for t in range(size):
+        wanted = np.concatenate([np.split(gate, size)[t], np.split(up, size)[t]])
+        assert np.array_equal(written("gate_up", ("gate", "up"), [gate, up], d, t, size, len(wanted)), wanted)
+        assert np.array_equal(written("row", ("down_proj",), [down], d, t, size, 0), np.split(down, size, axis=1)[t])
+        rows = np.split(padded, size)[t]
+        assert np.array_equal(written("vocab", ("embed",), [embedding], d, t, size, len(rows)), rows)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_shards_cover_every_element_once(size: int) -> None:
+    for groups in (1, 2, 4, 8):
+        d = dims(num_key_value_heads=groups, head_dim=4)
+        for rule in RULES:
+            if rule.kind == "replicated" or (d.heads + 2 * groups) * d.head_size % size:
+                continue
+            counts = [np.zeros(hf_shape(rule.kind, part, name, d), dtype=int) for part, name in enumerate(rule.hf)]
+            for rank in range(size):
+                for s in segments(rule.kind, rule.hf[0], d, rank, size):
+                    counts[s.part][(slice(None),) * s.dim + (slice(s.start, s.stop),)] += 1
+            assert all((count == 1).all() for count in counts), rule
+
+
+def test_names_bind_with_the_stage_offset_and_for_both_specs() -> None:
+    assert bind("decoder.layers.1.mlp.linear_fc1.weight", 2).hf == (
+        "model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight",
+    )  # fmt: skip
+    local = bind("decoder.layers.0.pre_mlp_layernorm.weight", 0)
+    assert local == bind("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", 0)
+    assert bind("decoder.layers.0.input_layernorm.weight", 0) == bind(
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", 0
+    )
+    with pytest.raises(KeyError, match="router"):
+        bind("decoder.layers.0.mlp.router.weight", 0)
+
+
+def test_every_family_has_its_own_tensors() -> None:
+    names = {family: set(hf_names(dims(), family)) for family in SUPPORTED}
+    assert "model.layers.3.self_attn.q_proj.bias" in names["Qwen2ForCausalLM"] - names["LlamaForCausalLM"]
+    assert "model.layers.0.self_attn.q_norm.weight" in names["Qwen3ForCausalLM"] - names["Qwen2ForCausalLM"]
+    assert "lm_head.weight" in names["LlamaForCausalLM"]
+    assert "lm_head.weight" not in hf_names(dims(tie_word_embeddings=True), "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "text"),
+    [
+        ({"tensor_model_parallel_size": 3}, 3, "8 attention heads"),
+        ({"pipeline_model_parallel_size": 3}, 3, "4 layers"),
+        ({"tensor_model_parallel_size": 2}, 3, "num_ranks=3"),
+        ({"context_parallel_size": 2, "pipeline_model_parallel_size": 2}, 2, "num_ranks=2"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_name(sizes: dict[str, int], ranks: int, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as error:
+        check_layout(HF, MegatronConfig(**sizes), ranks)
+    assert "trainer." in str(error.value)
+
+
+def test_indivisible_groups_and_ffn_are_refused() -> None:
+    with pytest.raises(ConfigError, match="30 rows of queries"):
+        check_layout(HF | {"num_key_value_heads": 1}, MegatronConfig(4), 4)
+    with pytest.raises(ConfigError, match="3 key/value heads"):
+        check_layout(HF | {"num_attention_heads": 12, "num_key_value_heads": 3}, MegatronConfig(2), 2)
+    with pytest.raises(ConfigError, match="intermediate_size 15"):
+        check_layout(HF | {"intermediate_size": 15}, MegatronConfig(2), 2)
+    check_layout(HF, MegatronConfig(4, 2, 2), 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"use_sliding_window": True}, "sliding"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_a_model_that_is_not_implemented_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF | changes), encoding="utf-8")
+    with pytest.raises(ConfigError, match=text):
+        read_hf_config(tmp_path)
+
+
+def test_no_directory_and_no_json_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_hf_config(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="parse"):
+        read_hf_config(tmp_path)
+
+
+def test_rope_is_read_in_both_spellings() -> None:
+    assert rope_of(HF) == {"rope_type": "default", "rope_theta": 1e6}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert rope_of(old) == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}

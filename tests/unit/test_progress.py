@@ -1,0 +1,685 @@
+"""No group is lost or trained twice, none too stale, and the journal rebuilds the state: as a pure fold and as a buffer."""
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rft.buffer import journal as journal_module
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.journal import JournalError
+from rft.buffer.progress import (
+    Attached,
+    Consumed,
+    Failed,
+    Issued,
+    JournalRecord,
+    Leased,
+    Progress,
+    Restarted,
+    Resumed,
+    Stored,
+    decode_record,
+)
+from rft.config import ExperienceBufferConfig
+from rft.experience import Batch, Experience, decode, encode
+
+
+class Run:
+    """A whole run by value: explorer, trainer, synchronizer and crashes, with its own account of what must hold."""
+
+    def __init__(self, tasks_per_step: int, max_staleness: int) -> None:
+        self.tasks_per_step, self.max_staleness = tasks_per_step, max_staleness
+        self.progress, self.journal = Progress(), list[bytes]()
+        self.published = self.step = self.checkpoint = self.epoch = 0
+        self.started: dict[int, int] = {}  # running group -> version published at its start
+        self.to_restart: list[int] = []
+        self.failed: set[int] = set()
+        self.batches: dict[int, list[int]] = {}
+        self.taken: int | None = None
+        self.write(Resumed(step=0, run_epoch=0))
+
+    def write(self, record: JournalRecord) -> None:
+        self.journal.append(encode(record))
+        self.progress.apply(record)
+
+    def issue(self, _: int) -> None:
+        if self.progress.slots(self.published, self.tasks_per_step, self.max_staleness) > 0:
+            group = self.progress.next_group
+            self.write(
+                Issued(
+                    group=group,
+                    explorer="e",
+                    task=b"task %d" % group,
+                    cursor={"next": group + 1},
+                    version=self.published,
+                    run_epoch=self.epoch,
+                )
+            )
+            self.started[group] = self.published
+
+    def running(self) -> list[int]:
+        return [g.number for g in self.progress.unfinished("e") if g.number not in self.to_restart]
+
+    def finish(self, pick: int) -> None:
+        if running := self.running():
+            self.write(Stored(group=running[pick % len(running)], experiences=b""))
+
+    def fail(self, pick: int) -> None:
+        if running := self.running():
+            self.write(Failed(group=running[pick % len(running)], reason="failed"))
+            self.failed.add(running[pick % len(running)])
+
+    def restart(self, _: int) -> None:
+        slots = (self.max_staleness + 1) * self.tasks_per_step
+        if self.to_restart and self.progress.ahead(self.to_restart[0], self.published) < slots:
+            group = self.to_restart.pop(0)
+            self.write(Restarted(group=group, version=self.published, run_epoch=self.epoch))
+            self.started[group] = self.published
+
+    def train(self, _: int) -> None:
+        """Take the batch of the step, or finish it."""
+        if self.taken is not None:
+            self.write(Consumed(step=self.step))
+            self.step, self.taken = self.step + 1, None
+            return
+        if self.step in self.progress.leases:
+            groups = [g.number for g in self.progress.leases[self.step].groups]
+            assert groups == self.batches[self.step], "a replayed step has the same batch"
+            self.taken = self.step
+            return
+        wanted = self.progress.wanted(self.step, self.tasks_per_step, self.max_staleness)
+        assert len(wanted) <= self.tasks_per_step, "no step is larger unless an earlier one was incomplete"
+        if len(wanted) == self.tasks_per_step and all(g.stored for g in wanted):
+            groups = [g.number for g in wanted]
+            for group in groups:
+                assert self.step - self.started[group] <= self.max_staleness
+            self.write(Leased(step=self.step, trainer="t", run_epoch=self.epoch, groups=groups))
+            self.batches[self.step], self.taken = groups, self.step
+
+    def publish(self, pick: int) -> None:
+        if self.step > self.published:
+            self.published += 1 + pick % (self.step - self.published)
+
+    def save(self, _: int) -> None:
+        self.checkpoint = self.step
+
+    def crash_trainer(self, _: int) -> None:
+        self.epoch += 1
+        self.step = self.published = self.checkpoint
+        self.taken = None
+        self.write(Resumed(step=self.step, run_epoch=self.epoch))
+
+    def crash_explorer(self, _: int) -> None:
+        self.write(Attached(explorer="e"))
+        groups = self.progress.unfinished("e")
+        assert [g.task for g in groups] == [b"task %d" % g.number for g in groups]
+        self.to_restart = [g.number for g in groups]
+        assert self.progress.cursors.get("e", {"next": 0})["next"] == self.progress.next_group
+
+    def crash_all(self, _: int) -> None:
+        rebuilt = self.rebuilt(self.journal)
+        assert rebuilt == self.progress
+        self.progress = rebuilt
+        self.crash_trainer(0)
+        self.crash_explorer(0)
+
+    @staticmethod
+    def rebuilt(journal: list[bytes]) -> Progress:
+        progress = Progress()
+        for payload in journal:
+            progress.apply(decode_record(payload))
+        return progress
+
+    def drain(self) -> None:
+        """Run on without crashes until every issued group had its turn, and at least one step was trained."""
+        last = self.progress.next_group
+        while (
+            any(number < last for number in self.progress.waiting)
+            or self.taken is not None
+            or self.step < max(self.progress.next_step, 1)
+        ):
+            before = len(self.journal), self.published
+            for act in (self.restart, self.issue, self.finish, self.train, self.publish):
+                act(0)
+            assert (len(self.journal), self.published) != before or self.taken is not None, "nothing moves any more"
+
+
+ACTIONS = (
+    ["issue"] * 9
+    + ["finish"] * 9
+    + ["train"] * 8
+    + ["publish"] * 4
+    + ["restart"] * 5
+    + ["save"] * 2
+    + ["fail", "crash_trainer", "crash_explorer", "crash_all"]
+)
+ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30))  # what happens, and to which of several
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    tasks_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    actions=st.integers(0, 250).flatmap(lambda size: st.lists(ACTION, min_size=size, max_size=size)),
+)
+def test_any_history_loses_nothing_repeats_nothing_and_keeps_the_staleness_bound(
+    tasks_per_step: int, max_staleness: int, actions: list[tuple[str, int]]
+) -> None:
+    run = Run(tasks_per_step, max_staleness)
+    for action, pick in actions:
+        getattr(run, action)(pick)
+    assert run.rebuilt(run.journal) == run.progress, "replay gives the live state"
+    survivors = [encode(record) for record in run.progress.survivors()]
+    assert run.rebuilt(survivors) == run.progress, "so do the compacted records"
+    run.drain()
+    trained = [group for step in range(run.step) for group in run.batches[step]]
+    assert len(trained) == len(set(trained))
+    assert set(trained) | run.failed | set(run.progress.waiting) == set(range(run.progress.next_group))
+    assert not set(trained) & run.failed
+    assert sorted(trained) == trained, "steps take groups in admission order"
+
+
+def test_the_slot_formula_counts_started_groups_until_a_version_covers_their_step() -> None:
+    progress = Progress()
+    for group in range(6):
+        progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}))
+    assert progress.slots(0, tasks_per_step=2, max_staleness=2) == 0
+    progress.apply(Failed(group=5, reason=""))
+    assert progress.slots(0, 2, 2) == 1
+    for group in (0, 1):
+        progress.apply(Stored(group=group, experiences=b""))
+    progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
+    assert progress.slots(0, 2, 2) == 1, "leased is not covered"
+    assert progress.slots(1, 2, 2) == 3
+
+
+def test_after_an_incomplete_step_the_next_one_takes_what_would_become_too_stale() -> None:
+    progress = Progress()
+    for group in range(8):
+        progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}, version=0))
+        progress.apply(Stored(group=group, experiences=b""))
+    progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
+    assert [g.number for g in progress.wanted(1, 4, max_staleness=1)] == [2, 3, 4, 5, 6, 7]
+    assert [g.number for g in progress.wanted(1, 4, max_staleness=2)] == [2, 3, 4, 5]
+
+
+# The buffer around it
+
+
+def rows(*rewards: float) -> bytes:
+    return encode([Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=reward) for reward in rewards])
+
+
+def make(
+    directory: Path,
+    tasks_per_step: int = 2,
+    max_staleness: int | None = 1,
+    total_steps: int | None = None,
+    timeout: float = 1000.0,
+    segment_bytes: int = 2**20,
+) -> ExperienceBuffer:
+    config = ExperienceBufferConfig(max_read_timeout=timeout)
+    return ExperienceBuffer(config, str(directory), tasks_per_step, 1, max_staleness, total_steps, segment_bytes)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+async def admitted(buffer: ExperienceBuffer, count: int) -> list[int | None]:
+    first = buffer.stats()["issued"]
+    return [await buffer.admit("e", b"task %d" % n, {"next": n + 1}) for n in range(first, first + count)]
+
+
+async def batch(buffer: ExperienceBuffer, step: int) -> Batch:
+    return decode(await buffer.take(step), Batch)
+
+
+def groups_of(taken: Batch) -> list[int]:
+    return [experience.group for experience in taken.experiences]
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would run in a thread runs at once, so that `turns` is enough for all that does not wait for an event."""
+
+    async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", call)
+
+
+async def turns(count: int = 50) -> None:
+    """Let every other task run until it waits."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_admission_waits_for_a_published_version_and_keeps_the_order_of_the_cursors(
+    inline: None, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        early = asyncio.create_task(buffer.admit("e", b"0", {"next": 1}))
+        await turns()
+        assert not early.done(), "no trainer, no slot"
+        await buffer.attach_trainer(0, 1)
+        assert await early == 0
+        assert await admitted(buffer, 3) == [1, 2, 3]
+        later = [asyncio.create_task(buffer.admit("e", b"%d" % n, {"next": n + 1})) for n in (4, 5, 6)]
+        for group in range(4):
+            await buffer.put(group, rows(1))
+        await batch(buffer, 0)
+        await buffer.consumed(0)
+        assert not any(task.done() for task in later)
+        await buffer.published(1)
+        assert [await later[0], await later[1]] == [4, 5]
+        assert not later[2].done()
+        assert buffer.stats()["slots"] == 0
+        assert (await buffer.attach_explorer("e"))["cursor"] == {"next": 6}
+        later[2].cancel()
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_a_late_publication_of_an_earlier_attempt_frees_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 7)
+        await buffer.published(5, run_epoch=6)
+        assert buffer.stats()["published"] == 0
+        await buffer.published(1, run_epoch=7)
+        assert buffer.stats()["published"] == 1
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_a_step_waits_for_its_groups_in_admission_order(inline: None, tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 4)
+        taking = asyncio.create_task(batch(buffer, 0))
+        for group in (3, 2, 1):
+            await buffer.put(group, rows(group, group + 0.5))
+        await turns()
+        assert not taking.done(), "three groups are there, but not the first"
+        await buffer.put(0, rows(0))
+        first = await taking
+        assert groups_of(first) == [0, 1, 1]
+        assert [e.reward for e in first.experiences] == [0, 1, 1.5]
+        assert not first.replayed
+        assert groups_of(await batch(buffer, 1)) == [2, 2, 3, 3]
+        with pytest.raises(ValueError, match="next one is 2"):
+            await buffer.take(3)
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_an_abandoned_group_is_skipped_and_frees_its_slot(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, max_staleness=0)
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 2)
+        await buffer.abandon(0, "engine said no")
+        assert await admitted(buffer, 1) == [2]
+        await buffer.put(1, rows(1))
+        await buffer.put(2, rows(1))
+        assert groups_of(await batch(buffer, 0)) == [1, 2]
+        await buffer.put(0, rows(1))
+        assert buffer.stats()["duplicate_puts"] == 1
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_a_second_put_changes_nothing_and_is_counted(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, tasks_per_step=1)
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 1)
+        await asyncio.gather(buffer.put(0, rows(1)), buffer.put(0, rows(2)))
+        assert [e.reward for e in (await batch(buffer, 0)).experiences] == [1]
+        await buffer.put(0, rows(3))
+        assert buffer.stats()["duplicate_puts"] == 2
+        with pytest.raises(ValueError, match="never admitted"):
+            await buffer.put(1, rows(1))
+        with pytest.raises(ValueError, match="abandon it"):
+            await buffer.put(0, rows())
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_a_timed_out_step_takes_what_is_there_and_loses_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, tasks_per_step=3, timeout=0.05)
+        await buffer.attach_trainer(0, 1)
+        with pytest.raises(TimeoutError, match="no experiences for step 0"):
+            await buffer.take(0)
+        await admitted(buffer, 6)
+        for group in (1, 2):
+            await buffer.put(group, rows(1))
+        assert groups_of(await batch(buffer, 0)) == [1, 2]
+        assert buffer.stats()["incomplete_batches"] == 1
+        for group in (0, 3, 4, 5):
+            await buffer.put(group, rows(1))
+        assert groups_of(await batch(buffer, 1)) == [0, 3, 4, 5], "all of them would be too stale in step 2"
+        assert buffer.stats()["over_stale_groups"] == 0
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_at_the_end_of_the_input_comes_the_rest_and_then_an_empty_batch(inline: None, tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 1)
+        await buffer.attach_explorer("e")
+        await admitted(buffer, 3)
+        for group in (0, 1):
+            await buffer.put(group, rows(1))
+        await batch(buffer, 0)
+        taking = asyncio.create_task(batch(buffer, 1))
+        await buffer.input_done("e")
+        await turns()
+        assert not taking.done(), "group 2 is still running"
+        await buffer.put(2, rows(1))
+        assert groups_of(await taking) == [2]
+        assert (await batch(buffer, 2)).experiences == []
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_no_group_is_admitted_for_a_step_after_the_last_but_a_failed_one_is_replaced(
+    inline: None, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, max_staleness=5, total_steps=2)
+        await buffer.attach_trainer(0, 1)
+        assert await admitted(buffer, 4) == [0, 1, 2, 3]
+        fifth, sixth = (asyncio.create_task(buffer.admit("e", b"", {"next": n})) for n in (5, 6))
+        for group in range(3):
+            await buffer.put(group, rows(1))
+        await turns()
+        assert not fifth.done()
+        await buffer.abandon(3, "failed")
+        assert await fifth == 4
+        await buffer.put(4, rows(1))
+        assert await sixth is None
+        assert groups_of(await batch(buffer, 0)) == [0, 1]
+        assert groups_of(await batch(buffer, 1)) == [2, 4]
+        assert (await batch(buffer, 2)).experiences == []
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_a_resumed_trainer_gets_the_same_batches_and_an_explorer_its_unfinished_groups(
+    inline: None, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path / "a")
+        await buffer.attach_trainer(0, 1)
+        await buffer.attach_explorer("e")
+        for step in range(3):
+            for group in await admitted(buffer, 2):
+                assert group is not None
+                await buffer.put(group, rows(group))
+            await batch(buffer, step)
+            await buffer.consumed(step)
+            await buffer.published(step + 1)
+        await admitted(buffer, 4)
+        await buffer.put(7, rows(7))
+        shutil.copytree(tmp_path / "a", tmp_path / "b")  # as a kill -9 would leave it
+        await buffer.shutdown()
+
+        buffer = make(tmp_path / "b")
+        assert (await buffer.attach_trainer(1, 2))["replay"] == [1, 2]
+        first, second = await batch(buffer, 1), await batch(buffer, 2)
+        assert (groups_of(first), groups_of(second)) == ([2, 3], [4, 5])
+        assert [e.reward for e in second.experiences] == [4, 5]
+        assert first.replayed and second.replayed
+        start = await buffer.attach_explorer("e")
+        assert start["cursor"] == {"next": 10}
+        assert start["reissue"] == [(6, b"task 6"), (8, b"task 8"), (9, b"task 9")]
+        again = asyncio.create_task(buffer.readmit("e", 6))
+        await turns()
+        assert not again.done(), "it would start on version 1 and be trained in step 3"
+        await buffer.published(2)
+        await again
+        await buffer.put(6, rows(6))
+        third = await batch(buffer, 3)
+        assert groups_of(third) == [6, 7]
+        assert [e.timeline for e in third.experiences] == [2, 1]
+        assert not third.replayed
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_a_new_trainer_ends_the_wait_of_the_old_one(inline: None, tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 1)
+        old = asyncio.create_task(buffer.take(0))
+        await turns()
+        await buffer.attach_trainer(0, 2)
+        with pytest.raises(RuntimeError, match="another trainer"):
+            await old
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_retention_shrinks_the_journal_and_keeps_what_a_checkpoint_needs(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, segment_bytes=3000)
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 1)
+        marks, batches = {}, {}
+        await buffer.abandon(0, "failed")
+        for step in range(30):
+            for group in await admitted(buffer, 2):
+                assert group is not None
+                await buffer.put(group, rows(*range(10)))
+            batches[step] = groups_of(await batch(buffer, step))
+            await buffer.consumed(step)
+            await buffer.published(step + 1)
+            marks[step + 1] = await buffer.position()
+            if step >= 10:
+                await buffer.retain(marks[step + 1], step - 4)  # a checkpoint may be read late: the step decides
+        assert buffer.stats()["journal_bytes"] < 0.4 * buffer.stats()["journal_position"]
+        await admitted(buffer, 1)
+        with pytest.raises(ValueError, match="keeps batches from step 2[45] on") as refusal:  # cut at whole segments
+            await buffer.attach_trainer(20, 2)
+        oldest = 24 if "step 24" in str(refusal.value) else 25
+        await buffer.shutdown()
+
+        buffer = make(tmp_path, segment_bytes=3000)
+        await buffer.retain(marks[oldest])  # without the step: it follows from the position
+        assert (await buffer.attach_trainer(oldest, 2))["replay"] == list(range(oldest, 30))
+        for step in range(oldest, 30):
+            assert groups_of(await batch(buffer, step)) == batches[step]
+        start = await buffer.attach_explorer("e")
+        assert [group for group, _ in start["reissue"]] == [61]
+        assert buffer.stats()["failed"] == 1
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_retention_without_a_step_keeps_what_was_not_finished_at_the_position(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, segment_bytes=300)
+        await buffer.attach_trainer(0, 1)
+        marks = []
+        for step in range(10):
+            marks.append(await buffer.position())
+            for group in await admitted(buffer, 2):
+                assert group is not None
+                await buffer.put(group, rows(1))
+            await batch(buffer, step)
+            await buffer.consumed(step)
+            await buffer.published(step + 1)
+        await buffer.retain(marks[6])
+        with pytest.raises(ValueError, match="from step 6 on"):
+            await buffer.attach_trainer(5, 2)
+        assert (await buffer.attach_trainer(6, 2))["replay"] == [6, 7, 8, 9]
+        assert groups_of(await batch(buffer, 6)) == [12, 13]
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_watch_waits_while_healthy_and_raises_when_the_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 1)
+        watching = asyncio.create_task(buffer.watch())
+        taking = asyncio.create_task(buffer.take(0))
+        await turns()
+        assert not watching.done()
+
+        def failing(fd: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(journal_module.os, "fsync", failing)
+        with pytest.raises(JournalError, match="Input/output error"):
+            await admitted(buffer, 1)
+        for task in (watching, taking):
+            with pytest.raises(JournalError, match="Input/output error"):
+                await task
+        await buffer.shutdown()
+
+    run(test)
+
+
+def test_close_ends_every_wait(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 1)
+        waits = [asyncio.create_task(wait) for wait in (buffer.take(0), buffer.watch())]
+        await turns()
+        await buffer.shutdown()
+        with pytest.raises(JournalError, match="closed"):
+            await waits[0]
+        await waits[1]
+
+    run(test)
+
+
+def test_without_a_staleness_limit_an_explore_run_collects_all_and_a_later_one_trains_them(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, max_staleness=None)
+        for group in await admitted(buffer, 8):
+            assert group is not None
+            if group not in (1, 7):  # the explorer was killed while it ran these
+                await buffer.put(group, rows(1))
+        await buffer.shutdown()
+        buffer = make(tmp_path, max_staleness=0)
+        await buffer.attach_trainer(0, 1)
+        await buffer.input_done()
+        assert [groups_of(await batch(buffer, step)) for step in range(4)] == [[0, 2], [3, 4], [5, 6], []]
+        await buffer.shutdown()
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_with_crashes_at_random_points_trains_every_group_once(tmp_path: Path, seed: int) -> None:
+    """Explorer and trainer as they are, except that work takes a random number of turns; five crashes of everything."""
+    chance = random.Random(seed)
+    total_steps, tasks_per_step, max_staleness = 12, 3, chance.choice([0, 1, 3])
+    started: dict[int, int] = {}
+    state: dict[str, Any] = {"checkpoint": 0, "batches": {}}
+
+    async def work(buffer: ExperienceBuffer, group: int) -> None:
+        started[group] = buffer.stats()["published"]
+        await turns(chance.randrange(200))
+        if chance.random() < 0.1:
+            await buffer.abandon(group, "failed")
+        else:
+            await buffer.put(group, rows(group))
+
+    async def explore(buffer: ExperienceBuffer) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            start = await buffer.attach_explorer("e")
+            for group, task in start["reissue"]:
+                assert task == b"%d" % group
+                await buffer.readmit("e", group)
+                tasks.create_task(work(buffer, group))
+            row = (start["cursor"] or {"next": 0})["next"]
+            while (group := await buffer.admit("e", b"%d" % row, {"next": row + 1})) is not None:
+                assert group == row, "no task is skipped or repeated"
+                tasks.create_task(work(buffer, group))
+                row += 1
+
+    async def train(buffer: ExperienceBuffer, run_epoch: int) -> None:
+        step = state["checkpoint"]
+        await buffer.attach_trainer(step, run_epoch)
+        while (taken := await batch(buffer, step)).experiences:
+            groups = groups_of(taken)
+            assert groups == state["batches"].setdefault(step, groups)
+            assert [e.reward for e in taken.experiences] == groups
+            assert taken.replayed or all(step - started[g] <= max_staleness for g in groups)
+            await turns(chance.randrange(50))
+            await buffer.consumed(step)
+            step += 1
+            if chance.random() < 0.4:
+                state["checkpoint"] = step
+                await buffer.retain(await buffer.position(), step)
+            await buffer.published(step, run_epoch)
+
+    async def attempt(directory: Path, run_epoch: int, crash: bool) -> None:
+        buffer = make(directory, tasks_per_step, max_staleness, total_steps, segment_bytes=2000)
+        both = asyncio.gather(explore(buffer), train(buffer, run_epoch))
+        if crash:
+            await turns(chance.randrange(1500))
+            shutil.copytree(directory, tmp_path / str(run_epoch + 1))
+            both.cancel()
+            await asyncio.gather(both, return_exceptions=True)
+        else:
+            await both
+        await buffer.shutdown()
+
+    for run_epoch in range(6):
+        checkpoint = dict(state)
+        run(lambda n=run_epoch: attempt(tmp_path / str(n), n, crash=n < 5))
+        assert state["checkpoint"] >= checkpoint["checkpoint"]
+    trained = [group for step in range(total_steps) for group in state["batches"][step]]
+    assert len(trained) == len(set(trained)) == total_steps * tasks_per_step
+    buffer = make(tmp_path / "5")
+    assert buffer.stats()["issued"] == len(trained) + buffer.stats()["failed"]
+    assert os.listdir(tmp_path / "5")
+    run(buffer.shutdown)
+
+
+def test_stop_lets_a_waiting_take_go_home(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = ExperienceBuffer(ExperienceBufferConfig(), str(tmp_path), 1, 1, 1, 5)
+        await buffer.attach_trainer(0, 1)
+        waiting = asyncio.ensure_future(buffer.take(0))
+        await asyncio.sleep(0)
+        await buffer.stop()
+        assert decode(await waiting, Batch).experiences == []
+        await buffer.stop("the engine died")
+        with pytest.raises(RuntimeError, match="the engine died"):
+            await buffer.take(0)
+        await buffer.shutdown()
+
+    run(test)

@@ -1,0 +1,337 @@
+"""Reward functions by value, and the pool with functions that hang, raise, print, exit and get killed."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rft.config import ConfigError
+from rft.experience import Sampling, Task
+from rft.rollout import rewards
+from rft.rollout.reward_pool import RewardPool
+
+USER_CODE = """
+    import os, signal, subprocess, sys, time
+
+    def good(response, truth, task, **args):
+        return 1.0 if response == truth else 0.25
+
+    def by_response(response, truth, task, **args):
+        if response == "hang":
+            while True:
+                pass
+        if response == "stuck regex":  # holds the GIL: no signal handler and no thread of the process would run
+            import re
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        if response == "child":
+            child = subprocess.Popen(["sleep", "600"])
+            open(args["file"], "w").write(str(child.pid))
+            while True:
+                pass
+        if response == "raise":
+            raise KeyError("no such thing")
+        if response == "exit":
+            sys.exit(0)
+        if response == "hard exit":
+            os._exit(7)
+        if response == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if response == "print":
+            print("x" * 100000, flush=True)
+            os.write(1, b"\\x00\\x00\\x00\\x02{}")
+            os.system("echo from a child")
+        if response == "stdin":
+            return float(len(sys.stdin.read()))
+        if response == "pid":
+            return float(os.getpid())
+        return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0",
+                "dict": {"accuracy": 1, "format": 0.5}, "bad dict": {"a": 1, "b": None}}.get(response, 1.0)
+"""
+
+
+def task(reward: str = "exact_match", truth: str | None = "42", **args: Any) -> Task:
+    return Task(
+        id="t/0/0", taskset="t", row=0, prompt="6*7=", truth=truth, reward=reward, reward_args=args, sampling=Sampling()
+    )
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(textwrap.dedent(USER_CODE))
+    return file
+
+
+def with_pool(body: Callable[[RewardPool], Awaitable[None]], workers: int = 1, timeout_s: float = 30.0) -> None:
+    async def run() -> None:
+        async with RewardPool(workers, timeout_s) as pool:
+            await body(pool)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+# Functions
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "truth", "args", "expected"),
+    [
+        ("exact_match", " 42\n", "42", {}, 1.0),
+        ("exact_match", "421", "42", {}, 0.0),
+        ("exact_match", "Yes", "yes", {}, 0.0),
+        ("exact_match", "Yes", "yes", {"ignore_case": True}, 1.0),
+        ("exact_match", "first =1, then =42.", "42", {"pattern": r"=(\d+)"}, 1.0),
+        ("exact_match", "no number", "42", {"pattern": r"\d+"}, 0.0),
+        ("math", "so the answer is $\\frac{1}{2}$", "0.5", {}, 1.0),
+        ("math", "so the answer is $\\frac{1}{3}$", "0.5", {}, 0.0),
+        ("math", "x = 3", "long derivation\n#### 3", {}, 1.0),
+        ("math", "nothing here", "3", {}, 0.0),
+        ("math_boxed", "5 or \\boxed{\\frac{1}{2}}", "\\frac{2}{4}", {}, 1.0),
+        ("math_boxed", "the answer is $\\frac{1}{2}$", "\\frac{1}{2}", {}, 0.0),
+        ("format", "<think>hm</think> 4", "4", {}, 1.0),
+        ("format", "<think>hm</think>  ", "4", {}, 0.0),
+        ("format", "hm 4", "4", {}, 0.0),
+        ("format", "A: 4", None, {"pattern": r"A: \d", "score": 0.1}, 0.1),
+        ("accuracy", "7 and 5 make <answer>1,200.0</answer>", "#### 1200", {}, 1.0),
+        ("accuracy", "it is 12, then 13", "13", {}, 1.0),
+        ("accuracy", "it is 13, then 12", "13", {}, 0.0),
+        ("accuracy", "\\boxed{Paris}", "paris", {}, 1.0),
+        ("accuracy", "no idea", "13", {}, 0.0),
+    ],
+)
+def test_a_built_in_reward_gives_its_number(name: str, response: str, truth: str, args: dict, expected: float) -> None:
+    assert rewards.resolve(name)(response, truth, task(name, truth), **args) == expected
+
+
+@pytest.mark.parametrize("name", ["exact_match", "math", "math_boxed", "accuracy"])
+def test_a_missing_reference_answer_is_refused_not_scored_zero(name: str) -> None:
+    with pytest.raises(ValueError, match="no reference answer"):
+        rewards.resolve(name)("\\boxed{1}", None, task(name))
+
+
+def test_the_last_box_is_read_with_balanced_braces() -> None:
+    assert rewards.last_boxed("\\boxed{1} \\boxed{\\frac{1}{2}} end") == "\\frac{1}{2}"
+    assert rewards.last_boxed("\\boxed{1") is None
+
+
+def test_an_unknown_reward_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'math_boxed'"):
+        rewards.resolve("math_boxd")
+
+
+def test_a_users_function_is_found_by_module_and_by_file(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rewards.resolve(f"{user_file}:good")("42", "42", task()) == 1.0
+    monkeypatch.syspath_prepend(str(user_file.parent))
+    assert rewards.resolve("mine:good")("41", "42", task()) == 0.25
+
+
+@pytest.mark.parametrize("path", ["no_such_module:f", "no/such/file.py:f", "{file}:missing"])
+def test_a_wrong_import_path_says_what_is_missing(path: str, user_file: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file|cannot import|has no function 'missing'"):
+        rewards.resolve(path.format(file=user_file))
+
+
+# Pool
+
+
+def test_a_group_is_scored_in_order_and_a_dict_is_summed_and_kept_as_metrics(user_file: Path) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def body(pool: RewardPool) -> None:
+        results = await pool.score([(task(), "42"), (task(), "41"), (mine, "dict"), (mine, "anything")])
+        assert [result.outcome for result in results] == ["ok"] * 4
+        assert [result.reward for result in results] == [1.0, 0.0, 1.5, 1.0]
+        assert results[2].metrics == {"accuracy": 1.0, "format": 0.5}
+        assert await pool.score([]) == []
+
+    with_pool(body)
+
+
+@pytest.mark.parametrize("hang", ["hang", "stuck regex"])
+def test_a_hanging_reward_is_a_timeout_and_costs_only_itself(hang: str, user_file: Path) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def body(pool: RewardPool) -> None:
+        results = await pool.score([(mine, "a"), (mine, hang), (mine, "b"), (mine, hang), (mine, "c")])
+        assert [result.outcome for result in results] == ["ok", "timeout", "ok", "timeout", "ok"]
+        assert "longer than 0.5 s" in results[1].message
+        assert pool.replaced == 2
+        assert (await pool.score([(mine, "again")]))[0].outcome == "ok"
+
+    with_pool(body, timeout_s=0.5)
+
+
+def test_the_processes_that_a_hanging_reward_started_die_with_it(user_file: Path, tmp_path: Path) -> None:
+    mine = task(f"{user_file}:by_response", file=str(tmp_path / "pid"))
+
+    async def body(pool: RewardPool) -> None:
+        assert (await pool.score([(mine, "child")]))[0].outcome == "timeout"
+
+    with_pool(body, timeout_s=1.0)
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("raise", "KeyError: 'no such thing' .*mine.py:"),
+        ("exit", "SystemExit"),
+        ("nan", "must be finite, not nan"),
+        ("inf", "must be finite, not inf"),
+        ("none", "must be a number, not None"),
+        ("text", "must be a number, not '1.0'"),
+        ("bad dict", "must be a number, not None"),
+        ("hard exit", "its process exited with code 7"),
+        ("kill", "its process was killed by SIGKILL"),
+    ],
+)
+def test_a_failing_reward_is_an_error_with_its_reason(response: str, message: str, user_file: Path) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def body(pool: RewardPool) -> None:
+        before, failed, after = await pool.score([(mine, "a"), (mine, response), (mine, "b")])
+        assert (before.outcome, after.outcome) == ("ok", "ok")
+        assert failed.outcome == "error"
+        assert re.search(message, failed.message), failed.message
+
+    with_pool(body)
+
+
+def test_a_reward_that_cannot_be_imported_is_an_error_of_its_own_items_only(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('at import')")
+    broken = task(f"{tmp_path / 'broken.py'}:f")
+
+    async def body(pool: RewardPool) -> None:
+        failed, fine = await pool.score([(broken, "a"), (task(), "42")])
+        assert failed.outcome == "error" and "at import" in failed.message
+        assert fine.reward == 1.0
+
+    with_pool(body)
+
+
+def test_a_module_that_ends_the_process_at_import_is_an_error_not_a_loop(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text("import os; os._exit(3)")
+    deadly = task(f"{tmp_path / 'deadly.py'}:f")
+
+    async def body(pool: RewardPool) -> None:
+        results = await pool.score([(deadly, "a"), (deadly, "b")])
+        assert [result.outcome for result in results] == ["error", "error"]
+        assert "code 3 (while importing it)" in results[0].message
+        assert pool.replaced == 2
+
+    with_pool(body)
+
+
+def test_what_a_reward_prints_does_not_reach_the_frames(user_file: Path, capfd: pytest.CaptureFixture) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def body(pool: RewardPool) -> None:
+        results = await pool.score([(mine, "print"), (mine, "stdin"), (mine, "dict")])
+        assert [(result.outcome, result.reward) for result in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 1.5)]
+
+    with_pool(body)
+    captured = capfd.readouterr()
+    assert "from a child" in captured.err and captured.out == ""
+
+
+def test_a_worker_killed_while_idle_is_replaced_and_nobody_is_blamed(user_file: Path) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def body(pool: RewardPool) -> None:
+        first = (await pool.score([(mine, "pid")]))[0].reward
+        os.kill(int(first), signal.SIGKILL)
+        second = (await pool.score([(mine, "pid")]))[0]
+        assert second.outcome == "ok" and second.reward != first
+        third = (await pool.score([(mine, "pid")]))[0]
+        assert third.reward == second.reward  # a healthy worker is kept
+
+    with_pool(body)
+
+
+def test_a_cancelled_group_leaves_no_answers_for_the_next(user_file: Path) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def body(pool: RewardPool) -> None:
+        await pool.score([(mine, "warm")])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.score([(mine, "hang"), (mine, "dict")]), 0.2)
+        assert (await pool.score([(task(), "41")]))[0].reward == 0.0
+
+    with_pool(body)
+
+
+def test_groups_wait_for_an_idle_worker_and_all_get_their_own_results(user_file: Path) -> None:
+    async def body(pool: RewardPool) -> None:
+        groups = [[(task(truth=str(i)), str(j)) for j in range(4)] for i in range(8)]
+        results = await asyncio.gather(*(pool.score(group) for group in groups))
+        assert [[int(result.reward) for result in group] for group in results] == [
+            [int(i == j) for j in range(4)] for i in range(8)
+        ]
+
+    with_pool(body, workers=2)
+
+
+def test_close_leaves_no_process_even_in_the_middle_of_a_hang(user_file: Path) -> None:
+    mine = task(f"{user_file}:by_response")
+
+    async def run() -> list[psutil.Process]:
+        pool = RewardPool(2, timeout_s=60)
+        await pool.start()
+        pids = [int((await pool.score([(mine, "pid")]))[0].reward) for _ in range(2)]
+        processes = [psutil.Process(pid) for pid in pids]
+        scoring = [asyncio.ensure_future(pool.score([(mine, "hang")])) for _ in range(3)]  # one of them waits in line
+        await asyncio.sleep(0)
+        await pool.close()
+        outcomes = await asyncio.wait_for(asyncio.gather(*scoring, return_exceptions=True), 10)
+        assert all(isinstance(outcome, RuntimeError) and "closed" in str(outcome) for outcome in outcomes), outcomes
+        with pytest.raises(RuntimeError, match="closed"):
+            await pool.score([(mine, "x")])
+        return processes
+
+    assert not any(process.is_running() for process in asyncio.run(run()))
+
+
+@pytest.mark.parametrize("response", ["pid", "hang"])
+def test_a_worker_dies_with_its_parent(response: str, user_file: Path) -> None:
+    program = f"""
+import asyncio, os, signal
+from rft.experience import Sampling, Task
+from rft.rollout.reward_pool import RewardPool
+async def main():
+    pool = RewardPool(1, 60)
+    t = Task(id="t", taskset="t", row=0, prompt="p", reward="{user_file}:by_response", sampling=Sampling())
+    print(int((await pool.score([(t, "pid")]))[0].reward), flush=True)
+    if "{response}" == "hang":
+        asyncio.ensure_future(pool.score([(t, "hang")]))
+        await asyncio.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    psutil.wait_procs([psutil.Process(pid) for pid in [int(done.stdout)] if psutil.pid_exists(pid)], timeout=10)
+    assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_a_worker_has_its_own_session_and_writes_no_core(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(
+        "import os, resource\n"
+        "def look(response, truth, task):\n"
+        "    return {'session': os.getsid(0) == os.getpid(), 'core': resource.getrlimit(resource.RLIMIT_CORE)[0]}\n"
+    )
+
+    async def body(pool: RewardPool) -> None:
+        (result,) = await pool.score([(task(f"{tmp_path / 'look.py'}:look"), "")])
+        assert result.metrics == {"session": 1.0, "core": 0.0}
+
+    with_pool(body)
