@@ -284,4 +284,5 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any) -> tuple[Any
         engines,
         buffer,
         config.buffer.batch_size,
+        config.seed if config.deterministic else None,
     )

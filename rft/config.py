@@ -145,6 +145,7 @@ class RolloutModelConfig:
     tensor_parallel_size: int = 1
     dtype: Optional[str] = None  # default: trainer.dtype
     max_num_seqs: int = 256
+    enable_prefix_caching: bool = True
     kv_cache_gb: float = 1.0  # CPU only
     gpu_memory_utilization: float = 0.9  # GPU only
     enforce_eager: bool = True
@@ -217,6 +218,7 @@ class Config:
     name: str = MISSING
     mode: str = "both"  # both | train | explore | bench
     seed: int = 0
+    deterministic: bool = False  # repeatable and resumable bit by bit, and slow: see docs/deterministic.md
     device: str = "auto"  # auto | cpu | cuda
     checkpoint_root_dir: str = "runs"
     continue_from_checkpoint: bool = True

@@ -93,12 +93,18 @@ class QueueSource:
 
 
 class Evaluations:
-    """When to evaluate, and what came out. In-loop ones run beside training and are reported when they are ready."""
+    """When to evaluate, and what came out. In-loop ones run beside training and are reported when they are ready.
 
-    def __init__(self, explorer: Any | None, config: ExplorerConfig, report: Callable[[EvalResult], None]):
+    `alone`: training waits for them instead, so that no answer mixes two versions (deterministic runs). `reported`: versions
+    that an earlier attempt evaluated; one that was due and is not among them was lost with it, and is done at the start.
+    """
+
+    def __init__(self, explorer: Any | None, config: ExplorerConfig, report: Callable[[EvalResult], None], alone: bool):
         self.explorer = explorer
         self.config = config
         self.report = report
+        self.alone = alone
+        self.reported: set[int] = set()
         self.pending: list[Any] = []
         self.newest: int | None = None
         self.stopped = False
@@ -112,32 +118,38 @@ class Evaluations:
             ray.cancel(reference)
 
     def await_ready(self) -> None:
-        """Return when engines and explorer serve: ranks start while they load."""
+        """Return when engines and explorer serve: ranks start while they load. Call after the buffer knows this trainer."""
         if self.explorer is not None:
             import ray
 
             ray.get(self.explorer.opened.remote(), timeout=START_S)
+            if self.alone:  # an explorer that outlived the trainer before this one samples from weights that will go
+                ray.get(self.explorer.hold.remote(), timeout=REPLY_S)
 
     def at_startup(self, version: int) -> None:
-        """Evaluate the untrained policy, alone, then let the explorer go. After a resume only the latter."""
+        """Evaluate the untrained policy, alone, then let the explorer go. After a resume only what was lost."""
         if self.explorer is None:
             return
         import ray
 
-        if version == 0 and self.config.eval_on_startup and not self.stopped:
+        due = self._is_due(version) if version else self.config.eval_on_startup
+        if due and version not in self.reported and not self.stopped:
             self._start(version)
             self._collect(wait=True)
         ray.get(self.explorer.explore.remote(), timeout=REPLY_S)
 
     def if_due(self, version: int) -> None:
-        self._collect(wait=False)
-        if self.explorer is not None and self.config.eval_interval and version % self.config.eval_interval == 0:
+        if self.explorer is not None and self._is_due(version):
             self._start(version)
+        self._collect(wait=self.alone)
 
     def at_end(self, version: int) -> None:
-        if self.explorer is not None and self.newest != version:
+        if self.explorer is not None and self.newest != version and version not in self.reported:
             self._start(version)
         self._collect(wait=True)
+
+    def _is_due(self, version: int) -> bool:
+        return self.config.eval_interval > 0 and version % self.config.eval_interval == 0
 
     def _start(self, version: int) -> None:
         self.pending.append(self.explorer.evaluate.remote(version))  # type: ignore[union-attr]

@@ -71,6 +71,8 @@ def fill(config: Config) -> Config:
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
     _fill_tasksets(config)
     _fill_template(config.model)
+    if config.deterministic:
+        _fill_deterministic(config)
     return config
 
 
@@ -290,6 +292,17 @@ def _fill_tasksets(config: Config) -> None:
             )
         else:
             taskset.repeat_times = config.algorithm.repeat_times
+
+
+def _fill_deterministic(config: Config) -> None:
+    """What makes a response depend on nothing but weights, prompt and seed, whatever else runs; the one key wins here.
+
+    Floating-point sums change with the batch that a sequence is computed in and with a prefix taken from the cache, and with
+    staleness it would be a matter of time which version samples a group.
+    """
+    rollout = config.explorer.rollout_model
+    rollout.max_num_seqs, rollout.enable_prefix_caching = 1, False
+    config.synchronizer.max_staleness = 0
 
 
 def _fill_template(model: ModelConfig) -> None:

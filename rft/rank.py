@@ -131,6 +131,7 @@ def _train(rank: Rank, mesh: Any) -> None:
         monitor = StepReporter(config, rank.job, step, tokenizer_of(config))
         trainer.log_step = monitor.step
         trainer.evaluations.report = monitor.evaluation
+        trainer.evaluations.reported = monitor.evaluated
     trainer.timer.pop()  # steps are timed from here on
     for number in (signal.SIGTERM, signal.SIGINT):  # until now there was nothing to save
         signal.signal(number, rank.stop)
@@ -178,7 +179,9 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
         checkpoints=CheckpointManager(
             rank.job / "checkpoints", mesh, layout=mesh.layout(), keep=config.trainer.max_checkpoints_to_keep
         ),
-        evaluations=control.Evaluations(explorer, config.explorer, report=lambda result: None),
+        evaluations=control.Evaluations(
+            explorer, config.explorer, report=lambda result: None, alone=config.deterministic
+        ),
         log_step=lambda step, metrics, experiences: None,
         token_loss=token_loss(str(config.algorithm.policy_loss_fn), config.algorithm.policy_loss_fn_args),
         sync_interval=config.synchronizer.sync_interval,

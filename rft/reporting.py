@@ -9,7 +9,7 @@ from typing import Any
 
 from rft.config import Config
 from rft.experience import EvalResult, Experience
-from rft.monitor.sinks import build
+from rft.monitor.sinks import build, read_metrics
 
 
 class StepReporter:
@@ -19,6 +19,8 @@ class StepReporter:
         self.monitor = build(config.monitor, job, config.project, config.name, config.trainer.total_steps, step)
         self.num_samples = config.monitor.num_samples
         self.tokenizer = tokenizer
+        rows = read_metrics(job / "metrics.jsonl")  # only what the resumed attempts keep: `build` has cut the rest
+        self.evaluated = {row["step"] for row in rows if any(name.startswith("eval/") for name in row)}
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)

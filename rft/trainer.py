@@ -1,13 +1,14 @@
 """The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ only in max_staleness.
 
-    feed.next ──► policy.train_step ──► publisher.start ──► checkpoint if due ──► evaluate if due ──► metrics
+    feed.next ──► policy.train_step ──► publisher.start ──► metrics ──► evaluate if due ──► checkpoint if due
     (waits for      (before the optimizer       (weights of version step+1 stream out while the
      its batch)      changes weights: waits      next step computes)
                      for the last push)
 
 Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the optimizer
 changes weights, for the previous push of those weights. Invariant: `step` is the policy version on every rank, in the
-engines, in the checkpoint and on the metrics' axis.
+engines, in the checkpoint and on the metrics' axis. What a step tells is written down before its checkpoint can exist: a
+process that dies between the two resumes before the step and tells it again, instead of never.
 """
 
 from collections import deque
@@ -67,12 +68,12 @@ class Trainer:
             if step % self.sync_interval == 0:
                 self._publish(step)
             self.feed.consumed(step - 1)
-            with self._doing("checkpoint"):
-                self._save(step, due=self.config.save_interval > 0 and step % self.config.save_interval == 0)
-            self._evaluate(step)
             self.log_step(
                 step, {**batch.metrics, **metrics, **self.publisher.last, **self.timer.pop()}, batch.experiences
             )
+            self._evaluate(step)
+            with self._doing("checkpoint"):
+                self._save(step, due=self.config.save_interval > 0 and step % self.config.save_interval == 0)
         return self._finish(step)
 
     def _publish(self, step: int) -> None:
@@ -107,6 +108,8 @@ class Trainer:
 
     def _evaluate(self, step: int, startup: bool = False) -> None:
         with self._doing("eval"):
+            if self.evaluations.alone:
+                self.publisher.wait()
             self.evaluations.at_startup(step) if startup else self.evaluations.if_due(step)
 
     def _finish(self, step: int) -> int:

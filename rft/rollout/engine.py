@@ -116,7 +116,7 @@ class RolloutEngine:
             "enforce_eager": self.rollout.enforce_eager,
             "seed": self.seed,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after temperature, top-k, top-p
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": self.rollout.enable_prefix_caching,
             "disable_log_stats": True,
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
             "worker_extension_cls": WORKER_EXTENSION,

@@ -7,6 +7,10 @@
 Consumes tasks from its cursor on; waits for a slot (the buffer's staleness rule) and for a runner (its own concurrency
 limit). Invariant: the buffer knows a group before its first token is sampled and has it durably before it counts as done,
 so a group is either finished, or failed and counted, or handed out again after a restart.
+
+A deterministic run adds: every request has a seed of its own, made of the run's seed, the task and the request's number, and
+`hold` ends what is being sampled before a trainer that came back publishes its weights: each group is sampled whole, from
+one version, with the same seeds however often it starts.
 """
 
 import asyncio
@@ -14,7 +18,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
+import xxhash
 
 from rft.buffer.render import end_of_turn, render_prompt
 from rft.buffer.taskset import Taskset
@@ -47,13 +53,14 @@ class Explorer:
 
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
-        engines: dict[str, Any], buffer: Any | None, batch_size: int,
+        engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None,
     ):  # fmt: skip
         self.config = config
         self.model = model
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
+        self.seed = seed  # of a deterministic run
         self.pool = EnginePool(engines)
         self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
@@ -61,6 +68,9 @@ class Explorer:
         self.runners = asyncio.Semaphore(config.runner_per_model * len(engines))
         self.broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
         self.groups: set[asyncio.Task[None]] = set()
+        self.sampling: set[asyncio.Task[list[Experience]]] = set()  # what `hold` ends: nothing of it is stored yet
+        self.holds = 0  # a group that was admitted before the last one has to be admitted again
+        self.may_sample = asyncio.Event()
         self.exploring: asyncio.Task[None] | None = None
         self.is_open = asyncio.Event()
         self.phase = "starting"
@@ -93,9 +103,22 @@ class Explorer:
 
     async def explore(self) -> None:
         """Start exploring in the background; calling it again (a trainer that came back) changes nothing."""
+        self.may_sample.set()
         if self.exploring is None:
             self.exploring = asyncio.create_task(self._explore())
             self.exploring.add_done_callback(self._settle)
+
+    async def hold(self) -> None:
+        """End all sampling until `explore` is called: a trainer attached to the buffer and will publish what it resumed from.
+
+        The groups stay unfinished; each waits until the buffer admits it again, at the version that it belongs to.
+        """
+        self.may_sample.clear()
+        self.holds += 1
+        ended = list(self.sampling)
+        for job in ended:
+            job.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
 
     async def finished(self) -> None:
         """Return when the taskset is exhausted and every group is stored or failed."""
@@ -107,22 +130,31 @@ class Explorer:
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
         for group, task in start["reissue"]:  # left unfinished by an earlier process: the same numbers, sampled again
-            await self.buffer.readmit.remote(self.config.name, group)
-            await self._launch(group, decode(task, Task))
+            await self._launch(group, decode(task, Task), await self._readmit(group))
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         for task in self.taskset:
+            holds = self.holds
             group = await self.buffer.admit.remote(self.config.name, encode(task), self.taskset.cursor)
             if group is None:  # enough groups for the last step were admitted
                 break
-            await self._launch(group, task)
+            await self._launch(group, task, holds)
         await asyncio.gather(*self.groups)
         await self.buffer.input_done.remote(self.config.name)
         self.phase = "done"
 
-    async def _launch(self, group: int, task: Task) -> None:
+    async def _readmit(self, group: int) -> int:
+        """Wait until an unfinished group may start anew; returns the number of holds before that."""
+        while True:
+            await self.may_sample.wait()
+            holds = self.holds
+            await self.buffer.readmit.remote(self.config.name, group)
+            if holds == self.holds:
+                return holds
+
+    async def _launch(self, group: int, task: Task, holds: int) -> None:
         await self.runners.acquire()
-        job = asyncio.create_task(self._run_group(group, task))
+        job = asyncio.create_task(self._run_group(group, task, holds))
         self.groups.add(job)
         job.add_done_callback(self._group_done)
 
@@ -140,10 +172,10 @@ class Explorer:
         if not self.broken.done():
             self.broken.set_exception(error if isinstance(error, AllTasksFail) else RuntimeError(one_line(error)))
 
-    async def _run_group(self, group: int, task: Task) -> None:
+    async def _run_group(self, group: int, task: Task, holds: int) -> None:
         """Run one task with retries inside one total time; store what came out or count the failure."""
         try:
-            experiences = await self._attempts(group, task)
+            experiences = await self._sample(group, task, holds)
         except EngineDied:  # not the task's fault: it stays unfinished, and the next attempt at the run does it again
             raise
         except Exception as error:  # a user's workflow may raise anything: it costs its own group, counted, not the run
@@ -155,6 +187,21 @@ class Explorer:
             return
         self.failures = 0
         await self.buffer.put.remote(group, encode(experiences))
+
+    async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
+        """`_attempts`, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
+        while True:
+            if holds != self.holds:
+                holds = await self._readmit(group)
+            job = asyncio.create_task(self._attempts(group, task))
+            self.sampling.add(job)
+            try:
+                return await job
+            except asyncio.CancelledError:
+                if holds == self.holds or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+            finally:
+                self.sampling.discard(job)
 
     async def _attempts(self, group: int, task: Task) -> list[Experience]:
         """At most 1 + max_retry_times attempts, all together within max_timeout seconds (then cancelled: W33)."""
@@ -177,7 +224,7 @@ class Explorer:
         raise AssertionError("unreachable: the loop returns or raises")
 
     async def _run_workflow(self, group: int, task: Task, attempt: int) -> list[Experience]:
-        context = Context(self, f"{task.id}/g{group}/a{attempt}")
+        context = Context(self, f"{task.id}/g{group}/h{self.holds}/a{attempt}", f"{self.seed}/{task.id}/{attempt}")
         try:
             experiences = await workflows.run(task, context)
         except asyncio.CancelledError as error:
@@ -244,9 +291,10 @@ class Explorer:
 class Context:
     """What a workflow may do: render, generate, decode, score. One per attempt at a task."""
 
-    def __init__(self, explorer: Explorer, request: str):
+    def __init__(self, explorer: Explorer, request: str, stream: str):
         self.explorer = explorer
         self.request = request
+        self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
         self.calls = 0
 
     def render(self, task: Task) -> list[int]:
@@ -258,6 +306,8 @@ class Context:
         if len(prompt) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
             return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
         self.calls += 1
+        if self.explorer.seed is not None and sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{self.calls}"))
         return await self.explorer.pool.generate(
             GenerateRequest(
                 request_id=f"{self.request}/{self.calls}",
@@ -273,6 +323,11 @@ class Context:
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
         return await self.explorer.rewards.score([(task, response) for response in responses])
+
+
+def seed_of(text: str) -> int:
+    """Unlike Python's own hash, the same in every process; fits a signed 64-bit number."""
+    return xxhash.xxh3_64_intdigest(text) >> 1
 
 
 def summarise(
