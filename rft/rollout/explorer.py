@@ -327,7 +327,7 @@ class Context:
 
 def seed_of(text: str) -> int:
     """Unlike Python's own hash, the same in every process; fits a signed 64-bit number."""
-    return xxhash.xxh3_64_intdigest(text) >> 1
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def summarise(

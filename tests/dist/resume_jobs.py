@@ -1,0 +1,69 @@
+"""What the ranks of test_resume_bitwise.py do: train, save, train on; load into another policy, train on the same."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jobs import TIMEOUT_S, part_of
+from rows import make_rows
+
+from rft import device as devices
+from rft.algorithm.losses import token_loss
+from rft.checkpoint.manager import CheckpointManager
+from rft.config import MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.megatron.mesh import Mesh
+from rft.megatron.policy import Policy
+
+BEFORE, AFTER = 2, 2  # steps, on either side of the save
+SCHEDULE = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", lr_warmup_steps=2, weight_decay=0.1)
+
+
+def save_and_wait(manager: CheckpointManager, step: int, policy: Policy, loop: dict[str, Any]) -> None:
+    """Return when the checkpoint is committed."""
+    manager.save(step, policy, loop)
+
+
+def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any) -> dict[str, Any]:
+    """Both ends as this rank saw them. The second policy starts from other weights and another seed: all of it must be read."""
+    sizes = MegatronConfig(**layout)
+    device = devices.choose("cpu")
+    device.activate()
+    mesh = Mesh(sizes, device, TIMEOUT_S)
+    loop = {"step": BEFORE, "journal": 17, "recent_losses": [0.1, 1 / 3]}
+    try:
+        trainer = TrainerConfig(megatron=sizes, dtype=dtype)
+        first = Policy(ModelConfig(model_path=path), trainer, SCHEDULE, mesh, 1, BEFORE + AFTER)
+        train(first, range(BEFORE))
+        manager = CheckpointManager(Path(root), mesh, layout=mesh.layout(), keep=2)
+        save_and_wait(manager, BEFORE, first, loop)
+        wanted = ending(first)
+        first.close()
+        second = Policy(ModelConfig(model_path=other), trainer, SCHEDULE, mesh, 2, BEFORE + AFTER)
+        read = CheckpointManager(Path(root), mesh, layout=mesh.layout(), keep=2).load(second)
+        found = ending(second)
+        second.close()
+        return {"loop": (read, loop), "steps": (found, wanted)}
+    finally:
+        mesh.close()
+
+
+def ending(policy: Policy) -> dict[str, Any]:
+    """Train the steps after the save: metrics, then every tensor as bytes, the small state, and what each generator says next."""
+    metrics = train(policy, range(BEFORE, BEFORE + AFTER))
+    snapshot = policy.snapshot()
+    pieces = {
+        (p.key, p.offset, p.flat): p.tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for p in snapshot.pieces
+    }
+    draws = (torch.rand(3).tolist(), np.random.random(3).tolist())
+    return {"metrics": metrics, "pieces": pieces, "small": snapshot.small, "draws": draws}
+
+
+def train(policy: Policy, steps: range) -> list[dict[str, float]]:
+    """One step each on rows of its own. Every step draws from the generators: a loss with noise would, and must resume too."""
+    losses = []
+    for step in steps:
+        assert policy.step == step
+        torch.rand(1), np.random.random()
+        losses.append(policy.train_step(part_of(policy, make_rows(16, seed=step)), token_loss("ppo", {}), lambda: None))
+    return losses

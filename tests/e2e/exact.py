@@ -1,0 +1,108 @@
+"""Whether two deterministic runs are one and the same, bit by bit, and how to kill one of them at given steps.
+
+In: the arguments of a run that is left alone and of one that is not. Out: nothing, or an assertion that names the first
+step at which their curves or the experiences they trained on differ.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rft.buffer.progress import Stored
+from rft.experience import Experience, decode
+
+from runs import START_S, History, Run, metrics, overrides, train
+
+# What a run takes depends on the machine, and whether it was killed; all else must be the same number.
+OWN = ("time", "sync/", "tokens_per_s", "sample/replayed")
+RANK, EVERYTHING = "rank", "everything"
+
+
+def deterministic(root: Path, name: str, assets: Path, *more: str) -> list[str]:
+    """A small deterministic run that evaluates now and then, and whose ranks may come back."""
+    evaluation = f"{{name: held_out, path: {assets / 'eval.jsonl'}, format: {{prompt_type: plaintext}}}}"
+    return overrides(
+        root, name, assets, "deterministic=true", "trainer.max_restarts=100", "explorer.eval_interval=3",
+        f"buffer.explorer_input.eval_tasksets=[{evaluation}]", "algorithm.optimizer.lr_scheduler_type=linear",
+        "algorithm.optimizer.lr=1e-3", *more,
+    )  # fmt: skip
+
+
+def run_whole(arguments: list[str]) -> None:
+    with train(*arguments) as run:
+        assert (run.end(), run.errors()) == (0, "")
+
+
+def run_killed(arguments: list[str], kills: list[tuple[int, str]]) -> None:
+    """Run to a good end, but kill -9 RANK or EVERYTHING when each of these steps was told; after the latter start it again."""
+    left = list(kills)
+    while left:
+        with train(*arguments) as run:
+            _lose_ranks(run, left)
+            if left:
+                run.wait_step(left.pop(0)[0])
+                run.kill_everything()
+            else:
+                assert (run.end(), run.errors()) == (0, "")
+                return
+    run_whole(arguments)
+
+
+def _lose_ranks(run: Run, left: list[tuple[int, str]]) -> None:
+    """Kill the trainer rank as often as comes next in `left`; the rest of the run lives on, and starts it again."""
+    killed: set[psutil.Process] = set()
+    while left and left[0][1] == RANK:
+        run.wait_step(left.pop(0)[0])
+        rank = _next_rank(run, killed)
+        rank.kill()
+        killed.add(rank)
+
+
+def _next_rank(run: Run, killed: set[psutil.Process]) -> psutil.Process:
+    """The rank that is there now: a line may still come from one that was killed, just before its successor is started."""
+    deadline = time.monotonic() + START_S
+    while True:
+        family = run.family()
+        found = [p for p in family if p not in killed and " -m rft.rank " in f" {' '.join(_command(p))} "]
+        if found:
+            return found[0]
+        assert time.monotonic() < deadline, "no rank was started again"
+        psutil.wait_procs(family, timeout=0.1)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def curve(job: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl, in the order written, without what is this run's own."""
+    return [{name: v for name, v in row.items() if not name.startswith(OWN)} for row in metrics(job)]
+
+
+def trained(job: Path, steps: int) -> list[list[Experience]]:
+    """The experiences of every step; fails unless each step has one batch and no experience is in two."""
+    history = History(job / "buffer" / "experience_buffer")
+    history.check_exactly_once(steps)
+    stored = {record.group: decode(record.experiences, list[Experience]) for record in history.of(Stored)}
+    return [
+        [e for group in history.progress.leases[step].groups for e in stored[group.number]] for step in range(steps)
+    ]
+
+
+def assert_same(job: Path, reference: Path, steps: int) -> None:
+    """One step after the other, so that a failure names the first that differs."""
+    found, wanted = trained(job, steps), trained(reference, steps)
+    for step in range(steps):
+        assert found[step] == wanted[step], f"step {step} was trained on something else"
+    assert_same_curve(job, reference)
+
+
+def assert_same_curve(job: Path, reference: Path) -> None:
+    assert [row["step"] for row in curve(job)] == [row["step"] for row in curve(reference)]
+    for mine, theirs in zip(curve(job), curve(reference), strict=True):
+        assert mine == theirs, f"step {mine['step']} has other metrics"
