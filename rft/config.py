@@ -174,6 +174,24 @@ class MegatronConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    storage: Optional[str] = None  # URL that fsspec knows, like s3://bucket/prefix; default: <job>/checkpoints
+    staging: str = (
+        "auto"  # lazy: copy beside the next step | eager: copy before it | auto: measured over the first saves
+    )
+    when_busy: str = "wait"  # wait | skip | newest_wins: what a save does while both slots are in use
+    host_memory_gb: Optional[float] = None  # for staging, per rank; default: twice the rank's part of a checkpoint
+    rate_limit_mb: float = 0.0  # MB/s that one rank writes at most; 0: no limit
+    agent_deadline_s: float = 600.0  # for writing one checkpoint, also after the trainer is gone
+    lease_s: float = 5.0  # after this the next rank's agent commits what the one before has not
+    keep_every: int = 0  # also keep checkpoints of steps that this divides; 0: none
+    keep_best: int = 0  # also keep the best ones by best_metric
+    best_metric: Optional[str] = None  # a metric of evaluations, like eval/held_out/accuracy
+    best_mode: str = "max"  # max | min
+    max_gb: float = 0.0  # all checkpoints together; 0: no limit
+
+
+@dataclass
 class TrainerConfig:
     name: str = "trainer"
     trainer_type: str = "megatron"
@@ -185,8 +203,12 @@ class TrainerConfig:
     grad_clip: float = 1.0
     max_token_len_per_gpu: int = 16384  # tokens of one packed microbatch
     save_interval: int = 0  # steps; 0: only at the end
+    save_strategy: str = (
+        "unrestricted"  # unrestricted | single_node | single_process | single_thread: who writes at a time
+    )
     max_checkpoints_to_keep: int = 2  # 0: all
     save_hf_checkpoint: str = "last"  # last | always | never
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     max_restarts: int = 0  # how often dead ranks are started again
     collective_timeout: float = 1800.0  # seconds
 

@@ -4,9 +4,10 @@ In: the `device` key of the config ("auto", "cpu", "cuda") and this rank's local
 handed to whoever needs it and printed once at start. No other file of rft may name a device or a backend.
 """
 
+import ctypes
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +40,95 @@ class Device:
         else:
             torch.set_num_threads(self.threads)
 
+    def pin(self, address: int, size: int) -> None:
+        """Page-lock host memory that CUDA did not allocate, so that copies to it run beside the computation."""
+        import torch
+
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if code:
+            raise RuntimeError(
+                f"cudaHostRegister of {size / 1e9:.1f} GB failed with code {code}; lower trainer.checkpoint.host_memory_gb"
+            )
+
+    def unpin(self, address: int) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def copier(self) -> "Copier":
+        return CudaCopier(self) if self.kind == "cuda" else HostCopier()
+
     def describe(self) -> str:
         place = f"{self.kind}:{self.index}" if self.kind == "cuda" else f"cpu, {self.threads} thread(s)"
         return f"{place}, collectives over {self.backend}"
+
+
+class Copier(Protocol):
+    """Copies tensors to host memory beside the computation that goes on."""
+
+    def begin(self) -> None:
+        """Called in the computing thread: copies see what has been computed until now, and nothing later."""
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+        """`target`: contiguous bytes on the host, as many as `source` has. May return before the copy is done."""
+
+    def fence(self) -> None:
+        """Called in the computing thread: whatever is computed from now on comes after the copies. Need not block it."""
+
+    def finish(self) -> None:
+        """Returns when all copies are done."""
+
+
+class HostCopier:
+    """Tensors in host memory: plain memory copies, without the interpreter's lock. They are never taken by reference."""
+
+    def begin(self) -> None: ...
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+        import torch
+
+        flat = source.detach().contiguous()
+        if flat.device.type != "cpu":
+            flat = flat.cpu()
+        assert target.dtype == torch.uint8 and target.numel() == flat.nbytes
+        ctypes.memmove(target.data_ptr(), flat.data_ptr(), flat.nbytes)
+
+    def fence(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class CudaCopier:
+    """A stream of its own. The next change of the weights waits for it on the device; the CPU does not."""
+
+    def __init__(self, device: Device):
+        import torch
+
+        self._device = device.torch
+        self._stream = torch.cuda.Stream(self._device)
+        self._done = torch.cuda.Event()
+
+    def begin(self) -> None:
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            flat = source.detach().contiguous()
+            flat.record_stream(self._stream) if flat.is_cuda else None
+            target.copy_(flat.reshape(-1).view(torch.uint8), non_blocking=True)
+        self._done.record(self._stream)
+
+    def fence(self) -> None:
+        import torch
+
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def finish(self) -> None:
+        self._done.synchronize()
 
 
 def choose(kind: str = "auto", index: int = 0, threads: int = 1) -> Device:

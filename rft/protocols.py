@@ -16,25 +16,31 @@ if TYPE_CHECKING:
 class Piece:
     """One tensor of this rank's training state, by reference (its bytes change at the next optimizer step).
 
-    `key` is unique over the run, not only in this rank, unless two ranks hold the same replica (`replica > 0`: somebody
-    else writes it). `global_shape` and `offset` place it in the whole tensor; a flat shard of the distributed optimizer
-    has `flat=(start, stop)`, a range of elements of the flattened tensor `key`.
+    It is the box [offset, offset + shape) of the whole tensor `key` of `global_shape`; with `flat=(start, stop)` only those
+    elements of that box, flattened (a range of the distributed optimizer). `shape` is left out where it is the tensor's own.
+    Ranks that hold equal pieces hold equal bytes, and one of them stores them. `stored=False`: others hold the same
+    elements in another cut and store them; this piece is only filled when a checkpoint is loaded.
     """
 
     key: str
     tensor: "torch.Tensor"
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    replica: int = 0
+    shape: tuple[int, ...] | None = None
     flat: tuple[int, int] | None = None
+    stored: bool = True
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All training state of one rank at one step: big tensors by reference, small objects already serialised to bytes."""
+    """All training state of one rank at one step: big tensors by reference, small objects already serialised to bytes.
+
+    `small` is the same on every rank, `local` this rank's own: it comes back only in the layout that wrote it.
+    """
 
     pieces: list[Piece]
     small: dict[str, bytes] = field(default_factory=dict)
+    local: dict[str, bytes] = field(default_factory=dict)
 
 
 class Snapshotable(Protocol):
@@ -44,7 +50,10 @@ class Snapshotable(Protocol):
         """Describe this rank's state. No collective, no copy of big tensors."""
 
     def restore(self, small: dict[str, bytes]) -> None:
-        """Called after the manager has filled every piece's tensor in place: re-load RNG, schedule, counters."""
+        """Called after every piece's tensor was filled in place: take over counters and, where given, generators.
+
+        `small` holds what `snapshot` gave as `small` and, in the layout that wrote the checkpoint, as `local`.
+        """
 
 
 @dataclass(frozen=True)

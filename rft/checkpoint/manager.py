@@ -1,24 +1,46 @@
-"""Save and load the training state of one step: every rank's pieces and the loop's own state, in one commit.
+"""The trainer's side of checkpoints: what to save is staged here, everything after that happens in the agents.
 
-In: a `Snapshotable` (the policy) and a small dictionary of loop state (step, journal position, run epoch). Out: directories
-`step_N/` with a manifest. Invariant: the manifest is written after every rank's receipt, the directory gets its name after
-the manifest is on disk, and loading takes only what the manifest and every hash confirm.
+    start (once, collective): who stores what ─► slots ─► agent save ─► snapshot, begin to copy, return
+    before_update ─► until the copies are made      poll ─► what became of it
 
-Collective order: `save` and `load` are called by every rank, together.
+In: a `Snapshotable` (the policy) and the loop's own state. Out: committed directories (`rft.checkpoint.storage`).
+Invariant: all that a checkpoint holds is of one step, and every rank calls `save` for the same steps in the same
+order; beyond that a save needs no collective, and no work of the training process after the copies.
 """
 
-import json
 import logging
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rft.checkpoint import shards
-from rft.checkpoint.shards import Damaged
-from rft.checkpoint.store import Store, write_json
+from rft.checkpoint import commit, layout, restore
+from rft.checkpoint.arena import Slot
+from rft.checkpoint.layout import Claim, claim_of
+from rft.checkpoint.link import AGENT, Link
+from rft.checkpoint.records import (
+    Begin,
+    Committed,
+    Export,
+    Exported,
+    Failed,
+    Freed,
+    Output,
+    Region,
+    Report,
+    Retained,
+    Retention,
+    Settings,
+)
+from rft.checkpoint.staging import Choice, Slots, Stager
+from rft.checkpoint.storage import WEIGHTS, open_storage
+from rft.config import TrainerConfig
+from rft.device import Device, choose
 from rft.protocols import Snapshotable
 
-FORMAT = 1
 log = logging.getLogger(__name__)
+PAGE = 2**21
 
 
 class Collective(Protocol):
@@ -30,117 +52,264 @@ class Collective(Protocol):
     def barrier(self, name: str) -> None: ...
 
 
+@dataclass(frozen=True)
+class Plan:
+    """This rank's part of every checkpoint. `order`: positions of the stored pieces in a snapshot."""
+
+    order: list[int]
+    regions: list[Region]
+    layout: str
+    weight_regions: list[Region]
+    weight_layout: str
+
+
+@dataclass
+class Outcome:
+    """What is known of one save. `open`: collections that are neither committed nor failed."""
+
+    step: int
+    open: set[str]
+    exporting: bool = False
+    cause: str = ""
+
+
+@dataclass
+class Status:
+    """Counts for the metrics."""
+
+    committed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0  # of the last commit, from its first byte
+
+
 class CheckpointManager:
-    """Synchronous checkpoints with atomic commit, verification on load and fall-back to the one before."""
+    """One per rank. `control`: local directory of run epochs and locks; `about`: what `show` prints, with the `layout`."""
 
-    def __init__(self, root: Path, ranks: Collective, layout: dict[str, int], keep: int):
-        self.store = Store(root)
+    def __init__(
+        self, root: Path | str, ranks: Collective, trainer: TrainerConfig, *, control: Path | None = None, epoch: int
+        = 1, device: Device | None = None, about: dict[str, Any] | None = None, log_dir: Path | None = None, agent:
+        tuple[str, ...] = AGENT,
+    ):  # fmt: skip
+        self.storage = open_storage(root)
         self.ranks = ranks
-        self.layout = layout
-        self.keep = keep
-        self.newest: int | None = None  # step of the last save or load of this process
-
-    @property
-    def oldest(self) -> dict[str, Any] | None:
-        """Loop state of the oldest committed checkpoint, at rank 0: nothing before it will be asked for again."""
-        steps = self.store.steps() if self.ranks.rank == 0 else []
-        return self._loop(steps[0]) if steps else None
-
-    def save(self, step: int, policy: Snapshotable, loop: dict[str, Any]) -> Path:
-        """Write and commit step; returns its directory on every rank. An error on any rank fails the save on all."""
-        directory = Path(self.ranks.broadcast(str(self.store.begin(step)) if self.ranks.rank == 0 else None))
-        failure, digest = None, ""
-        try:
-            digest = shards.write(directory, self.ranks.rank, policy.snapshot())
-        except OSError as error:
-            failure = f"rank {self.ranks.rank} cannot write {directory}: {error}"
-        outcomes = self.ranks.gather((failure, digest))
-        if outcomes is not None:
-            failures = [f for f, _ in outcomes if f]
-            if not failures:
-                receipts = {f"r{rank:05d}": d for rank, (_, d) in enumerate(outcomes)}
-                manifest = {"format": FORMAT, "step": step, "layout": self.layout, "receipts": receipts, "loop": loop}
-                write_json(directory / "MANIFEST.json", manifest)
-                self.store.commit(directory, step)
-                self.store.retire(self.keep)
-            failure = "; ".join(failures)
-        failure = self.ranks.broadcast(failure)
-        if failure:
-            raise RuntimeError(f"checkpoint of step {step} failed: {failure}")
-        self.newest = step
-        return self.store.path(step)
+        self.trainer = trainer
+        self.config = trainer.checkpoint
+        self.control = control or Path(str(root)) / "control"
+        self.epoch = epoch
+        self.device = device or choose("cpu")
+        self.about = about or {}
+        self.log_dir = log_dir
+        self.status = Status()
+        self.newest: int | None = None  # step of the newest checkpoint that this process has loaded or seen committed
+        self.requested: int | None = None  # step of the last save or load
+        self.oldest: dict[str, Any] | None = None  # rank 0: loop state of the oldest one
+        self.scores: dict[int, float] = {}
+        self._agent = agent
+        self._saves = 0
+        self._outcomes: dict[str, Outcome] = {}
+        self._news: list[Report] = []
+        self._changed = threading.Condition()
+        self._choice = Choice(self.config.staging)
+        self._link: Link | None = None
 
     def load(self, policy: Snapshotable) -> dict[str, Any] | None:
-        """Restore the newest good checkpoint into `policy` and return its loop state; None when there never was one.
+        """Restore the newest good checkpoint; its loop state, or None when there never was one. See `rft.checkpoint.restore`."""
+        if self.ranks.rank == 0:
+            self.storage.prepare()
+            restore.sweep(self.storage)
+        found = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
+        if found is None:
+            return None
+        self.newest = self.requested = found["step"]
+        self.scores = {int(step): value for step, value in found.pop("scores", {}).items()}
+        if self.ranks.rank == 0:
+            self.oldest = commit.read_manifest(self.storage, commit.list_entries(self.storage)[0].path).loop
+        return found
 
-        A damaged checkpoint is quarantined, named, and the one before is taken. Raises when only damaged ones exist or
-        when the newest was written in another layout.
+    def start(self, policy: Snapshotable) -> None:
+        """Agree on who stores what, reserve memory, start the agent. The only collective besides `load`; before the first step.
+
+        Raises ValueError when the memory cannot hold the largest piece.
         """
         if self.ranks.rank == 0:
-            self.store.sweep()
-        rejected: list[str] = []
-        while True:
-            step = self.ranks.broadcast(max(self.store.steps(), default=None) if self.ranks.rank == 0 else None)
-            if step is None:
-                return self._nothing(rejected)
-            manifest = self.ranks.broadcast(self._manifest(step) if self.ranks.rank == 0 else None)
-            failure = "MANIFEST.json does not parse" if manifest is None else self._read(step, manifest, policy)
-            if failure is None and manifest is not None:
-                self.newest = step
-                log.info("resumed from %s", self.store.path(step))
-                return manifest["loop"]
-            rejected.append(failure)
-            if self.ranks.rank == 0:
-                log.error("checkpoint rejected, set aside at %s: %s", self.store.quarantine(step), failure)
-            self.ranks.barrier("checkpoint quarantine")
+            self.storage.prepare()
+        self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
+        total = layout.extent(self._plan.regions)
+        size = total
+        if self.config.host_memory_gb is not None:
+            size = min(total, int(self.config.host_memory_gb * 1e9) // 2)
+        size = max(PAGE, -(-size // PAGE) * PAGE)
+        slots = Slots([Slot(number, size, self.device) for number in range(2)])
+        self._stager = Stager(slots, self._plan.regions, total, self.device.copier(), self.config.agent_deadline_s)
+        settings = Settings(
+            root=self.storage.where, control=str(self.control), rank=self.ranks.rank, world=self.ranks.world,
+            epoch=self.epoch, slots=[slot.descriptor for slot in slots.all], slot_bytes=size,
+            strategy=self.trainer.save_strategy, rate_limit=self.config.rate_limit_mb * 1e6,
+            deadline_s=self.config.agent_deadline_s, lease_s=self.config.lease_s,
+        )  # fmt: skip
+        log_path = self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
+        self._link = Link(settings, self._hear, log_path, self._agent)
+        log.info("checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB", total / 1e9, size / 1e9)
 
-    def _read(self, step: int, manifest: dict[str, Any], policy: Snapshotable) -> str | None:
-        """Fill the policy from step on every rank; the first damage that any rank found, or None.
+    def _agree(self, claims: list[Claim]) -> Plan:
+        listed = self.ranks.gather([_plain(claim) for claim in claims])
+        chosen = None
+        if listed is not None:
+            everyone = [[Claim(*_shaped(entry)) for entry in found] for found in listed]
+            positions = layout.assign(everyone)
+            placed = [layout.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)]
+            weights = [[r for r in found if r.key.startswith(layout.MODEL)] for found in placed]
+            chosen = [positions, layout.digest(placed), layout.digest(weights)]
+        positions, whole, weights_only = self.ranks.broadcast(chosen)
+        mine = sorted(positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(layout.MODEL))
+        regions = layout.place([claims[p] for p in mine])
+        return Plan(mine, regions, whole, [r for r in regions if r.key.startswith(layout.MODEL)], weights_only)
 
-        State of another model is no damage: it raises, on every rank, and nothing is set aside.
+    def save(
+        self, step: int, policy: Snapshotable, loop: dict[str, Any], *, full: bool = True, weights: bool = False,
+        export: Export | None = None,
+    ) -> bool:  # fmt: skip
+        """Begin to save `step`: everything (`full`), the model alone (`weights`), or both of one staging.
+
+        Returns at once unless staging is eager; False if the save was skipped because both slots are in use.
         """
-        damage = mismatch = None
-        mine = f"r{self.ranks.rank:05d}"
-        directory = self.store.path(step)
-        try:
-            shards.read(directory, manifest["receipts"], policy.snapshot())
-            small = shards.load_receipt(directory, mine, manifest["receipts"][mine])["small"]
-        except shards.Mismatch as error:
-            mismatch = str(error)
-        except (Damaged, OSError) as error:
-            damage = str(error)
-        gathered = self.ranks.gather((mismatch, damage))
-        first = [next(filter(None, found), None) for found in zip(*gathered, strict=True)] if gathered else None
-        mismatch, damage = self.ranks.broadcast(first)
-        if mismatch:
-            raise ValueError(mismatch)
-        if damage is None:
-            policy.restore({name: bytes.fromhex(value) for name, value in small.items()})
-        return damage
+        assert self._link is not None, "start() comes before the first save"
+        identity = f"e{self.epoch:04d}n{self._saves:04d}"
+        self._saves += 1
+        outputs = [self._output(step, identity, collection) for collection in ([""] * full + [WEIGHTS] * weights)]
+        snapshot = policy.snapshot()
+        lead = self.ranks.rank == 0
+        begin = Begin(
+            id=identity, step=step, outputs=outputs, small=snapshot.small, local=snapshot.local,
+            loop=loop | {"step": step, "scores": self.scores} if lead else None, about=self.about if lead else None,
+            export=export if lead and full else None,
+        )  # fmt: skip
+        self.requested = step if full else self.requested
+        with self._changed:
+            exporting = begin.export is not None
+            self._outcomes[identity] = Outcome(step, {output.collection for output in outputs}, exporting)
+        self._stager.current.done.wait()
+        self._link.begin(begin)
+        if not self._make_room(identity):
+            return False
+        tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
+        self._stager.start(identity, tensors, self._link.window)
+        if self._choice.next() == "eager":
+            self._stager.await_copies()
+        return True
 
-    def _manifest(self, step: int) -> dict[str, Any] | None:
-        """The manifest, None when it is damaged; a good one that this run cannot use raises."""
-        path = self.store.path(step) / "MANIFEST.json"
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            return None
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"{path} has format {manifest['format']}; this rft reads {FORMAT}")
-        if manifest["layout"] != self.layout:
-            raise ValueError(
-                f"{path} was written with layout {manifest['layout']}, this run has {self.layout}: "
-                "use the same trainer.megatron sizes and trainer.num_ranks, or another name"
+    def _output(self, step: int, identity: str, collection: str) -> Output:
+        draft, final = commit.names_of(self.storage, collection, step, identity)
+        model = collection == WEIGHTS
+        regions = self._plan.weight_regions if model else self._plan.regions
+        config = self.config
+        keep = Retention(last=2) if model else Retention(
+            last=self.trainer.max_checkpoints_to_keep, every=config.keep_every, best=config.keep_best,
+            best_is_lowest=config.best_mode == "min", max_bytes=int(config.max_gb * 1e9), scores=dict(self.scores),
+        )  # fmt: skip
+        return Output(
+            collection=collection, draft=draft, final=final, regions=regions, bytes=layout.extent(regions),
+            layout=self._plan.weight_layout if model else self._plan.layout, retention=keep,
+        )  # fmt: skip
+
+    def _make_room(self, identity: str) -> bool:
+        """What `when_busy` says: leave it to the copying thread, give this save up, or an older one that still queues."""
+        assert self._link is not None
+        if self._stager.slots.is_free() or self.config.when_busy == "wait":
+            return True
+        step = self._outcomes[identity].step
+        if self.config.when_busy == "newest_wins":
+            queued = [key for key, outcome in self._outcomes.items() if outcome.open and key != identity]
+            self._link.drop(queued[-1], f"given up for the newer save of step {step}")
+            return True
+        self.status.skipped += 1
+        log.warning("save of step %d skipped: both slots are still being written", step)
+        self._link.drop(identity, "skipped: both slots were still being written")
+        return False
+
+    def before_update(self) -> float:
+        """To be called before weights change; returns when the last save's copies are made, with the seconds that took."""
+        waited = self._stager.await_copies()
+        self._choice.updated()
+        return waited
+
+    def poll(self) -> list[Report]:
+        """What has become known since the last call: Committed, Failed and Exported reports."""
+        with self._changed:
+            news, self._news = self._news, []
+        return news
+
+    def wait(self, step: int) -> None:
+        """Until the saves of `step` are committed (and exported). Raises RuntimeError when one failed."""
+        deadline = time.monotonic() + 2 * self.config.agent_deadline_s
+        with self._changed:
+            known = [outcome for outcome in self._outcomes.values() if outcome.step == step]
+            self._changed.wait_for(
+                lambda: not any(o.open or o.exporting for o in known), max(0.0, deadline - time.monotonic())
             )
-        return manifest
+        if failed := [outcome for outcome in known if outcome.cause]:
+            raise RuntimeError(f"checkpoint of step {step} failed: {failed[0].cause}")
+        if any(outcome.open or outcome.exporting for outcome in known):
+            raise RuntimeError(f"checkpoint of step {step} is not there after {2 * self.config.agent_deadline_s:g} s")
 
-    def _loop(self, step: int) -> dict[str, Any]:
-        return json.loads((self.store.path(step) / "MANIFEST.json").read_text(encoding="utf-8"))["loop"]
+    def metrics(self) -> dict[str, float]:
+        assert self._link is not None
+        return {
+            "checkpoint/committed": self.status.committed, "checkpoint/failed": self.status.failed,
+            "checkpoint/skipped": self.status.skipped, "checkpoint/commit_s": self.status.seconds,
+            "checkpoint/copy_s": self._stager.current.seconds, "checkpoint/agent_deaths": self._link.deaths,
+            "checkpoint/agent_ok": float(self._link.state == "ready"),
+        }  # fmt: skip
 
-    def _nothing(self, rejected: list[str]) -> None:
-        hint = self.store.latest_hint()
-        if hint or rejected:
-            raise FileNotFoundError(
-                f"{self.store.root}: LATEST names {hint}, but no good checkpoint is left ({'; '.join(rejected) or 'none found'}). "
-                "Restore one, or start anew with continue_from_checkpoint=false"
-            )
+    def close(self, deadline_s: float = 5.0) -> None:
+        """The agent finishes what it has, without us if it takes longer."""
+        if self._link is not None:
+            self._stager.current.done.wait()
+            self._link.close(deadline_s)
+            for slot in self._stager.slots.all:
+                slot.close()
+            self._link = None
+
+    def _hear(self, report: Report) -> None:
+        """Called by the link's thread."""
+        if isinstance(report, Freed):
+            self._stager.slots.give_back(report.slot)
+            return
+        if isinstance(report, Retained):
+            self.oldest = report.oldest
+            return
+        with self._changed:
+            if isinstance(report, Committed):
+                self._on_commit(report)
+            elif isinstance(report, Failed):
+                outcome = self._outcomes[report.id]
+                if not outcome.cause:
+                    self.status.failed += 1
+                    log.error("checkpoint of step %d failed, training goes on: %s", report.step, report.cause)
+                outcome.open, outcome.exporting, outcome.cause = set(), False, report.cause
+            elif isinstance(report, Exported):
+                for outcome in self._outcomes.values():
+                    if outcome.step == report.step:
+                        outcome.exporting, outcome.cause = False, report.cause
+            self._news.append(report)
+            self._changed.notify_all()
+
+    def _on_commit(self, report: Committed) -> None:
+        self._outcomes[report.id].open.discard(report.collection)
+        if report.collection:
+            return
+        self.status.committed += 1
+        self.status.seconds = report.seconds
+        self.newest = max(report.step, self.newest or 0)
+
+
+def _plain(claim: Claim) -> list[Any]:
+    """For the wire: tuples become lists there."""
+    flat = list(claim.flat) if claim.flat else None
+    return [claim.key, claim.dtype, list(claim.global_shape), list(claim.offset), list(claim.shape), flat, claim.stored]
+
+
+def _shaped(entry: list[Any]) -> list[Any]:
+    key, dtype, whole, offset, shape, flat, stored = entry
+    return [key, dtype, tuple(whole), tuple(offset), tuple(shape), tuple(flat) if flat else None, stored]

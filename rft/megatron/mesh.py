@@ -85,7 +85,7 @@ class Mesh:
         return self.pp_rank == self.pp - 1
 
     def layout(self) -> dict[str, int]:
-        """What a checkpoint must have been written with to be read by this mesh."""
+        """Sizes that say whether a checkpoint's own generators fit this mesh."""
         return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
 
     @_named

@@ -177,15 +177,21 @@ class Policy:
 
     def snapshot(self) -> Snapshot:
         """This rank's training state: big tensors by reference, valid until the next update."""
-        small = {"step": self.step, "updates": self.optimizer.counters(), "random": state.random_state(self.mesh)}
-        return Snapshot(state.pieces(self._shards, self.optimizer, self.mesh), {"policy": state.encode(small)})
+        counters = state.encode({"step": self.step, "updates": self.optimizer.counters()})
+        generators = state.encode(state.random_state(self.mesh))
+        found = state.pieces(self._shards, self.optimizer, self.dims)
+        return Snapshot(found, {"policy": counters}, {"generators": generators})
 
     def restore(self, small: dict[str, bytes]) -> None:
-        """Take over counters and generators after every tensor of `snapshot().pieces` was filled in place."""
+        """Take over counters and generators after every tensor of `snapshot().pieces` was filled in place.
+
+        In another layout than the one that was saved, generators keep the state that they were seeded with.
+        """
         values = state.decode(small["policy"])
         self.step = values["step"]
         self.optimizer.restore_counters(values["updates"])
-        state.set_random_state(values["random"], self.mesh)
+        if "generators" in small:
+            state.set_random_state(state.decode(small["generators"]), self.mesh)
 
     def blocks(self) -> list[Block]:
         return [slab.block for slab in self._slabs]

@@ -1,8 +1,12 @@
 """What a checkpoint holds of one rank: tensors by reference as `Piece`s, and small state as msgpack bytes.
 
-Keys count layers over the whole model. A tensor-parallel shard has its place (`offset`) in the concatenation of all
-shards, which is megatron's own order (gated MLP: gate and up of shard 0, then of shard 1). A range of the distributed
-optimizer is `flat` within the shard at that offset. Invariant: whoever has `replica` > 0 holds the same bytes as 0.
+    model/<hf name>      weights          master/<hf name>    fp32 weights, where they are memory of their own
+    exp_avg/<hf name>    Adam's moments   exp_avg_sq/<hf name>
+
+Every piece says where it lies in a *Hugging Face* tensor, by the segments of `rft.names`. So a checkpoint knows
+nothing of the layout that wrote it: any sizes of tensor, pipeline, data and context parallelism read it, padding rows
+are in none, and an export is a plain reading of `model/`. Nothing is gathered: a rank's range of the distributed
+optimizer is `flat` within such a segment.
 """
 
 import random
@@ -16,33 +20,49 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
 from rft.megatron.weights import Shard
+from rft.names import Dims, Segment, hf_shape
 from rft.protocols import Piece
 
 
-def pieces(shards: list[Shard], optimizer: Optimizer, mesh: Mesh) -> list[Piece]:
+def pieces(shards: list[Shard], optimizer: Optimizer, dims: Dims) -> list[Piece]:
     """Model parameters, fp32 masters where they are memory of their own, and Adam's moments."""
     by_parameter = {id(shard.parameter): shard for shard in shards}
     found = []
     for shard in shards:
-        shape, offset, tp_replica = _place(shard, mesh)
-        replica = tp_replica + mesh.tp * (mesh.dp_rank * mesh.cp + mesh.cp_rank)
-        found.append(Piece(f"model.{shard.name}", shard.parameter.detach(), shape, offset, replica))
-    for parameter, flat, state in optimizer.shards():
+        for segment in shard.segments:
+            found.append(_piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None, dims))
+    for parameter, (start, stop), state in optimizer.shards():
         shard = by_parameter[id(parameter)]
-        shape, offset, tp_replica = _place(shard, mesh)
-        for kind, tensor in state.items():
-            found.append(Piece(f"{kind}.{shard.name}", tensor.detach(), shape, offset, tp_replica, flat))
+        for segment in shard.segments:
+            first, last = _elements(shard, segment)
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                for kind, tensor in state.items():
+                    part = tensor.detach()[low - start : high - start]
+                    found.append(_piece(kind, shard, segment, part, (low - first, high - first), dims))
     return found
 
 
-def _place(shard: Shard, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Whole shape, this shard's offset, and its replica number among tensor-parallel ranks."""
-    local = tuple(shard.parameter.shape)
-    if shard.bound.kind == "replicated":
-        return local, (0,) * len(local), mesh.tp_rank
-    dim = 1 if shard.bound.kind == "row" else 0
-    shape = tuple(n * mesh.tp if i == dim else n for i, n in enumerate(local))
-    return shape, tuple(n * mesh.tp_rank if i == dim else 0 for i, n in enumerate(local)), 0
+def _cut(parameter: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return parameter.narrow(segment.dim, segment.local, segment.stop - segment.start)
+
+
+def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
+    """Range of the flattened parameter that a segment is: rows of it, or, cut by columns, all of it."""
+    if segment.dim == 1:
+        return 0, shard.parameter.numel()
+    row = shard.parameter[0].numel()
+    return segment.local * row, (segment.local + segment.stop - segment.start) * row
+
+
+def _piece(
+    kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None, dims: Dims
+) -> Piece:
+    name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
+    whole = hf_shape(shard.bound.kind, segment.part, name, dims)
+    offset = tuple(segment.start if d == segment.dim else 0 for d in range(len(whole)))
+    shape = tuple(segment.stop - segment.start if d == segment.dim else n for d, n in enumerate(whole))
+    return Piece(f"{kind}/{name}", tensor, whole, offset, shape, flat, stored=not shard.is_tied_copy)
 
 
 def random_state(mesh: Mesh) -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""The checkpoint agent: one small process per trainer rank that writes what is staged, and goes on when the trainer dies.
+
+    python -m rft.checkpoint.agent SOCKET_FD       (started by `rft.checkpoint.link` before the first step)
+
+    reader thread: messages ─► queue ─► main thread: write, receipt ─► watcher thread: commit, export
+    beat thread: says twice a second what the main thread does, so that a disk that hangs is told from an agent that is gone
+
+In: `Settings`, then `Begin`/`Window` messages; the bytes lie in shared memory (memfd) inherited by descriptor. Out: files, reports.
+No torch, no process group, no import of the training side. Invariant: what was staged (its last `Window` received) is written and
+committed also when the trainer is gone, within `deadline_s`; then this process ends.
+"""
+
+import logging
+import mmap
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rft.checkpoint import fence
+from rft.checkpoint.commit import Committer, Draft, abandon
+from rft.checkpoint.gate import Gate
+from rft.checkpoint.records import Beat, Begin, Close, Drop, Export, Exported, Failed, Freed, Ready, Settings, Window
+from rft.checkpoint.storage import Storage, open_storage
+from rft.checkpoint.wire import Wire
+from rft.checkpoint.writer import Pacer, Writer
+
+log = logging.getLogger(__name__)
+BEAT_S = 0.5
+LOOK_S = (
+    0.02  # between looks at a draft; receipts are files, because they must outlive every process, and files do not call
+)
+
+
+class Agent:
+    """State shared by the four threads. Each attribute has one writer."""
+
+    def __init__(self, wire: Wire, settings: Settings, storage: Storage):
+        self.wire = wire
+        self.settings = settings
+        self.storage = storage
+        self.slots = [mmap.mmap(fd, settings.slot_bytes, prot=mmap.PROT_READ) for fd in settings.slots]
+        self.gate = Gate(Path(settings.control), settings.strategy, settings.deadline_s)
+        self.pacer = Pacer(settings.rate_limit)
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.to_watch: queue.SimpleQueue[Writer | None] = queue.SimpleQueue()
+        self._queued: set[Window] = set()  # received, and not begun to be read by the main thread
+        self._lock = threading.Lock()
+        self.orphaned_at: float | None = None
+        self.doing, self.doing_since = "waiting", time.monotonic()
+        self._writers: dict[str, Writer] = {}
+        self._exports: list[threading.Thread] = []
+
+    def run(self) -> None:
+        """Until the trainer says Close or is gone, and all that was staged is committed."""
+        watcher = threading.Thread(target=self._watch, name="watcher")
+        watcher.start()
+        for loop in (self._read, self._beat):
+            threading.Thread(target=loop, daemon=True).start()
+        self.wire.send(Ready(pid=os.getpid()))
+        while isinstance(message := self.inbox.get(), Begin | Window | Drop):
+            self._handle(message)
+            self._now("waiting")
+        for writer in self._writers.values():  # begun and never staged as a whole
+            self._give_up(writer, f"rank {self.settings.rank} ended before this save was staged")
+        self.to_watch.put(None)
+        watcher.join()
+
+    def _read(self) -> None:
+        while (message := self.wire.receive()) is not None and not isinstance(message, Close):
+            with self._lock:
+                if isinstance(message, Window):
+                    self._queued.add(message)
+            if isinstance(message, Drop):
+                self._free_dropped(message.id)
+            self.inbox.put(message)
+        self.orphaned_at = time.monotonic()
+        self.inbox.put(None)
+
+    def _beat(self) -> None:
+        while True:
+            self.wire.send(Beat(doing=self.doing, for_s=time.monotonic() - self.doing_since))
+            if self.orphaned_at is not None and time.monotonic() > self.orphaned_at + self.settings.deadline_s:
+                log.error("the trainer is gone for %g s, still %s: giving up", self.settings.deadline_s, self.doing)
+                os._exit(1)
+            time.sleep(BEAT_S)
+
+    def _now(self, doing: str) -> None:
+        self.doing, self.doing_since = doing, time.monotonic()
+
+    def _free_dropped(self, identity: str) -> None:
+        """Windows that were not begun are given back at once: somebody waits for their slots."""
+        with self._lock:
+            dropped = {window for window in self._queued if window.id == identity}
+            self._queued -= dropped
+        for window in dropped:
+            self.wire.send(Freed(id=identity, slot=window.slot))
+
+    def _take(self, window: Window) -> bool:
+        """May the main thread read this window's slot? From then on it is not given back until it was written."""
+        with self._lock:
+            is_queued = window in self._queued
+            self._queued.discard(window)
+            return is_queued
+
+    def _handle(self, message: Begin | Window | Drop) -> None:
+        writer = self._writers.get(message.id)
+        if isinstance(message, Begin):
+            self._writers[message.id] = Writer(message, self.settings, self.storage, self.pacer)
+        elif isinstance(message, Drop):
+            if writer is not None:
+                self._give_up(writer, message.why)
+        elif self._take(message):
+            if writer is not None:
+                self._write(writer, message)
+            self.wire.send(Freed(id=message.id, slot=message.slot))
+
+    def _write(self, writer: Writer, message: Window) -> None:
+        self._now(f"writing step {writer.begin.step}")
+        try:
+            with self.gate.passed():
+                writer.window(memoryview(self.slots[message.slot])[: message.stop - message.start], message.start)
+                if message.last:
+                    writer.finish()
+        except OSError as error:
+            self._give_up(writer, f"rank {self.settings.rank}: {error}")
+        else:
+            if message.last:
+                self.to_watch.put(self._writers.pop(message.id))
+
+    def _give_up(self, writer: Writer, cause: str) -> None:
+        """This rank's part will not come: tell the trainer, and the other agents through the drafts."""
+        begin = writer.begin
+        self._writers = {key: value for key, value in self._writers.items() if value is not writer}
+        writer.abort()
+        log.error("save of step %d failed: %s", begin.step, cause)
+        self.wire.send(Failed(id=begin.id, step=begin.step, cause=cause))
+        for output in begin.outputs:
+            try:
+                abandon(self.storage, output, self.settings.rank, cause)
+            except OSError as error:  # the same full disk, perhaps; the others meet their deadline
+                log.error("cannot leave word in %s: %s", output.draft, error)
+
+    def _watch(self) -> None:
+        """Commit what is written; ends when the main thread has ended and nothing is open."""
+        committer = Committer(
+            self.storage, self.settings, self.wire.send, lambda: self.orphaned_at is not None, self._export
+        )
+        ended = False
+        while not ended or committer.drafts:
+            try:
+                writer = self.to_watch.get(timeout=LOOK_S if committer.drafts else None)
+                ended = ended or writer is None
+                for output in writer.begin.outputs if writer else []:
+                    committer.watch(writer.begin, output, writer.started)
+            except queue.Empty:
+                pass
+            committer.look()
+        for thread in self._exports:
+            thread.join()
+
+    def _export(self, draft: Draft, name: str) -> None:
+        """Hugging Face export of what has just been committed, beside everything else."""
+        asked = draft.begin.export
+        if asked is not None and not draft.output.collection:
+            arguments = (asked, f"{self.storage.where}/{name}", draft.begin.step)
+            self._exports.append(threading.Thread(target=self._run_export, args=arguments))
+            self._exports[-1].start()
+
+    def _run_export(self, asked: Export, checkpoint: str, step: int) -> None:
+        command = [sys.executable, "-m", "rft.checkpoint.export", checkpoint, asked.source, asked.target]
+        done = subprocess.run(command, capture_output=True, text=True)
+        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        self.wire.send(Exported(step=step, target=asked.target, cause=words[-1] if done.returncode else ""))
+
+
+def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage) -> None:
+    """Serve the trainer at the other end of socket `descriptor` until it is done or gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a stop is the trainer's business; it says Close
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    wire = Wire.of_agent(socket.socket(fileno=descriptor))
+    settings = wire.receive()
+    if settings is None:
+        return  # the trainer died before it had said anything
+    os.nice(5)
+    lock = fence.hold(fence.lock_path(Path(settings.control), settings.epoch, settings.rank))
+    try:
+        Agent(wire, settings, make_storage(settings.root)).run()
+    finally:
+        os.close(lock)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

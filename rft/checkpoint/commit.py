@@ -1,0 +1,253 @@
+"""From receipts to a checkpoint: watch a draft until every rank's receipt is there, verify, seal, publish, retire.
+
+Runs in every agent, outside the training processes. No torch. The right to commit is a lease that goes down the line:
+rank 0 has it for `lease_s` from the moment the last receipt was seen, then rank 1, and so on, each by its own clock.
+Two agents that commit the same draft do the same thing: the manifest is a function of the receipts, and of two
+renames one finds its source gone. Invariant: nothing is published that was not verified, none after a newer attempt
+has taken its epoch, nothing retired before.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rft.checkpoint import fence, retention
+from rft.checkpoint.layout import digest
+from rft.checkpoint.records import (
+    FORMAT,
+    Begin,
+    Committed,
+    Failed,
+    Manifest,
+    Output,
+    Receipt,
+    Report,
+    Retained,
+    Settings,
+    decode_json,
+    encode_json,
+    sha256,
+)
+from rft.checkpoint.storage import LATEST, MANIFEST, Storage, committed, final_name, step_of
+from rft.checkpoint.writer import abandoned_name, receipt_name
+
+log = logging.getLogger(__name__)
+LINE = 4  # ranks that may commit; of more, all would have to look at the draft all the time
+
+
+class Unsound(RuntimeError):
+    """Receipts that do not make a checkpoint."""
+
+
+@dataclass
+class Draft:
+    """An output that this rank has written and that is not committed yet."""
+
+    begin: Begin
+    output: Output
+    since: float
+    complete_since: float | None = None
+    done: bool = False
+
+
+@dataclass
+class Committer:
+    """`look` at intervals; every draft ends in exactly one report."""
+
+    storage: Storage
+    settings: Settings
+    report: Callable[[Report], object]
+    orphaned: Callable[[], bool] = lambda: False
+    on_commit: Callable[[Draft, str], object] = lambda draft, name: None
+    drafts: list[Draft] = field(default_factory=list)
+
+    def watch(self, begin: Begin, output: Output, since: float) -> None:
+        self.drafts.append(Draft(begin, output, since))
+
+    def look(self) -> None:
+        """One round over all drafts, oldest first. A failing medium is reported and does not end the agent."""
+        for draft in list(self.drafts):
+            try:
+                name = self._advance(draft)
+            except (OSError, Unsound, ValueError) as error:
+                self._fail(draft, str(error))
+                continue
+            if name is not None:
+                self._committed(draft, name)
+        self.drafts = [draft for draft in self.drafts if not draft.done]
+
+    def _advance(self, draft: Draft) -> str | None:
+        """Name under which the draft is published by now, by whomever; None: not yet. Raises what makes it fail."""
+        rank, names = self.settings.rank, set(self.storage.list(draft.output.draft))
+        published = self._published(draft)
+        if published:
+            return published
+        gone = sorted(name for name in names if name.endswith(".abandoned"))
+        if gone:
+            raise Unsound(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
+        if not names:
+            raise Unsound(f"{draft.output.draft} is gone: a newer attempt of this job has taken over")
+        if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
+            draft.complete_since = draft.complete_since or time.monotonic()
+            if time.monotonic() >= draft.complete_since + rank * self.settings.lease_s:
+                return self._commit(draft)
+        self._check_time(draft, names)
+        return None
+
+    def _check_time(self, draft: Draft, names: set[str]) -> None:
+        """Raises when a rank will not come any more: at the deadline, or at once when this job is over and its agent is gone."""
+        missing = [r for r in range(self.settings.world) if receipt_name(r) not in names]
+        if time.monotonic() > draft.since + self.settings.deadline_s:
+            raise Unsound(f"no receipt of rank(s) {missing} within {self.settings.deadline_s:g} s")
+        if self.orphaned():
+            control = Path(self.settings.control)
+            dead = [r for r in missing if not fence.is_held(fence.lock_path(control, self.settings.epoch, r))]
+            now = set(self.storage.list(draft.output.draft))  # a receipt may have come just before its agent went
+            if any(receipt_name(r) not in now for r in dead) and not self._published(draft):
+                raise Unsound(f"rank(s) {dead} ended before their part was written")
+
+    def _published(self, draft: Draft) -> str | None:
+        """The directory that this very save was published as."""
+        prefix = draft.output.collection
+        for name in self.storage.list(prefix):
+            path = f"{prefix}/{name}" if prefix else name
+            if step_of(name) != draft.begin.step or MANIFEST not in self.storage.list(path):
+                continue
+            if read_manifest(self.storage, path).id == draft.begin.id:
+                return path
+        return None
+
+    def _commit(self, draft: Draft) -> str:
+        manifest = self._verified(draft)
+        place = draft.output.draft
+        self.storage.put(f"{place}/{MANIFEST}", encode_json(manifest))
+        newest = fence.newest_epoch(Path(self.settings.control))
+        if newest > self.settings.epoch:
+            raise Unsound(
+                f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes nothing more"
+            )
+        try:
+            name = self.storage.publish(place, draft.output.final)
+        except FileNotFoundError:
+            if (found := self._published(draft)) is not None:
+                return found
+            raise Unsound(f"{place} is gone: a newer attempt of this job has taken over") from None
+        self._point(draft.output.collection, name, manifest)
+        return name
+
+    def _verified(self, draft: Draft) -> Manifest:
+        """The manifest that these receipts make; raises Unsound for receipts of different saves, layouts or sizes."""
+        receipts, digests = [], {}
+        for rank in range(self.settings.world):
+            path = f"{draft.output.draft}/{receipt_name(rank)}"
+            data = self.storage.get(path)
+            receipt = decode_json(data, Receipt)
+            if (receipt.id, receipt.rank, receipt.layout) != (draft.begin.id, rank, draft.output.layout):
+                raise Unsound(f"{path} belongs to save {receipt.id} of rank {receipt.rank}, not to {draft.begin.id}")
+            size = self.storage.size(f"{draft.output.draft}/{receipt.file}")
+            if size != receipt.bytes:
+                raise Unsound(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
+            receipts.append(receipt)
+            digests[receipt_name(rank)] = sha256(data)
+        if digest([receipt.regions for receipt in receipts]) != draft.output.layout:
+            raise Unsound(f"{draft.output.draft}: the ranks' parts are not the ones that were planned")
+        lead = receipts[0]
+        return Manifest(
+            format=FORMAT, id=lead.id, step=lead.step, epoch=lead.epoch, world=lead.world, layout=lead.layout,
+            bytes=sum(receipt.bytes for receipt in receipts), receipts=digests, loop=lead.loop or {}, about=lead.about
+            or {},
+        ).sealed()  # fmt: skip
+
+    def _point(self, collection: str, name: str, manifest: Manifest) -> None:
+        """Move the hint, only ever forward."""
+        path = f"{collection}/{LATEST}" if collection else LATEST
+        try:
+            old = decode_json(self.storage.get(path), Hint)
+        except (FileNotFoundError, ValueError):
+            old = None
+        hint = Hint(name=name, epoch=manifest.epoch, step=manifest.step)
+        if old is None or (old.epoch, old.step) <= (hint.epoch, hint.step):
+            self.storage.put(path, encode_json(hint))
+
+    def _committed(self, draft: Draft, name: str) -> None:
+        draft.done = True
+        log.info("%s committed", name)
+        seconds = time.monotonic() - draft.since
+        begin, collection = draft.begin, draft.output.collection
+        self.report(Committed(id=begin.id, step=begin.step, collection=collection, name=name, seconds=seconds))
+        self.on_commit(draft, name)
+        if self.settings.rank == 0:
+            try:
+                self._retire(draft.output)
+            except OSError as error:
+                log.error("retention failed, nothing else is affected: %s", error)
+
+    def _retire(self, output: Output) -> None:
+        """Delete what retention lets go, and tell what is left."""
+        entries = list_entries(self.storage, output.collection)
+        dropped = retention.expired(entries, output.retention)
+        for entry in dropped:
+            log.info("retention removes %s", entry.path)
+            self.storage.remove(entry.path)
+        left = [entry for entry in entries if entry not in dropped]
+        if left and not output.collection:
+            self.report(Retained(oldest=read_manifest(self.storage, left[0].path).loop))
+
+    def _fail(self, draft: Draft, cause: str) -> None:
+        draft.done = True
+        log.error("%s failed: %s", draft.output.draft, cause)
+        self.report(Failed(id=draft.begin.id, step=draft.begin.step, cause=cause))
+
+
+class Hint(msgspec.Struct, frozen=True, kw_only=True):
+    """LATEST: where a reader may look first. Never believed: the committed manifests decide."""
+
+    name: str
+    epoch: int
+    step: int
+
+
+def read_manifest(storage: Storage, path: str) -> Manifest:
+    """The manifest of a committed directory. Raises ValueError when it is damaged or of another format."""
+    where = f"{storage.where}/{path}/{MANIFEST}"
+    data = storage.get(f"{path}/{MANIFEST}")
+    try:
+        manifest = decode_json(data, Manifest)
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged: {error}") from error
+    if manifest.seal != manifest.digest():
+        raise ValueError(f"{where} is damaged: its seal does not fit its content")
+    if step_of(path) not in (manifest.step, None):
+        raise ValueError(f"{where} is of step {manifest.step}: the directory was renamed")
+    return manifest
+
+
+def list_entries(storage: Storage, collection: str = "") -> list[retention.Entry]:
+    """Committed directories with a sound manifest, oldest first."""
+    tags = set(storage.list("tags"))
+    found = []
+    for path in committed(storage, collection):
+        try:
+            manifest = read_manifest(storage, path)
+        except ValueError as error:
+            log.error("%s", error)
+            continue
+        found.append(retention.Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
+    return sorted(found, key=lambda entry: (entry.epoch, entry.step))
+
+
+def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:
+    """Leave word for the other ranks' agents that this rank's part will not come."""
+    storage.begin(output.draft)
+    storage.put(f"{output.draft}/{abandoned_name(rank)}", why.encode())
+
+
+def names_of(storage: Storage, collection: str, step: int, identity: str) -> tuple[str, str]:
+    """(draft, final) paths of a save."""
+    prefix = "v" if collection else "step"
+    draft, final = storage.draft(prefix, step, identity), final_name(prefix, step)
+    return (f"{collection}/{draft}", f"{collection}/{final}") if collection else (draft, final)

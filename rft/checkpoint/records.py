@@ -1,0 +1,215 @@
+"""What a checkpoint consists of on disk, and what trainer and agent say to each other. Pure data; no torch.
+
+On disk: a `Receipt` per rank (JSON, next to that rank's bytes) and one `Manifest` per checkpoint. Between processes: requests
+(`Begin`, `Window`, `Close`) and reports (`Ready`, `Freed`, `Committed`, ...), msgpack with a length prefix.
+Invariant: a receipt is bound to its manifest by hash, the manifest to itself by `seal`; whoever changes a bit is found out.
+"""
+
+import hashlib
+from typing import Any, TypeVar
+
+import msgspec
+
+FORMAT = 2
+CHUNK = 8 * 2**20  # bytes covered by one hash
+ALIGN = 64  # every region starts at a multiple of this in its file
+
+Extent = tuple[int, ...]
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A box [offset, offset + shape) of the whole tensor `key`, or of it, flattened, the elements `flat` = [start, stop).
+
+    Its bytes lie at `at` in the rank's file, row-major, in the machine's byte order (little endian on all that rft runs on).
+    """
+
+    key: str
+    dtype: str
+    global_shape: Extent
+    offset: Extent
+    shape: Extent
+    flat: tuple[int, int] | None
+    at: int
+    bytes: int
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one rank wrote, once it was on disk. `chunks`: xxh3-128 of each CHUNK bytes of `file`, in order."""
+
+    format: int
+    id: str
+    step: int
+    epoch: int
+    rank: int
+    world: int
+    layout: str
+    file: str
+    bytes: int
+    chunks: list[str]
+    regions: list[Region]
+    small: dict[str, bytes]
+    local: dict[str, bytes]
+    loop: dict[str, Any] | None = None  # rank 0 only
+    about: dict[str, Any] | None = None  # rank 0 only
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The mark of a complete checkpoint. `receipts`: sha256 of each receipt; `seal`: sha256 of everything else here."""
+
+    format: int
+    id: str
+    step: int
+    epoch: int
+    world: int
+    layout: str
+    bytes: int
+    receipts: dict[str, str]
+    loop: dict[str, Any]
+    about: dict[str, Any]
+    seal: str = ""
+
+    def sealed(self) -> "Manifest":
+        return msgspec.structs.replace(self, seal=self.digest())
+
+    def digest(self) -> str:
+        return hashlib.sha256(encode_json(msgspec.structs.replace(self, seal=""))).hexdigest()
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """What to keep: the union of all rules. 0 or None: the rule keeps nothing of its own; `last=0` keeps everything."""
+
+    last: int = 0
+    every: int = 0
+    best: int = 0
+    best_is_lowest: bool = False
+    max_bytes: int = 0  # over it the oldest go first, tagged ones and the newest never
+    scores: dict[int, float] = {}
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """One directory to be made of a staged slot: a full checkpoint, or the model weights alone (a prefix of the bytes)."""
+
+    collection: str  # "" for checkpoints, "weights" for model-only saves
+    draft: str
+    final: str
+    regions: list[Region]
+    layout: str
+    bytes: int
+    retention: Retention
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """After the commit, write a Hugging Face directory `target`; config and tokenizer come from `source`."""
+
+    source: str
+    target: str
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All that an agent must know before its first save; sent once. `control`: local directory of locks and run epochs."""
+
+    root: str
+    control: str
+    rank: int
+    world: int
+    epoch: int
+    slots: list[int]  # file descriptors, inherited
+    slot_bytes: int
+    strategy: str
+    rate_limit: float  # bytes per second, 0: none
+    deadline_s: float  # for a save, from its first byte on, and for the agent after its trainer is gone
+    lease_s: float  # how long the right to commit stays with one rank before the next may take it
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: str
+    step: int
+    outputs: list[Output]
+    small: dict[str, bytes]
+    local: dict[str, bytes]
+    loop: dict[str, Any] | None  # rank 0 only, as are the next two
+    about: dict[str, Any] | None
+    export: "Export | None" = None
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Bytes [start, stop) of the save's file lie at the start of `slot`; with `last` the save is staged as a whole."""
+
+    id: str
+    slot: int
+    start: int
+    stop: int
+    last: bool
+
+
+class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This rank will not finish save `id`; if its writing has not begun, its slot comes back."""
+
+    id: str
+    why: str
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Finish what is staged, then end."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pid: int
+
+
+class Freed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: str
+    slot: int
+
+
+class Retained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest one that retention has left."""
+
+    oldest: dict[str, Any]
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: str
+    step: int
+    collection: str
+    name: str
+    seconds: float  # from its Begin to the commit
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    step: int
+    target: str
+    cause: str = ""  # empty: it is there
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: str
+    step: int
+    cause: str
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent lives; `doing` since `for_s` seconds."""
+
+    doing: str
+    for_s: float
+
+
+Request = Settings | Begin | Window | Drop | Close
+Report = Ready | Freed | Committed | Retained | Exported | Failed | Beat
+
+_json = msgspec.json.Encoder(order="deterministic")
+
+
+def encode_json(record: Any) -> bytes:
+    return _json.encode(record)
+
+
+def decode_json(data: bytes, kind: type[Record]) -> Record:
+    """Raises msgspec.DecodeError (a ValueError) for anything that is not exactly such a record."""
+    return msgspec.json.decode(data, type=kind)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

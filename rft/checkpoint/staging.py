@@ -1,0 +1,173 @@
+"""Copy a rank's pieces into leased slots of shared memory while training goes on, and hand them to the agent.
+
+    save() ─► snapshot (references) ─► [copy thread / CUDA stream] ─► slot ─► Window message
+                                            ▲
+              before the optimizer changes weights: `await_copies`
+
+In: tensors by reference, valid until the next update. Out: windows of bytes in the order of the rank's file.
+Invariant: no byte is read after `await_copies` has returned; no slot is written before its agent has given it back.
+"""
+
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rft.checkpoint.arena import Slot
+from rft.checkpoint.records import Region, Window
+from rft.device import Copier
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+TRIALS = 3  # saves of each kind that `auto` looks at
+
+
+class Slots:
+    """Which slots are free. Leased by the stager, given back by reports of the agent."""
+
+    def __init__(self, slots: list[Slot]):
+        self.all = slots
+        self._free = list(slots)
+        self._changed = threading.Condition()
+
+    def lease(self, deadline_s: float) -> Slot | None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free, deadline_s):
+                return None
+            return self._free.pop(0)
+
+    def give_back(self, number: int) -> None:
+        with self._changed:
+            if all(slot.number != number for slot in self._free):
+                self._free.append(self.all[number])
+            self._changed.notify_all()
+
+    def is_free(self) -> bool:
+        with self._changed:
+            return bool(self._free)
+
+
+def windows_of(regions: list[Region], slot_bytes: int, total: int) -> list[tuple[int, int, list[int]]]:
+    """Cut a file into (start, stop, positions of its regions), each at most a slot. Raises ValueError for a larger region."""
+    found: list[tuple[int, int, list[int]]] = []
+    start, inside = 0, []
+    for position, region in enumerate(regions):
+        if region.bytes > slot_bytes:
+            raise ValueError(
+                f"trainer.checkpoint.host_memory_gb is too small: {region.key} alone takes {region.bytes / 1e9:.3f} GB "
+                f"and must fit into half of it; set at least {2.05 * region.bytes / 1e9:.3f}"
+            )
+        if region.at + region.bytes - start > slot_bytes:
+            found.append((start, region.at, inside))
+            start, inside = region.at, []
+        inside.append(position)
+    found.append((start, total, inside))
+    return found
+
+
+@dataclass
+class Copying:
+    """One save being staged. `issued`: the device knows of all copies; `done`: the bytes are in the slots."""
+
+    issued: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Stager:
+    """One save at a time: the next one begins after the copies of the one before."""
+
+    def __init__(self, slots: Slots, regions: list[Region], total: int, copier: Copier, deadline_s: float):
+        self.slots = slots
+        self.regions = regions
+        self.windows = windows_of(regions, slots.all[0].size, total)
+        self.copier = copier
+        self.deadline_s = deadline_s
+        self.current = Copying()
+        self.current.issued.set()
+        self.current.done.set()
+
+    def start(self, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None]) -> Copying:
+        """Begin to copy; returns at once."""
+        self.copier.begin()
+        self.current = Copying()
+        arguments = (self.current, identity, tensors, send)
+        threading.Thread(target=self._run, args=arguments, name="checkpoint-copy", daemon=True).start()
+        return self.current
+
+    def await_copies(self) -> float:
+        """Until the weights may change; seconds waited. On a GPU it is the device that waits."""
+        if self.current.issued.is_set() and self.current.done.is_set():
+            return 0.0
+        before = time.monotonic()
+        self.current.issued.wait()
+        self.copier.fence()
+        return time.monotonic() - before
+
+    def _run(
+        self, copying: Copying, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None]
+    ) -> None:
+        before = time.monotonic()
+        try:
+            for number, (start, stop, inside) in enumerate(self.windows):
+                last = number == len(self.windows) - 1
+                slot = self.slots.lease(self.deadline_s)
+                if slot is None:
+                    raise TimeoutError(
+                        f"no slot came back within {self.deadline_s:g} s: the agent hangs or the disk does"
+                    )
+                for position in inside:
+                    self._copy(slot, self.regions[position], tensors[position], start)
+                if last:
+                    copying.issued.set()
+                self.copier.finish()
+                copying.seconds = time.monotonic() - before
+                if last:
+                    copying.done.set()
+                send(Window(id=identity, slot=slot.number, start=start, stop=stop, last=last))
+        except Exception as error:  # the training thread waits for this one: it must hear of anything
+            log.exception("staging failed")
+            copying.error = str(error)
+        finally:
+            copying.issued.set()
+            copying.done.set()
+
+    def _copy(self, slot: Slot, region: Region, tensor: "torch.Tensor", start: int) -> None:
+        if tensor.nbytes != region.bytes:
+            raise ValueError(f"{region.key} has {tensor.nbytes} bytes, {region.bytes} were planned at the start")
+        self.copier.copy(slot.bytes_at(region.at - start, region.bytes), tensor)
+
+
+class Choice:
+    """`auto`: three saves lazy, three eager, then the kind whose steps were shorter. Times are between two updates."""
+
+    def __init__(self, staging: str):
+        self.staging = staging
+        self._times: dict[str, list[float]] = {"lazy": [], "eager": []}
+        self._last: float | None = None
+        self._running = ""
+
+    def next(self) -> str:
+        """How to stage the save that begins now."""
+        chosen = self.staging
+        if chosen == "auto":
+            tried = [kind for kind, times in self._times.items() if len(times) < TRIALS]
+            chosen = tried[0] if tried else self._best()
+        self._running = chosen
+        return chosen
+
+    def updated(self) -> None:
+        """Called once per optimizer update."""
+        now = time.monotonic()
+        if self._running and self._last is not None:
+            self._times[self._running].append(now - self._last)
+        self._last, self._running = now, ""
+
+    def _best(self) -> str:
+        return min(self._times, key=lambda kind: statistics.median(self._times[kind]))

@@ -1,0 +1,202 @@
+"""Where checkpoints lie: names below one root, on a local or shared file system, or in an object store (fsspec).
+
+    draft(step, id) ──► create + put files ──► publish(draft, final) ──► committed() lists it
+
+Invariant: a name in `committed()` stands for a directory whose every byte was durable before the name could be seen. On a file
+system that is fsync, then rename; an object store has no rename, so there the manifest, put last, is the mark.
+"""
+
+import contextlib
+import io
+import os
+import re
+import uuid
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol
+
+from rft.checkpoint.disk import Disk
+
+MANIFEST = "MANIFEST.json"
+LATEST = "LATEST"
+WEIGHTS = "weights"  # collection of model-only saves
+COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
+
+
+class Sink(Protocol):
+    """A file being written. `close` returns when its bytes are durable."""
+
+    def write(self, data: memoryview) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Storage(Protocol):
+    """Paths are relative to the root, with '/'. OSError where the medium fails, FileNotFoundError where nothing is."""
+
+    @property
+    def where(self) -> str: ...
+    def draft(self, prefix: str, step: int, identity: str) -> str: ...
+    def prepare(self) -> None: ...
+    def begin(self, draft: str) -> None: ...
+    def create(self, path: str, size: int) -> Sink: ...
+    def put(self, path: str, data: bytes) -> None: ...
+    def discard(self, path: str) -> None: ...
+    def get(self, path: str) -> bytes: ...
+    def open(self, path: str) -> BinaryIO: ...
+    def size(self, path: str) -> int: ...
+    def list(self, path: str = "") -> list[str]: ...
+    def publish(self, draft: str, final: str) -> str: ...
+    def set_aside(self, path: str, prefix: str) -> str: ...
+    def remove(self, path: str) -> None: ...
+    def free_bytes(self) -> int | None: ...
+
+
+def final_name(prefix: str, step: int) -> str:
+    return f"{prefix}_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Step of a committed directory's name; None for drafts, quarantined ones and foreign files."""
+    match = COMMITTED.fullmatch(PurePosixPath(name).name)
+    return int(match[2]) if match else None
+
+
+def committed(storage: Storage, collection: str = "") -> list[str]:
+    """Paths of all directories with a manifest, by step, ascending (a name alone proves nothing)."""
+    names = [name for name in storage.list(collection) if step_of(name) is not None]
+    paths = [f"{collection}/{name}" if collection else name for name in sorted(names)]
+    return [path for path in paths if MANIFEST in storage.list(path)]
+
+
+def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:
+    """A path, or a URL that fsspec knows (s3://bucket/prefix)."""
+    if "://" in str(where):
+        from rft.checkpoint.objects import ObjectStorage
+
+        return ObjectStorage(str(where))
+    return LocalStorage(Path(where), disk or Disk())
+
+
+class LocalStorage:
+    """A directory. Drafts are `step_N.tmp-<id>`; publishing renames them."""
+
+    def __init__(self, root: Path, disk: Disk):
+        self.root = root
+        self.disk = disk
+
+    @property
+    def where(self) -> str:
+        return str(self.root)
+
+    def draft(self, prefix: str, step: int, identity: str) -> str:
+        return f"{final_name(prefix, step)}.tmp-{identity}"
+
+    def prepare(self) -> None:
+        """Make the root. OSError when it cannot be written to."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.begin(WEIGHTS)
+
+    def begin(self, draft: str) -> None:
+        self.disk.mkdir(self.root / draft)
+
+    def create(self, path: str, size: int) -> "LocalSink":
+        return LocalSink(self.disk, self.disk.create(self.root / path, size))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Replace `path` as a whole: it holds the old bytes or the new ones, never a part."""
+        target = self.root / path
+        temporary = target.with_name(f".{target.name}.new-{uuid.uuid4().hex[:12]}")
+        sink = LocalSink(self.disk, self.disk.create(temporary))
+        try:
+            sink.write(memoryview(data))
+            sink.close()
+        except OSError:
+            sink.abort()
+            self.disk.unlink(temporary)
+            raise
+        self.disk.rename(temporary, target)
+        self.disk.sync_directory(target.parent)
+
+    def discard(self, path: str) -> None:
+        """Delete one file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.unlink(self.root / path)
+
+    def get(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def open(self, path: str) -> BinaryIO:
+        return open(self.root / path, "rb", buffering=0)
+
+    def size(self, path: str) -> int:
+        return (self.root / path).stat().st_size
+
+    def list(self, path: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def publish(self, draft: str, final: str) -> str:
+        """Give the draft its name; a name that is taken gets a suffix, for nothing is ever written into a published directory."""
+        self.disk.sync_directory(self.root / draft)
+        target = self.root / final
+        if target.exists():
+            target = target.with_name(f"{target.name}.{draft.rpartition('-')[2]}")
+        self.disk.rename(self.root / draft, target)
+        self.disk.sync_directory(target.parent)
+        return str(target.relative_to(self.root))
+
+    def set_aside(self, path: str, prefix: str) -> str:
+        """Take `path` out of every list without deleting it."""
+        source = self.root / path
+        target = source.with_name(f".{prefix}-{source.name}-{uuid.uuid4().hex[:8]}")
+        self.disk.rename(source, target)
+        self.disk.sync_directory(target.parent)
+        return str(target.relative_to(self.root))
+
+    def remove(self, path: str) -> None:
+        """Delete a directory: first its name, so that no reader meets half of it."""
+        if not path.rpartition("/")[2].startswith("."):
+            path = self.set_aside(path, "trash")
+        self.disk.remove_tree(self.root / path)
+
+    def free_bytes(self) -> int | None:
+        return self.disk.free_bytes(self.root)
+
+
+class LocalSink:
+    """Appends to one descriptor. After `abort` or `close` it is gone."""
+
+    def __init__(self, disk: Disk, descriptor: int):
+        self.disk = disk
+        self.descriptor: int | None = descriptor
+
+    def write(self, data: memoryview) -> None:
+        while len(data) and self.descriptor is not None:
+            data = data[self.disk.write(self.descriptor, data) :]
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            self.disk.sync(self.descriptor)
+            descriptor, self.descriptor = self.descriptor, None
+            self.disk.close(descriptor)
+
+    def abort(self) -> None:
+        """Give the descriptor back; what was written proves nothing."""
+        if self.descriptor is not None:
+            descriptor, self.descriptor = self.descriptor, None
+            os.close(descriptor)
+
+
+def read_at(file: BinaryIO, start: int, length: int) -> bytes:
+    """Exactly these bytes, or fewer where the file ends."""
+    file.seek(start)
+    parts = io.BytesIO()
+    while length:
+        part: Any = file.read(length)
+        if not part:
+            break
+        parts.write(part)
+        length -= len(part)
+    return parts.getvalue()

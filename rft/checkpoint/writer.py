@@ -1,0 +1,144 @@
+"""One rank's save on its way to disk: bytes of a staged slot ─► hashed chunks of `r<rank>.bin` ─► fsync ─► `r<rank>.json`.
+
+No torch. Invariant: the receipt appears only after every byte that it vouches for is durable.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from rft.checkpoint.records import CHUNK, FORMAT, Begin, Output, Receipt, Settings, decode_json, encode_json
+from rft.checkpoint.storage import Sink, Storage
+
+PIECE = 2**20 * 2  # bytes per write call: small enough that a limit on the rate is kept evenly
+
+
+def receipt_name(rank: int) -> str:
+    return f"r{rank:05d}.json"
+
+
+def file_name(rank: int) -> str:
+    return f"r{rank:05d}.bin"
+
+
+def abandoned_name(rank: int) -> str:
+    return f"r{rank:05d}.abandoned"
+
+
+class NoSpace(OSError):
+    """Refused before the first byte."""
+
+
+class ChunkHasher:
+    """xxh3-128 of every CHUNK bytes of a stream."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self._hash, self._left = xxhash.xxh3_128(), CHUNK
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            part, data = data[: self._left], data[self._left :]
+            self._hash.update(part)
+            self._left -= len(part)
+            if not self._left:
+                self._end_chunk()
+
+    def finish(self) -> list[str]:
+        if self._left < CHUNK:
+            self._end_chunk()
+        return self.digests
+
+    def _end_chunk(self) -> None:
+        self.digests.append(self._hash.hexdigest())
+        self._hash, self._left = xxhash.xxh3_128(), CHUNK
+
+
+@dataclass
+class Stream:
+    """One output's open file."""
+
+    output: Output
+    sink: Sink
+    hasher: ChunkHasher = field(default_factory=ChunkHasher)
+
+
+class Writer:
+    """Writes the outputs of one `Begin`, window by window. `pace(bytes)` is called after each piece."""
+
+    def __init__(self, begin: Begin, settings: Settings, storage: Storage, pace: Callable[[int], None]):
+        self.begin = begin
+        self.settings = settings
+        self.storage = storage
+        self.pace = pace
+        self.started = time.monotonic()
+        self.staged = 0.0  # when the last window was here
+        self._streams: list[Stream] | None = None
+
+    def window(self, data: memoryview, start: int) -> None:
+        """Append bytes that lie at `start` of the file; windows come in order. Raises OSError."""
+        if self._streams is None:
+            self._streams = [self._open(output) for output in self.begin.outputs if not self._is_done(output)]
+        for stream in self._streams:
+            part = data[: max(0, stream.output.bytes - start)]
+            for at in range(0, len(part), PIECE):
+                piece = part[at : at + PIECE]
+                stream.hasher.update(piece)
+                stream.sink.write(piece)
+                self.pace(len(piece))
+
+    def finish(self) -> None:
+        """Make every output durable and say so in its receipt."""
+        for stream in self._streams or []:
+            stream.sink.close()
+            receipt = self._receipt(stream)
+            self.storage.put(f"{stream.output.draft}/{receipt_name(self.settings.rank)}", encode_json(receipt))
+
+    def abort(self) -> None:
+        for stream in self._streams or []:
+            stream.sink.abort()
+
+    def _open(self, output: Output) -> Stream:
+        self.storage.begin(output.draft)
+        free = self.storage.free_bytes()
+        if free is not None and free < output.bytes:
+            raise NoSpace(
+                f"{self.storage.where}: {free / 1e9:.2f} GB are free, this rank's part of a checkpoint needs "
+                f"{output.bytes / 1e9:.2f} GB; free some space, or keep fewer with trainer.max_checkpoints_to_keep"
+            )
+        path = f"{output.draft}/{file_name(self.settings.rank)}"
+        self.storage.discard(path)  # of this rank's agent before it died and was started again
+        return Stream(output, self.storage.create(path, output.bytes))
+
+    def _is_done(self, output: Output) -> bool:
+        """An agent before this one, of the same run epoch, has got as far as the receipt."""
+        try:
+            data = self.storage.get(f"{output.draft}/{receipt_name(self.settings.rank)}")
+        except FileNotFoundError:
+            return False
+        return decode_json(data, Receipt).id == self.begin.id
+
+    def _receipt(self, stream: Stream) -> Receipt:
+        begin, rank = self.begin, self.settings.rank
+        return Receipt(
+            format=FORMAT, id=begin.id, step=begin.step, epoch=self.settings.epoch, rank=rank,
+            world=self.settings.world, layout=stream.output.layout, file=file_name(rank), bytes=stream.output.bytes,
+            chunks=stream.hasher.finish(), regions=stream.output.regions, small=begin.small,
+            local=begin.local, loop=begin.loop, about=begin.about,
+        )  # fmt: skip
+
+
+class Pacer:
+    """Keeps a stream of bytes at or below `rate` bytes per second (0: as fast as it goes)."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self._due = 0.0
+
+    def __call__(self, count: int) -> None:
+        if self.rate:
+            now = time.monotonic()
+            self._due = max(self._due, now) + count / self.rate
+            time.sleep(max(0.0, self._due - now))
