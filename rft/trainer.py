@@ -14,16 +14,18 @@ process that dies between the two resumes before the step and tells it again, in
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.config import TrainerConfig
 from rft.control import Evaluations
 from rft.feed import Feed
-from rft.megatron.mesh import Mesh
-from rft.megatron.policy import Policy
 from rft.monitor.metrics import Timer
 from rft.sync.publisher import Publisher
+
+if TYPE_CHECKING:
+    from rft.megatron.mesh import Mesh
+    from rft.megatron.policy import Policy
 
 LOSS_WINDOW = 5  # steps; one batch's loss is noisy, twenty would notice too late
 
@@ -33,8 +35,8 @@ class Trainer:
     """Wires nothing, owns nothing: its parts are built by `rft.rank`, every one of them knows its own job."""
 
     config: TrainerConfig
-    mesh: Mesh
-    policy: Policy
+    mesh: "Mesh"
+    policy: "Policy"
     feed: Feed
     publisher: Publisher
     checkpoints: CheckpointManager

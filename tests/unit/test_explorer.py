@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import EvalResult, Experience, Sampling, Task, decode, encode
+from rft.experience import EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
 from rft.rollout import explorer as explorers
 from rft.rollout.engine import EngineDied
 from rft.rollout.explorer import AllTasksFail, Explorer
@@ -28,6 +28,7 @@ class Buffer:
         self.failed: dict[int, str] = {}
         self.issued = 0
         self.is_done = False
+        self.readmitted: list[int] = []
 
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
@@ -39,6 +40,9 @@ class Buffer:
     async def admit(self, name: str, task: bytes, cursor: dict[str, Any]) -> int:
         self.issued += 1
         return self.issued - 1
+
+    async def readmit(self, name: str, group: int) -> None:
+        self.readmitted.append(group)
 
     async def put(self, group: int, experiences: bytes) -> None:
         self.stored[group] = decode(experiences, list[Experience])
@@ -203,3 +207,89 @@ def test_encoding_is_what_the_buffer_gets(monkeypatch: pytest.MonkeyPatch) -> No
     stored = asyncio.run(scenario()).stored
     assert [(e.group, e.sample, e.task) for e in stored[1]] == [(1, 0, "tasks/0/1"), (1, 1, "tasks/0/1")]
     assert decode(encode(stored[1]), list[Experience]) == stored[1]
+
+
+def test_hold_starts_anew_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored groups stay; sampled ones, and one that waits for a runner, are admitted again, and only once it may go on."""
+    begun: list[int] = []
+
+    async def behaviour(task: Task) -> list[Experience]:
+        begun.append(task.row)
+        if task.row and len(begun) <= 3:
+            await asyncio.Event().wait()
+        return made()
+
+    async def scenario() -> Buffer:
+        actor = explorer(behaviour, monkeypatch, count=4, runner_per_model=2)
+        await actor.explore()
+        while len(begun) < 3:  # 0 is stored, 1 and 2 are sampled, 3 was admitted and waits for a runner
+            await asyncio.sleep(0)
+        await actor.hold()
+        for _ in range(100):  # turns of the loop, in which nothing may happen
+            await asyncio.sleep(0)
+        assert begun == [0, 1, 2] and actor.buffer.readmitted == []
+        await actor.explore()
+        await actor.finished()
+        return actor.buffer
+
+    buffer = asyncio.run(scenario())
+    assert sorted(buffer.stored) == [0, 1, 2, 3] and not buffer.failed
+    assert begun == [0, 1, 2, 1, 2, 3] and buffer.readmitted == [1, 2, 3]
+
+
+def test_shutdown_while_held_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> Any:
+        actor = explorer(lambda t: asyncio.Event().wait(), monkeypatch)
+        await actor.explore()
+        while not actor.sampling:
+            await asyncio.sleep(0)
+        await actor.hold()
+        await actor.rewards.start()
+        async with asyncio.timeout(10):
+            await actor.shutdown()
+        return actor
+
+    actor = asyncio.run(scenario())
+    assert not actor.groups and not actor.sampling and not actor.buffer.failed
+
+
+class Pool:
+    """Engines that remember what they were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> list[Any]:
+        self.asked.append(request)
+        return []
+
+
+def seeds_of(seed: int | None, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) -> list[int | None]:
+    """Of two tasks that ask twice each, in a run of this seed."""
+
+    async def scenario() -> list[GenerateRequest]:
+        actor = explorer(lambda t: made(), monkeypatch)
+        actor.seed, actor.pool, actor.stop_token = seed, Pool(), 0
+        actor.limits = explorers.Limits(8, 16)
+        monkeypatch.setattr(explorers.workflows, "run", ask_twice)
+        for group, task in enumerate(tasks(2)):
+            await actor._attempts(group, task)
+        return actor.pool.asked
+
+    async def ask_twice(task: Task, context: Any) -> list[Experience]:
+        for _ in range(2):
+            await context.generate([1], 1, sampling)
+        return made()
+
+    asked = asyncio.run(scenario())
+    assert len({request.request_id for request in asked}) == 4
+    return [request.sampling.seed for request in asked]
+
+
+def test_a_deterministic_run_gives_every_request_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = seeds_of(0, monkeypatch, Sampling())
+    assert len(set(first)) == 4 and all(0 <= seed < 2**63 for seed in first if seed is not None) and None not in first
+    assert seeds_of(0, monkeypatch, Sampling()) == first
+    assert not set(seeds_of(1, monkeypatch, Sampling())) & set(first)
+    assert seeds_of(0, monkeypatch, Sampling(seed=7)) == [7] * 4  # a workflow's own choice
+    assert seeds_of(None, monkeypatch, Sampling()) == [None] * 4

@@ -1,0 +1,87 @@
+"""When the trainer asks for evaluations, and which ones it asks for again after it was killed."""
+
+from typing import Any
+
+import pytest
+import ray
+
+from rft.config import ExplorerConfig
+from rft.control import Evaluations
+from rft.experience import EvalResult, encode
+
+
+class Method:
+    """An actor's method: notes each call, answers at once with what `ray.get` is given back."""
+
+    def __init__(self, calls: list[Any], name: str):
+        self.calls, self.name = calls, name
+
+    def remote(self, *arguments: Any) -> Any:
+        self.calls.append((self.name, *arguments))
+        if self.name != "evaluate":
+            return None
+        return [encode(EvalResult(taskset="held_out", version=arguments[0], num_tasks=1, metrics={}))]
+
+
+class Actor:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self.calls, name)
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a call has its answer when it is looked for without waiting."""
+    answer = [True]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs if answer[0] else [], [] if answer[0] else refs))
+    return answer
+
+
+def evaluations(alone: bool = False, reported: tuple[int, ...] = ()) -> Any:
+    found: list[int] = []
+    made = Evaluations(Actor(), ExplorerConfig(eval_interval=5), lambda result: found.append(result.version), alone)
+    made.reported, made.found = set(reported), found  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("version", "reported", "again"),
+    [(0, (), [0]), (0, (0,), []), (5, (0,), [5]), (5, (0, 5), []), (7, (0, 5), [])],
+)
+def test_only_a_lost_one_is_made_again(
+    finished: Any, version: int, reported: tuple[int, ...], again: list[int]
+) -> None:
+    """The explorer is let go afterwards: nothing else runs beside an evaluation at the start."""
+    made = evaluations(reported=reported)
+    made.at_startup(version)
+    assert made.found == again
+    assert made.explorer.calls == [*(("evaluate", version) for version in again), ("explore",)]
+
+
+def test_the_last_one_is_not_made_twice(finished: Any) -> None:
+    made = evaluations(reported=(0, 10))
+    made.at_startup(10)
+    made.at_end(10)
+    assert made.found == []
+
+
+def test_training_waits_for_it_only_in_a_deterministic_run(finished: list[bool]) -> None:
+    finished[0] = False
+    beside, alone = evaluations(), evaluations(alone=True)
+    for made in (beside, alone):
+        made.if_due(4)
+        made.if_due(5)
+    assert (beside.found, alone.found) == ([], [5])
+    beside.at_end(6)
+    assert beside.found == [5, 6]
+
+
+def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> None:
+    beside, alone = evaluations(), evaluations(alone=True)
+    for made in (beside, alone):
+        made.await_ready()
+    assert beside.explorer.calls == [("opened",)]
+    assert alone.explorer.calls == [("opened",), ("hold",)]
