@@ -176,9 +176,7 @@ class MegatronConfig:
 @dataclass
 class CheckpointConfig:
     storage: Optional[str] = None  # URL that fsspec knows, like s3://bucket/prefix; default: <job>/checkpoints
-    staging: str = (
-        "auto"  # lazy: copy beside the next step | eager: copy before it | auto: measured over the first saves
-    )
+    staging: str = "auto"  # lazy: beside the next step | eager: before it | auto: measured over the first saves
     when_busy: str = "wait"  # wait | skip | newest_wins: what a save does while both slots are in use
     host_memory_gb: Optional[float] = None  # for staging, per rank; default: twice the rank's part of a checkpoint
     rate_limit_mb: float = 0.0  # MB/s that one rank writes at most; 0: no limit
@@ -203,9 +201,7 @@ class TrainerConfig:
     grad_clip: float = 1.0
     max_token_len_per_gpu: int = 16384  # tokens of one packed microbatch
     save_interval: int = 0  # steps; 0: only at the end
-    save_strategy: str = (
-        "unrestricted"  # unrestricted | single_node | single_process | single_thread: who writes at a time
-    )
+    save_strategy: str = "unrestricted"  # | single_node | single_process | single_thread: who writes at a time
     max_checkpoints_to_keep: int = 2  # 0: all
     save_hf_checkpoint: str = "last"  # last | always | never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

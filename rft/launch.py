@@ -27,6 +27,7 @@ from typing import Any
 from rft import config as configs
 from rft import modes, processes
 from rft.actors import Actors
+from rft.checkpoint import fence
 from rft.config import Config, ConfigError
 from rft.control import cause
 from rft.device import thread_environment
@@ -99,8 +100,8 @@ def finished(config: Config) -> bool:
 
 @contextlib.contextmanager
 def signals_as_events(events: "queue.SimpleQueue[Event]") -> Iterator[None]:
-    """SIGINT and SIGTERM become events; a second one is not needed, the grace period is bounded."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    """SIGINT, SIGTERM and SIGUSR1 (Slurm's word before preemption) become events; the grace period is bounded."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     previous = [signal.signal(n, lambda received, _frame: events.put(Event("user", signal=received))) for n in numbers]
     try:
         yield
@@ -210,7 +211,15 @@ class Stage:
             self.ranks.wait()
         if self.actors is not None:
             self.actors.close(self.config.shutdown_grace_s * (1 - RANKS_SHARE))
-        processes.end_descendants(LAST_S)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """End what is left; a checkpoint agent may finish what it holds, within trainer.checkpoint.agent_deadline_s."""
+        agents = {fence.holder(path) for path in fence.living_agents(fence.control_dir(self.job))}
+        processes.end_descendants(LAST_S, spare=agents)
+        if alive := fence.living_agents(fence.control_dir(self.job)):
+            numbers = ", ".join(str(fence.holder(path)) for path in alive)
+            print(f"rft: checkpoint agent(s) {numbers} still write what was staged, and end by themselves", flush=True)
 
 
 def root_cause(first: Event, events: "queue.SimpleQueue[Event]") -> Event:

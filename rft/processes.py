@@ -9,6 +9,7 @@ import ctypes
 import logging
 import sys
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -23,12 +24,18 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_descendants(grace_s: float = 0.0) -> None:
-    """Wait up to `grace_s` for all descendants to end by themselves, kill those that did not, and reap them."""
+def end_descendants(grace_s: float = 0.0, spare: Iterable[int] = ()) -> None:
+    """Wait up to `grace_s` for all descendants to end by themselves, kill those that did not, and reap them.
+
+    `spare`: processes that, with their own children, are waited for and then left alone.
+    """
     deadline = time.monotonic() + grace_s
     while family := psutil.Process().children(recursive=True):
         _, alive = psutil.wait_procs(family, timeout=max(0.0, deadline - time.monotonic()))
-        if alive and time.monotonic() > deadline + KILL_WAIT_S:
+        alive = [process for process in alive if not _is_spared(process, set(spare))]
+        if not alive:
+            return
+        if time.monotonic() > deadline + KILL_WAIT_S:
             log.error("these processes cannot be killed: %s", alive)
             return
         for process in alive:
@@ -36,3 +43,9 @@ def end_descendants(grace_s: float = 0.0) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=KILL_WAIT_S)
+
+
+def _is_spared(process: psutil.Process, spare: set[int]) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(spare & {process.pid, *(parent.pid for parent in process.parents())})
+    return False

@@ -40,10 +40,17 @@ class Rank:
     stopping: list[int] = field(default_factory=list)  # signals received: a clean end at the next step boundary
     trainer: Any = None
     complete: bool = False
+    waiting_for: str = ""
 
     @property
     def phase(self) -> str:
-        return self.trainer.phase if self.trainer else "starting"
+        return (
+            self.trainer.phase
+            if self.trainer
+            else f"waiting for {self.waiting_for}"
+            if self.waiting_for
+            else "starting"
+        )
 
     def stop(self, received: int, _frame: object) -> None:
         """Signal handler: nothing new is begun, and what rank 0 waits for is given up (by a thread: Ray may be in a call)."""
@@ -112,7 +119,8 @@ def run(rank: Rank) -> None:
 
 
 def _train(rank: Rank, mesh: Any) -> None:
-    from rft.checkpoint.store import write_json
+    from rft.checkpoint.disk import Disk
+    from rft.checkpoint.storage import LocalStorage
     from rft.megatron.policy import Policy
 
     config = rank.config
@@ -123,6 +131,7 @@ def _train(rank: Rank, mesh: Any) -> None:
     monitor = None
     trainer = rank.trainer = build_trainer(rank, mesh, policy)
     step = resume(trainer, config)
+    trainer.checkpoints.start(policy)
     trainer.evaluations.await_ready()
     trainer.publisher.connect()
     if mesh.rank == 0:
@@ -130,13 +139,17 @@ def _train(rank: Rank, mesh: Any) -> None:
 
         monitor = StepReporter(config, rank.job, step, tokenizer_of(config))
         trainer.log_step = monitor.step
-        trainer.evaluations.report = monitor.evaluation
+        trainer.evaluations.report = scoring(monitor.evaluation, trainer.checkpoints)
+        trainer.export = lambda step: trainer.checkpoints.export(
+            step, config.model.model_path, str(export_dir(rank.job, step))
+        )
         trainer.evaluations.reported = monitor.evaluated
     trainer.timer.pop()  # steps are timed from here on
-    for number in (signal.SIGTERM, signal.SIGINT):  # until now there was nothing to save
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # until now there was nothing to save
         signal.signal(number, rank.stop)
     reached = trainer.fit(step)
     trainer.phase = "closing"
+    trainer.checkpoints.close()
     trainer.publisher.close()
     if monitor is not None:
         monitor.close()
@@ -149,14 +162,13 @@ def _train(rank: Rank, mesh: Any) -> None:
             "asked": asked,
             "huggingface": str(export_dir(rank.job, reached)),
         }
-        write_json(rank.job / "result.json", result)
+        LocalStorage(rank.job, Disk()).put("result.json", json.dumps(result, indent=1).encode())
     policy.close()
 
 
 def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     """Everything the loop needs, each from its own section. Rank 0 alone holds handles to the outside."""
     from rft.algorithm.losses import token_loss
-    from rft.checkpoint.manager import CheckpointManager
     from rft.feed import Feed, is_supervised
     from rft.sync.publisher import Publisher
     from rft.trainer import Trainer
@@ -166,7 +178,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     lead = mesh.rank == 0
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
-    epoch = mesh.broadcast(take_epoch(rank.job) if lead else None)
+    epoch = mesh.broadcast(take_epoch(rank) if lead else None)
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, config.trainer.max_token_len_per_gpu, policy.multiple
     )
@@ -176,19 +188,17 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
         policy=policy,
         feed=feed,
         publisher=Publisher(mesh, policy, synchronizer, config.synchronizer, epoch, enabled=rollouts),
-        checkpoints=CheckpointManager(
-            rank.job / "checkpoints", mesh, layout=mesh.layout(), keep=config.trainer.max_checkpoints_to_keep
-        ),
+        checkpoints=checkpoint_manager(rank, mesh, epoch),
         evaluations=control.Evaluations(
             explorer, config.explorer, report=lambda result: None, alone=config.deterministic
         ),
         log_step=lambda step, metrics, experiences: None,
+        export=lambda step: None,
         token_loss=token_loss(str(config.algorithm.policy_loss_fn), config.algorithm.policy_loss_fn_args),
         sync_interval=config.synchronizer.sync_interval,
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
-        export=lambda step: write_export(rank, mesh, policy, step),
     )
 
 
@@ -233,35 +243,46 @@ def resume(trainer: Any, config: Config) -> int:
     return step
 
 
-def take_epoch(job: Path) -> int:
-    """A number that no earlier attempt of this job had: created exclusively, so two trainers never share one."""
-    directory = job / "epochs"
-    directory.mkdir(parents=True, exist_ok=True)
-    number = max((int(p.name) for p in directory.iterdir()), default=0) + 1
-    while True:
-        try:
-            (directory / str(number)).open("x").close()
-            return number
-        except FileExistsError:
-            number += 1
+def checkpoint_manager(rank: Rank, mesh: Any, epoch: int) -> Any:
+    """One directory of checkpoints per job: beside its other files, or under that name in an object store."""
+    from rft.checkpoint import fence
+    from rft.checkpoint.manager import CheckpointManager
+
+    config = rank.config
+    root: Path | str = rank.job / "checkpoints"
+    if config.trainer.checkpoint.storage:
+        names = filter(None, (config.project, config.name, config.stage_name))
+        root = "/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])
+    about = {"layout": mesh.layout(), "model": str(config.model.model_path), "dtype": config.trainer.dtype}
+    return CheckpointManager(
+        root, mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch, device=rank.device, about=about,
+        log_dir=Path(os.environ["RFT_LOG_DIR"]),
+    )  # fmt: skip
+
+
+def take_epoch(rank: Rank) -> int:
+    """Let the agents of the last attempt finish what they hold, then begin a new one."""
+    from rft.checkpoint import fence
+
+    rank.waiting_for = "the last attempt's checkpoint"
+    control = fence.control_dir(rank.job)
+    fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
+    rank.waiting_for = ""
+    return fence.take_epoch(control)
+
+
+def scoring(report: Callable[[Any], None], checkpoints: Any) -> Callable[[Any], None]:
+    """Evaluations also rank checkpoints, for `trainer.checkpoint.keep_best`."""
+
+    def told(result: Any) -> None:
+        report(result)
+        checkpoints.score(result.version, {f"eval/{result.taskset}/{k}": v for k, v in result.metrics.items()})
+
+    return told
 
 
 def export_dir(job: Path, step: int) -> Path:
     return job / "huggingface" / f"step_{step:08d}"
-
-
-def write_export(rank: Rank, mesh: Any, policy: Any, step: int) -> None:
-    """Hugging Face directory of the current weights: all ranks take part in the gather, rank 0 writes."""
-    from rft.checkpoint.export import write_hf
-
-    target = export_dir(rank.job, step)
-    tensors = policy.export_hf()
-    if mesh.rank == 0 and not target.exists():
-        write_hf(tensors, rank.config.model.model_path, target)
-    else:
-        for _ in tensors:  # drives this rank's side of the gather
-            pass
-    mesh.barrier("export")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
                      for the last push)
 
 Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the optimizer
-changes weights, for the previous push of those weights. Invariant: `step` is the policy version on every rank, in the
+changes weights, for the previous push of those weights and the copies of the previous checkpoint. Invariant: `step` is the policy version on every rank, in the
 engines, in the checkpoint and on the metrics' axis. What a step tells is written down before its checkpoint can exist: a
 process that dies between the two resumes before the step and tells it again, instead of never.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.manager import CheckpointManager
+from rft.checkpoint.records import Committed, Retained
 from rft.config import TrainerConfig
 from rft.control import Evaluations
 from rft.feed import Feed
@@ -47,7 +48,7 @@ class Trainer:
     run_epoch: int
     stopping: Callable[[], bool]  # rank 0: has somebody asked for a clean end?
     on_phase: Callable[[str], None]  # hears what this rank does now: a killed one cannot tell any more
-    export: Callable[[int], None]
+    export: Callable[[int], None]  # begins one at rank 0, in the background
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     timer: Timer = field(default_factory=Timer)
     phase: str = "starting"
@@ -64,14 +65,16 @@ class Trainer:
             if batch is None:
                 break
             with self._doing("train"):
-                metrics = self.policy.train_step(batch.part, self.token_loss, before_update=self._await_push)
+                metrics = self.policy.train_step(batch.part, self.token_loss, before_update=self._before_update)
             step += 1
             self.recent_losses.append(metrics["loss"])
             if step % self.sync_interval == 0:
                 self._publish(step)
             self.feed.consumed(step - 1)
             self.log_step(
-                step, {**batch.metrics, **metrics, **self.publisher.last, **self.timer.pop()}, batch.experiences
+                step,
+                batch.metrics | metrics | self.publisher.last | self.checkpoints.metrics() | self.timer.pop(),
+                batch.experiences,
             )
             self._evaluate(step)
             with self._doing("checkpoint"):
@@ -82,16 +85,22 @@ class Trainer:
         self._enter(f"publishing version {step}")
         self.publisher.start(step)
 
-    def _await_push(self) -> None:
+    def _before_update(self) -> None:
+        """Weights may change now: the last push and the copies of the last checkpoint must be done with them."""
         with self._doing("sync_wait"):
             self.publisher.wait()
+        with self._doing("staging_wait"):
+            self.checkpoints.before_update()
 
     def _save(self, step: int, due: bool) -> None:
-        if due:
+        """Begin to save, unless that was done; and hear what has become of earlier saves."""
+        if due and self.checkpoints.requested != step:
             self.checkpoints.save(step, self.policy, self.loop_state(step))
-            self.feed.retain(self.checkpoints.oldest)
-            if self.config.save_hf_checkpoint == "always":
-                self.export(step)
+        for report in self.checkpoints.poll():
+            if isinstance(report, Retained):
+                self.feed.retain(report.oldest)
+            elif isinstance(report, Committed) and self.config.save_hf_checkpoint == "always":
+                self.export(report.step)
 
     def loop_state(self, step: int) -> dict[str, Any]:
         return {
@@ -115,20 +124,24 @@ class Trainer:
             self.evaluations.at_startup(step) if startup else self.evaluations.if_due(step)
 
     def _finish(self, step: int) -> int:
-        """The last version reaches the engines, disk and, when the run is complete, its evaluation and export."""
+        """The last version reaches the engines and the disk; a complete run ends with its evaluation and export."""
         self.publisher.wait()
         if self.publisher.version != step:
             self._publish(step)
             self.publisher.wait()
         self._enter("saving")
-        if self.checkpoints.newest != step:
-            self._save(step, due=True)
+        self._save(step, due=True)
         self.complete = not self.mesh.broadcast(self.stopping())
         if self.complete:
             self._enter("final evaluation")
             self.evaluations.at_end(step)
-            if self.config.save_hf_checkpoint == "last":
-                self.export(step)
+        self._enter("committing the last checkpoint")
+        self.checkpoints.wait(step)
+        self._save(step, due=False)
+        if self.complete and self.config.save_hf_checkpoint == "last":
+            self.export(step)
+        self._enter("waiting for the Hugging Face export")
+        self.checkpoints.wait_exports()
         return step
 
     def _doing(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rft.checkpoint import fence
-from rft.checkpoint.commit import Committer, Draft, abandon
+from rft.checkpoint.commit import Committer, abandon
 from rft.checkpoint.gate import Gate
 from rft.checkpoint.records import Beat, Begin, Close, Drop, Export, Exported, Failed, Freed, Ready, Settings, Window
 from rft.checkpoint.storage import Storage, open_storage
@@ -55,7 +55,8 @@ class Agent:
         self.orphaned_at: float | None = None
         self.doing, self.doing_since = "waiting", time.monotonic()
         self._writers: dict[str, Writer] = {}
-        self._exports: list[threading.Thread] = []
+        self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
+        self._exported: set[str] = set()
 
     def run(self) -> None:
         """Until the trainer says Close or is gone, and all that was staged is committed."""
@@ -77,6 +78,10 @@ class Agent:
             with self._lock:
                 if isinstance(message, Window):
                     self._queued.add(message)
+            if isinstance(message, Export):
+                self._exports[message.name] = threading.Thread(target=self._export, args=(message,))
+                self._exports[message.name].start()
+                continue
             if isinstance(message, Drop):
                 self._free_dropped(message.id)
             self.inbox.put(message)
@@ -150,7 +155,11 @@ class Agent:
     def _watch(self) -> None:
         """Commit what is written; ends when the main thread has ended and nothing is open."""
         committer = Committer(
-            self.storage, self.settings, self.wire.send, lambda: self.orphaned_at is not None, self._export
+            self.storage,
+            self.settings,
+            report=self.wire.send,
+            orphaned=lambda: self.orphaned_at is not None,
+            in_use=lambda: set(self._exports) - self._exported,
         )
         ended = False
         while not ended or committer.drafts:
@@ -162,22 +171,16 @@ class Agent:
             except queue.Empty:
                 pass
             committer.look()
-        for thread in self._exports:
+        for thread in self._exports.values():
             thread.join()
 
-    def _export(self, draft: Draft, name: str) -> None:
-        """Hugging Face export of what has just been committed, beside everything else."""
-        asked = draft.begin.export
-        if asked is not None and not draft.output.collection:
-            arguments = (asked, f"{self.storage.where}/{name}", draft.begin.step)
-            self._exports.append(threading.Thread(target=self._run_export, args=arguments))
-            self._exports[-1].start()
-
-    def _run_export(self, asked: Export, checkpoint: str, step: int) -> None:
-        command = [sys.executable, "-m", "rft.checkpoint.export", checkpoint, asked.source, asked.target]
-        done = subprocess.run(command, capture_output=True, text=True)
+    def _export(self, asked: Export) -> None:
+        """Hugging Face export of a committed checkpoint, in a process beside everything else."""
+        command = [sys.executable, "-m", "rft.checkpoint.export", f"{self.storage.where}/{asked.name}"]
+        done = subprocess.run([*command, asked.source, asked.target], capture_output=True, text=True)
         words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        self.wire.send(Exported(step=step, target=asked.target, cause=words[-1] if done.returncode else ""))
+        self._exported.add(asked.name)
+        self.wire.send(Exported(step=asked.step, target=asked.target, cause=words[-1] if done.returncode else ""))
 
 
 def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage) -> None:

@@ -62,7 +62,7 @@ class Committer:
     settings: Settings
     report: Callable[[Report], object]
     orphaned: Callable[[], bool] = lambda: False
-    on_commit: Callable[[Draft, str], object] = lambda draft, name: None
+    in_use: Callable[[], set[str]] = set  # checkpoints that are being read and must not go now
     drafts: list[Draft] = field(default_factory=list)
 
     def watch(self, begin: Begin, output: Output, since: float) -> None:
@@ -179,7 +179,6 @@ class Committer:
         seconds = time.monotonic() - draft.since
         begin, collection = draft.begin, draft.output.collection
         self.report(Committed(id=begin.id, step=begin.step, collection=collection, name=name, seconds=seconds))
-        self.on_commit(draft, name)
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)
@@ -189,7 +188,8 @@ class Committer:
     def _retire(self, output: Output) -> None:
         """Delete what retention lets go, and tell what is left."""
         entries = list_entries(self.storage, output.collection)
-        dropped = retention.expired(entries, output.retention)
+        in_use = self.in_use()
+        dropped = [entry for entry in retention.expired(entries, output.retention) if entry.path not in in_use]
         for entry in dropped:
             log.info("retention removes %s", entry.path)
             self.storage.remove(entry.path)

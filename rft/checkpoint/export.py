@@ -1,72 +1,265 @@
-"""Hugging Face export: a stream of full tensors to a directory that transformers and vLLM load.
+"""A committed checkpoint as a Hugging Face directory that transformers and vLLM load, made beside the training.
 
-In: `(name, tensor)` pairs and the directory the model came from (its config, tokenizer and template files are copied). Out: a
-directory that gets its name when everything in it is on disk.
+    python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET       (started by the agent after a commit)
+
+In: a committed checkpoint (a path or a URL), and the model directory that the run began with: its config, tokenizer
+and template files are copied. Out: TARGET, which gets its name when everything in it is durable. No torch; a slab of
+rows in memory at a time. Invariant: every byte was verified against its receipt on the way; no name `TARGET` without
+all of its files.
 """
 
+import contextlib
+import fcntl
 import json
 import os
-import shutil
+import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from rft.checkpoint.store import sync_directory
-
-if TYPE_CHECKING:
-    import torch
+from rft.checkpoint.disk import Disk
+from rft.checkpoint.layout import ITEM_BYTES, MODEL, Claim
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
+from rft.checkpoint.storage import LocalSink, Storage, open_storage
+from rft.config import ConfigError
+from rft.monitor.logs import die_with_parent
+from rft.names import Dims, architecture_of, hf_names, read_hf_config
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SHARD_BYTES = 5 * 10**9  # Hugging Face's own default size of one file
+SLAB_BYTES = 2**25  # of a tensor in memory at a time
+SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+USAGE = "usage: python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET"
 
 
-def write_hf(tensors: Iterable[tuple[str, "torch.Tensor"]], source: str | Path, target: Path) -> Path:
-    """Write `tensors`, sharded by size, next to copies of `source`'s other files; rename into place at the end."""
-    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
-    temporary.mkdir(parents=True)
-    for path in sorted(Path(source).iterdir()):
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of the export. `key` is its name in the checkpoint."""
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def export(
+    storage: Storage, path: str, source: str | Path, target: Path, *, disk: Disk | None = None,
+    shard_bytes: int = SHARD_BYTES, seen: Callable[[int, int], object] = lambda done, total: None,
+) -> bool:  # fmt: skip
+    """Write `target`; False if it is there already. `seen(done, total)` hears of bytes.
+
+    Raises Damaged, Mismatch, ConfigError or OSError; then nothing is left behind.
+    """
+    if target.exists():
+        return False
+    disk = disk or Disk()
+    hf = read_hf_config(source)
+    with Checkpoint(storage, path) as checkpoint:
+        tensors = plan(checkpoint, hf)
+        for file in checkpoint.files():
+            file.chunk(0)  # open now: retention may take the directory away meanwhile, open files stay readable
+        total = sum(tensor.bytes for tensor in tensors)
+        with _draft(target, disk) as draft:
+            _check_space(draft, total, disk)
+            _copy_files(Path(source), draft, tensors[0].dtype, disk)
+            done = 0
+            for file, part in _shards(tensors, shard_bytes):
+                for count in _write(draft / file, checkpoint, part, disk):
+                    done += count
+                    seen(done, total)
+            _write_index(draft, list(_shards(tensors, shard_bytes)), total, disk)
+            _publish(draft, target, disk)
+    return True
+
+
+def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
+    """What the export holds, in the order of `hf_names`. Raises Mismatch if the checkpoint is not of this model."""
+    held = checkpoint.tensors
+    wanted = hf_names(Dims.of(hf), architecture_of(hf))
+    missing = [name for name in wanted if MODEL + name not in held]
+    wrong = [
+        f"{name} is {list(held[MODEL + name][1])} there and {list(shape)} by config.json"
+        for name, shape in wanted.items()
+        if name not in missing and held[MODEL + name][1] != shape
+    ]
+    if missing or wrong:
+        first = (wrong or [f"{missing[0]} is missing there"])[0]
+        raise Mismatch(
+            f"{checkpoint.where} is of another model than the source's config.json: "
+            f"{len(missing)} tensors missing, {len(wrong)} of another shape, like {first}"
+        )
+    return [Tensor(name, MODEL + name, held[MODEL + name][0], shape) for name, shape in wanted.items()]
+
+
+@contextlib.contextmanager
+def _draft(target: Path, disk: Disk) -> Iterator[Path]:
+    """A new directory next to `target`, gone at the end unless it was renamed; what dead exports left is removed too.
+
+    A lock on the directory itself tells a living export from a dead one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f"{target.name}.tmp-*"):
+        with contextlib.suppress(OSError), _locked(left):
+            disk.remove_tree(left)
+    draft = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
+    disk.mkdir(draft)
+    with _locked(draft):
+        try:
+            yield draft
+        finally:
+            if draft.exists():
+                disk.remove_tree(draft)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Raises BlockingIOError while another process holds it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(draft: Path, total: int, disk: Disk) -> None:
+    free = disk.free_bytes(draft)
+    if free < total:
+        raise OSError(f"{draft.parent}: {free / 1e9:.2f} GB are free, the export needs {total / 1e9:.2f} GB")
+
+
+def _copy_files(source: Path, draft: Path, dtype: str, disk: Disk) -> None:
+    """Everything but weights. config.json says which dtype the weights have now: loaders believe it."""
+    for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
-            shutil.copy2(path, temporary / path.name)
-    _write_shards(tensors, temporary)
-    sync_directory(temporary)
-    temporary.rename(target)
-    sync_directory(target.parent)
-    return target
+            data = path.read_bytes()
+            _put(draft / path.name, _with_dtype(data, dtype) if path.name == "config.json" else data, disk)
 
 
-def _write_shards(tensors: Iterable[tuple[str, "torch.Tensor"]], directory: Path) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-    size = total = 0
+def _with_dtype(config: bytes, dtype: str) -> bytes:
+    """`dtype` is what transformers 5 writes, `torch_dtype` what version 4 did; unchanged text where it is right already."""
+    fields = json.loads(config)
+    stated = {key: fields[key] for key in ("dtype", "torch_dtype") if key in fields}
+    if stated and all(value == dtype for value in stated.values()):
+        return config
+    fields |= dict.fromkeys(stated or ["dtype"], dtype)
+    return (json.dumps(fields, indent=2) + "\n").encode()
 
-    def flush() -> None:
-        nonlocal pending, size
-        _write_shard(pending, directory / f"part-{len(shards)}.safetensors")
-        shards.append(list(pending))
-        pending, size = {}, 0
 
-    for name, tensor in tensors:
-        if pending and size + tensor.nbytes > SHARD_BYTES:
-            flush()
-        pending[name] = tensor.detach().to("cpu").contiguous().clone()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (directory / "part-0.safetensors").rename(directory / "model.safetensors")
+def _shards(tensors: list[Tensor], limit: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """(file name, its tensors); a tensor above the limit has a file of its own."""
+    parts: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + tensor.bytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.bytes
+    for number, part in enumerate(parts, 1):
+        name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        yield name, part
+
+
+def header(tensors: list[Tensor]) -> bytes:
+    """The head of a safetensors file that holds these, one after another."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        place = [at, at + tensor.bytes]
+        fields[tensor.name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+        at += tensor.bytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(path: Path, checkpoint: Checkpoint, tensors: list[Tensor], disk: Disk) -> Iterator[int]:
+    """One file; yields the bytes of each slab written."""
+    head = header(tensors)
+    sink = LocalSink(disk, disk.create(path, len(head) + sum(tensor.bytes for tensor in tensors)))
+    try:
+        sink.write(memoryview(head))
+        for tensor in tensors:
+            for claim in slabs(tensor):
+                sink.write(memoryview(checkpoint.elements(claim)).cast("B"))
+                yield claim.bytes
+        sink.close()
+    finally:
+        sink.abort()
+
+
+def slabs(tensor: Tensor, limit: int = SLAB_BYTES) -> Iterator[Claim]:
+    """A tensor as claims of whole rows, each of at most `limit` bytes (but at least one row)."""
+    if not tensor.shape:
+        yield Claim(tensor.key, tensor.dtype, (), (), (), None)
         return
-    where = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"part-{number}.safetensors").rename(directory / file)
-        where |= dict.fromkeys(names, file)
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
-    (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    row = prod(tensor.shape[1:]) * ITEM_BYTES[tensor.dtype]
+    rows = max(1, limit // max(row, 1))
+    for start in range(0, tensor.shape[0], rows):
+        shape = (min(rows, tensor.shape[0] - start), *tensor.shape[1:])
+        offset = (start, *(0 for _ in tensor.shape[1:]))
+        yield Claim(tensor.key, tensor.dtype, tensor.shape, offset, shape, None)
 
 
-def _write_shard(tensors: dict[str, "torch.Tensor"], path: Path) -> None:
-    from safetensors.torch import save_file
+def _write_index(draft: Path, shards: list[tuple[str, list[Tensor]]], total: int, disk: Disk) -> None:
+    if len(shards) > 1:
+        where = {tensor.name: file for file, part in shards for tensor in part}
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
+        _put(draft / "model.safetensors.index.json", index.encode(), disk)
 
-    save_file(tensors, path, metadata={"format": "pt"})
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+
+def _put(path: Path, data: bytes, disk: Disk) -> None:
+    sink = LocalSink(disk, disk.create(path))
+    try:
+        sink.write(memoryview(data))
+        sink.close()
+    finally:
+        sink.abort()
+
+
+def _publish(draft: Path, target: Path, disk: Disk) -> None:
+    disk.sync_directory(draft)
+    try:
+        disk.rename(draft, target)
+    except OSError:
+        if not target.exists():  # else another export of the same checkpoint was faster
+            raise
+    disk.sync_directory(target.parent)
+    disk.sync_directory(target.parent.parent)  # the parent may be new
+
+
+def split(checkpoint: str) -> tuple[str, str]:
+    """Root and name of a checkpoint's path or URL."""
+    where, _, name = checkpoint.rstrip("/").rpartition("/")
+    return where or ("/" if checkpoint.startswith("/") else "."), name
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 3:
+        print(USAGE, file=sys.stderr)
+        return 2
+    checkpoint, source, target = arguments
+    die_with_parent()
+    os.nice(10)
+    where, name = split(checkpoint)
+    try:
+        export(open_storage(where), name, source, Path(target))
+    except (Damaged, Mismatch, ConfigError, OSError, ValueError) as error:
+        print(f"export: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

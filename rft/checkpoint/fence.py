@@ -19,6 +19,10 @@ LOCK = re.compile(r"e(\d+)-r(\d+)")
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
 
 
+def control_dir(job: Path) -> Path:
+    return job / "control"
+
+
 def newest_epoch(control: Path) -> int:
     directory = control / "epochs"
     return max((int(name) for name in os.listdir(directory)), default=0) if directory.is_dir() else 0
@@ -63,6 +67,11 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def holder(path: Path) -> int:
+    """Process number of the agent that has locked `path`."""
+    return int(path.read_text() or 0)
 
 
 def living_agents(control: Path) -> list[Path]:

@@ -15,7 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rft.checkpoint.records import Beat, Begin, Close, Committed, Drop, Failed, Freed, Ready, Report, Settings, Window
+from rft.checkpoint.records import (
+    Beat,
+    Begin,
+    Close,
+    Committed,
+    Drop,
+    Export,
+    Exported,
+    Failed,
+    Freed,
+    Ready,
+    Report,
+    Settings,
+    Window,
+)
 from rft.checkpoint.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -50,6 +64,7 @@ class Link:
         self._log_path = log_path
         self._command = command
         self._told: dict[str, Told] = {}
+        self._exports: dict[int, Export] = {}  # asked for and not reported
         self._lock = threading.RLock()
         self._heard = time.monotonic()
         self._fruitless = 0
@@ -77,6 +92,11 @@ class Link:
         with self._lock:
             self._told[identity].dropped = why
             self._wire.send(Drop(id=identity, why=why))
+
+    def export(self, message: Export) -> None:
+        with self._lock:
+            self._exports[message.step] = message
+            self._wire.send(message)
 
     def close(self, deadline_s: float) -> None:
         """Let the agent finish what it has; it goes on by itself if that takes longer than `deadline_s`."""
@@ -128,6 +148,8 @@ class Link:
 
     def _note(self, report: Report) -> None:
         with self._lock:
+            if isinstance(report, Exported):
+                self._exports.pop(report.step, None)
             told = self._told.get(getattr(report, "id", ""))
             if told is None:
                 return
@@ -160,6 +182,8 @@ class Link:
                 self._told.clear()
             else:
                 self._wire = self._start()
+                for asked in self._exports.values():
+                    self._wire.send(asked)
                 lost = [report for told in self._told.values() for report in self._tell_again(told)]
         for report in lost:
             self._on_report(report)

@@ -29,7 +29,6 @@ from rft.checkpoint.records import (
     Output,
     Region,
     Report,
-    Retained,
     Retention,
     Settings,
 )
@@ -69,8 +68,8 @@ class Outcome:
 
     step: int
     open: set[str]
-    exporting: bool = False
     cause: str = ""
+    name: str = ""  # of the committed directory
 
 
 @dataclass
@@ -103,11 +102,12 @@ class CheckpointManager:
         self.status = Status()
         self.newest: int | None = None  # step of the newest checkpoint that this process has loaded or seen committed
         self.requested: int | None = None  # step of the last save or load
-        self.oldest: dict[str, Any] | None = None  # rank 0: loop state of the oldest one
         self.scores: dict[int, float] = {}
         self._agent = agent
         self._saves = 0
         self._outcomes: dict[str, Outcome] = {}
+        self._exports: set[str] = set()  # directories that are being written
+        self._failed_export = ""
         self._news: list[Report] = []
         self._changed = threading.Condition()
         self._choice = Choice(self.config.staging)
@@ -123,9 +123,11 @@ class CheckpointManager:
             return None
         self.newest = self.requested = found["step"]
         self.scores = {int(step): value for step, value in found.pop("scores", {}).items()}
-        if self.ranks.rank == 0:
-            self.oldest = commit.read_manifest(self.storage, commit.list_entries(self.storage)[0].path).loop
         return found
+
+    def _loaded(self, step: int) -> set[str]:
+        """Name of a committed checkpoint that an earlier attempt has written."""
+        return {[entry.path for entry in commit.list_entries(self.storage) if entry.step == step][-1]}
 
     def start(self, policy: Snapshotable) -> None:
         """Agree on who stores what, reserve memory, start the agent. The only collective besides `load`; before the first step.
@@ -167,8 +169,7 @@ class CheckpointManager:
         return Plan(mine, regions, whole, [r for r in regions if r.key.startswith(layout.MODEL)], weights_only)
 
     def save(
-        self, step: int, policy: Snapshotable, loop: dict[str, Any], *, full: bool = True, weights: bool = False,
-        export: Export | None = None,
+        self, step: int, policy: Snapshotable, loop: dict[str, Any], *, full: bool = True, weights: bool = False
     ) -> bool:  # fmt: skip
         """Begin to save `step`: everything (`full`), the model alone (`weights`), or both of one staging.
 
@@ -183,12 +184,10 @@ class CheckpointManager:
         begin = Begin(
             id=identity, step=step, outputs=outputs, small=snapshot.small, local=snapshot.local,
             loop=loop | {"step": step, "scores": self.scores} if lead else None, about=self.about if lead else None,
-            export=export if lead and full else None,
         )  # fmt: skip
         self.requested = step if full else self.requested
         with self._changed:
-            exporting = begin.export is not None
-            self._outcomes[identity] = Outcome(step, {output.collection for output in outputs}, exporting)
+            self._outcomes[identity] = Outcome(step, {output.collection for output in outputs})
         self._stager.current.done.wait()
         self._link.begin(begin)
         if not self._make_room(identity):
@@ -228,6 +227,11 @@ class CheckpointManager:
         self._link.drop(identity, "skipped: both slots were still being written")
         return False
 
+    def score(self, step: int, metrics: dict[str, float]) -> None:
+        """What an evaluation of version `step` gave: `keep_best` goes by `best_metric`."""
+        if self.config.best_metric in metrics:
+            self.scores[step] = metrics[self.config.best_metric]
+
     def before_update(self) -> float:
         """To be called before weights change; returns when the last save's copies are made, with the seconds that took."""
         waited = self._stager.await_copies()
@@ -235,23 +239,36 @@ class CheckpointManager:
         return waited
 
     def poll(self) -> list[Report]:
-        """What has become known since the last call: Committed, Failed and Exported reports."""
+        """What has become known since the last call: Committed, Retained, Failed and Exported reports."""
         with self._changed:
             news, self._news = self._news, []
         return news
 
     def wait(self, step: int) -> None:
-        """Until the saves of `step` are committed (and exported). Raises RuntimeError when one failed."""
+        """Until the saves of `step` are committed. Raises RuntimeError when one failed."""
         deadline = time.monotonic() + 2 * self.config.agent_deadline_s
         with self._changed:
             known = [outcome for outcome in self._outcomes.values() if outcome.step == step]
-            self._changed.wait_for(
-                lambda: not any(o.open or o.exporting for o in known), max(0.0, deadline - time.monotonic())
-            )
+            self._changed.wait_for(lambda: not any(o.open for o in known), max(0.0, deadline - time.monotonic()))
         if failed := [outcome for outcome in known if outcome.cause]:
             raise RuntimeError(f"checkpoint of step {step} failed: {failed[0].cause}")
-        if any(outcome.open or outcome.exporting for outcome in known):
+        if any(outcome.open for outcome in known):
             raise RuntimeError(f"checkpoint of step {step} is not there after {2 * self.config.agent_deadline_s:g} s")
+
+    def export(self, step: int, source: str, target: str) -> None:
+        """Begin the Hugging Face export of committed step `step` (see `rft.checkpoint.export`); rank 0 only."""
+        assert self._link is not None
+        with self._changed:
+            names = {o.name for o in self._outcomes.values() if o.step == step and o.name} or self._loaded(step)
+            self._exports.add(target)
+        self._link.export(Export(step=step, name=names.pop(), source=source, target=target))
+
+    def wait_exports(self) -> None:
+        """Until all exports are there. Raises RuntimeError when one failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._exports)
+            if self._failed_export:
+                raise RuntimeError(f"Hugging Face export failed: {self._failed_export}")
 
     def metrics(self) -> dict[str, float]:
         assert self._link is not None
@@ -276,9 +293,6 @@ class CheckpointManager:
         if isinstance(report, Freed):
             self._stager.slots.give_back(report.slot)
             return
-        if isinstance(report, Retained):
-            self.oldest = report.oldest
-            return
         with self._changed:
             if isinstance(report, Committed):
                 self._on_commit(report)
@@ -287,11 +301,10 @@ class CheckpointManager:
                 if not outcome.cause:
                     self.status.failed += 1
                     log.error("checkpoint of step %d failed, training goes on: %s", report.step, report.cause)
-                outcome.open, outcome.exporting, outcome.cause = set(), False, report.cause
+                outcome.open, outcome.cause = set(), report.cause
             elif isinstance(report, Exported):
-                for outcome in self._outcomes.values():
-                    if outcome.step == report.step:
-                        outcome.exporting, outcome.cause = False, report.cause
+                self._exports.discard(report.target)
+                self._failed_export = report.cause or self._failed_export
             self._news.append(report)
             self._changed.notify_all()
 
@@ -299,6 +312,7 @@ class CheckpointManager:
         self._outcomes[report.id].open.discard(report.collection)
         if report.collection:
             return
+        self._outcomes[report.id].name = report.name
         self.status.committed += 1
         self.status.seconds = report.seconds
         self.newest = max(report.step, self.newest or 0)

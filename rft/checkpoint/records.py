@@ -99,13 +99,6 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention
 
 
-class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """After the commit, write a Hugging Face directory `target`; config and tokenizer come from `source`."""
-
-    source: str
-    target: str
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that an agent must know before its first save; sent once. `control`: local directory of locks and run epochs."""
 
@@ -128,9 +121,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     outputs: list[Output]
     small: dict[str, bytes]
     local: dict[str, bytes]
-    loop: dict[str, Any] | None  # rank 0 only, as are the next two
+    loop: dict[str, Any] | None  # rank 0 only, as is the next
     about: dict[str, Any] | None
-    export: "Export | None" = None
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -148,6 +140,15 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     id: str
     why: str
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write the Hugging Face directory `target` from the committed checkpoint `name`; config and tokenizer from `source`."""
+
+    step: int
+    name: str
+    source: str
+    target: str
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +197,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     for_s: float
 
 
-Request = Settings | Begin | Window | Drop | Close
+Request = Settings | Begin | Window | Drop | Export | Close
 Report = Ready | Freed | Committed | Retained | Exported | Failed | Beat
 
 _json = msgspec.json.Encoder(order="deterministic")
