@@ -1,6 +1,5 @@
 """What the ranks of test_resume_bitwise.py do: train, save, train on; load into another policy, train on the same."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,17 @@ BEFORE, AFTER = 2, 2  # steps, on either side of the save
 SCHEDULE = OptimizerConfig(lr=1e-3, lr_scheduler_type="linear", lr_warmup_steps=2, weight_decay=0.1)
 
 
+def manager_at(root: str, mesh: Mesh, trainer: TrainerConfig) -> CheckpointManager:
+    return CheckpointManager(root, mesh, trainer, about={"layout": mesh.layout()})
+
+
 def save_and_wait(manager: CheckpointManager, step: int, policy: Policy, loop: dict[str, Any]) -> None:
-    """Return when the checkpoint is committed."""
-    manager.save(step, policy, loop)
+    """Return when the checkpoint is committed and its agents have ended."""
+    manager.start(policy)
+    assert manager.save(step, policy, loop)
+    manager.before_update()
+    manager.wait(step)
+    manager.close()
 
 
 def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any) -> dict[str, Any]:
@@ -35,12 +42,11 @@ def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any
         trainer = TrainerConfig(megatron=sizes, dtype=dtype)
         first = Policy(ModelConfig(model_path=path), trainer, SCHEDULE, mesh, 1, BEFORE + AFTER)
         train(first, range(BEFORE))
-        manager = CheckpointManager(Path(root), mesh, layout=mesh.layout(), keep=2)
-        save_and_wait(manager, BEFORE, first, loop)
+        save_and_wait(manager_at(root, mesh, trainer), BEFORE, first, loop)
         wanted = ending(first)
         first.close()
         second = Policy(ModelConfig(model_path=other), trainer, SCHEDULE, mesh, 2, BEFORE + AFTER)
-        read = CheckpointManager(Path(root), mesh, layout=mesh.layout(), keep=2).load(second)
+        read = manager_at(root, mesh, trainer).load(second)
         found = ending(second)
         second.close()
         return {"loop": (read, loop), "steps": (found, wanted)}
@@ -52,11 +58,13 @@ def ending(policy: Policy) -> dict[str, Any]:
     """Train the steps after the save: metrics, then every tensor as bytes, the small state, and what each generator says next."""
     metrics = train(policy, range(BEFORE, BEFORE + AFTER))
     snapshot = policy.snapshot()
-    pieces = {
-        (p.key, p.offset, p.flat): p.tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for p in snapshot.pieces
-    }
+    pieces = {(p.key, p.offset, p.shape, p.flat): as_bytes(p.tensor) for p in snapshot.pieces}
     draws = (torch.rand(3).tolist(), np.random.random(3).tolist())
-    return {"metrics": metrics, "pieces": pieces, "small": snapshot.small, "draws": draws}
+    return {"metrics": metrics, "pieces": pieces, "small": snapshot.small | snapshot.local, "draws": draws}
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def train(policy: Policy, steps: range) -> list[dict[str, float]]:
