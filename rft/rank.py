@@ -143,7 +143,9 @@ def _train(rank: Rank, mesh: Any) -> None:
         trainer.export = lambda step: trainer.checkpoints.export(
             step, config.model.model_path, str(export_dir(rank.job, step))
         )
-        trainer.evaluations.reported = monitor.evaluated
+        trainer.evaluations.reported = set(monitor.evaluated)
+        for version, found in monitor.evaluated.items():  # the checkpoint may be older than its own evaluation
+            trainer.checkpoints.score(version, found)
     trainer.timer.pop()  # steps are timed from here on
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # until now there was nothing to save
         signal.signal(number, rank.stop)

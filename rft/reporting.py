@@ -19,8 +19,9 @@ class StepReporter:
         self.monitor = build(config.monitor, job, config.project, config.name, config.trainer.total_steps, step)
         self.num_samples = config.monitor.num_samples
         self.tokenizer = tokenizer
-        rows = read_metrics(job / "metrics.jsonl")  # only what the resumed attempts keep: `build` has cut the rest
-        self.evaluated = {row["step"] for row in rows if any(name.startswith("eval/") for name in row)}
+        sets = [f"eval/{taskset.name}/accuracy" for taskset in config.buffer.explorer_input.eval_tasksets]
+        rows = read_metrics(job / "metrics.jsonl")  # those of this step and before: `build` has dropped the rest
+        self.evaluated = {row["step"]: row for row in rows if sets and all(name in row for name in sets)}
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)

@@ -25,7 +25,10 @@ class Parts:
         self.publisher = SimpleNamespace(
             start=lambda version: note(f"publish {version}"), wait=lambda: note("published"), last={}, version=STEPS
         )
-        self.checkpoints = SimpleNamespace(newest=STEPS, oldest=None, save=lambda step, *_: note(f"save {step}"))
+        self.checkpoints = SimpleNamespace(
+            requested=None, save=lambda step, *_: note(f"save {step}"), before_update=lambda: note("copied"), poll=list,
+            wait=lambda step: None, wait_exports=lambda: None, metrics=dict,
+        )  # fmt: skip
         self.evaluations = SimpleNamespace(
             alone=alone, at_startup=lambda version: None, at_end=lambda version: None,
             if_due=lambda version: note(f"evaluate {version}"),
@@ -57,7 +60,7 @@ def events(alone: bool = False) -> list[str]:
 
 def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
     """A process killed between the two would resume behind the step, and nobody would ever tell of it."""
-    assert events() == ["published", "update", "publish 2", "consumed 1", "log 2", "evaluate 2", "save 2"]
+    assert events() == ["published", "copied", "update", "publish 2", "consumed 1", "log 2", "evaluate 2", "save 2"]
 
 
 def test_a_deterministic_run_evaluates_the_version_it_has_published() -> None:

@@ -1,0 +1,39 @@
+"""What a process that resumes a run learns from the lines that the one before it wrote."""
+
+import json
+from pathlib import Path
+
+from rft.config import Config, ExplorerInputConfig, MonitorConfig, TasksetConfig
+from rft.reporting import StepReporter
+
+LINES = [
+    {"step": 0, "eval/a/accuracy": 0.1},
+    {"step": 0, "eval/b/accuracy": 0.2},
+    {"step": 1, "loss": 1.0},
+    {"step": 5, "loss": 0.5},
+    {"step": 5, "eval/a/accuracy": 0.3},
+    {"step": 5, "eval/b/accuracy": 0.4},
+    {"step": 10, "eval/a/accuracy": 0.5},  # killed before b was done
+    {"step": 10, "loss": 0.4},
+    {"step": 15, "eval/a/accuracy": 0.7},
+    {"step": 15, "eval/b/accuracy": 0.8},
+]
+
+
+def evaluated(job: Path, resumed_at: int, names: tuple[str, ...] = ("a", "b")) -> dict[int, float]:
+    """Accuracy on `a` of every version that counts as evaluated."""
+    (job / "metrics.jsonl").write_text("".join(json.dumps(line | {"time_s": 1.0}) + "\n" for line in LINES))
+    config = Config(name="x", monitor=MonitorConfig(monitor_type="none"))
+    config.buffer.explorer_input = ExplorerInputConfig(eval_tasksets=[TasksetConfig(name=n, path="-") for n in names])
+    reporter = StepReporter(config, job, resumed_at, tokenizer=None)
+    reporter.close()
+    return {version: found["eval/a/accuracy"] for version, found in reporter.evaluated.items()}
+
+
+def test_evaluations_up_to_the_resumed_step_are_known(tmp_path: Path) -> None:
+    """One that was cut in half is not: all of it is made again; nor what a new start or an older checkpoint drops."""
+    assert evaluated(tmp_path, 10) == {0: 0.1, 5: 0.3}
+    assert evaluated(tmp_path, 15) == {0: 0.1, 5: 0.3, 15: 0.7}
+    assert evaluated(tmp_path, 4) == {0: 0.1}
+    assert evaluated(tmp_path, 0) == {}
+    assert evaluated(tmp_path, 15, names=()) == {}
