@@ -82,6 +82,7 @@ def check(config: Config) -> None:
     _check_model(config)
     _check_algorithm(config)
     _check_data(config)
+    _check_deterministic(config)
     _check_staleness(config)
     _check_places(config)
     if config.trainer.total_steps is None:
@@ -206,6 +207,16 @@ def _check_data(config: Config) -> None:
         check_taskset(taskset, f"{key}.path")
         rewards.resolve(str(taskset.default_reward_fn_type))
         workflows.resolve(str(taskset.default_workflow_type))
+
+
+def _check_deterministic(config: Config) -> None:
+    if not config.deterministic:
+        return
+    for key, only in (("device", "cpu"), ("synchronizer.sync_interval", 1)):
+        if get(config, key) != only:
+            raise ConfigError(
+                f"deterministic=true with {key}={get(config, key)}: it is only kept with {key}={only}, set that"
+            )
 
 
 def _check_staleness(config: Config) -> None:

@@ -47,6 +47,16 @@ def test_defaults_follow_the_algorithm_and_the_data(assets: Path, tmp_path: Path
     assert config.model.max_model_len == 24 and config.explorer.rollout_model.dtype == "fp32"
 
 
+def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path) -> None:
+    """Also over a value that a recipe sets: the quickstart has max_staleness=1."""
+    (config,) = grpo(assets, tmp_path, "deterministic=true", "device=cpu", "synchronizer.max_staleness=1")
+    rollout = config.explorer.rollout_model
+    assert (rollout.max_num_seqs, rollout.enable_prefix_caching, config.synchronizer.max_staleness) == (1, False, 0)
+    (config,) = grpo(assets, tmp_path)
+    rollout = config.explorer.rollout_model
+    assert (rollout.max_num_seqs, rollout.enable_prefix_caching, config.synchronizer.max_staleness) == (256, True, 1)
+
+
 def test_a_stage_inherits_every_key_it_does_not_set(tmp_path: Path) -> None:
     raw = composed(
         ["experiment=quickstart", "buffer.batch_size=7", "trainer.grad_clip=0.5", f"checkpoint_root_dir={tmp_path}"]
@@ -90,6 +100,8 @@ REFUSED = {  # overrides: what the message must say
     "mode=bot": "did you mean `both`",
     "mode=bench": "eval_tasksets",
     "device=tpu": "device=tpu",
+    "deterministic=true": "device=cpu",
+    "deterministic=true device=cpu synchronizer.sync_interval=2": "synchronizer.sync_interval=1",
     "model.model_path=/nowhere": "model.model_path",
     "model.max_response_tokens=100": "context of 64",
     "model.max_model_len=10": "max_model_len",
