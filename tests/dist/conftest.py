@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
 
 from rft.tools.toy import write_model
+
+from ranks import Ranks
 
 SMALL = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 

@@ -4,9 +4,10 @@ import ast
 import sys
 
 import pytest
-from ranks import Ranks
 
 from rft.megatron import cpu_port
+
+from ranks import Ranks
 
 
 @pytest.mark.parametrize(
