@@ -7,6 +7,7 @@ renames one finds its source gone. Invariant: nothing is published that was not 
 has taken its epoch, nothing retired before.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -85,6 +86,7 @@ class Committer:
         rank, names = self.settings.rank, set(self.storage.list(draft.output.draft))
         published = self._published(draft)
         if published:
+            self.storage.settle(published)
             return published
         gone = sorted(name for name in names if name.endswith(".abandoned"))
         if gone:
@@ -117,8 +119,9 @@ class Committer:
             path = f"{prefix}/{name}" if prefix else name
             if step_of(name) != draft.begin.step or MANIFEST not in self.storage.list(path):
                 continue
-            if read_manifest(self.storage, path).id == draft.begin.id:
-                return path
+            with contextlib.suppress(ValueError, OSError):  # a damaged one is not this save
+                if read_manifest(self.storage, path).id == draft.begin.id:
+                    return path
         return None
 
     def _commit(self, draft: Draft) -> str:
@@ -134,9 +137,13 @@ class Committer:
             name = self.storage.publish(place, draft.output.final)
         except FileNotFoundError:
             if (found := self._published(draft)) is not None:
+                self.storage.settle(found)
                 return found
             raise Unsound(f"{place} is gone: a newer attempt of this job has taken over") from None
-        self._point(draft.output.collection, name, manifest)
+        try:
+            self._point(draft.output.collection, name, manifest)
+        except OSError as error:
+            log.error("LATEST cannot be moved to %s, nothing else is affected: %s", name, error)
         return name
 
     def _verified(self, draft: Draft) -> Manifest:
@@ -182,7 +189,7 @@ class Committer:
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 log.error("retention failed, nothing else is affected: %s", error)
 
     def _retire(self, output: Output) -> None:
@@ -212,14 +219,18 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:
-    """The manifest of a committed directory. Raises ValueError when it is damaged or of another format."""
+    """The manifest of a committed directory. Raises ValueError when it is damaged.
+
+    One of another format is no damage, as long as its seal fits: whoever opens it looks at `format`.
+    """
     where = f"{storage.where}/{path}/{MANIFEST}"
     data = storage.get(f"{path}/{MANIFEST}")
     try:
         manifest = decode_json(data, Manifest)
     except ValueError as error:
         raise ValueError(f"{where} is damaged: {error}") from error
-    if manifest.seal != manifest.digest():
+    unsealed = data.replace(f'"seal":"{manifest.seal}"'.encode(), b'"seal":""')
+    if manifest.seal != sha256(unsealed):
         raise ValueError(f"{where} is damaged: its seal does not fit its content")
     if step_of(path) not in (manifest.step, None):
         raise ValueError(f"{where} is of step {manifest.step}: the directory was renamed")
@@ -233,7 +244,7 @@ def list_entries(storage: Storage, collection: str = "") -> list[retention.Entry
     for path in committed(storage, collection):
         try:
             manifest = read_manifest(storage, path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
         found.append(retention.Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rft.checkpoint.disk import Disk
+
 LOCK = re.compile(r"e(\d+)-r(\d+)")
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
 
@@ -36,6 +38,7 @@ def take_epoch(control: Path) -> int:
     while True:
         try:
             (directory / str(number)).open("x").close()
+            Disk().sync_directory(directory)  # or a number could come twice, after a power loss
             return number
         except FileExistsError:
             number += 1

@@ -37,6 +37,7 @@ AGENT = (sys.executable, "-m", "rft.checkpoint.agent")
 SILENT_S = 2.0  # without a beat: stopped, or starved of the processor
 STALLED_S = 30.0  # over one operation: a disk that does not answer
 LOOK_S = 0.5
+NO_SLOT = -1  # of a window without bytes: the slot it came in has long been somebody else's
 FRUITLESS = 3  # agents in a row that ended before they were ready: something is wrong that another start does not mend
 
 
@@ -83,15 +84,20 @@ class Link:
             self._wire.send(message)
 
     def window(self, message: Window) -> None:
+        """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""
         with self._lock:
-            if message.id in self._told:
-                self._told[message.id].windows[message.start] = message
+            told = self._told.get(message.id)
+            if told is not None:
+                told.windows[message.start] = message
                 self._wire.send(message)
+        if told is None:
+            self._on_report(Freed(id=message.id, slot=message.slot))
 
     def drop(self, identity: str, why: str) -> None:
         with self._lock:
-            self._told[identity].dropped = why
-            self._wire.send(Drop(id=identity, why=why))
+            if identity in self._told:  # or it has ended meanwhile
+                self._told[identity].dropped = why
+                self._wire.send(Drop(id=identity, why=why))
 
     def export(self, message: Export) -> None:
         with self._lock:
@@ -136,7 +142,7 @@ class Link:
                 self._enter("ready")
             elif isinstance(report, Beat):
                 self._enter("stalled" if report.doing != "waiting" and report.for_s > STALLED_S else "ready")
-            else:
+            elif not (isinstance(report, Freed) and report.slot == NO_SLOT):
                 self._note(report)
                 self._on_report(report)
         code = process.wait()
@@ -200,7 +206,7 @@ class Link:
             return [Freed(id=begin.id, slot=window.slot) for window in told.windows.values()]
         if told.written:
             end = max(output.bytes for output in begin.outputs)
-            self._wire.send(Window(id=begin.id, slot=0, start=end, stop=end, last=True))
+            self._wire.send(Window(id=begin.id, slot=NO_SLOT, start=end, stop=end, last=True))
         for _, window in sorted(told.windows.items()):
             self._wire.send(window)
         return []

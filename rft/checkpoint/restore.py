@@ -56,7 +56,7 @@ def _newest(storage: Storage, rejected: list[str]) -> str | None:
     for path in committed(storage):
         try:
             commit.read_manifest(storage, path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             aside = storage.set_aside(path, "bad")
             rejected.append(str(error))
             log.error("checkpoint rejected and set aside as %s/%s: %s", storage.where, aside, error)

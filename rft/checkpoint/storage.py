@@ -7,6 +7,7 @@ system that is fsync, then rename; an object store has no rename, so there the m
 """
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -46,6 +47,7 @@ class Storage(Protocol):
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[str]: ...
     def publish(self, draft: str, final: str) -> str: ...
+    def settle(self, path: str) -> None: ...
     def set_aside(self, path: str, prefix: str) -> str: ...
     def remove(self, path: str) -> None: ...
     def free_bytes(self) -> int | None: ...
@@ -93,8 +95,11 @@ class LocalStorage:
 
     def prepare(self) -> None:
         """Make the root. OSError when it cannot be written to."""
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         self.root.mkdir(parents=True, exist_ok=True)
         self.begin(WEIGHTS)
+        for path in (self.root, *(path.parent for path in missing)):
+            self.disk.sync_directory(path)
 
     def begin(self, draft: str) -> None:
         self.disk.mkdir(self.root / draft)
@@ -141,11 +146,21 @@ class LocalStorage:
         """Give the draft its name; a name that is taken gets a suffix, for nothing is ever written into a published directory."""
         self.disk.sync_directory(self.root / draft)
         target = self.root / final
-        if target.exists():
-            target = target.with_name(f"{target.name}.{draft.rpartition('-')[2]}")
-        self.disk.rename(self.root / draft, target)
+        another = target.with_name(f"{target.name}.{draft.rpartition('-')[2]}")
+        target = another if target.exists() else target
+        try:
+            self.disk.rename(self.root / draft, target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            target = another  # the name was taken between the look and the rename
+            self.disk.rename(self.root / draft, target)
         self.disk.sync_directory(target.parent)
         return str(target.relative_to(self.root))
+
+    def settle(self, path: str) -> None:
+        """Make sure of a name that another process gave, and may have died before it was durable."""
+        self.disk.sync_directory((self.root / path).parent)
 
     def set_aside(self, path: str, prefix: str) -> str:
         """Take `path` out of every list without deleting it."""
