@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.faults.disks import TRAINER, Board, Counting
+from bench.faults.disks import TRAINER, Board
 from bench.faults.toy import Cut, begin, plan, settings
 from rft.checkpoint import fence, layout
 from rft.checkpoint.agent import Agent
@@ -240,13 +240,13 @@ class Trainer:
 
 
 def save_here(
-    root: Path, cut: Cut, world: int, disk: Disk | None = None, keep: int = 0, epoch: int = 0
-) -> list[Report]:
+    root: Path, cut: Cut, world: int, disk: Disk | None = None, keep: int = 0, epoch: int = 0,
+    on_commit: Callable[[], object] = lambda: None,
+) -> list[Report]:  # fmt: skip
     """A save without processes: every rank's writer, then one commit; a new attempt unless `epoch` says which. Its reports."""
     control = root / "control"
     epoch = epoch or fence.take_epoch(control)
-    storage = LocalStorage(root, disk or Counting())
-    reports: list[Report] = []
+    storage = LocalStorage(root, disk or Disk())
     for rank in reversed(range(world)):
         told = settings(str(root), str(control), rank, world, epoch, [], 0)
         asked = begin(storage, cut, rank, world, f"e{epoch:04d}n0000", keep)
@@ -255,7 +255,14 @@ def save_here(
         writer.window(data[: len(data) // 2], 0)
         writer.window(data[len(data) // 2 :], len(data) // 2)
         writer.finish()
-    committer = Committer(storage, told, reports.append)
+    reports: list[Report] = []
+
+    def hear(report: Report) -> None:
+        reports.append(report)
+        if isinstance(report, Committed):
+            on_commit()
+
+    committer = Committer(storage, told, hear)
     committer.watch(asked, asked.outputs[0], time.monotonic())
     committer.look()
     return reports
