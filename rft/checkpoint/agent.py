@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer, abandon
 from rft.checkpoint.gate import Gate
@@ -193,6 +195,8 @@ def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage)
     if settings is None:
         return  # the trainer died before it had said anything
     os.nice(5)
+    if hasattr(psutil.Process, "ionice"):  # last of those that want the disk
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
     lock = fence.hold(fence.lock_path(Path(settings.control), settings.epoch, settings.rank))
     try:
         Agent(wire, settings, make_storage(settings.root)).run()

@@ -9,11 +9,14 @@ order; beyond that a save needs no collective, and no work of the training proce
 """
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from rft.checkpoint import commit, layout, restore
 from rft.checkpoint.arena import Slot
@@ -142,6 +145,7 @@ class CheckpointManager:
         if self.config.host_memory_gb is not None:
             size = min(total, int(self.config.host_memory_gb * 1e9) // 2)
         size = max(PAGE, -(-size // PAGE) * PAGE)
+        self._check_memory(2 * size)
         slots = Slots([Slot(number, size, self.device) for number in range(2)])
         self._stager = Stager(slots, self._plan.regions, total, self.device.copier(), self.config.agent_deadline_s)
         settings = Settings(
@@ -153,6 +157,16 @@ class CheckpointManager:
         log_path = self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
         self._link = Link(settings, self._hear, log_path, self._agent)
         log.info("checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB", total / 1e9, size / 1e9)
+
+    def _check_memory(self, wanted: int) -> None:
+        """Pages are touched at once: too little memory must be an error now, and not the end of some process."""
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = psutil.virtual_memory().available
+        if wanted * neighbours > free:
+            raise ValueError(
+                f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of {neighbours} rank(s) of this node, "
+                f"{free / 1e9:.2f} GB are free: set trainer.checkpoint.host_memory_gb to at most {free / neighbours / 1.1e9:.2f}"
+            )
 
     def _agree(self, claims: list[Claim]) -> Plan:
         listed = self.ranks.gather([_plain(claim) for claim in claims])

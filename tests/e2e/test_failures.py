@@ -90,13 +90,13 @@ def test_part_killed(command: list[str], job: Path, title: str, code: int, words
         check_failed(run, code, *words)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_signal_ends_at_a_step(command: list[str], job: Path, number: signal.Signals) -> None:
     with Attempt(command, job) as run:
         if number == signal.SIGINT:
             os.killpg(run.process.pid, number)  # as a terminal does
         else:
-            run.process.terminate()
+            run.process.send_signal(number)
         assert run.process.wait(2 * GRACE_S) == 128 + number
         check_failed(run, 128 + number, f"stopped by {number.name};", "run the same command again")
     assert newest(job) == step_rows(job)[-1]["step"], "no checkpoint of the step that was reached"
@@ -129,8 +129,8 @@ def test_rank_comes_back_and_the_run_ends_whole(command: list[str], job: Path) -
     with Attempt([*command, "trainer.max_restarts=1"], job) as run:
         survivors = {title: run.find(title) for title in ("VLLM::EngineCore", "ray::RolloutEngine", "ray::Explorer")}
         run.find("rft.rank ").kill()
-        step = newest(job) + 1
-        assert run.wait_step(step) == step
+        step = newest(job) + 1  # or the one after: its agent goes on and may commit one more
+        assert run.wait_step(step) <= step + 1
         assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in survivors.values())
         assert (run.end(), run.errors()) == (0, "")
     assert [row["step"] for row in step_rows(job)] == list(range(1, STEPS + 1))

@@ -74,6 +74,8 @@ def loaded_by(module: str) -> set[str]:
         ("rft.names", {"torch", "megatron"}),
         ("rft.experience", {"torch", "numpy"}),
         ("rft.rollout.reward_worker", {"torch", "ray", "vllm"}),
+        ("rft.checkpoint.agent", {"torch", "numpy", "megatron", "ray", "omegaconf"}),
+        ("rft.checkpoint.export", {"torch", "megatron"}),
     ],
 )
 def test_import_stays_light(module: str, absent: set[str]) -> None:
