@@ -1,0 +1,136 @@
+"""Megatron's own checkpoints: what it wrote we read, what we write it reads, at another tensor-parallel size."""
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch_dist_jobs import digest
+
+from rft.megatron import torch_dist
+from rft.megatron.torch_dist import TorchDist, Unreadable
+from rft.names import Dims, architecture_of, read_hf_config
+from rft.tools.toy import write_model
+
+from ranks import Ranks
+
+SMALL = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+FAMILIES = {"llama": False, "qwen2": True, "qwen3": True}  # tied?
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("torch_dist")
+    return {name: write_model(root / name, name, tied=tied, **SMALL) for name, tied in FAMILIES.items()}
+
+
+def opened(model: Path, directory: Path) -> TorchDist:
+    hf = read_hf_config(model)
+    return TorchDist(directory, Dims.of(hf), architecture_of(hf))
+
+
+@pytest.mark.parametrize(("family", "tp", "dtype"), [("llama", 2, "bf16"), ("qwen2", 1, "fp32"), ("qwen3", 2, "fp32")])
+def test_reads_what_megatron_wrote(
+    ranks: Ranks, models: dict[str, Path], tmp_path: Path, family: str, tp: int, dtype: str
+) -> None:
+    job = "torch_dist_jobs:saved"
+    wanted = ranks.run(job, tp, path=str(models[family]), root=str(tmp_path / "m"), tp=tp, dtype=dtype)[0]["weights"]
+    found = opened(models[family], tmp_path / "m")
+    assert (found.kinds, found.iteration) == (["model"], 7)
+    assert set(found.names) == set(wanted)
+    for name in found.names:
+        assert digest(found.tensor("model", name)) == digest(wanted[name]), name
+
+
+def test_reads_masters_and_moments(ranks: Ranks, models: dict[str, Path], tmp_path: Path) -> None:
+    arguments = {"path": str(models["llama"]), "root": str(tmp_path / "m"), "optimizer": True, "dtype": "bf16"}
+    wanted = ranks.run("torch_dist_jobs:saved", 1, **arguments)[0]
+    found = opened(models["llama"], tmp_path / "m")
+    assert sorted(found.kinds) == ["exp_avg", "exp_avg_sq", "master", "model"]
+    assert found.updates == 1
+    moved = 0
+    for key, offset, shape, flat, value in wanted["pieces"]:
+        kind, _, name = key.partition("/")
+        whole = found.tensor(kind, name)
+        box = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].reshape(-1)
+        assert torch.equal(box[slice(*flat)], value.reshape(-1)), key
+        moved += int(value.abs().sum() > 0)
+    assert moved > len(wanted["pieces"]) / 2, "a step was made"
+
+
+@pytest.mark.parametrize(("family", "tp"), [("llama", 2), ("qwen2", 2), ("qwen3", 1)])
+def test_megatron_reads_what_we_write(
+    ranks: Ranks, models: dict[str, Path], tmp_path: Path, family: str, tp: int
+) -> None:
+    hf = read_hf_config(models[family])
+    weights = {k: v + 1 for file in models[family].glob("*.safetensors") for k, v in load_file(file).items()}
+    written = tmp_path / "m"
+    written.mkdir()
+    torch_dist.write(written, Dims.of(hf), architecture_of(hf), weights.__getitem__, 12)
+    found = ranks.run("torch_dist_jobs:loaded", tp, path=str(models[family]), root=str(written), tp=tp)[0]
+    assert found.pop("iteration") == 12
+    assert found == {name: digest(value) for name, value in weights.items() if name in found}
+    again = opened(models[family], written)
+    assert set(found) == set(again.names)
+    assert all(torch.equal(again.tensor("model", name), weights[name]) for name in again.names)
+
+
+@pytest.fixture
+def written(models: dict[str, Path], tmp_path: Path) -> Path:
+    hf = read_hf_config(models["qwen3"])
+    weights = {k: v for file in models["qwen3"].glob("*.safetensors") for k, v in load_file(file).items()}
+    (tmp_path / "m").mkdir()
+    torch_dist.write(tmp_path / "m", Dims.of(hf), architecture_of(hf), weights.__getitem__, 12)
+    return tmp_path / "m"
+
+
+class Bomb:
+    """Unpickled by an ordinary unpickler it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_no_pickle_runs_code(models: dict[str, Path], written: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    pickle.loads(pickle.dumps(Bomb(mark)))
+    assert mark.exists(), "the bomb works"
+    mark.unlink()
+    torch.save({"iteration": 3, "args": Bomb(mark)}, written / "common.pt")
+    assert opened(models["qwen3"], written).iteration == 3
+    (written / ".metadata").write_bytes(pickle.dumps({"a": Bomb(mark)}))
+    with pytest.raises(Unreadable, match="has no place in a checkpoint's index"):
+        opened(models["qwen3"], written)
+    assert not mark.exists()
+
+
+def test_bad_input_is_named(models: dict[str, Path], written: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        Unreadable, match="decoder.layers.self_attention.q_layernorm.weight|q_layernorm.* is missing|k_layernorm"
+    ):
+        opened(models["qwen3"], strip(written, tmp_path / "less", "q_layernorm"))
+    wide = write_model(tmp_path / "wide", "qwen3", tied=True, **(SMALL | {"ffn": 96}))
+    with pytest.raises(Unreadable, match=r"linear_fc1\.weight is \[128, 48\], config\.json says \[192, 48\]"):
+        opened(wide, written)
+    found = opened(models["qwen3"], written)
+    (written / "__0_0.distcp").write_bytes((written / "__0_0.distcp").read_bytes()[:1000])
+    with pytest.raises(Unreadable, match=r"__0_0\.distcp: the chunk of .* cannot be read"):
+        found.tensor("model", "model.norm.weight")
+    (written / "metadata.json").unlink()
+    with pytest.raises(Unreadable, match="no complete torch_dist checkpoint"):
+        opened(models["qwen3"], written)
+
+
+def strip(source: Path, target: Path, word: str) -> Path:
+    """A copy whose index does not know the tensors with `word` in their names."""
+    shutil.copytree(source, target)
+    index = pickle.loads((source / ".metadata").read_bytes())
+    index.state_dict_metadata = {k: v for k, v in index.state_dict_metadata.items() if word not in k}
+    (target / ".metadata").write_bytes(pickle.dumps(index))
+    return target
