@@ -34,7 +34,7 @@ from rft.checkpoint.records import (
     sha256,
 )
 from rft.checkpoint.storage import LATEST, MANIFEST, Storage, committed, final_name, step_of
-from rft.checkpoint.writer import abandoned_name, receipt_name
+from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 
 log = logging.getLogger(__name__)
 LINE = 4  # ranks that may commit; of more, all would have to look at the draft all the time
@@ -208,6 +208,21 @@ class Committer:
         draft.done = True
         log.error("%s failed: %s", draft.output.draft, cause)
         self.report(Failed(id=draft.begin.id, step=draft.begin.step, cause=cause))
+        try:
+            self._give_space_back(draft.output.draft)
+        except OSError as error:
+            log.error("%s keeps its space until the next start: %s", draft.output.draft, error)
+
+    def _give_space_back(self, place: str) -> None:
+        """Delete what nobody can commit: this rank's bytes if another's will never come, all if nobody is left in the line.
+
+        All goes by a rename first, as does a commit: of the two, one finds the draft gone.
+        """
+        names, ranks = set(self.storage.list(place)), range(self.settings.world)
+        if any(abandoned_name(r) in names and receipt_name(r) not in names for r in ranks):
+            self.storage.discard(f"{place}/{file_name(self.settings.rank)}")
+        elif names and self.settings.rank == min(self.settings.world, LINE) - 1:
+            self.storage.remove(place)
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,8 +267,10 @@ def list_entries(storage: Storage, collection: str = "") -> list[retention.Entry
 
 
 def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:
-    """Leave word for the other ranks' agents that this rank's part will not come."""
+    """Leave word for the other ranks' agents that this rank's part will not come; first its space, or word may not fit."""
     storage.begin(output.draft)
+    if receipt_name(rank) not in storage.list(output.draft):
+        storage.discard(f"{output.draft}/{file_name(rank)}")
     storage.put(f"{output.draft}/{abandoned_name(rank)}", why.encode())
 
 

@@ -8,6 +8,7 @@ their drafts away. That order is the fence: an old agent that was paused over al
 is a rename of the draft; whatever it creates afterwards is checked against the newer epoch before it is published.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -53,8 +54,9 @@ def hold(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk; the lock is what counts
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
 
 
