@@ -5,6 +5,7 @@ step at which their curves or the experiences they trained on differ.
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,21 @@ def _lose_ranks(run: Run, left: list[tuple[int, str]]) -> None:
     killed: set[psutil.Process] = set()
     while left and left[0][1] == RANK:
         run.wait_step(left.pop(0)[0])
-        rank = _next_rank(run, killed)
-        rank.kill()
-        killed.add(rank)
+        killed = kill_rank(run, killed)
 
 
-def _next_rank(run: Run, killed: set[psutil.Process]) -> psutil.Process:
-    """The rank that is there now: a line may still come from one that was killed, just before its successor is started."""
+def kill_rank(run: Run, killed: Iterable[psutil.Process] = ()) -> set[psutil.Process]:
+    """Kill -9 the rank that is there now; returns it with those `killed` before.
+
+    A line that was read may be of one that was killed, just before its successor is started: that one is waited for.
+    """
     deadline = time.monotonic() + START_S
     while True:
         family = run.family()
-        found = [p for p in family if p not in killed and " -m rft.rank " in f" {' '.join(_command(p))} "]
-        if found:
-            return found[0]
+        for process in family:
+            if process not in killed and " -m rft.rank " in f" {' '.join(_command(process))} ":
+                process.kill()
+                return {*killed, process}
         assert time.monotonic() < deadline, "no rank was started again"
         psutil.wait_procs(family, timeout=0.1)
 

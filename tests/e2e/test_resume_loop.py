@@ -1,19 +1,20 @@
 """Exact resume of the whole loop: killed with -9 again and again, a deterministic run ends as if nothing had happened.
 
 One run without interruption is the reference; another of the same config is killed, its trainer rank alone and as a whole,
-between checkpoints, and continued. Loss, gradient norm and every other number of every step, and every experience that was
-trained on, must be the same to the last bit. `tests/verify/test_resume_every_step.py` kills after each of 20 steps.
+and continued. Loss, gradient norm and every other number of every step, and every experience that was trained on, must be
+the same to the last bit. `tests/verify/test_resume_every_step.py` kills after each of 20 steps.
 """
 
 from pathlib import Path
 
 import pytest
-from exact import EVERYTHING, RANK, assert_same, curve, deterministic, run_killed, run_whole
+from exact import assert_same, curve, deterministic, kill_rank, run_whole
 
-from runs import step_rows, write_assets
+from runs import REPOSITORY, checkpoints, step_rows, train, write_assets
 
-STEPS = 6
-KILLS = [(1, RANK), (3, EVERYTHING), (5, RANK)]  # before the first checkpoint, and one step after two others
+STEPS = 7
+SAVE_INTERVAL = 4
+GATED = 2  # policy version whose groups stop half-way when the rank is killed for the first time
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,8 +25,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(root: Path) -> Path:
-    run_whole(deterministic(root, "whole", write_assets(root / "assets"), f"trainer.total_steps={STEPS}"))
+def settings(root: Path) -> list[str]:
+    workflow = REPOSITORY / "tests" / "e2e" / "two_turns.py"
+    return [
+        f"trainer.total_steps={STEPS}", f"buffer.explorer_input.taskset.default_workflow_type={workflow}:run",
+        f"+buffer.explorer_input.taskset.workflow_args.gate={root / 'gate'}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path, settings: list[str]) -> Path:
+    run_whole(deterministic(root, "whole", write_assets(root / "assets"), *settings))
     return root / "rft" / "whole"
 
 
@@ -34,12 +44,23 @@ def test_the_reference_learns_something(reference: Path) -> None:
     rows = step_rows(reference)
     assert len({row["loss"] for row in rows}) == STEPS and all(row["grad_norm"] > 0 for row in rows)
     assert max(row["staleness/max"] for row in rows) == 0
-    assert [row["step"] for row in curve(reference) if "eval/held_out/accuracy" in row] == [0, 3, 6]
+    assert [row["step"] for row in curve(reference) if "eval/held_out/accuracy" in row] == [0, 3, 6, 7]
 
 
-def test_killed_and_continued_it_is_the_same_run(root: Path, reference: Path) -> None:
-    arguments = deterministic(
-        root, "killed", root / "assets", f"trainer.total_steps={STEPS}", "trainer.save_interval=2"
-    )
-    run_killed(arguments, KILLS)
-    assert_same(root / "rft" / "killed", reference, STEPS)
+def test_killed_and_continued_it_is_the_same_run(root: Path, reference: Path, settings: list[str]) -> None:
+    arguments = deterministic(root, "killed", root / "assets", f"trainer.save_interval={SAVE_INTERVAL}", *settings)
+    job = root / "rft" / "killed"
+    (root / "gate").write_text(str(GATED))
+    with train(*arguments) as run:
+        run.wait_step(GATED)
+        killed = kill_rank(run)  # groups are half-way, and there is no checkpoint: the trainer starts over
+        run.wait_for(r"^\[ *1/")
+        (root / "gate").unlink()  # they must not go on with what they had: the engine serves an older version now
+        run.wait_step(SAVE_INTERVAL + 1)
+        run.kill_everything()  # behind a checkpoint: a batch that was trained on is replayed
+    assert checkpoints(job) == [SAVE_INTERVAL]
+    with train(*arguments) as run:
+        run.wait_step(SAVE_INTERVAL + 2)
+        kill_rank(run, killed)
+        assert (run.end(), run.errors()) == (0, "")
+    assert_same(job, reference, STEPS)
