@@ -36,7 +36,8 @@ class Case:
     world: int
     threads: int
     mib: int
-    rounds: int  # saves per mode after the first
+    rounds: int  # saves per mode after the first, at most
+    budget_s: float  # rounds end when another one would not fit; the first always runs, and one more
     modes: tuple[str, ...]
     root: Path
 
@@ -58,7 +59,7 @@ class Sample:
     durable: float = 0.0
     clean: float = 0.0  # median step without a save
     steps: int = 0
-    peak: int = 0  # growth of this process while it saved
+    peak: int = 0  # growth of this process while it saved; what forks and workers take is not in it
     wrong: int = 0  # tensors that differ from the state at the call
 
 
@@ -67,7 +68,7 @@ class Result:
     samples: list[Sample] = field(default_factory=list)
     copy_s: float = 0.0  # a warm copy of the same bytes
     start_s: dict[str, float] = field(default_factory=dict)
-    workers: dict[str, int] = field(default_factory=dict)
+    start_bytes: dict[str, int] = field(default_factory=dict)  # growth of this process at the start of a mode
     state_bytes: int = 0
 
 
@@ -97,8 +98,8 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(mode: Mode, step: int, state: State, training: Training, first: bool) -> Sample:
-    """Clean steps, one save, steps until it is durable."""
+def measure(mode: Mode, step: int, state: State, training: Training, first: bool) -> tuple[Sample, int]:
+    """Clean steps, one save, steps until it is durable. Also the version of the state at the call."""
     clean = []
     for _ in range(CLEAN_STEPS):
         begin = time.perf_counter()
@@ -128,10 +129,7 @@ def measure(mode: Mode, step: int, state: State, training: Training, first: bool
     sample.block = timer.total + update_timer.total
     sample.lost = end - begin - sample.steps * sample.clean
     sample.peak = _peak() - before
-    if mode.kind != "none":
-        loaded = mode.load(step, state, state.empty())
-        sample.wrong = state.differing(loaded, version)
-    return sample
+    return sample, version
 
 
 def _train_until_durable(
@@ -164,7 +162,7 @@ def _worst(samples: list[Sample]) -> Sample:
 
 def _warm_copy(state: State) -> float:
     """The bound of an eager save: this rank's bytes copied to memory that is there already."""
-    target = state.empty()
+    target = {name: torch.ones_like(tensor) for name, tensor in state.tensors.items()}
     times = []
     for _ in range(7):
         begin = time.perf_counter()
@@ -187,6 +185,7 @@ class Turns:
         group = dist.new_group(backend="gloo")
         self.modes = [MODES[name](case.root, rank, case.world, group) for name in case.modes]
         self.states: dict[str, State] = {}
+        self.landing = self.state.landing()
         self.step = 0
 
     def run(self, progress: Callable[[str], None]) -> Result:
@@ -194,23 +193,38 @@ class Turns:
             for mode in self.modes:
                 own = mode.own_state
                 self.states[mode.name] = State(self.case.mib, self.rank, self.case.world) if own else self.state
-                begin = time.perf_counter()
+                begin, before = time.perf_counter(), _own_memory()
                 mode.start(self.states[mode.name])
                 self.result.start_s[mode.name] = time.perf_counter() - begin
-            order = random.Random(3)
-            for number in range(self.case.rounds + 1):
-                order.shuffle(self.modes)
-                for mode in self.modes:
-                    self._turn(mode, first=number == 0)
-                progress(f"{self.case.name}: round {number} of {self.case.rounds}")
+                self.result.start_bytes[mode.name] = _own_memory() - before
+            self._rounds(progress)
         finally:
             for mode in self.modes:
                 mode.close()
         return self.result
 
+    def _rounds(self, progress: Callable[[str], None]) -> None:
+        order = random.Random(3)
+        begin = time.perf_counter()
+        for number in range(self.case.rounds + 1):
+            before = time.perf_counter()
+            order.shuffle(self.modes)
+            for mode in self.modes:
+                self._turn(mode, first=number == 0)
+            now = time.perf_counter()
+            progress(f"{self.case.name}: round {number} of at most {self.case.rounds}, {now - begin:.0f} s")
+            late = number > 0 and now - begin + now - before > self.case.budget_s
+            if self.training.agree(float(late), dist.ReduceOp.MAX):
+                break
+
     def _turn(self, mode: Mode, first: bool) -> None:
         self.step += 1
-        sample = measure(mode, self.step, self.states[mode.name], self.training, first)
+        state = self.states[mode.name]
+        sample, version = measure(mode, self.step, state, self.training, first)
+        if mode.kind != "none":
+            for tensor in self.landing.values():
+                tensor.fill_(1)  # what a load leaves out must not look right by chance
+            sample.wrong = state.differing(mode.load(self.step, state, self.landing), version)
         everyone: list[Any] = [None] * self.case.world
         dist.all_gather_object(everyone, sample)
         self.result.samples.append(_worst(everyone))

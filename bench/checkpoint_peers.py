@@ -90,6 +90,7 @@ class Dcp(Mode):
             from torch.distributed.device_mesh import init_device_mesh
 
             self.mesh = init_device_mesh("cpu", (self.world,))
+        self.listed = self.described(state, state.tensors)  # a model has its DTensors before the first save
 
     def described(self, state: State, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         if self.world == 1:
@@ -115,7 +116,7 @@ class DcpSync(Dcp):
     def save(self, step: int, state: State) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self.described(state, state.tensors), checkpoint_id=self.path(step), process_group=self.group)
+        dcp.save(self.listed, checkpoint_id=self.path(step), process_group=self.group)
 
 
 class DcpAsync(Dcp):
@@ -139,7 +140,7 @@ class DcpAsync(Dcp):
         kinds = AsyncCheckpointerType
         self.ended: float | None = None
         answer = dcp.async_save(
-            self.described(state, state.tensors),
+            self.listed,
             checkpoint_id=self.path(step),
             process_group=self.group,
             async_checkpointer_type=kinds.PROCESS if self.process else kinds.THREAD,
@@ -235,7 +236,7 @@ class Megatron(Mode):
         if self.rank == 0:
             self.path(step).mkdir()
         request = dist_checkpointing.save(
-            self.described(state, state.tensors),
+            self.described(state, state.tensors),  # save changes the dictionary; Megatron-LM makes a new one, too
             str(self.path(step)),
             self.strategy,
             validate_access_integrity=self.saves == 0,  # as Megatron-LM: layouts that do not change are checked once

@@ -70,7 +70,9 @@ class RftLazy(Mode):
 
     def start(self, state: State) -> None:
         config = TrainerConfig(checkpoint=CheckpointConfig(staging=self.staging), max_checkpoints_to_keep=1)
-        self.manager = CheckpointManager(self.root / "saved", self.ranks, config, control=self.root / "control")
+        self.manager = CheckpointManager(
+            self.root / "saved", self.ranks, config, control=self.root / "control", log_dir=self.root
+        )
         self.manager.start(Policy(state, state.tensors))
 
     def save(self, step: int, state: State) -> None:

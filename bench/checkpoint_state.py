@@ -5,7 +5,7 @@ checkpoint is compared bit by bit without a second copy of the state; and steps 
 tensors) that the modes are measured against. Run by `python -m bench.checkpoint`.
 """
 
-import statistics
+import mmap
 import time
 from collections.abc import Callable
 
@@ -65,9 +65,19 @@ class State:
         plain = torch.arange(tensor.numel(), dtype=torch.int32).add_(salt)
         return plain.to(dtype).view(tensor.shape)
 
-    def empty(self) -> dict[str, torch.Tensor]:
-        """Somewhere to load to; filled with ones, because what a load leaves out must not look right by chance."""
-        return {name: torch.ones_like(tensor) for name, tensor in self.tensors.items()}
+    def landing(self) -> dict[str, torch.Tensor]:
+        """Memory to load to: one shared anonymous mapping, made once.
+
+        Freed and made again per load, it would stay in the allocator as warm memory for the next copy of a peer; private,
+        every fork would copy its page tables.
+        """
+        memory = mmap.mmap(-1, self.bytes)
+        found, at = {}, 0
+        for name, tensor in self.tensors.items():
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+            found[name] = flat.view(tensor.shape)
+            at += tensor.nbytes
+        return found
 
     def differing(self, loaded: dict[str, torch.Tensor], version: int) -> int:
         """How many tensors are not, bit for bit, those of `version`."""
@@ -92,7 +102,8 @@ class Training:
             begin = time.perf_counter()
             self._compute()
             times.append(time.perf_counter() - begin)
-        self.products = max(1, round(self.agree(COMPUTE_S / statistics.median(times), dist.ReduceOp.MIN)))
+        # The fastest one: neighbours on the same cores make some slower, and the others would be slowed in the steps, too.
+        self.products = max(1, round(self.agree(COMPUTE_S / min(times), dist.ReduceOp.MAX)))
 
     def _compute(self) -> None:
         for _ in range(self.products):
