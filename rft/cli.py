@@ -1,12 +1,17 @@
-"""The `rft` command. `rft train ...` is `python -m rft.train ...`."""
+"""The `rft` command. `rft train ...` is `python -m rft.train ...`; `rft ckpt ...` looks after checkpoints."""
 
 import sys
 
-USAGE = "usage: rft train experiment=NAME [section.key=value ...]"
+USAGE = """usage: rft train experiment=NAME [section.key=value ...]
+       rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)"""
 
 
 def main() -> None:
     command, *rest = sys.argv[1:] or ["--help"]
+    if command == "ckpt":
+        from rft.tools.ckpt import main as ckpt
+
+        sys.exit(ckpt(rest))
     if command != "train":
         sys.exit(USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}")
     sys.argv = ["rft train", *rest]

@@ -69,7 +69,7 @@ def export(
         for file in checkpoint.files():
             file.chunk(0)  # open now: retention may take the directory away meanwhile, open files stay readable
         total = sum(tensor.bytes for tensor in tensors)
-        with _draft(target, disk) as draft:
+        with draft_of(target, disk) as draft:
             _check_space(draft, total, disk)
             _copy_files(Path(source), draft, tensors[0].dtype, disk)
             done = 0
@@ -78,7 +78,7 @@ def export(
                     done += count
                     seen(done, total)
             _write_index(draft, list(_shards(tensors, shard_bytes)), total, disk)
-            _publish(draft, target, disk)
+            publish(draft, target, disk)
     return True
 
 
@@ -102,7 +102,7 @@ def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _draft(target: Path, disk: Disk) -> Iterator[Path]:
+def draft_of(target: Path, disk: Disk) -> Iterator[Path]:
     """A new directory next to `target`, gone at the end unless it was renamed; what dead exports left is removed too.
 
     A lock on the directory itself tells a living export from a dead one.
@@ -228,7 +228,7 @@ def _put(path: Path, data: bytes, disk: Disk) -> None:
         sink.abort()
 
 
-def _publish(draft: Path, target: Path, disk: Disk) -> None:
+def publish(draft: Path, target: Path, disk: Disk) -> None:
     disk.sync_directory(draft)
     try:
         disk.rename(draft, target)

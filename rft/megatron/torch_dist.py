@@ -89,16 +89,16 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 class Opaque:
-    """Stands for an object of a class that is not in the list: it was not made, and what was to be its state is dropped."""
+    """Stands for an object of a class that is not in the list: it was not made, and all that was to be put into it is dropped."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Opaque":
         return object.__new__(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def _drop(self, *args: Any, **kwargs: Any) -> "Opaque":
+        return self
 
-    def __setstate__(self, state: Any) -> None:
-        pass
+    __init__ = lambda self, *args, **kwargs: None  # noqa: E731 - must return None
+    __call__ = __setstate__ = __setitem__ = append = extend = add = _drop
 
 
 class _CommonPickle:

@@ -1,0 +1,110 @@
+"""Which checkpoint somebody means: a run, job or checkpoints directory, `RUN@STEP`, one checkpoint's path, or a URL.
+
+In: what was typed. Out: the storage it lies in, its name there, and the job directory if there is one. Whatever does
+not name exactly one thing raises `InputError` with what would.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rft import config as configs
+from rft.checkpoint import commit
+from rft.checkpoint.storage import MANIFEST, Storage, committed, open_storage, step_of
+from rft.config import ConfigError
+
+DEPTH = 3  # directories between what is typed and `checkpoints`: <root>/<project>/<name>/<stage>
+
+
+class InputError(ValueError):
+    """One line for the user."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run's checkpoints lie. `job` is None when all that is known is a URL."""
+
+    storage: Storage
+    job: Path | None
+
+    @property
+    def where(self) -> str:
+        return self.storage.where
+
+
+def find_run(text: str) -> Run:
+    """The run at `text`; raises InputError when there is none or more than one."""
+    if "://" in text:
+        return Run(_opened(text), None)
+    path = Path(text).resolve()
+    if not path.exists():
+        raise InputError(f"{text}: no such directory")
+    if _holds_checkpoints(path):
+        return Run(_opened(path), path.parent)
+    if run := _job(path):
+        return run
+    below = [job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth))) if _job(job)]
+    if len(below) == 1:
+        run = _job(below[0])
+        assert run is not None
+        return run
+    if below:
+        raise InputError(f"{text} holds {len(below)} runs, give one: {', '.join(str(job) for job in below[:8])}")
+    raise InputError(f"{text}: no checkpoints here; give a run directory, or the directory with step_... in it")
+
+
+def find_checkpoint(text: str) -> tuple[Run, str]:
+    """One committed checkpoint: a path that ends in its name, RUN@STEP, or RUN for the newest one."""
+    head, _, name = text.rstrip("/").rpartition("/")
+    if step_of(name) is not None:
+        run = Run(_opened(head or "."), _job_above(head))
+        if MANIFEST not in run.storage.list(name):
+            raise InputError(f"{text} is no committed checkpoint: it has no {MANIFEST}")
+        return run, name
+    where, _, number = text.rpartition("@")
+    if where and number.isdigit():
+        run = find_run(where)
+        return run, _newest(run, int(number))
+    run = find_run(text)
+    return run, _newest(run, None)
+
+
+def _newest(run: Run, step: int | None) -> str:
+    entries = commit.list_entries(run.storage)
+    found = [entry for entry in entries if step in (None, entry.step)]
+    if not found:
+        steps = ", ".join(str(entry.step) for entry in entries[-8:]) or "none"
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise InputError(f"{run.where}: {wanted}; committed steps: {steps}")
+    return found[-1].path
+
+
+def _opened(where: str | Path) -> Storage:
+    try:
+        return open_storage(where)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{where} cannot be opened: {error}") from error
+
+
+def _holds_checkpoints(path: Path) -> bool:
+    return path.name == "checkpoints" or bool(committed(_opened(path)))
+
+
+def _job(path: Path) -> Run | None:
+    """The run of which `path` is the job directory: its own checkpoints, or the URL that its config names."""
+    if (path / "checkpoints").is_dir():
+        return Run(_opened(path / "checkpoints"), path)
+    resolved = path / "resolved.yaml"
+    if not resolved.is_file():
+        return None
+    try:
+        config = configs.load(resolved)
+    except (ConfigError, OSError) as error:
+        raise InputError(f"{resolved} cannot be read: {error}") from error
+    if not config.trainer.checkpoint.storage:
+        return None
+    names = filter(None, (config.project, config.name, config.stage_name))
+    return Run(_opened("/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])), path)
+
+
+def _job_above(root: str) -> Path | None:
+    return None if "://" in root else Path(root or ".").absolute().parent
