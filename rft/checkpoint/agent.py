@@ -135,7 +135,8 @@ class Agent:
                 writer.window(memoryview(self.slots[message.slot])[: message.stop - message.start], message.start)
                 if message.last:
                     writer.finish()
-        except OSError as error:
+        except Exception as error:  # whatever is wrong with one save, the agent is still there for the next
+            log.exception("step %d cannot be written", writer.begin.step)
             self._give_up(writer, f"rank {self.settings.rank}: {error}")
         else:
             if message.last:
@@ -197,11 +198,20 @@ def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage)
     os.nice(5)
     if hasattr(psutil.Process, "ionice"):  # last of those that want the disk
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    threading.excepthook = _end
     lock = fence.hold(fence.lock_path(Path(settings.control), settings.epoch, settings.rank))
     try:
         Agent(wire, settings, make_storage(settings.root)).run()
-    finally:
-        os.close(lock)
+    except Exception:
+        log.exception("the agent ends")
+        os._exit(1)
+    os.close(lock)
+
+
+def _end(broken: threading.ExceptHookArgs) -> None:
+    """A thread that fails takes the process with it: half an agent looks alive and does nothing."""
+    log.error("the agent ends", exc_info=broken.exc_value)
+    os._exit(1)
 
 
 if __name__ == "__main__":

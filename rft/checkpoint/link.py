@@ -38,6 +38,7 @@ SILENT_S = 2.0  # without a beat: stopped, or starved of the processor
 STALLED_S = 30.0  # over one operation: a disk that does not answer
 LOOK_S = 0.5
 NO_SLOT = -1  # of a window without bytes: the slot it came in has long been somebody else's
+TRIES = 5  # agents for one save, in case that it is what they die of
 FRUITLESS = 3  # agents in a row that ended before they were ready: something is wrong that another start does not mend
 
 
@@ -50,15 +51,18 @@ class Told:
     freed_any: bool = False
     written: bool = False  # the last window came back: the receipt is durable
     dropped: str = ""  # why it was given up
+    deaths: int = 0  # of agents that had it
 
 
 class Link:
     """One agent after another, at most one at a time."""
 
     def __init__(
-        self, settings: Settings, on_report: Callable[[Report], None], log_path: Path | None, command: tuple[str, ...] = AGENT
+        self, settings: Settings, on_report: Callable[[Report], None], log_path: Path | None,
+        command: tuple[str, ...] = AGENT, stalled_s: float = STALLED_S,
     ):  # fmt: skip
         self.settings = settings
+        self.stalled_s = stalled_s
         self.deaths = 0
         self.state = "starting"  # starting | ready | silent | stalled | broken | closed
         self._on_report = on_report
@@ -141,7 +145,7 @@ class Link:
                 self._fruitless = 0
                 self._enter("ready")
             elif isinstance(report, Beat):
-                self._enter("stalled" if report.doing != "waiting" and report.for_s > STALLED_S else "ready")
+                self._enter("stalled" if report.doing != "waiting" and report.for_s > self.stalled_s else "ready")
             elif not (isinstance(report, Freed) and report.slot == NO_SLOT):
                 self._note(report)
                 self._on_report(report)
@@ -186,6 +190,7 @@ class Link:
                     Failed(id=t.begin.id, step=t.begin.step, cause="the agent cannot run") for t in self._told.values()
                 ]
                 self._told.clear()
+                self._ended.set()
             else:
                 self._wire = self._start()
                 for asked in self._exports.values():
@@ -198,12 +203,15 @@ class Link:
         """Hand a save to the new agent. If a part of it went down with the old one, that one is to say so, and slots are free."""
         begin = told.begin
         self._wire.send(begin)
-        why = told.dropped
+        told.deaths += 1
+        why = told.dropped or (f"{told.deaths} agents died over it" if told.deaths >= TRIES else "")
         if told.freed_any and not told.written:
             why = why or f"the agent of rank {self.settings.rank} died over a save that does not fit into one slot"
         if why:
             self._wire.send(Drop(id=begin.id, why=why))
-            return [Freed(id=begin.id, slot=window.slot) for window in told.windows.values()]
+            slots = [window.slot for window in told.windows.values()]
+            told.windows.clear()  # given back once: at the next death somebody else may have them
+            return [Freed(id=begin.id, slot=slot) for slot in slots]
         if told.written:
             end = max(output.bytes for output in begin.outputs)
             self._wire.send(Window(id=begin.id, slot=NO_SLOT, start=end, stop=end, last=True))

@@ -35,14 +35,13 @@ from rft.checkpoint.records import (
     Retention,
     Settings,
 )
-from rft.checkpoint.staging import Choice, Slots, Stager
+from rft.checkpoint.staging import Choice, Slots, Stager, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.device import Device, choose
 from rft.protocols import Snapshotable
 
 log = logging.getLogger(__name__)
-PAGE = 2**21
 
 
 class Collective(Protocol):
@@ -141,13 +140,11 @@ class CheckpointManager:
             self.storage.prepare()
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
         total = layout.extent(self._plan.regions)
-        size = total
-        if self.config.host_memory_gb is not None:
-            size = min(total, int(self.config.host_memory_gb * 1e9) // 2)
-        size = max(PAGE, -(-size // PAGE) * PAGE)
+        size = slot_size(total, self.config.host_memory_gb)
+        windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size)
         slots = Slots([Slot(number, size, self.device) for number in range(2)])
-        self._stager = Stager(slots, self._plan.regions, total, self.device.copier(), self.config.agent_deadline_s)
+        self._stager = Stager(slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s)
         settings = Settings(
             root=self.storage.where, control=str(self.control), rank=self.ranks.rank, world=self.ranks.world,
             epoch=self.epoch, slots=[slot.descriptor for slot in slots.all], slot_bytes=size,
@@ -194,10 +191,11 @@ class CheckpointManager:
         self._saves += 1
         outputs = [self._output(step, identity, collection) for collection in ([""] * full + [WEIGHTS] * weights)]
         snapshot = policy.snapshot()
+        scores = {str(scored): value for scored, value in self.scores.items()}  # JSON has no other keys
         lead = self.ranks.rank == 0
         begin = Begin(
             id=identity, step=step, outputs=outputs, small=snapshot.small, local=snapshot.local,
-            loop=loop | {"step": step, "scores": self.scores} if lead else None, about=self.about if lead else None,
+            loop=loop | {"step": step, "scores": scores} if lead else None, about=self.about if lead else None,
         )  # fmt: skip
         self.requested = step if full else self.requested
         with self._changed:
@@ -207,7 +205,7 @@ class CheckpointManager:
         if not self._make_room(identity):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
-        self._stager.start(identity, tensors, self._link.window)
+        self._stager.start(identity, tensors, self._link.window, self._link.drop)
         if self._choice.next() == "eager":
             self._stager.await_copies()
         return True
@@ -234,7 +232,8 @@ class CheckpointManager:
         step = self._outcomes[identity].step
         if self.config.when_busy == "newest_wins":
             queued = [key for key, outcome in self._outcomes.items() if outcome.open and key != identity]
-            self._link.drop(queued[-1], f"given up for the newer save of step {step}")
+            if queued:  # else what holds the slots has ended and is about to give them back
+                self._link.drop(queued[-1], f"given up for the newer save of step {step}")
             return True
         self.status.skipped += 1
         log.warning("save of step %d skipped: both slots are still being written", step)

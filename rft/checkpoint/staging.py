@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING
 
 from rft.checkpoint.arena import Slot
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+PAGE = 2**21  # slots are made of whole ones
 TRIALS = 3  # saves of each kind that `auto` looks at
+
+
+def slot_size(total: int, budget_gb: float | None) -> int:
+    """Bytes of each of two slots: for all of a save, or what the budget allows."""
+    size = max(1, -(-total // PAGE)) * PAGE
+    return size if budget_gb is None else min(size, int(budget_gb * 1e9) // 2 // PAGE * PAGE)
 
 
 class Slots:
@@ -58,9 +66,10 @@ def windows_of(regions: list[Region], slot_bytes: int, total: int) -> list[tuple
     start, inside = 0, []
     for position, region in enumerate(regions):
         if region.bytes > slot_bytes:
+            least = 2 * -(-region.bytes // PAGE) * PAGE
             raise ValueError(
                 f"trainer.checkpoint.host_memory_gb is too small: {region.key} alone takes {region.bytes / 1e9:.3f} GB "
-                f"and must fit into half of it; set at least {2.05 * region.bytes / 1e9:.3f}"
+                f"and must fit into half of it; set at least {ceil(least / 1e6) / 1e3:.3f}"
             )
         if region.at + region.bytes - start > slot_bytes:
             found.append((start, region.at, inside))
@@ -83,21 +92,26 @@ class Copying:
 class Stager:
     """One save at a time: the next one begins after the copies of the one before."""
 
-    def __init__(self, slots: Slots, regions: list[Region], total: int, copier: Copier, deadline_s: float):
+    def __init__(
+        self, slots: Slots, regions: list[Region], windows: list[tuple[int, int, list[int]]], copier: Copier, deadline_s: float
+    ):  # fmt: skip
         self.slots = slots
         self.regions = regions
-        self.windows = windows_of(regions, slots.all[0].size, total)
+        self.windows = windows
         self.copier = copier
         self.deadline_s = deadline_s
         self.current = Copying()
         self.current.issued.set()
         self.current.done.set()
 
-    def start(self, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None]) -> Copying:
-        """Begin to copy; returns at once."""
+    def start(
+        self, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None],
+        give_up: Callable[[str, str], None],
+    ) -> Copying:  # fmt: skip
+        """Begin to copy; returns at once. `give_up(identity, why)` is called when this save cannot be staged."""
         self.copier.begin()
         self.current = Copying()
-        arguments = (self.current, identity, tensors, send)
+        arguments = (self.current, identity, tensors, send, give_up)
         threading.Thread(target=self._run, args=arguments, name="checkpoint-copy", daemon=True).start()
         return self.current
 
@@ -111,9 +125,11 @@ class Stager:
         return time.monotonic() - before
 
     def _run(
-        self, copying: Copying, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None]
-    ) -> None:
+        self, copying: Copying, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None],
+        give_up: Callable[[str, str], None],
+    ) -> None:  # fmt: skip
         before = time.monotonic()
+        slot: Slot | None = None
         try:
             for number, (start, stop, inside) in enumerate(self.windows):
                 last = number == len(self.windows) - 1
@@ -130,10 +146,16 @@ class Stager:
                 copying.seconds = time.monotonic() - before
                 if last:
                     copying.done.set()
-                send(Window(id=identity, slot=slot.number, start=start, stop=stop, last=last))
+                window = Window(id=identity, slot=slot.number, start=start, stop=stop, last=last)
+                slot = None  # the agent's, from here on
+                send(window)
         except Exception as error:  # the training thread waits for this one: it must hear of anything
             log.exception("staging failed")
             copying.error = str(error)
+            if slot is not None:
+                self.copier.finish()
+                self.slots.give_back(slot.number)
+            give_up(identity, str(error))
         finally:
             copying.issued.set()
             copying.done.set()

@@ -1,47 +1,25 @@
-"""The checkpoint manager in one process: commit, verification, fall-back, retention. Layouts and kills: tests/dist."""
+"""The checkpoint manager with a real agent: what is saved comes back, what is damaged is set aside, what fails is said."""
 
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from states import Hand, State, equal, every_kind, load, managed, plain, save, trainer_config, until
 
-from rft.checkpoint.manager import CheckpointManager
-from rft.protocols import Piece, Snapshot
-
-
-class OneRank:
-    rank, world = 0, 1
-
-    def gather(self, item: Any) -> list[Any]:
-        return [item]
-
-    def broadcast(self, item: Any) -> Any:
-        return item
-
-    def barrier(self, name: str) -> None:
-        pass
+from rft.checkpoint.reader import Mismatch
+from rft.checkpoint.records import Committed, Retained
+from rft.checkpoint.storage import committed, open_storage
 
 
-class Toy:
-    """State of one fp32 and one bf16 tensor, an empty one, and a byte string."""
-
-    def __init__(self, value: float):
-        self.weight = torch.full((3, 5), value)
-        self.half = torch.full((7,), value, dtype=torch.bfloat16)
-        self.empty = torch.empty(0)
-        self.small = str(value).encode()
-
-    def snapshot(self) -> Snapshot:
-        named = {"weight": self.weight, "half": self.half, "empty": self.empty}
-        return Snapshot([Piece(k, t, tuple(t.shape), (0,) * t.dim()) for k, t in named.items()], {"rng": self.small})
-
-    def restore(self, small: dict[str, bytes]) -> None:
-        self.small = small["rng"]
-
-
-def manager(root: Path, keep: int = 0, layout: int = 1) -> CheckpointManager:
-    return CheckpointManager(root, OneRank(), {"tp": layout}, keep)
+@pytest.fixture
+def hand(memory_path: Path) -> Iterator[Hand]:
+    found = Hand(memory_path / "hand")
+    yield found
+    found.close()
 
 
 def flip_bit(path: Path, at: int) -> None:
@@ -50,78 +28,281 @@ def flip_bit(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_load_gives_back_what_was_saved(tmp_path: Path) -> None:
-    manager(tmp_path).save(7, Toy(1.5), {"step": 7})
-    restored = Toy(0.0)
-    assert manager(tmp_path).load(restored) == {"step": 7}
-    assert torch.equal(restored.weight, Toy(1.5).weight) and torch.equal(restored.half, Toy(1.5).half)
-    assert restored.small == b"1.5"
+def steps(root: Path) -> list[str]:
+    return committed(open_storage(root))
 
 
-def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
-    assert manager(tmp_path / "none").load(Toy(0.0)) is None
+@pytest.mark.parametrize("staging", ["lazy", "eager"])
+def test_load_gives_back_every_kind_of_tensor(memory_path: Path, staging: str) -> None:
+    state = every_kind().fill(5)
+    with managed(memory_path / "c", state, config=trainer_config(staging=staging)) as manager:
+        save(manager, 7, state)
+        assert manager.newest == 7 and isinstance(manager.poll()[0], Committed)
+    found = every_kind()
+    assert load(memory_path / "c", found) == {"seen": 7, "step": 7}
+    assert equal(found, state) and found.local == b"5"
 
 
-@pytest.mark.parametrize("file", ["r00000.bin", "r00000.json", "MANIFEST.json"])
-def test_damage_falls_back_to_the_one_before_and_keeps_the_evidence(tmp_path: Path, file: str) -> None:
+def test_a_checkpoint_of_weights_alone_leaves_the_list_of_checkpoints_alone(memory_path: Path) -> None:
+    state = every_kind().fill(1)
+    with managed(memory_path / "c", state) as manager:
+        save(manager, 1, state, full=False, weights=True)
+        assert manager.newest is None and steps(memory_path / "c") == []
+        save(manager, 2, state, weights=True)
+        assert manager.newest == 2
+    assert sorted(p.name for p in (memory_path / "c/weights").glob("v_*")) == ["v_00000001", "v_00000002"]
+
+
+@pytest.mark.parametrize("name", ["r00000.bin", "r00000.json", "MANIFEST.json"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
+    memory_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, state = memory_path / "c", plain()
+    with managed(root, state) as manager:
+        for step in (1, 2):
+            save(manager, step, state.fill(step))
+    flip_bit(root / "step_00000002" / name, 40)
+    found = plain()
+    assert load(root, found) == {"seen": 1, "step": 1} and equal(found, plain().fill(1))
+    assert steps(root) == ["step_00000001"] and len(list(root.glob(".bad-step_00000002-*"))) == 1
+    assert f"step_00000002/{name}" in caplog.text and "set aside as" in caplog.text
+
+
+def test_nothing_left_is_an_error_and_an_empty_directory_is_a_start(memory_path: Path) -> None:
+    root, state = memory_path / "c", plain()
+    assert load(root, state) is None
+    with managed(root, state) as manager:
+        save(manager, 1, state)
+    flip_bit(root / "step_00000001/r00000.bin", 0)
+    with pytest.raises(FileNotFoundError, match="no good one is left.*chunk 0 differs"):
+        load(root, state)
+    with pytest.raises(FileNotFoundError, match="LATEST points nowhere"):
+        load(root, state)
+
+
+def test_latest_is_a_hint_only(memory_path: Path) -> None:
+    root, state = memory_path / "c", plain()
+    with managed(root, state) as manager:
+        save(manager, 1, state.fill(1))
+    for word in (b'{"name": "step_00000099", "epoch": 9, "step": 99}', b"", b"\xff garbage"):
+        (root / "LATEST").write_bytes(word)
+        assert load(root, plain()) == {"seen": 1, "step": 1}
+
+
+def test_foreign_files_are_left_alone(memory_path: Path) -> None:
+    root, state = memory_path / "c", plain()
+    (root / "step_00000009").mkdir(parents=True)
+    (root / "step_00000009/notes.txt").write_text("mine")
+    (root / "readme").write_text("mine")
+    with managed(root, state) as manager:
+        save(manager, 9, state.fill(3))
+    assert load(root, plain()) == {"seen": 9, "step": 9}
+    assert (root / "step_00000009/notes.txt").exists() and (root / "readme").exists()
+    assert not (root / "step_00000009/MANIFEST.json").exists()
+
+
+def test_another_model_is_refused_with_all_differences_and_nothing_is_set_aside(memory_path: Path) -> None:
+    root = memory_path / "c"
+    state = State({"model/embedding": torch.zeros(10, 4), "model/norm": torch.zeros(4), "model/out": torch.zeros(4)})
+    with managed(root, state) as manager:
+        save(manager, 1, state)
+    other = {"model/embedding": torch.zeros(12, 4), "model/norm": torch.zeros(4, dtype=torch.bfloat16)}
+    other |= {"model/out": torch.zeros(4), "model/a": torch.zeros(1), "model/b": torch.zeros(1)}
+    with pytest.raises(Mismatch) as refusal:
+        load(root, State(other))
+    words = str(refusal.value)
+    assert (
+        "float32 [10, 4] there and float32 [12, 4] here" in words and "norm is float32 [4] there and bfloat16" in words
+    )
+    assert "2 tensors are missing there: model/a, model/b" in words and "2 differ" in words
+    assert steps(root) == ["step_00000001"]
+
+
+def test_retention_keeps_last_every_and_best(memory_path: Path) -> None:
+    root, state = memory_path / "c", plain()
+    config = trainer_config(max_checkpoints_to_keep=2, keep_every=4, keep_best=1, best_metric="eval/accuracy")
+    with managed(root, state, config=config) as manager:
+        for step in range(1, 9):
+            manager.score(step, {"eval/accuracy": {3: 0.9, 5: 0.1}.get(step, 0.5), "loss": 99.0})
+            save(manager, step, state.fill(step))
+        told: list[object] = []
+        until(lambda: told.extend(manager.poll()) or len(steps(root)) == 4, "retention runs after the commit")
+        until(
+            lambda: told.extend(manager.poll()) or sum(isinstance(r, Retained) for r in told) == 8,
+            "told of what is left",
+        )
+    assert [r.oldest["step"] for r in told if isinstance(r, Retained)][-1] == 3
+    assert steps(root) == [f"step_{n:08d}" for n in (3, 4, 7, 8)]
+
+
+def test_a_state_larger_than_the_slots_goes_through_in_windows(memory_path: Path) -> None:
+    state = State({f"model/w{i}": torch.zeros(1024, 300 + i) for i in range(12)})
+    config = trainer_config(host_memory_gb=0.0085)
+    with managed(memory_path / "c", state, config=config) as manager:
+        assert len(manager._stager.windows) == 4
+        for step in (1, 2, 3):
+            save(manager, step, state.fill(step), weights=True)
+    found = State({key: torch.zeros_like(t) for key, t in state.tensors.items()})
+    assert load(memory_path / "c", found) == {"seen": 3, "step": 3} and equal(found, state)
+
+
+def test_memory_too_small_for_one_tensor_is_refused_with_the_amount_needed(memory_path: Path) -> None:
+    state = State({"model/large": torch.zeros(1024, 1024)})
+    with pytest.raises(ValueError, match=r"host_memory_gb is too small: model/large.*at least 0.009"):
+        managed(memory_path / "c", state, config=trainer_config(host_memory_gb=0.007)).__enter__()
+
+
+def busy(manager: object, hand: Hand, state: State) -> None:
+    """Fill both slots: step 1 stands at a held disk, step 2 waits behind it."""
+    hand.hold("sync")
     for step in (1, 2):
-        manager(tmp_path).save(step, Toy(float(step)), {"step": step})
-    flip_bit(tmp_path / "step_00000002" / file, 0 if file == "MANIFEST.json" else 40)
-    restored = Toy(0.0)
-    assert manager(tmp_path).load(restored) == {"step": 1}
-    assert restored.weight[0, 0] == 1.0
-    assert len(list(tmp_path.glob(".bad-step_00000002-*"))) == 1
+        manager.save(step, state.fill(step), {"seen": step})
+        manager.before_update()
+    hand.await_arrival()
 
 
-def test_only_damaged_checkpoints_is_an_error_not_a_restart_at_zero(tmp_path: Path) -> None:
-    manager(tmp_path).save(1, Toy(1.0), {"step": 1})
-    flip_bit(tmp_path / "step_00000001" / "r00000.bin", 3)
-    with pytest.raises(FileNotFoundError, match="LATEST names step_00000001"):
-        manager(tmp_path).load(Toy(0.0))
+def test_busy_skip_gives_the_save_up_and_says_so(memory_path: Path, hand: Hand) -> None:
+    state = plain()
+    config = trainer_config(when_busy="skip")
+    with managed(memory_path / "c", state, config=config, agent=hand.command) as manager:
+        busy(manager, hand, state)
+        assert manager.save(3, state.fill(3), {"seen": 3}) is False
+        assert manager.metrics()["checkpoint/skipped"] == 1 and manager.before_update() == 0
+        hand.let_go("sync")
+        manager.wait(1), manager.wait(2)
+        with pytest.raises(RuntimeError, match="step 3 failed: skipped"):
+            manager.wait(3)
+        save(manager, 4, state.fill(4))
+    assert steps(memory_path / "c") == ["step_00000001", "step_00000002", "step_00000004"]
 
 
-def test_a_half_written_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
-    manager(tmp_path).save(1, Toy(1.0), {"step": 1})
-    half = manager(tmp_path).store.begin(2)
-    (half / "r00000.bin").write_bytes(b"x")
-    assert manager(tmp_path).load(Toy(0.0)) == {"step": 1}
-    assert not half.exists()
+def test_busy_newest_wins_gives_up_the_one_that_queues(memory_path: Path, hand: Hand) -> None:
+    state = plain()
+    config = trainer_config(when_busy="newest_wins")
+    with managed(memory_path / "c", state, config=config, agent=hand.command) as manager:
+        busy(manager, hand, state)
+        assert manager.save(3, state.fill(3), {"seen": 3})
+        manager.before_update()
+        hand.let_go("sync")
+        manager.wait(1), manager.wait(3)
+        with pytest.raises(RuntimeError, match="given up for the newer save of step 3"):
+            manager.wait(2)
+    assert steps(memory_path / "c") == ["step_00000001", "step_00000003"]
+    found = plain()
+    load(memory_path / "c", found)
+    assert equal(found, plain().fill(3))
 
 
-def test_retention_keeps_the_newest(tmp_path: Path) -> None:
-    kept = manager(tmp_path, keep=2)
-    for step in (1, 2, 3, 4):
-        kept.save(step, Toy(float(step)), {"step": step})
-    assert kept.store.steps() == [3, 4] and kept.oldest == {"step": 3}
+def test_busy_wait_holds_the_update_back_until_a_slot_is_free(memory_path: Path, hand: Hand) -> None:
+    state = plain()
+    with managed(memory_path / "c", state, agent=hand.command) as manager:
+        busy(manager, hand, state)
+        manager.save(3, state.fill(3), {"seen": 3})
+        updated = threading.Event()
+        waiting = threading.Thread(target=lambda: (manager.before_update(), updated.set()))
+        waiting.start()
+        assert not manager._stager.current.issued.is_set() and not updated.is_set()
+        hand.let_go("sync")
+        waiting.join(60)
+        assert updated.is_set()
+        state.fill(99)
+        manager.wait(3)
+    found = plain()
+    assert load(memory_path / "c", found) == {"seen": 3, "step": 3} and equal(found, plain().fill(3))
 
 
-def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
-    manager(tmp_path).save(1, Toy(1.0), {"attempt": 1})
-    manager(tmp_path).save(1, Toy(2.0), {"attempt": 2})
-    restored = Toy(0.0)
-    assert manager(tmp_path).load(restored) == {"attempt": 2} and restored.weight[0, 0] == 2.0
+def test_a_full_disk_fails_the_save_and_not_the_training(memory_path: Path, hand: Hand) -> None:
+    state = plain()
+    with managed(memory_path / "c", state, agent=hand.command) as manager:
+        hand.set("free", 1000)
+        manager.save(1, state, {})
+        with pytest.raises(RuntimeError, match=r"step 1 failed.*0.00 GB are free.*max_checkpoints_to_keep"):
+            manager.wait(1)
+        hand.clear("free")
+        save(manager, 2, state.fill(2))
+        assert manager.metrics()["checkpoint/failed"] == 1
+    assert steps(memory_path / "c")[-1] == "step_00000002"
 
 
-def test_another_layout_is_refused_by_name(tmp_path: Path) -> None:
-    manager(tmp_path).save(1, Toy(1.0), {})
-    with pytest.raises(ValueError, match="layout"):
-        manager(tmp_path, layout=2).load(Toy(0.0))
+def test_a_disk_that_fills_up_under_several_windows_leaves_both_slots_free(memory_path: Path, hand: Hand) -> None:
+    state = State({f"model/w{i}": torch.zeros(1024, 300) for i in range(12)})
+    config = trainer_config(host_memory_gb=0.0085)
+    with managed(memory_path / "c", state, config=config, agent=hand.command) as manager:
+        for step in (1, 2):
+            hand.set("full")
+            manager.save(step, state, {})
+            manager.before_update()
+            with pytest.raises(RuntimeError, match="No space left"):
+                manager.wait(step)
+            hand.clear("full")
+        save(manager, 3, state.fill(3))
+    assert load(memory_path / "c", state) == {"seen": 3, "step": 3}
 
 
-def test_state_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
-    other = Toy(1.0)
-    other.weight = torch.zeros(4, 5)
-    manager(tmp_path).save(1, other, {})
-    with pytest.raises(ValueError, match="lacks 1 tensors of this rank, first weight"):
-        manager(tmp_path).load(Toy(0.0))
-    assert manager(tmp_path).store.steps() == [1]
+def test_a_directory_that_vanishes_fails_the_save_until_it_is_back(memory_path: Path) -> None:
+    root, state = memory_path / "c", plain()
+    with managed(root, state, control=memory_path / "control") as manager:
+        save(manager, 1, state)
+        shutil.rmtree(root)
+        manager.save(2, state, {})
+        with pytest.raises(RuntimeError, match="step 2 failed.*No such file"):
+            manager.wait(2)
+        assert not root.exists(), "a mount that went away is not to be made anew on the disk below it"
+        root.mkdir()
+        save(manager, 3, state)
 
 
-def test_a_failed_write_fails_the_save_and_commits_nothing(tmp_path: Path) -> None:
-    class Broken(Toy):
-        def snapshot(self) -> Snapshot:
-            raise OSError(28, "No space left on device")
+def test_an_unwritable_directory_is_refused_at_the_start(memory_path: Path) -> None:
+    with pytest.raises(OSError, match="/proc/nowhere"):
+        managed(Path("/proc/nowhere"), plain(), control=memory_path / "control").__enter__()
 
-    with pytest.raises(RuntimeError, match="rank 0 cannot write"):
-        manager(tmp_path).save(3, Broken(1.0), {})
-    assert manager(tmp_path).store.steps() == []
+
+def test_a_file_where_the_directory_should_be_is_refused_at_the_start(memory_path: Path) -> None:
+    (memory_path / "c").write_text("")
+    with pytest.raises(OSError, match="exists"):
+        managed(memory_path / "c", plain(), control=memory_path / "control").__enter__()
+
+
+def test_a_state_that_changes_its_size_fails_that_save_alone(
+    memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    state = plain()
+    with managed(memory_path / "c", state) as manager:
+        whole = state.tensors["model/w1"]
+        for step in (1, 2, 3):
+            state.tensors["model/w1"] = whole[:-1]
+            manager.save(step, state, {})
+            manager.before_update()
+            with pytest.raises(RuntimeError, match="model/w1 has"):
+                manager.wait(step)
+        state.tensors["model/w1"] = whole
+        save(manager, 4, state.fill(4))
+
+
+def test_the_same_step_saved_again_is_another_directory(memory_path: Path) -> None:
+    root, state = memory_path / "c", plain()
+    for epoch in (1, 2):
+        with managed(root, state, epoch) as manager:
+            save(manager, 5, state.fill(epoch))
+    assert len(steps(root)) == 2
+    found = plain()
+    assert load(root, found, 3) == {"seen": 5, "step": 5} and equal(found, plain().fill(2))
+
+
+def test_a_save_that_cannot_be_encoded_fails_alone(memory_path: Path) -> None:
+    state = plain()
+    with managed(memory_path / "c", state) as manager:
+        manager.save(1, state, {"table": {1: "an integer is no key of JSON"}})
+        manager.before_update()
+        with pytest.raises(RuntimeError, match="step 1 failed.*str keys"):
+            manager.wait(1)
+        save(manager, 2, state)
+        assert manager.metrics()["checkpoint/agent_deaths"] == 0
+
+
+def test_the_rate_limit_is_kept(memory_path: Path) -> None:
+    state = plain()
+    with managed(memory_path / "c", state, config=trainer_config(rate_limit_mb=0.25)) as manager:
+        save(manager, 1, state)
+        assert manager.status.seconds >= sum(t.nbytes for t in state.tensors.values()) / 0.25e6
