@@ -1,4 +1,4 @@
-"""Disks that misbehave at their n-th call. Each is a `rft.checkpoint.disk.Disk`: all that a checkpoint does to a file system passes here.
+"""Disks that misbehave at their n-th call. Each is a `rft.checkpoint.disk.Disk`: all file operations pass here.
 
 `Counting` names the calls; the others act on one of them: kill processes, raise, write short, stop.
 """
@@ -6,6 +6,7 @@
 import errno
 import mmap
 import os
+import re
 import shutil
 import signal
 import struct
@@ -99,8 +100,9 @@ class Killing(Counting):
         if len(self.calls) != self.number:
             return action()
         if self.when == "middle" and half is not None:
-            half()
+            done = half()
             self._kill()
+            return action() if done is None else done  # of a write whose process lives on: a short one
         if self.when == "before":
             self._kill()
         result = action()
@@ -141,18 +143,18 @@ class Failing(Counting):
         raise OSError(self.code, os.strerror(self.code), path)
 
 
-class Stopping(Counting):
-    """Stops its own process before the first call of `kind` whose path contains `inside`."""
+class Signalling(Counting):
+    """Sends its own process `number` before the first call of `kind` whose path matches `inside`."""
 
-    def __init__(self, kind: str, inside: str):
+    def __init__(self, kind: str, inside: str, number: signal.Signals):
         super().__init__()
-        self.kind, self.inside = kind, inside
+        self.kind, self.inside, self.number = kind, inside, number
 
     def call(self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
         self.calls.append((kind, path))
-        if kind == self.kind and self.inside in path:
+        if kind == self.kind and re.search(self.inside, path):
             self.kind = ""
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), self.number)
         return action()
 
 

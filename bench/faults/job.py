@@ -69,12 +69,14 @@ class Job:
     messages: int = 0
     lease_s: float = 0.1
     deadline_s: float = 20.0
+    swept: Callable[[], object] = lambda: None  # between taking the run epoch and the first agent
     watch: Callable[["Job"], None] = lambda job: None
     pids: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Outcome:
         control = self.root / "control"
         epoch = fence.take_epoch(control)
+        self.swept()
         size = max(layout.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world))
         size = -(-size // PAGE) * PAGE
         slots = [[os.memfd_create("slot") for _ in range(2)] for _ in range(self.world)]

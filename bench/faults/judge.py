@@ -1,6 +1,6 @@
 """Was anything lost, or accepted that is not what was saved? Two judges: a reader of its own, and the real loader.
 
-The reader here shares no code with `rft.checkpoint.reader`: it parses manifests and receipts as JSON, recomputes every hash, and holds
+The reader here shares no code with `rft.checkpoint.reader`: it parses manifests and receipts as JSON, recomputes every hash, holds
 every byte against the pattern of the step that the manifest names.
 """
 

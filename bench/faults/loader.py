@@ -1,7 +1,7 @@
 """The real loader in a process of its own, for torch makes a process that forks slow.
 
-In, a JSON line per request: root, scale, sweep. Out, a JSON line: the loop state and a sha256 per tensor that `restore.load` filled in,
-or its error; and what it said.
+In, a JSON line per request: root, scale, sweep. Out, a JSON line: the loop state and a sha256 per tensor that was filled in,
+or the error of `restore.load`; and what it said.
 """
 
 import hashlib

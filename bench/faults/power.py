@@ -2,9 +2,9 @@
 
     Remembering (a Disk) ─► journal of operations ─► Durable: what is certain, what is pending ─► states ─► the real loader
 
-The model is POSIX at its weakest: data are durable after fsync of the file, entries after fsync of their directory; pending data may
-be there in any 4 KiB page, pending entries in any subset; one rename happens or does not. `FORGETS` are the mutations: a disk that
-says it has synced and has not.
+The model is POSIX at its weakest: data are durable after fsync of the file, entries after fsync of their directory; pending data
+may be there in any 4 KiB page, pending entries in any subset; one rename happens or does not. `FORGETS` are the mutations: a disk
+that says it has synced and has not.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """A job's state in miniature, without torch: what each rank stores, and which bytes every tensor has at a step.
 
-In: (step, variant, scale, world). Out: the `Begin` of a save, the bytes of a rank's file, and the expected bytes of each whole tensor.
+In: (step, variant, scale, world). Out: the `Begin` of a save, the bytes of a rank's file, the expected bytes of whole tensors.
 A `variant` tells two saves of one step apart; `scale` makes the state bigger. Every byte depends on key, step and variant.
 """
 
