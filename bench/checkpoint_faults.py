@@ -2,7 +2,7 @@
 
     python -m bench.checkpoint_faults [--quick] [--count N] [--only CLASS]
 
-Out: a table per class and one last JSON line. `meets`: nothing accepted that is not what was saved, the newest good one always found, no
+Out: a table per class and one last JSON line. `meets`: nothing accepted that was not saved, the newest good one always found, no
 acknowledged commit lost, and the control and every mutant (a disk that skips one kind of sync) found guilty by the same judges.
 """
 
