@@ -234,7 +234,7 @@ class Megatron(Mode):
 
         asynchronous = self.persistent is not None
         if self.rank == 0:
-            self.path(step).mkdir()
+            self.path(step).mkdir(exist_ok=True)  # with a cached plan another rank's writer may be first
         request = dist_checkpointing.save(
             self.described(state, state.tensors),  # save changes the dictionary; Megatron-LM makes a new one, too
             str(self.path(step)),
