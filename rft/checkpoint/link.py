@@ -84,8 +84,12 @@ class Link:
 
     def begin(self, message: Begin) -> None:
         with self._lock:
-            self._told[message.id] = Told(message)
-            self._wire.send(message)
+            is_broken = self.state == "broken"
+            if not is_broken:
+                self._told[message.id] = Told(message)
+                self._wire.send(message)
+        if is_broken:
+            self._on_report(Failed(id=message.id, step=message.step, cause="the agent cannot run"))
 
     def window(self, message: Window) -> None:
         """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""
