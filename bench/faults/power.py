@@ -20,7 +20,7 @@ from bench.faults.disks import Counting
 from bench.faults.job import save_here
 from bench.faults.judge import Tally, judge
 from bench.faults.kills import NEW, OLD, Ground
-from bench.faults.toy import begin, settings
+from bench.faults.toy import Cut, begin, settings
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer
 from rft.checkpoint.records import Committed, Report
@@ -28,6 +28,7 @@ from rft.checkpoint.storage import LocalStorage
 
 PAGE = 4096
 RANDOM = 6  # random subsets per prefix, besides the systematic ones
+TORN = 24  # random fates of unsynced pages per subset
 Operation = tuple  # (kind, ...), see Durable.apply
 
 
@@ -175,7 +176,7 @@ class Durable:
         subsets += [set(pending[:n]) for n in range(1, len(pending))]
         subsets += [{one for one in pending if dice.random() < 0.5} for _ in range(RANDOM)]
         dirty = [n for n, inode in enumerate(self.inodes) if not inode.is_directory and inode.latest != inode.durable]
-        fates = ("lost", "all", "torn", "front", "zero") if dirty else ("all",)
+        fates = ("lost", "all", "front", "zero", *["torn"] * TORN) if dirty else ("all",)
         for subset, fate in itertools.product(subsets, fates):
             yield self._after(subset, fate, dice)
 
@@ -241,25 +242,32 @@ class Scene:
     world: int
     keep: int
     twice: bool = False
+    scale: int = 1
 
 
-SCENES = [Scene(world, keep, twice) for twice in (False, True) for world in (1, 2) for keep in (1, 0)]
+SCENES = [
+    Scene(world, keep, twice, scale)
+    for scale in (1, 5)
+    for twice in (False, True)
+    for world in (1, 2)
+    for keep in (1, 0)
+]
 
 
 def record(ground: Ground, scene: Scene, forgets: str = "") -> tuple[Durable, list[Operation]]:
     """The state before the save, and its journal with `("acknowledged",)` where the trainer has heard of the commit."""
-    root = ground.fresh(scene.world)
+    root, cut = ground.fresh(scene.world, scene.scale), Cut(NEW.step, scale=scene.scale)
     before = Durable(root)
     journal: list[Operation] = []
     disk = Remembering(root, forgets, journal, dies_at="step_00000002" if scene.twice else "")
     reports: list[Report] = []
     epoch = fence.take_epoch(root / "control")
     try:
-        reports = save_here(root, NEW, scene.world, disk, scene.keep, epoch, lambda: journal.append(("acknowledged",)))
+        reports = save_here(root, cut, scene.world, disk, scene.keep, epoch, lambda: journal.append(("acknowledged",)))
     except PowerCut:
         second = LocalStorage(root, Remembering(root, forgets, journal))
         told = settings(str(root), str(root / "control"), 0, scene.world, epoch, [], 0)
-        asked = begin(second, NEW, 0, scene.world, f"e{epoch:04d}n0000", scene.keep)
+        asked = begin(second, cut, 0, scene.world, f"e{epoch:04d}n0000", scene.keep)
 
         def hear(report: Report) -> None:
             reports.append(report)
@@ -294,7 +302,7 @@ def explore(ground: Ground, scene: Scene, tally: Tally, limit: int, forgets: str
     for words, least, listing in chosen:
         root = ground.top / "crashed"
         materialise(listing, root)
-        problems, _ = judge(root, ground.loader, least, sweep=True)
+        problems, _ = judge(root, ground.loader, least, scene.scale, sweep=True)
         tally.note(f"world {scene.world}" + (", commit taken over" if scene.twice else ""), words, problems)
         shutil.rmtree(root)
 
