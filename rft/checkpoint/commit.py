@@ -127,12 +127,9 @@ class Committer:
     def _commit(self, draft: Draft) -> str:
         manifest = self._verified(draft)
         place = draft.output.draft
+        self._check_epoch()  # before the manifest too: in an object store it is what publishes
         self.storage.put(f"{place}/{MANIFEST}", encode_json(manifest))
-        newest = fence.newest_epoch(Path(self.settings.control))
-        if newest > self.settings.epoch:
-            raise Unsound(
-                f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes nothing more"
-            )
+        self._check_epoch()
         try:
             name = self.storage.publish(place, draft.output.final)
         except FileNotFoundError:
@@ -145,6 +142,13 @@ class Committer:
         except OSError as error:
             log.error("LATEST cannot be moved to %s, nothing else is affected: %s", name, error)
         return name
+
+    def _check_epoch(self) -> None:
+        newest = fence.newest_epoch(Path(self.settings.control))
+        if newest > self.settings.epoch:
+            raise Unsound(
+                f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes nothing more"
+            )
 
     def _verified(self, draft: Draft) -> Manifest:
         """The manifest that these receipts make; raises Unsound for receipts of different saves, layouts or sizes."""
@@ -214,14 +218,14 @@ class Committer:
             log.error("%s keeps its space until the next start: %s", draft.output.draft, error)
 
     def _give_space_back(self, place: str) -> None:
-        """Delete what nobody can commit: this rank's bytes if another's will never come, all if nobody is left in the line.
+        """Delete what nobody can commit: this rank's bytes if another's will never come, all if the last in the line has failed.
 
         All goes by a rename first, as does a commit: of the two, one finds the draft gone.
         """
         names, ranks = set(self.storage.list(place)), range(self.settings.world)
         if any(abandoned_name(r) in names and receipt_name(r) not in names for r in ranks):
             self.storage.discard(f"{place}/{file_name(self.settings.rank)}")
-        elif names and self.settings.rank == min(self.settings.world, LINE) - 1:
+        elif self.settings.rank == min(len(ranks), LINE) - 1 and all(receipt_name(r) in names for r in ranks):
             self.storage.remove(place)
 
 
