@@ -75,6 +75,14 @@ def kill_rank(run: Run, killed: Iterable[psutil.Process] = ()) -> set[psutil.Pro
         psutil.wait_procs(family, timeout=0.1)
 
 
+def await_file(run: Run, path: Path) -> None:
+    """Until something in the run has made `path`."""
+    deadline = time.monotonic() + START_S
+    while not path.exists():
+        assert run.process.poll() is None and time.monotonic() < deadline, f"{path} did not come"
+        psutil.wait_procs(run.family(), timeout=0.1)
+
+
 def _command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()

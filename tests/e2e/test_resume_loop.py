@@ -8,7 +8,7 @@ the same to the last bit. `tests/verify/test_resume_every_step.py` kills after e
 from pathlib import Path
 
 import pytest
-from exact import assert_same, curve, deterministic, kill_rank, run_whole
+from exact import assert_same, await_file, curve, deterministic, kill_rank, run_whole
 
 from runs import REPOSITORY, checkpoints, step_rows, train, write_assets
 
@@ -53,6 +53,7 @@ def test_killed_and_continued_it_is_the_same_run(root: Path, reference: Path, se
     (root / "gate").write_text(str(GATED))
     with train(*arguments) as run:
         run.wait_step(GATED)
+        await_file(run, root / "gate.reached")
         killed = kill_rank(run)  # groups are half-way, and there is no checkpoint: the trainer starts over
         run.wait_for(r"^\[ *1/")
         (root / "gate").unlink()  # they must not go on with what they had: the engine serves an older version now

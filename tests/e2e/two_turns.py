@@ -1,7 +1,7 @@
 """A user's own workflow: two requests to the engine, and, where a test wants it, a pause between them.
 
-While the file named by `workflow_args.gate` exists, groups whose first request was answered by the policy version in it wait:
-a test can then be sure that groups are under way, with some of their tokens sampled, when it kills something.
+While the file named by `workflow_args.gate` exists, groups whose first request was answered by the policy version in it wait,
+and leave the file `gate.reached`: a test then knows that a group is under way, with some of its tokens sampled.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
 async def passed(gate: Path, version: int) -> None:
     """The explorer's `max_timeout` ends a wait that lasts too long."""
     while gate.exists() and int(gate.read_text()) == version:
+        gate.with_suffix(".reached").touch()
         await asyncio.sleep(0.02)
 
 
