@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 CORE = [
     "datasets", "hydra-core>=1.3.8,<1.5", "math-verify[antlr4-9-3]==0.9.0", "matplotlib", "megatron-core>=0.16.1", "msgspec>=0.20",
-    "numpy", "omegaconf>=2.3.1,<2.5", "psutil", "ray>=2.60", "rich", "safetensors", "tensorboard", "tokenizers",
+    "fsspec", "numpy", "omegaconf>=2.3.1,<2.5", "psutil", "ray>=2.60", "rich", "safetensors", "tensorboard", "tokenizers",
     "torch==2.13.0", "transformers>=5.19,<6", "xxhash",
 ]  # fmt: skip
 
@@ -17,7 +17,8 @@ setup(
     install_requires=CORE,
     extras_require={
         "cuda": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.20"],
-        "dev": ["hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "ruff"],
+        "dev": ["hypothesis", "moto[server]>=5.1", "pytest", "pytest-asyncio", "pytest-timeout", "ruff", "s3fs"],
+        "s3": ["s3fs"],
         "monitor": ["wandb>=0.31"],
     },
     entry_points={

@@ -35,9 +35,6 @@ from rft.checkpoint.writer import Pacer, Writer
 
 log = logging.getLogger(__name__)
 BEAT_S = 0.5
-LOOK_S = (
-    0.02  # between looks at a draft; receipts are files, because they must outlive every process, and files do not call
-)
 
 
 class Agent:
@@ -167,7 +164,7 @@ class Agent:
         ended = False
         while not ended or committer.drafts:
             try:
-                writer = self.to_watch.get(timeout=LOOK_S if committer.drafts else None)
+                writer = self.to_watch.get(timeout=self.storage.look_s if committer.drafts else None)
                 ended = ended or writer is None
                 for output in writer.begin.outputs if writer else []:
                     committer.watch(writer.begin, output, writer.started)

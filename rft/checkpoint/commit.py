@@ -92,7 +92,7 @@ class Committer:
         if gone:
             raise Unsound(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
         if not names:
-            raise Unsound(f"{draft.output.draft} is gone: a newer attempt of this job has taken over")
+            raise self._gone(draft.output.draft)
         if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
             draft.complete_since = draft.complete_since or time.monotonic()
             if time.monotonic() >= draft.complete_since + rank * self.settings.lease_s:
@@ -136,7 +136,7 @@ class Committer:
             if (found := self._published(draft)) is not None:
                 self.storage.settle(found)
                 return found
-            raise Unsound(f"{place} is gone: a newer attempt of this job has taken over") from None
+            raise self._gone(place) from None
         try:
             self._point(draft.output.collection, name, manifest)
         except OSError as error:
@@ -149,6 +149,13 @@ class Committer:
             raise Unsound(
                 f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes nothing more"
             )
+
+    def _gone(self, place: str) -> Unsound:
+        """Why a draft is not there any more."""
+        newest = fence.newest_epoch(Path(self.settings.control))
+        if newest > self.settings.epoch:
+            return Unsound(f"{place} is gone: attempt {newest} of this job has taken over")
+        return Unsound(f"{self.storage.where}/{place}: No such file or directory; somebody has removed it")
 
     def _verified(self, draft: Draft) -> Manifest:
         """The manifest that these receipts make; raises Unsound for receipts of different saves, layouts or sizes."""

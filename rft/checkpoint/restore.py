@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from rft.checkpoint.manager import Collective
 
 log = logging.getLogger(__name__)
-SCRATCH = (".trash-",)  # prefixes of what may be deleted when nobody writes; `.bad-` stays
 
 
 def sweep(storage: Storage) -> None:
     """Remove drafts and half-deleted directories of earlier attempts. Called by one rank, after the run epoch was taken."""
     for collection in ("", WEIGHTS):
+        for path in storage.leftovers(collection):
+            storage.remove(path)
         for name in storage.list(collection):
-            path = f"{collection}/{name}" if collection else name
-            if ".tmp-" in name or name.startswith(SCRATCH):
-                storage.remove(path)
-            elif ".new-" in name:
-                storage.discard(path)
+            if ".new-" in name:
+                storage.discard(f"{collection}/{name}" if collection else name)
 
 
 def load(storage: Storage, ranks: "Collective", policy: Snapshotable, layout: Any) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import uuid
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
@@ -20,6 +21,7 @@ from rft.checkpoint.disk import Disk
 MANIFEST = "MANIFEST.json"
 LATEST = "LATEST"
 WEIGHTS = "weights"  # collection of model-only saves
+SCRATCH = ".trash-"  # prefix of directories that are being deleted
 COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
 
 
@@ -33,6 +35,8 @@ class Sink(Protocol):
 
 class Storage(Protocol):
     """Paths are relative to the root, with '/'. OSError where the medium fails, FileNotFoundError where nothing is."""
+
+    look_s: float  # between two looks at a draft that others are at work on
 
     @property
     def where(self) -> str: ...
@@ -48,6 +52,7 @@ class Storage(Protocol):
     def list(self, path: str = "") -> list[str]: ...
     def publish(self, draft: str, final: str) -> str: ...
     def settle(self, path: str) -> None: ...
+    def leftovers(self, collection: str) -> Sequence[str]: ...
     def set_aside(self, path: str, prefix: str) -> str: ...
     def remove(self, path: str) -> None: ...
     def free_bytes(self) -> int | None: ...
@@ -81,6 +86,8 @@ def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:
 
 class LocalStorage:
     """A directory. Drafts are `step_N.tmp-<id>`; publishing renames them."""
+
+    look_s = 0.02
 
     def __init__(self, root: Path, disk: Disk):
         self.root = root
@@ -161,6 +168,11 @@ class LocalStorage:
     def settle(self, path: str) -> None:
         """Make sure of a name that another process gave, and may have died before it was durable."""
         self.disk.sync_directory((self.root / path).parent)
+
+    def leftovers(self, collection: str) -> Sequence[str]:
+        """Drafts and half-deleted directories; may go when nobody writes. What was set aside for being bad stays."""
+        names = [name for name in self.list(collection) if ".tmp-" in name or name.startswith(SCRATCH)]
+        return [f"{collection}/{name}" if collection else name for name in names]
 
     def set_aside(self, path: str, prefix: str) -> str:
         """Take `path` out of every list without deleting it."""
