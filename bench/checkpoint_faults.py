@@ -18,7 +18,7 @@ from bench.faults.judge import Tally
 from bench.faults.kills import Ground
 from bench.faults.loader import Loader
 
-FULL = 10_400  # injections without the control and the mutants
+FULL = 10_600  # injections without the control and the mutants
 SHARES = {  # of all injections; the rest is corruption
     "kills": (kills.run, 0.39),
     "executed": (executed.run, 0.01),

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,9 @@ class Signalling(Counting):
         self.calls.append((kind, path))
         if kind == self.kind and re.search(self.inside, path):
             self.kind = ""
-            os.kill(os.getpid(), self.number)
+            signal.pthread_kill(
+                threading.get_ident(), self.number
+            )  # sent to all, SIGSTOP may let this thread go on a little
         return action()
 
 

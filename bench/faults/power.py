@@ -28,7 +28,7 @@ from rft.checkpoint.storage import LocalStorage
 
 PAGE = 4096
 RANDOM = 6  # random subsets per prefix, besides the systematic ones
-TORN = 24  # random fates of unsynced pages per subset
+TORN = 40  # random fates of unsynced pages per subset
 Operation = tuple  # (kind, ...), see Durable.apply
 
 
@@ -249,7 +249,7 @@ SCENES = [
     Scene(world, keep, twice, scale)
     for scale in (1, 5)
     for twice in (False, True)
-    for world in (1, 2)
+    for world in (1, 2, 3)
     for keep in (1, 0)
 ]
 
