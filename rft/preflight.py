@@ -7,16 +7,21 @@ and the fix (`check`). Reads config.json, the tokenizer's files and the task fil
 import os
 import socket
 import uuid
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
+
+import fsspec
 
 from rft.algorithm import ALGORITHMS
 from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.losses import LOSSES
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
+from rft.checkpoint.gate import STRATEGIES
+from rft.checkpoint.staging import slot_size
 from rft.config import Config, ConfigError, ModelConfig, TasksetConfig, job_dir, nearest
-from rft.names import check_layout, read_hf_config
+from rft.names import Dims, architecture_of, check_layout, hf_names, read_hf_config
 from rft.rollout import rewards, workflows
 
 MODES = ("both", "train", "explore", "bench")
@@ -26,6 +31,10 @@ CHOICES = {
     "trainer.trainer_type": ("megatron",),
     "trainer.dtype": ("fp32", "bf16"),
     "trainer.save_hf_checkpoint": ("last", "always", "never"),
+    "trainer.save_strategy": STRATEGIES,
+    "trainer.checkpoint.staging": ("lazy", "eager", "auto"),
+    "trainer.checkpoint.when_busy": ("wait", "skip", "newest_wins"),
+    "trainer.checkpoint.best_mode": ("max", "min"),
     "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
@@ -42,11 +51,14 @@ POSITIVE = (
     "trainer.megatron.context_parallel_size", "synchronizer.sync_interval", "synchronizer.sync_timeout",
     "synchronizer.bucket_bytes", "shutdown_grace_s", "cluster.threads_per_rank", "cluster.threads_per_engine",
     "algorithm.optimizer.lr", "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
     "trainer.max_restarts", "trainer.grad_clip", "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
+    "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",
+    "trainer.checkpoint.max_gb",
 )  # fmt: skip
 
 
@@ -80,6 +92,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first thing that cannot work. Call after `fill`."""
     _check_values(config)
     _check_model(config)
+    _check_checkpoints(config)
     _check_algorithm(config)
     _check_data(config)
     _check_deterministic(config)
@@ -136,6 +149,38 @@ def _check_model(config: Config) -> None:
     if heads % tp:
         raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")
     _check_lengths(model, int(hf["max_position_embeddings"]))
+
+
+def _check_checkpoints(config: Config) -> None:
+    """What saving needs: a metric to be best by, a storage that somebody can open, memory for the largest tensor."""
+    checkpoint = config.trainer.checkpoint
+    if checkpoint.keep_best and not checkpoint.best_metric:
+        raise ConfigError(
+            f"trainer.checkpoint.keep_best={checkpoint.keep_best} needs trainer.checkpoint.best_metric, "
+            "like eval/<taskset>/accuracy"
+        )
+    if checkpoint.storage is not None:
+        scheme, found, _ = checkpoint.storage.partition("://")
+        if not found:
+            raise ConfigError(
+                f"trainer.checkpoint.storage={checkpoint.storage} is no URL like s3://bucket/prefix; for a directory set "
+                "checkpoint_root_dir"
+            )
+        known = fsspec.available_protocols()
+        if scheme not in known:
+            raise ConfigError(nearest(scheme, known, "trainer.checkpoint.storage"))
+    budget, tp = checkpoint.host_memory_gb, config.trainer.megatron.tensor_model_parallel_size
+    if budget is not None:
+        hf = read_hf_config(config.model.model_path)
+        shapes = hf_names(Dims.of(hf), architecture_of(hf))
+        sizes = {name: 4 * prod(shape) // (tp if len(shape) > 1 else 1) for name, shape in shapes.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        if slot_size(sizes[largest], budget) < sizes[largest]:
+            least = ceil(2 * slot_size(sizes[largest], None) / 1e6) / 1e3
+            raise ConfigError(
+                f"trainer.checkpoint.host_memory_gb={budget:g} cannot hold {largest} ({sizes[largest] / 1e9:.3f} GB) in one half: "
+                f"set at least {least:.3f}, or leave it out"
+            )
 
 
 def _check_lengths(model: ModelConfig, context: int) -> None:
