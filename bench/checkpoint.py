@@ -190,6 +190,8 @@ def show(case: Case, result: Result, found: dict[str, Figures]) -> None:
         f"{result.copy_s * 1e3:.0f} ms, {saves} saves of each after the first, load {os.getloadavg()[0]:.1f}"
     )
     report.table(title, HEADER, rows)
+    starts = [f"{name} {result.start_s[name]:.1f} s" for name in found if result.start_s[name] >= 0.05]
+    print(f"before the first step: {', '.join(starts) or 'nothing'}; what `none` lost is the noise of this machine")
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ class Training:
         self.left, self.right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
         self.products = 1
         times = []
-        for _ in range(40):
+        for _ in range(200):
             begin = time.perf_counter()
             self._compute()
             times.append(time.perf_counter() - begin)
