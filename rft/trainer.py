@@ -5,10 +5,11 @@
      its batch)      changes weights: waits      next step computes)
                      for the last push)
 
-Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the optimizer
-changes weights, for the previous push of those weights and the copies of the previous checkpoint. Invariant: `step` is the policy version on every rank, in the
-engines, in the checkpoint and on the metrics' axis. What a step tells is written down before its checkpoint can exist: a
-process that dies between the two resumes before the step and tells it again, instead of never.
+Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the
+optimizer changes weights, for the previous push of those weights and the copies of the previous checkpoint.
+Invariant: `step` is the policy version on every rank, in the engines, in the checkpoint and on the metrics' axis.
+What a step tells is written down before its checkpoint can exist: a process that dies between the two resumes before
+the step and tells it again, instead of never.
 """
 
 from collections import deque
