@@ -5,6 +5,7 @@ loads. The same writer and the same commit as in training: receipts, verificatio
 nothing is published while an agent of a run still lives.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def _fill(
         writer.finish()
     except BaseException:
         writer.abort()
-        storage.remove(output.draft)
+        with contextlib.suppress(OSError):  # what went wrong is what counts, also when the draft was never made
+            storage.remove(output.draft)
         raise
 
 

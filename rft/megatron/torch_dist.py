@@ -236,7 +236,8 @@ class TorchDist:
                 file.seek(info.offset)
                 value = torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise Unreadable(f"{path}: the chunk of {key} cannot be read: {str(error).splitlines()[0]}") from error
+            cause = (str(error) or type(error).__name__).splitlines()[0]
+            raise Unreadable(f"{path}: the chunk of {key} cannot be read: {cause}") from error
         if not isinstance(value, Tensor) or tuple(value.shape) != sizes:
             raise Unreadable(f"{path}: the chunk of {key} is not the tensor that the index says")
         return value

@@ -1,0 +1,45 @@
+"""What the ranks of test_export_ranks.py do: train, save, and let the agent export; or load what was imported."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jobs import policy_on
+from resume_jobs import as_bytes, manager_at, train
+
+from rft.config import TrainerConfig
+
+
+def exported(path: str, root: str, **layout: Any) -> dict[str, torch.Tensor]:
+    """The weights as rank 0 gathers them, after a save whose agent wrote <root>/hf."""
+    with policy_on(path, **layout) as policy:
+        train(policy, range(2))
+        manager = manager_at(root, policy.mesh, TrainerConfig())
+        manager.start(policy)
+        assert manager.save(2, policy, {"step": 2})
+        manager.before_update()
+        manager.wait(2)
+        if policy.mesh.rank == 0:
+            manager.export(2, path, str(Path(root) / "hf"))
+            manager.wait_exports()
+        policy.mesh.barrier("exported")
+        manager.close()
+        return dict(policy.export_hf())
+
+
+def taken_over(path: str, root: str, **layout: Any) -> dict[str, Any]:
+    """A policy of other weights loads the newest checkpoint at `root` and trains a step from there."""
+    with policy_on(path, **layout) as policy:
+        loop = manager_at(root, policy.mesh, TrainerConfig()).load(policy)
+        updates = policy.optimizer.counters()
+        weights = {name: as_bytes(value) for name, value in policy.export_hf()}
+        moments = sum(float(p.tensor.abs().sum()) for p in policy.snapshot().pieces if p.key.startswith("exp_avg/"))
+        metrics = train(policy, range(policy.step, policy.step + 1))[0]
+        return {
+            "loop": loop,
+            "weights": weights,
+            "updates": updates,
+            "moments": moments,
+            "finite": np.isfinite(metrics["loss"]),
+        }
