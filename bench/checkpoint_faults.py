@@ -27,7 +27,7 @@ SHARES = {  # of all injections; the rest is corruption
     "concurrency": (concurrency.run, 0.01),
     "corruption": (corruption.run, 0.29),
 }
-QUICK = {"kills": 120, "executed": 8, "power": 120, "errors": 60, "concurrency": 20, "corruption": 180}
+QUICK = {"kills": 110, "executed": 6, "power": 130, "errors": 55, "concurrency": 15, "corruption": 220}
 CONTROLS = 72
 MUTANT_STATES = {True: 40, False: 200}
 SHOWN = 12  # problems printed per class

@@ -309,8 +309,8 @@ def explore(ground: Ground, scene: Scene, tally: Tally, limit: int, forgets: str
 
 def run(ground: Ground, count: int) -> Tally:
     tally = Tally("power loss")
-    for scene in SCENES:
-        explore(ground, scene, tally, -(-count // len(SCENES)))
+    for number, scene in enumerate(SCENES):  # the first are small; what they lack the others have
+        explore(ground, scene, tally, -(-(count - tally.injected) // (len(SCENES) - number)))
     return tally
 
 
