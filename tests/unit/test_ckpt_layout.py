@@ -95,7 +95,7 @@ def write(root: Path, whole: np.ndarray, ranks: list[list[Claim]]) -> Checkpoint
     return Checkpoint(storage, "step_00000001")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(two_cuts())
 def test_any_cut_reads_any_other(tmp_path_factory: pytest.TempPathFactory, case: tuple) -> None:
     whole, one, other, owners = case
@@ -108,7 +108,7 @@ def test_any_cut_reads_any_other(tmp_path_factory: pytest.TempPathFactory, case:
         assert np.array_equal(checkpoint.whole("t"), whole)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SHAPES.flatmap(cuts))
 def test_boxes_of_a_piece_are_its_elements_in_order(claims: list[Claim]) -> None:
     whole = np.arange(prod(claims[0].global_shape)).reshape(claims[0].global_shape)
@@ -121,7 +121,7 @@ def test_boxes_of_a_piece_are_its_elements_in_order(claims: list[Claim]) -> None
         assert np.array_equal(found, flat)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SHAPES.flatmap(cuts), st.data())
 def test_coverage_finds_every_hole_and_every_overlap(claims: list[Claim], data: st.DataObject) -> None:
     check_coverage(claims)
@@ -151,7 +151,7 @@ def test_coverage_names_what_is_wrong() -> None:
         check_coverage([claim(0, 4), claim(4, 4, dtype="bfloat16")])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=24), st.integers(1, 6))
 def test_copies_are_stored_once_by_whoever_has_least(sizes: list[int], ranks: int) -> None:
     claims = [Claim(f"model/{i}", "float32", (n,), (0,), (n,), None) for i, n in enumerate(sizes)]

@@ -74,6 +74,7 @@ def test_agents_killed_at_random_moments(memory_path: Path) -> None:
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(1200)
 def test_agents_killed_at_very_many_random_moments(memory_path: Path) -> None:
     kill_at_random(memory_path / "c", 200)
 
@@ -193,5 +194,6 @@ def test_thirty_saves_leave_nothing_behind(memory_path: Path) -> None:
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(1200)
 def test_two_hundred_saves_leave_nothing_behind(memory_path: Path) -> None:
     stays_flat(memory_path / "c", 200)

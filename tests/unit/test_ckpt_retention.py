@@ -114,11 +114,11 @@ class History(RuleBasedStateMachine):
         return (mine <= theirs) if policy.best_is_lowest else (mine >= theirs)
 
 
-History.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+History.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestHistory = History.TestCase
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 50), unique=True, max_size=12), POLICIES)
 def test_retiring_again_removes_nothing_more(steps: list[int], policy: Retention) -> None:
     entries = [entry(step) for step in steps]

@@ -81,6 +81,7 @@ def test_no_checkpoint_is_torn(memory_path: Path, staging: str, budget: float | 
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("staging", "budget"), VARIANTS)
 def test_no_checkpoint_of_a_thousand_is_torn(memory_path: Path, staging: str, budget: float | None) -> None:
     assert torn(memory_path / "c", -(-ALL // len(VARIANTS)), staging=staging, host_memory_gb=budget) == 0
