@@ -117,6 +117,7 @@ def test_one_writes_at_a_time_and_a_killed_one_makes_room(writers: Writers, stra
         os.kill(first, signal.SIGKILL)
         second = hand.await_arrival()
         assert second != first
+        assert Gate(writers.directory / "c/control", strategy, 0.0)._try() is None, "who writes has the gate"
         hand.let_go("write")
         for manager, _ in made:
             manager.wait(step)
