@@ -125,14 +125,14 @@ class Committer:
         return None
 
     def _commit(self, draft: Draft) -> str:
-        manifest = self._verified(draft)
         place = draft.output.draft
-        self._check_epoch()  # before the manifest too: in an object store it is what publishes
-        self.storage.put(f"{place}/{MANIFEST}", encode_json(manifest))
-        self._check_epoch()
         try:
+            manifest = self._verified(draft)
+            self._check_epoch()  # before the manifest too: in an object store it is what publishes
+            self.storage.put(f"{place}/{MANIFEST}", encode_json(manifest))
+            self._check_epoch()
             name = self.storage.publish(place, draft.output.final)
-        except FileNotFoundError:
+        except FileNotFoundError:  # another one's commit came in between
             if (found := self._published(draft)) is not None:
                 self.storage.settle(found)
                 return found
