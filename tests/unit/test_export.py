@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,35 @@ def test_as_a_command(job: Path, model: Path) -> None:
         done = command(*arguments)
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and words in done.stderr
     assert command(checkpoint).returncode == 2
+
+
+def test_it_dies_with_the_agent(job: Path, tmp_path: Path) -> None:
+    """The export waits for its config.json, a pipe that nobody writes, when the process that started it is killed."""
+    source = tmp_path / "source"
+    source.mkdir()
+    os.mkfifo(source / "config.json")
+    words = [
+        sys.executable,
+        "-m",
+        "rft.checkpoint.export",
+        str(job / "checkpoints/step_00000003"),
+        str(source),
+        str(job / "hf"),
+    ]
+    starter = f"import subprocess; p = subprocess.Popen({words!r}); print(p.pid, flush=True); p.wait()"
+    agent = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    export_process = os.pidfd_open(int(agent.stdout.readline()))
+    pipe = os.open(source / "config.json", os.O_WRONLY)  # returns when the export has come so far
+    try:
+        agent.kill()
+        agent.wait()
+        ended, _, _ = select.select([export_process], [], [], 20)
+        assert ended, "still there"
+    finally:
+        os.close(pipe)
+        os.close(export_process)
+        agent.stdout.close()
 
 
 def test_no_torch() -> None:
