@@ -11,11 +11,12 @@ import torch
 from made import commit, source, sources_of, storage_at
 from safetensors.torch import load_file
 
-from rft.checkpoint import fence, retention
+from rft.checkpoint import fence, retention, single
 from rft.checkpoint.commit import list_entries
 from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.records import Retention
 from rft.checkpoint.single import Busy
+from rft.checkpoint.storage import open_storage
 from rft.tools.ckpt import main, values
 from rft.tools.toy import write_model
 
@@ -223,3 +224,18 @@ def test_the_command(job: Path) -> None:
     assert done.returncode == 0 and "step_00000012" in done.stdout
     done = subprocess.run([sys.executable, "-c", code, "ckpt", "verify", "/nowhere"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "rft ckpt: /nowhere: no such directory\n"
+
+
+def test_an_object_store_is_a_run_too(model: Path, tmp_path: Path, capsys: Said) -> None:
+    where = f"memory://bucket/{tmp_path.name}"
+    storage = open_storage(where)
+    for step in (3, 12):
+        single.write(storage, tmp_path / "control", step, sources_of(model), about={"model": str(model)})
+    assert main(["tag", f"{where}@3", "kept"]) == 0 and main(["ls", where]) == 0
+    assert re.search(r"step_00000003\.\w+ +3 +1 +- +\S+ MB +1 rank +kept\n", capsys.readouterr().out)
+    assert main(["verify", where]) == 0 and main(["diff", f"{where}@3", f"{where}@3"]) == 0
+    assert main(["export", f"{where}/step_00000003.e0001n0000", str(tmp_path / "hf")]) == 0
+    wanted = load_file(model / "model.safetensors")
+    assert all(torch.equal(value, wanted[name]) for name, value in load_file(tmp_path / "hf/model.safetensors").items())
+    assert main(["untag", f"{where}@3"]) == 0
+    assert [entry.tagged for entry in list_entries(storage)] == [False, False]
