@@ -245,32 +245,38 @@ def resume(trainer: Any, config: Config) -> int:
     return step
 
 
+def checkpoint_root(rank: Rank) -> Path | str:
+    """One place per job: beside its other files, or under that name in an object store."""
+    config = rank.config
+    if not config.trainer.checkpoint.storage:
+        return rank.job / "checkpoints"
+    names = filter(None, (config.project, config.name, config.stage_name))
+    return "/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])
+
+
 def checkpoint_manager(rank: Rank, mesh: Any, epoch: int) -> Any:
-    """One directory of checkpoints per job: beside its other files, or under that name in an object store."""
     from rft.checkpoint import fence
     from rft.checkpoint.manager import CheckpointManager
 
     config = rank.config
-    root: Path | str = rank.job / "checkpoints"
-    if config.trainer.checkpoint.storage:
-        names = filter(None, (config.project, config.name, config.stage_name))
-        root = "/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])
     about = {"layout": mesh.layout(), "model": str(config.model.model_path), "dtype": config.trainer.dtype}
     return CheckpointManager(
-        root, mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch, device=rank.device, about=about,
-        log_dir=Path(os.environ["RFT_LOG_DIR"]),
+        checkpoint_root(rank), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
+        device=rank.device, about=about, log_dir=Path(os.environ["RFT_LOG_DIR"]),
     )  # fmt: skip
 
 
 def take_epoch(rank: Rank) -> int:
     """Let the agents of the last attempt finish what they hold, then begin a new one."""
-    from rft.checkpoint import fence
+    from rft.checkpoint import commit, fence
+    from rft.checkpoint.storage import open_storage
 
     rank.waiting_for = "the last attempt's checkpoint"
     control = fence.control_dir(rank.job)
     fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
-    return fence.take_epoch(control)
+    written = commit.list_entries(open_storage(checkpoint_root(rank)))
+    return fence.take_epoch(control, above=max((entry.epoch for entry in written), default=0))
 
 
 def scoring(report: Callable[[Any], None], checkpoints: Any) -> Callable[[Any], None]:

@@ -200,11 +200,12 @@ class Committer:
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, Unsound) as error:
                 log.error("retention failed, nothing else is affected: %s", error)
 
     def _retire(self, output: Output) -> None:
         """Delete what retention lets go, and tell what is left."""
+        self._check_epoch()
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
         dropped = [entry for entry in retention.expired(entries, output.retention) if entry.path not in in_use]

@@ -31,11 +31,11 @@ def newest_epoch(control: Path) -> int:
     return max((int(name) for name in os.listdir(directory)), default=0) if directory.is_dir() else 0
 
 
-def take_epoch(control: Path) -> int:
-    """A number that no earlier attempt of this job had."""
+def take_epoch(control: Path, above: int = 0) -> int:
+    """A number that no earlier attempt of this job had. `above`: the newest that a checkpoint tells of, if `control` is new."""
     directory = control / "epochs"
     directory.mkdir(parents=True, exist_ok=True)
-    number = newest_epoch(control) + 1
+    number = max(newest_epoch(control), above) + 1
     while True:
         try:
             (directory / str(number)).open("x").close()

@@ -34,6 +34,7 @@ from rft.checkpoint.records import (
     Report,
     Retention,
     Settings,
+    Window,
 )
 from rft.checkpoint.staging import Choice, Slots, Stager, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
@@ -82,6 +83,28 @@ class Status:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0  # of the last commit, from its first byte
+
+
+@dataclass
+class Telling:
+    """Tells the agent of one save, by the thread that copies: an agent that does not listen must not hold up the training."""
+
+    link: Link
+    begin: Begin
+    _begun: bool = False
+
+    def window(self, message: Window) -> None:
+        self._begin()
+        self.link.window(message)
+
+    def drop(self, identity: str, why: str) -> None:
+        self._begin()
+        self.link.drop(identity, why)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.link.begin(self.begin)
 
 
 class CheckpointManager:
@@ -201,11 +224,11 @@ class CheckpointManager:
         with self._changed:
             self._outcomes[identity] = Outcome(step, {output.collection for output in outputs})
         self._stager.current.done.wait()
-        self._link.begin(begin)
-        if not self._make_room(identity):
+        telling = Telling(self._link, begin)
+        if not self._make_room(telling):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
-        self._stager.start(identity, tensors, self._link.window, self._link.drop)
+        self._stager.start(identity, tensors, telling.window, telling.drop)
         if self._choice.next() == "eager":
             self._stager.await_copies()
         return True
@@ -224,20 +247,20 @@ class CheckpointManager:
             layout=self._plan.weight_layout if model else self._plan.layout, retention=keep,
         )  # fmt: skip
 
-    def _make_room(self, identity: str) -> bool:
+    def _make_room(self, telling: "Telling") -> bool:
         """What `when_busy` says: leave it to the copying thread, give this save up, or an older one that still queues."""
         assert self._link is not None
         if self._stager.slots.is_free() or self.config.when_busy == "wait":
             return True
-        step = self._outcomes[identity].step
+        begin = telling.begin
         if self.config.when_busy == "newest_wins":
-            queued = [key for key, outcome in self._outcomes.items() if outcome.open and key != identity]
+            queued = [key for key, outcome in self._outcomes.items() if outcome.open and key != begin.id]
             if queued:  # else what holds the slots has ended and is about to give them back
-                self._link.drop(queued[-1], f"given up for the newer save of step {step}")
+                self._link.drop(queued[-1], f"given up for the newer save of step {begin.step}")
             return True
         self.status.skipped += 1
-        log.warning("save of step %d skipped: both slots are still being written", step)
-        self._link.drop(identity, "skipped: both slots were still being written")
+        log.warning("save of step %d skipped: both slots are still being written", begin.step)
+        telling.drop(begin.id, "skipped: both slots were still being written")
         return False
 
     def score(self, step: int, metrics: dict[str, float]) -> None:
