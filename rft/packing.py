@@ -8,13 +8,51 @@ microbatch of one rank, and a weight that is not 0 stands only before a trained 
 everything is the step's loss, however the rows were cut.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 import numpy as np
 
-LINEAR_COST = 6144  # a token costs this much more than one query-key pair: 6 x hidden for a 1024-wide model
+ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
+LIGHT_GROUPS = 4  # how many are tried as partner of the heaviest
+CLOSE_ENOUGH = 1e-3  # of the mean: groups that differ by less are not refined further
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a sequence of n tokens costs: linear * n + attention * n^2, in FLOPs of one forward pass.
+
+    Counted as in Narayanan et al. 2021 (arXiv:2104.04473, appendix), 2 FLOPs per multiply-add, for grouped queries, gated
+    MLPs and a causal mask, under which half of the query-key pairs exist. With L layers, h hidden, H heads and G key/value
+    heads of size d, I the MLP width that a token passes through, V vocabulary:
+
+        linear    = L * (2hd(2H + 2G) + 6hI) + 2hV        projections q, o, k, v; gate, up, down; the head
+        attention = L * 2Hd                               QK^T and PV: 2 * 2Hd * n^2, halved
+
+    The backward pass doubles both, so only the ratio matters. The default is that of a model 1,024 wide.
+    """
+
+    linear: float = 6144.0
+    attention: float = 1.0
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> "Cost":
+        """From a Hugging Face config; every layer of a mixture counts as sparse: its router and the experts of one token."""
+        hidden, layers, heads = int(hf["hidden_size"]), int(hf["num_hidden_layers"]), int(hf["num_attention_heads"])
+        groups = int(hf.get("num_key_value_heads") or heads)
+        size = int(hf.get("head_dim") or hidden // heads)
+        experts = int(hf.get("num_experts") or 0)
+        width = (
+            int(hf["moe_intermediate_size"]) * int(hf["num_experts_per_tok"]) if experts else hf["intermediate_size"]
+        )
+        layer = 4 * hidden * size * (heads + groups) + 6 * hidden * width + 2 * hidden * experts
+        return cls(float(layers * layer + 2 * hidden * hf["vocab_size"]), float(layers * 2 * heads * size))
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        found: np.ndarray = lengths * (self.linear + self.attention * lengths)
+        return found
 
 
 @dataclass(frozen=True)
@@ -67,46 +105,112 @@ def token_weights(lengths: list[int], mode: str) -> list[float]:
     raise ValueError(f"algorithm.loss_agg_mode={mode}: use token-mean, seq-mean-token-mean or seq-mean-token-sum")
 
 
-def pack(rows: list[Row], dp: int, max_tokens: int, multiple: int) -> list[list[Packed]]:
-    """Microbatches of at most `max_tokens` for each of `dp` ranks, the same number everywhere, balanced by cost.
+def pack(rows: list[Row], dp: int, max_tokens: int, multiple: int, cost: Cost = Cost()) -> list[list[Packed]]:
+    """Microbatches of at most `max_tokens`, padding included, for each of `dp` ranks: the same number everywhere.
 
     Lengths are padded to a multiple of `multiple`. A row longer than `max_tokens` gets a microbatch of its own; a rank
     without rows gets microbatches of padding only, which compute nothing and keep the collectives aligned.
     """
-    lengths = [len(row.tokens) for row in rows]
-    bins = _bins(lengths, dp, max_tokens)
-    ranks: list[list[list[int]]] = [[] for _ in range(dp)]
-    load = [0] * dp
-    per_rank = len(bins) // dp
-    for rows_of_bin in sorted(bins, key=lambda b: -sum(map(_cost, (lengths[i] for i in b)))):
-        rank = min((r for r in range(dp) if len(ranks[r]) < per_rank), key=lambda r: load[r])
-        ranks[rank].append(rows_of_bin)
-        load[rank] += sum(_cost(lengths[i]) for i in rows_of_bin)
-    return [[_join(rows, sorted(bin_), multiple) for bin_ in part] for part in ranks]
+    parts = assign([len(row.tokens) for row in rows], dp, max(1, max_tokens - max_tokens % multiple), cost)
+    return [[_join(rows, bin_, multiple) for bin_ in part] for part in parts]
 
 
-def _cost(length: int) -> int:
-    return length * (length + LINEAR_COST)
+def assign(lengths: list[int], dp: int, max_tokens: int, cost: Cost = Cost()) -> list[list[list[int]]]:
+    """[rank][microbatch] -> ascending row numbers: as few microbatches as were found, ranks of equal cost, bins of equal size.
 
-
-def _bins(lengths: list[int], dp: int, max_tokens: int) -> list[list[int]]:
-    """Largest row first, each into the cheapest bin that has room; one more bin per rank until everything fits."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    count = dp * max(1, -(-sum(lengths) // (max_tokens * dp)))
+    Ranks wait for each other once a step, so what they must share equally is the cost of all their rows. The microbatches
+    of one rank share its tokens equally instead: pipeline stages pad them to the longest, and memory is that of the
+    longest. They are ordered by cost, so that ranks which meet in every microbatch (experts) meet at equal ones.
+    Everything is decided on the sorted lengths: another order of the rows renames rows of one length and changes nothing.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    real = np.array([lengths[i] for i in order], dtype=np.int64)
+    size = np.minimum(real, max_tokens)  # a row that is too long fills its microbatch
+    value = cost(real.astype(np.float64))
+    count = _fewest(size, dp, max_tokens)
     while True:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        cost, size = np.zeros(count), np.zeros(count, dtype=np.int64)
-        for i in order:
-            room = (size + lengths[i] <= max_tokens) | (size == 0)
+        parts = _attempt(size, value, dp, count, max_tokens)
+        if parts is not None:
+            return [
+                [sorted(order[i] for i in bin_) for bin_ in sorted(part, key=lambda b: (-value[b].sum(), b))]
+                for part in parts
+            ]
+        count += 1 + count // 64  # one by one until attempts become dear
+
+
+def _fewest(size: np.ndarray, dp: int, max_tokens: int) -> int:
+    """Microbatches per rank that are needed at least: for all tokens, and for rows of which no two fit together."""
+    bins = max(-(-int(size.sum()) // max_tokens), int((2 * size > max_tokens).sum()))
+    return max(1, -(-bins // dp))
+
+
+def _attempt(size: np.ndarray, value: np.ndarray, dp: int, count: int, max_tokens: int) -> list[list[list[int]]] | None:
+    """Rows over ranks by cost, then each rank's rows over its microbatches by tokens; None where some row finds no room."""
+    ranks = _fill(range(len(size)), dp, value, size, count * max_tokens)
+    if ranks is None:
+        return None
+    _refine(ranks, value, size, count * max_tokens)
+    parts = []
+    for rank in ranks:
+        part = _fill(sorted(rank), count, size, size, max_tokens)
+        if part is None:
+            return None
+        parts.append(part)
+    for part in parts:
+        _refine(part, size, size, max_tokens)
+    return parts
+
+
+def _fill(rows: Sequence[int], groups: int, value: np.ndarray, size: np.ndarray, limit: int) -> list[list[int]] | None:
+    """`rows`, largest first, each into the group of least value that has room, or else each into the fullest that has."""
+    for fullest in (False, True):
+        found: list[list[int]] = [[] for _ in range(groups)]
+        load, used = np.zeros(groups), np.zeros(groups, dtype=np.int64)
+        for row in rows:
+            room = used + size[row] <= limit
             if not room.any():
                 break
-            best = int(np.argmin(np.where(room, cost, np.inf)))
-            bins[best].append(i)
-            cost[best] += _cost(lengths[i])
-            size[best] += lengths[i]
+            best = int(np.argmin(np.where(room, -used if fullest else load, np.inf)))
+            found[best].append(row)
+            load[best] += value[row]
+            used[best] += size[row]
         else:
-            return bins
-        count += dp
+            return found
+    return None
+
+
+def _refine(groups: list[list[int]], value: np.ndarray, size: np.ndarray, limit: int) -> None:
+    """Move one row, or exchange two, between the heaviest group and a light one, until nothing helps; in place."""
+    load = np.array([value[group].sum() for group in groups], dtype=np.float64)
+    for _ in range(ROUNDS_PER_GROUP * len(groups)):
+        high = int(np.argmax(load))
+        for low in np.argsort(load, kind="stable")[:LIGHT_GROUPS].tolist():
+            gap = load[high] - load[low]
+            if gap <= CLOSE_ENOUGH * load.mean():
+                return
+            if _exchange(groups[high], groups[low], gap, value, size, limit):
+                load[[high, low]] = value[groups[high]].sum(), value[groups[low]].sum()
+                break
+        else:
+            return
+
+
+def _exchange(high: list[int], low: list[int], gap: float, value: np.ndarray, size: np.ndarray, limit: int) -> bool:
+    """Give `low` what halves the gap best: a row of `high`, or one against a row of its own. False: nothing helps."""
+    given = np.append(value[low], 0.0)  # the last column: nothing in return
+    room = limit - int(size[low].sum()), limit - int(size[high].sum())
+    more = size[high][:, None] - np.append(size[low], 0)[None]
+    moved = value[high][:, None] - given[None]
+    fits = (more <= room[0]) & (-more <= room[1]) & (moved > CLOSE_ENOUGH * gap) & (moved < (1 - CLOSE_ENOUGH) * gap)
+    if not fits.any():
+        return False
+    at = np.where(fits, np.abs(moved - gap / 2), np.inf).argmin()
+    i, j = divmod(int(at), len(given))
+    row = high.pop(i)
+    if j < len(low):
+        high.append(low.pop(j))
+    low.append(row)
+    return True
 
 
 def _join(rows: list[Row], chosen: list[int], multiple: int) -> Packed:
