@@ -44,8 +44,7 @@ def load(storage: Storage, ranks: "Collective", policy: Snapshotable, layout: An
             return loop
         rejected.append(failure)
         if ranks.rank == 0:
-            aside = storage.set_aside(path, "bad")
-            log.error("checkpoint rejected and set aside as %s/%s: %s", storage.where, aside, failure)
+            _put_aside(storage, path, failure)
         ranks.barrier("checkpoint quarantine")
 
 
@@ -55,11 +54,20 @@ def _newest(storage: Storage, rejected: list[str]) -> str | None:
         try:
             commit.read_manifest(storage, path)
         except (ValueError, OSError) as error:
-            aside = storage.set_aside(path, "bad")
-            rejected.append(str(error))
-            log.error("checkpoint rejected and set aside as %s/%s: %s", storage.where, aside, error)
+            if _put_aside(storage, path, str(error)):
+                rejected.append(str(error))
     entries = commit.list_entries(storage)
     return entries[-1].path if entries else None
+
+
+def _put_aside(storage: Storage, path: str, why: str) -> bool:
+    """Quarantine; False if the directory has gone meanwhile: retention of a run that goes on has taken it."""
+    try:
+        aside = storage.set_aside(path, "bad")
+    except FileNotFoundError:
+        return False
+    log.error("checkpoint rejected and set aside as %s/%s: %s", storage.where, aside, why)
+    return True
 
 
 def _read(
