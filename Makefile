@@ -29,8 +29,10 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+# Each within ten minutes; without --quick at the full counts.
 bench: setup
-	@echo "no benchmark yet: the checkpoint and weight-sync issues bring the first"
+	$(RUN) -m bench.checkpoint --quick
+	$(RUN) -m bench.checkpoint_faults --quick
 
 clean:
 	rm -rf $(VENV) runs outputs multirun
