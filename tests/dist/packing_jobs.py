@@ -1,0 +1,61 @@
+"""What the rank processes do for the packing tests: score rows that share a microbatch with chosen others."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jobs import policy_on
+from rows import make_rows
+
+from rft.algorithm.losses import token_loss
+from rft.packing import Packed, Row, pack
+
+LONGEST = 90  # several classes of length in the attention, several chunks under context parallelism
+
+
+def companies(seed: int, count: int) -> list[list[Row]]:
+    """Row 0 is always the same; the others, their number and their lengths are random. First of all, row 0 alone."""
+    first = make_rows(1, seed=7, longest=LONGEST)[0]
+    found = [[first]]
+    for number in range(count):
+        rng = np.random.default_rng((seed, number))
+        others = make_rows(int(rng.integers(1, 9)), seed=int(rng.integers(1 << 30)), longest=LONGEST)
+        at = int(rng.integers(len(others) + 1))
+        found.append([*others[:at], first, *others[at:]])
+    return found
+
+
+def place(rows: list[Row], first: Row) -> int:
+    return next(i for i, row in enumerate(rows) if row is first)
+
+
+def one_microbatch(policy: Any, rows: list[Row]) -> list[Packed]:
+    """All rows together, on every data-parallel rank."""
+    return pack(rows, 1, 1 << 20, policy.multiple)[0]
+
+
+def logprobs(policy: Any, rows: list[Row], row: int) -> np.ndarray:
+    """Of every token of `row` but the first; empty on all but the last stage."""
+    part = one_microbatch(policy, rows)
+    assert len(part) == 1 and len(part[0].rows) == len(rows)
+    values = policy.score(part)[0]
+    start, stop = part[0].cu_seqlens[row : row + 2].tolist()
+    return values[start : stop - 1]
+
+
+def in_company(path: str, seed: int, count: int, **layout: Any) -> list[np.ndarray]:
+    """Log-probabilities of one row, alone and beside others."""
+    with policy_on(path, **layout) as policy:
+        cases = companies(seed, count)
+        return [logprobs(policy, rows, place(rows, cases[0][0])) for rows in cases]
+
+
+def gradient_of_one(path: str, seed: int, count: int, **layout: Any) -> list[tuple[float, float]]:
+    """Loss and gradient norm of steps in which only one row has weight: alone, then beside rows that weigh nothing."""
+    with policy_on(path, lr=0.0, **layout) as policy:  # the weights stay, so that the steps are comparable
+        found = []
+        for rows in (cases := companies(seed, count)):
+            silent = [row if row is cases[0][0] else replace(row, weight=row.weight * 0) for row in rows]
+            metrics = policy.train_step(one_microbatch(policy, silent), token_loss("ppo", {}), lambda: None)
+            found.append((metrics["loss"], metrics["grad_norm"]))
+        return found
