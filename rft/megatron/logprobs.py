@@ -1,72 +1,167 @@
-"""Log-probabilities of labels over a vocabulary that is cut across tensor-parallel ranks, with its gradient.
+"""Log-probabilities of labels and entropies over a vocabulary cut across tensor-parallel ranks, with their gradients.
 
-In: this rank's logits [T, V'/tp] and, per token, the label and the temperature. Out: log softmax(logits / temperature)
-at the label, fp32 [T], the same on every rank of the group. Columns of the padding beyond the true vocabulary take no
-part. Tokens are worked off in chunks, so besides the logits only one more buffer of their size exists, in backward.
+In: hidden states h [T, H] of the last layer, this rank's rows W [V'/tp, H] of the output layer, and per token t the label
+y, the temperature and whether it is trained. Out, in fp32 and the same on every rank of the group:
+
+    z = h W^T / temperature        log p = z - log sum exp z        logprob = log p[y]        entropy = -sum p log p
+
+    d logprob / d z = onehot(y) - p                d entropy / d z = -p (log p + entropy)
+
+No tensor of all tokens by all of the vocabulary ever exists: z is made in tiles of some columns for all tokens, and again
+in backward, where a tile gives its rows of W's gradient in one product and its share of h's. (Tiles of columns, not of
+tokens: those would add up W's whole gradient once per tile.) The forward keeps running sums and reduces them over ranks
+once. Columns of the padding beyond the true vocabulary are never computed, nor is a token that is not trained.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-CHUNK = 2048  # tokens; fp32 copies of a chunk of a 150k vocabulary take 1.2 GB
+TILE = 2**22  # elements of z; 16 MiB in fp32 stay in a last-level cache between the passes over them
+# Columns of a tile at least: with fewer, adding to the gradient of all hidden states takes longer than its product.
+COLUMNS = 512
+
+
+class _Sums:
+    """Per token over the columns seen so far: the top z, sum e^(z - top), sum (z - top) e^(z - top)."""
+
+    def __init__(self, tokens: int, like: Tensor) -> None:
+        # The lowest finite number and not -inf: it is multiplied by sums of 0.
+        self.top = like.new_full((tokens,), torch.finfo(like.dtype).min)
+        self.total, self.weighted = like.new_zeros(2, tokens)
+
+    def add(self, z: Tensor, spare: Tensor) -> None:
+        """Destroys z; `spare` is memory of its size."""
+        top = z.amax(1)
+        self.raise_to(torch.maximum(self.top, top))
+        exponentials = torch.exp(z.sub_(self.top[:, None]), out=spare)
+        self.total += exponentials.sum(1)
+        self.weighted += torch.linalg.vecdot(exponentials, z)
+
+    def raise_to(self, top: Tensor) -> None:
+        shift = self.top - top
+        factor = shift.exp()
+        self.weighted = factor * (self.weighted + shift * self.total)
+        self.total = factor * self.total
+        self.top = top
 
 
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: Tensor, first: int, width: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        """`first`: vocabulary index of column 0; `width`: columns that are not padding."""
-        local = labels - first
-        mine = (local >= 0) & (local < width)
-        local = local.where(mine, torch.zeros_like(local))
-        normaliser = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-        chosen = torch.empty_like(normaliser)
-        for part in torch.arange(len(labels)).split(CHUNK):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            scaled = logits[rows, :width].float() / temperature[rows, None]
-            normaliser[rows] = _log_sum_exp(scaled, group)
-            chosen[rows] = scaled.gather(1, local[rows, None]).squeeze(1) if width else 0.0
-        chosen = chosen.where(mine, torch.zeros_like(chosen))
+        ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, temperature: Tensor, width: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`local`: the label as a row of `weight`, anything outside if another rank has it; `width`: rows not padding."""
+        temperature = temperature.to(_precise(hidden))
+        sums = _Sums(len(hidden), temperature)
+        chosen = torch.zeros_like(temperature)
+        spare = _buffer(temperature, len(hidden), width)
+        for columns, z in _tiles(hidden, weight, temperature, width):
+            inside, index = _within(local, columns)
+            chosen += torch.where(inside, z.gather(1, index).squeeze(1), 0.0)
+            sums.add(z, _shaped(spare, z.shape))
         if group.size() > 1:
-            dist.all_reduce(chosen, group=group)
-        ctx.save_for_backward(logits, local, mine, temperature, normaliser)
+            top = sums.top.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            sums.raise_to(top)
+            parts = torch.stack([sums.total, sums.weighted, chosen])
+            dist.all_reduce(parts, group=group)
+            sums.total, sums.weighted, chosen = parts.unbind()
+        normaliser = sums.top + sums.total.log()
+        entropy = sums.total.log() - sums.weighted / sums.total
+        ctx.save_for_backward(hidden, weight, local, temperature, normaliser, entropy)
         ctx.width = width
-        return chosen - normaliser
+        ctx.set_materialize_grads(False)
+        return chosen - normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, local, mine, temperature, normaliser = ctx.saved_tensors
-        grad = torch.zeros_like(logits)
-        scale = upstream / temperature
-        for part in torch.arange(len(local)).split(CHUNK):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            scaled = logits[rows, : ctx.width].float() / temperature[rows, None]
-            softmax = (scaled - normaliser[rows, None]).exp_()
-            piece = softmax.mul_(-scale[rows, None])
-            if ctx.width:
-                piece.scatter_add_(1, local[rows, None], (scale[rows] * mine[rows])[:, None])
-            grad[rows, : ctx.width] = piece.to(grad.dtype)
-        return grad, None, None, None, None, None
+    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, local, temperature, normaliser, entropy = ctx.saved_tensors
+        linear = torch.zeros_like(temperature) if of_logprob is None else of_logprob / temperature
+        curved = None if of_entropy is None else of_entropy / temperature
+        grad_hidden = torch.zeros(hidden.shape, dtype=temperature.dtype, device=hidden.device)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for columns, z in _tiles(hidden, weight, temperature, ctx.width):
+            grad = _logit_gradient(z.sub_(normaliser[:, None]), entropy, linear, curved)
+            inside, index = _within(local, columns)
+            grad.scatter_add_(1, index, torch.where(inside, linear, 0.0)[:, None])
+            grad = grad.to(weight.dtype)
+            if grad_hidden.dtype == weight.dtype:
+                grad_hidden.addmm_(grad, weight[columns])
+            else:
+                grad_hidden += grad @ weight[columns]
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[columns])
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
-def _log_sum_exp(scaled: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Over all ranks' columns; an all-padding shard (no columns) contributes nothing."""
-    top = scaled.max(1).values if scaled.shape[1] else scaled.new_full((len(scaled),), -torch.inf)
-    if group.size() > 1:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    total = (scaled - top[:, None]).exp_().sum(1)
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
-    return total.log_() + top
+def _logit_gradient(logprob: Tensor, entropy: Tensor, linear: Tensor, curved: Tensor | None) -> Tensor:
+    """-p (linear + curved (log p + entropy)), in the memory of log p [T, n] where it can be."""
+    if curved is None:
+        return logprob.exp_().mul_(-linear[:, None])
+    p = logprob.exp()
+    return p.mul_(logprob.add_(entropy[:, None]).mul_(-curved[:, None]).sub_(linear[:, None]))
 
 
-def label_logprobs(logits: Tensor, labels: Tensor, temperature: Tensor, vocab: int, group: dist.ProcessGroup) -> Tensor:
-    """Log-probabilities [T] of `labels` [T]; `vocab` is the true vocabulary size, without padding."""
-    columns = logits.shape[1]
-    first = group.rank() * columns
-    width = max(0, min(columns, vocab - first))
-    return _LabelLogprobs.apply(logits, labels, temperature, first, width, group)
+def _tiles(hidden: Tensor, weight: Tensor, temperature: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """(columns, z [T, n]) from left to right; the next tile overwrites the memory of the last."""
+    buffer = _buffer(temperature, len(hidden), width)
+    step = _step(len(hidden), width)
+    for start in range(0, width, step):
+        columns = slice(start, min(start + step, width))
+        z = _shaped(buffer, (len(hidden), columns.stop - start))
+        if hidden.dtype == z.dtype:
+            torch.mm(hidden, weight[columns].t(), out=z).div_(temperature[:, None])
+        else:
+            torch.div(hidden @ weight[columns].t(), temperature[:, None], out=z)
+        yield columns, z
+
+
+def _step(tokens: int, width: int) -> int:
+    return max(1, min(width, max(COLUMNS, TILE // max(1, tokens))))
+
+
+def _buffer(like: Tensor, tokens: int, width: int) -> Tensor:
+    return like.new_empty(tokens * _step(tokens, width))
+
+
+def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _within(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Which labels lie in these columns, and [T, 1] their places there (any place for the others)."""
+    index = local - columns.start
+    last = columns.stop - columns.start - 1
+    return (index >= 0) & (index <= last), index.clamp(0, last)[:, None]
+
+
+def _precise(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def label_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab: int, group: dist.ProcessGroup,
+    sequence_parallel: bool = False, trained: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-probabilities [T] of `labels` [T] and entropies [T], both 0 where `trained` [T] is False.
+
+    `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight` is this rank's shard,
+    and `vocab` the true vocabulary size, without padding.
+    """
+    if sequence_parallel:
+        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+    else:
+        whole = copy_to_tensor_model_parallel_region(hidden, group=group)
+    first = group.rank() * len(weight)
+    width = max(0, min(len(weight), vocab - first))
+    if trained is None:
+        return _LabelLogprobs.apply(whole, weight, labels - first, temperature, width, group)
+    rows = trained.nonzero().squeeze(1)
+    found = _LabelLogprobs.apply(whole[rows], weight, labels[rows] - first, temperature[rows], width, group)
+    logprobs, entropy = (torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((rows,), t) for t in found)
+    return logprobs, entropy

@@ -1,8 +1,8 @@
 """Sums and maxima of one step over tokens, microbatches and ranks, reduced once.
 
-In: log-probabilities and fields of each microbatch on the last pipeline stage. Out: the loss to differentiate, and at the
-end a dictionary of floats that is the same on every rank. Names ending in ":max" are maxima over the trained tokens, all
-others means over them.
+In: log-probabilities, entropies and fields of each microbatch on the last pipeline stage. Out: the loss to
+differentiate, and at the end a dictionary of floats that is the same on every rank. Names ending in ":max" are maxima
+over the trained tokens, all others means over them.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor
 from rft.megatron.mesh import Mesh
 
 MAX = ":max"
+ENTROPY = "entropy/mean"
 
 
 class Totals:
@@ -27,14 +28,15 @@ class Totals:
         nothing = torch.zeros(1)
         fields = SimpleNamespace(behaviour=nothing, advantage=nothing, weight=nothing, mask=nothing > 0)
         names = sorted(token_loss(nothing, fields)[1])
-        self.means = [name for name in names if not name.endswith(MAX)]
+        self.means = [ENTROPY, *(name for name in names if not name.endswith(MAX))]
         self.tops = [name for name in names if name.endswith(MAX)]
         self.sums = torch.zeros(2 + len(self.means), dtype=torch.float64)
         self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64)
 
-    def add(self, logprobs: Tensor, fields: Any) -> Tensor:
+    def add(self, logprobs: Tensor, entropy: Tensor, fields: Any) -> Tensor:
         """The microbatch's weighted loss, with gradient; its metrics are added up."""
         losses, metrics = self.token_loss(logprobs, fields)
+        metrics = {ENTROPY: entropy, **metrics}
         nothing = torch.zeros((), dtype=losses.dtype, device=losses.device)
         loss = torch.where(fields.mask, losses * fields.weight, nothing).sum()
         if self.counts and bool(fields.mask.any()):

@@ -1,7 +1,9 @@
 """A Hugging Face config -> this rank's megatron-core `GPTModel` (its pipeline stage, its tensor-parallel shards).
 
 Two layer specs: our own, of torch modules and `PackedAttention`, which runs on any device; and Transformer Engine's,
-taken on CUDA where it is installed. Weights are uninitialised memory: `weights.load_hf` must fill them.
+taken on CUDA where it is installed. Weights are uninitialised memory: `weights.load_hf` must fill them. The last stage
+gives hidden states [1, T, H] and not logits (T/tp of them under sequence parallel): `logprobs` multiplies them with
+`output_weight`, tile by tile.
 """
 
 import importlib.util
@@ -15,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,6 +58,36 @@ class Rotary(nn.Module):
     def forward(self, packing: Packing, **_: Any) -> Tensor:
         assert packing.frequencies is not None
         return packing.frequencies
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Holds the weight of megatron's output layer, under its name and marks, and hands the hidden states on.
+
+    It stays a module that is called, for DDP's hooks wait there for a weight that is still being gathered.
+    """
+
+    def __init__(self, replaced: ColumnParallelLinear):
+        super().__init__(
+            replaced.input_size,
+            replaced.output_size,
+            config=replaced.config,
+            init_method=replaced.config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=replaced.tp_group,
+        )
+        self.weight = replaced.weight
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        return input_, None
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """This rank's rows of the output layer [V'/tp, H], on the last stage: the embedding's where the two are tied."""
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
 def uses_transformer_engine(mesh: Mesh) -> bool:
@@ -140,6 +172,8 @@ def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> GPTModel:
         position_embedding_type="rope",
         rotary_base=int(rope_of(hf)["rope_theta"]),
     )
+    if model.post_process:
+        model.output_layer = OutputLayer(model.output_layer)
     _mark_shards(model)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
     if uses_transformer_engine(mesh):

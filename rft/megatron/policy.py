@@ -83,7 +83,7 @@ class Policy:
     @torch.no_grad()
     def score(self, part: list[Packed]) -> list[np.ndarray]:
         """Log-probability of every label, one array [T] per microbatch; empty arrays on all but the last stage."""
-        found = self._run(part, lambda micro, logits, **_: self._logprobs(micro, logits), forward_only=True)
+        found = self._run(part, lambda micro, hidden: self._logprobs(micro, hidden)[0], forward_only=True)
         if not self.mesh.is_last_stage:
             return [np.zeros(0, dtype=np.float32) for _ in part]
         return [self._whole(packed, local) for packed, local in zip(part, found, strict=True)]
@@ -114,22 +114,26 @@ class Policy:
         """Whether this rank's tokens enter the metrics: tensor-parallel ranks all compute the same ones."""
         return self.mesh.is_last_stage and self.mesh.tp_rank == 0
 
-    def _loss(self, totals: Totals, micro: Micro, logits: Tensor) -> tuple[Tensor, Tensor, None]:
-        loss = totals.add(self._logprobs(micro, logits), micro.fields)
+    def _loss(self, totals: Totals, micro: Micro, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        loss = totals.add(*self._logprobs(micro, hidden, micro.fields.mask), micro.fields)
         # Three values make megatron leave the loss as it is; it would divide a pair by the number of microbatches.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), None
 
-    def _logprobs(self, micro: Micro, logits: Tensor) -> Tensor:
-        return label_logprobs(logits.squeeze(0), micro.labels, micro.temperature, self.dims.vocab, self.mesh.tp_group)
+    def _logprobs(self, micro: Micro, hidden: Tensor, trained: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [T]; those of tokens that are not `trained` are 0 and cost nothing."""
+        return label_logprobs(
+            hidden.squeeze(0), models.output_weight(self.model), micro.labels, micro.temperature, self.dims.vocab,
+            self.mesh.tp_group, self.mesh.sequence_parallel, trained,
+        )  # fmt: skip
 
     def _run(self, part: list[Packed], use: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the microbatches; `use(micro, logits)` is called on the last stage."""
+        """Megatron's schedule over the microbatches; `use(micro, hidden)` is called on the last stage."""
         micros = self._micros(part)
 
         def forward(data: Iterator[Micro], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(data)
             output = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
-            return output, lambda logits, non_loss_data=False: use(micro, logits)
+            return output, lambda hidden, non_loss_data=False: use(micro, hidden)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
