@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jobs import policy_on
+from jobs import part_of, policy_on
 from rows import make_rows
 
 from rft.algorithm.losses import token_loss
-from rft.packing import Packed, Row, pack
+from rft.packing import Packed, Row, cp_index, pack
 
 LONGEST = 90  # several classes of length in the attention, several chunks under context parallelism
 
@@ -59,3 +59,19 @@ def gradient_of_one(path: str, seed: int, count: int, **layout: Any) -> list[tup
             metrics = policy.train_step(one_microbatch(policy, silent), token_loss("ppo", {}), lambda: None)
             found.append((metrics["loss"], metrics["grad_norm"]))
         return found
+
+
+def step(path: str, lengths: list[int], max_tokens: int, **layout: Any) -> dict[str, Any]:
+    """Loss and gradient norm of one step over rows of these lengths, and how many of their tokens this rank held."""
+    with policy_on(path, **layout) as policy:
+        rows = [make_rows(1, seed=number, longest=LONGEST)[0] for number in range(len(lengths))]
+        part = part_of(policy, [cut(row, n) for row, n in zip(rows, lengths, strict=True)], max_tokens)
+        metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
+        held = sum(int((cp_index(packed, policy.mesh.cp_rank, policy.mesh.cp) >= 0).sum()) for packed in part)
+        return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "held": held, "micros": len(part)}
+
+
+def cut(row: Row, length: int) -> Row:
+    """The last tokens of a row: those that are trained."""
+    arrays = {name: getattr(row, name)[-length:] for name in ("tokens", "trained", "behaviour", "advantage", "weight")}
+    return replace(row, **arrays)

@@ -41,3 +41,27 @@ def test_neighbours_without_weight_add_no_gradient(ranks: Ranks, checkpoints: di
     assert norm > 0
     for other_loss, other_norm in found[1:]:
         assert other_loss == pytest.approx(loss, rel=1e-5) and other_norm == pytest.approx(norm, rel=1e-5)
+
+
+EMPTY = {  # name: world, layout, lengths of the rows, budget
+    "cp4-short": (4, {"cp": 4}, [2, 3, 2], 64),  # eight chunks of one token: some hold only padding
+    "dp2-pp2": (4, {"pp": 2}, [30], 64),
+    "dp2-cp2": (4, {"cp": 2}, [40], 64),
+    "dp2-tp2-sp": (4, {"tp": 2, "sp": True}, [40], 64),
+    "dp4-too-long": (4, {}, [60, 60, 60, 60, 60], 32),  # two microbatches each, three of them padding
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_ranks_without_a_real_token_take_part_and_add_nothing(
+    ranks: Ranks, checkpoints: dict[str, Path], case: str
+) -> None:
+    world, sizes, lengths, budget = EMPTY[case]
+    arguments = {"path": str(checkpoints["qwen3"]), "lengths": lengths, "max_tokens": budget}
+    alone = ranks.run("packing_jobs:step", 1, **arguments)[0]
+    found = ranks.run("packing_jobs:step", world, **arguments, **sizes)
+    assert min(result["held"] for result in found) == 0 or (found[0]["micros"], alone["micros"]) == (2, 5)
+    assert alone["grad_norm"] > 0
+    for result in found:
+        assert result["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert result["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)

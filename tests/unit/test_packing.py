@@ -32,9 +32,7 @@ def make_rows(lengths: list[int]) -> list[Row]:
         tokens = np.arange(first, first + n)
         first += n
         trained = (tokens % 3 > 0).astype(np.float32)
-        rows.append(
-            Row(tokens, trained, -tokens.astype(np.float32), tokens / 7, trained * tokens / 1000, 1.0 + number / 10)
-        )
+        rows.append(Row(tokens, trained, -tokens.astype(np.float32), tokens / 7, tokens / 1000, 1.0 + number / 10))
     return rows
 
 
@@ -63,7 +61,7 @@ def test_every_token_is_in_exactly_one_place_with_its_own_fields(
             assert np.array_equal(packed.tokens[at], row.tokens)
             assert np.array_equal(packed.positions[at], np.arange(len(row.tokens)))
             assert np.array_equal(packed.labels[at][:-1], row.tokens[1:]) and packed.weight[at][-1] == 0
-            assert np.allclose(packed.weight[at][:-1], row.weight[1:])
+            assert np.allclose(packed.weight[at][:-1], (row.weight * row.trained)[1:])
             assert np.allclose(packed.behaviour[at][:-1], row.behaviour[1:])
             assert np.allclose(packed.advantage[at][:-1], row.advantage[1:])
             assert np.allclose(packed.temperature[at], row.temperature)
@@ -157,6 +155,12 @@ def test_exchanges_equalise_what_largest_first_leaves_apart() -> None:
 def test_no_more_microbatches_than_big_rows_need() -> None:
     """No two of these fit together: one each, and as many on every rank."""
     assert [len(part) for part in assign([60] * 12 + [5] * 12, 4, 100)] == [3, 3, 3, 3]
+
+
+def test_equal_cost_does_not_cost_a_microbatch() -> None:
+    """39 against 33, 20 and 13 would be the more equal ranks, and one of them too large for one microbatch of 60."""
+    parts = assign([39, 20, 13, 33], 2, 60, Cost(0.1, 1.0))
+    assert [len(part) for part in parts] == [1, 1]
 
 
 def test_cost_counts_the_multiplications_of_a_model() -> None:
