@@ -9,6 +9,7 @@ sliced for context parallelism, padded for sequence parallelism and, with pipeli
     real/padded   tokens of the rows / tokens that are computed, over all ranks
     DP cost       of a rank: linear * computed tokens + attention * (computed length)^2 of each row; max/mean over ranks
     lockstep      sum over i of the dearest i-th microbatch / mean rank cost: where ranks meet in every microbatch (experts)
+    ms            of the way itself; ours also builds, slices and pads all arrays, the others only count
 
     padded          as the rows come, as many as fit padded to their longest; microbatches dealt out in turn
     padded, sorted  the same after sorting by length: the least padding that padded batches can have
