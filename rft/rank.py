@@ -172,6 +172,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     """Everything the loop needs, each from its own section. Rank 0 alone holds handles to the outside."""
     from rft.algorithm.losses import token_loss
     from rft.feed import Feed, is_supervised
+    from rft.packing import Cost
     from rft.sync.publisher import Publisher
     from rft.trainer import Trainer
 
@@ -182,8 +183,9 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
     epoch = mesh.broadcast(take_epoch(rank) if lead else None)
     feed = Feed(
-        _source(rank) if lead else None, mesh, config.algorithm, config.trainer.max_token_len_per_gpu, policy.multiple
-    )
+        _source(rank) if lead else None, mesh, config.algorithm, config.trainer.max_token_len_per_gpu,
+        policy.multiple, Cost.of(policy.hf_config),
+    )  # fmt: skip
     return Trainer(
         config=config.trainer,
         mesh=mesh,
