@@ -20,6 +20,8 @@ from rft.checkpoint.disk import Disk
 
 MANIFEST = "MANIFEST.json"
 LATEST = "LATEST"
+BLOCK = 4096  # bytes that every device takes as a unit
+DIRECT_BYTES = 2**23  # below this the page cache is quicker
 WEIGHTS = "weights"  # collection of model-only saves
 SCRATCH = ".trash-"  # prefix of directories that are being deleted
 COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
@@ -112,7 +114,7 @@ class LocalStorage:
         self.disk.mkdir(self.root / draft)
 
     def create(self, path: str, size: int) -> "LocalSink":
-        return LocalSink(self.disk, self.disk.create(self.root / path, size))
+        return LocalSink(self.disk, self.disk.create(self.root / path, size), size)
 
     def put(self, path: str, data: bytes) -> None:
         """Replace `path` as a whole: it holds the old bytes or the new ones, never a part."""
@@ -193,15 +195,31 @@ class LocalStorage:
 
 
 class LocalSink:
-    """Appends to one descriptor. After `abort` or `close` it is gone."""
+    """Appends to one descriptor, past the page cache as long as blocks are whole. After `abort` or `close` it is gone."""
 
-    def __init__(self, disk: Disk, descriptor: int):
+    def __init__(self, disk: Disk, descriptor: int, size: int = 0):
         self.disk = disk
         self.descriptor: int | None = descriptor
+        self._direct = size >= DIRECT_BYTES and disk.bypass_cache(descriptor, True)
 
     def write(self, data: memoryview) -> None:
         while len(data) and self.descriptor is not None:
-            data = data[self.disk.write(self.descriptor, data) :]
+            whole = len(data) - len(data) % BLOCK
+            if self._direct and not whole:
+                self._through_the_cache()
+            try:
+                written = self.disk.write(self.descriptor, data[:whole] if self._direct else data)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._through_the_cache()  # memory or place that this device cannot take
+                continue
+            data = data[written:]
+
+    def _through_the_cache(self) -> None:
+        assert self.descriptor is not None
+        self.disk.bypass_cache(self.descriptor, False)
+        self._direct = False
 
     def close(self) -> None:
         if self.descriptor is not None:

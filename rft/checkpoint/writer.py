@@ -12,7 +12,7 @@ import xxhash
 from rft.checkpoint.records import CHUNK, FORMAT, Begin, Output, Receipt, Settings, decode_json, encode_json
 from rft.checkpoint.storage import Sink, Storage
 
-PIECE = 2**20 * 2  # bytes per write call: small enough that a limit on the rate is kept evenly
+PIECE = 2**23  # bytes per write call: small enough that a limit on the rate is kept evenly
 
 
 def receipt_name(rank: int) -> str:
