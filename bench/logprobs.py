@@ -9,6 +9,8 @@ its own and takes its turn in random order; one call is a forward and a backward
     eager    torch.log_softmax under autograd; three to four tensors of the logits' size, so only timed, at few tokens
     tiles    rft.megatron.logprobs, which makes the logits a second time in backward
 
+    s        processor time of a child with one thread: its wall clock on a free core. (On shared cores two threads wait at
+             the end of every kernel for whichever is not running, which measures the neighbours.)
     extra    highest resident memory during a call less that before it; gradients count, inputs and weight do not
     ratio    time of tiles / time of the quicker of the others in the same round
 """
@@ -33,7 +35,7 @@ from bench import report
 
 VOCAB = 150_000
 TOKENS = 8_192
-QUICK_TOKENS = 1_024  # of the timed rounds of --quick; memory is always taken at all tokens
+QUICK_TOKENS = 512  # of the timed rounds of --quick; memory is always taken at all tokens
 ROUNDS = 10
 MEMORY_BAR = 0.15
 TIME_BARS = {256: 1.2, 1_024: 1.35}
@@ -74,7 +76,8 @@ class _Whole(torch.autograd.Function):
         top = z.amax(1, keepdim=True)
         p = z.sub_(top).exp()
         total = p.sum(1)
-        entropy = total.log() - torch.linalg.vecdot(p, z) / total
+        entropy = total.log() - z.mul_(p).sum(1) / total
+        del z
         ctx.save_for_backward(hidden, weight, labels, temperature, p.div_(total[:, None]))
         ctx.mark_non_differentiable(entropy)
         return chosen - top.squeeze(1) - total.log(), entropy
@@ -125,14 +128,14 @@ def resident(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def prepare(threads: int) -> None:
-    torch.set_num_threads(threads)
+def prepare() -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def serve(name: str, size: int, threads: int, connection: Connection) -> None:
+def serve(name: str, size: int, connection: Connection) -> None:
     """In the child: for each number of tokens asked for, (seconds, extra bytes) of one call; until 0 is asked for."""
-    prepare(threads)
+    prepare()
     given = Problem.make(size, TOKENS)
     call(name, given.head(64))
     while tokens := connection.recv():
@@ -140,16 +143,16 @@ def serve(name: str, size: int, threads: int, connection: Connection) -> None:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the highest resident size starts anew
         before = resident("VmRSS")
-        started = time.perf_counter()
+        started = time.process_time()
         found = call(name, part)
-        elapsed = time.perf_counter() - started
+        elapsed = time.process_time() - started
         connection.send((elapsed, resident("VmHWM") - before))
         del found
 
 
-def distances(size: int, threads: int, connection: Connection) -> None:
+def distances(size: int, connection: Connection) -> None:
     """In the child: how far every result of tiles is from that of whole, by relative L2."""
-    prepare(threads)
+    prepare()
     given = Problem.make(size, QUICK_TOKENS)
     pairs = zip(call(TILES, given), call(WHOLE, given), strict=True)
     connection.send([float((a - b).norm() / b.norm()) for a, b in pairs])
@@ -174,10 +177,10 @@ class Child:
         self.process.join()
 
 
-def rounds_of(size: int, tokens: int, threads: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+def rounds_of(size: int, tokens: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each variant, round by round, and extra bytes at all tokens."""
     timed = [WHOLE, EAGER, TILES] if tokens < TOKENS else [WHOLE, TILES]
-    children = {name: Child(serve, name, size, threads) for name in timed}
+    children = {name: Child(serve, name, size) for name in timed}
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     extra: dict[str, int] = {}
     try:
@@ -201,16 +204,16 @@ def enough_memory(size: int) -> bool:
     return found is not None and int(found[1]) * 1024 > needed
 
 
-def measure(size: int, tokens: int, threads: int) -> tuple[dict[str, float | None], bool]:
+def measure(size: int, tokens: int) -> tuple[dict[str, float | None], bool]:
     """The ratios at one hidden size and whether they reach the bars."""
     names = [f"memory_{size}", f"time_{size}", f"gradient_{size}"]
     if not enough_memory(size):
         print(f"\nhidden {size}: too little memory for all logits of {TOKENS} tokens; not measured")
         return dict.fromkeys(names), False
-    check = Child(distances, size, threads)
+    check = Child(distances, size)
     apart = check.connection.recv()
     check.end()
-    seconds, extra = rounds_of(size, tokens, threads)
+    seconds, extra = rounds_of(size, tokens)
     baseline = min((name for name in seconds if name != TILES), key=lambda name: report.median(seconds[name]))
     paired = [ours / theirs for ours, theirs in zip(seconds[TILES], seconds[baseline], strict=True)]
     memory, slower = extra[TILES] / extra[WHOLE], report.median(paired)
@@ -219,7 +222,7 @@ def measure(size: int, tokens: int, threads: int) -> tuple[dict[str, float | Non
         low, high = report.spread(values)
         rows.append([name, f"{report.median(values):.2f}", f"{low:.2f}..{high:.2f}",
                      f"{extra[name] / 2**20:.0f}" if name in extra else "-"])  # fmt: skip
-    title = f"hidden {size}, vocabulary {VOCAB:,}, {tokens:,} tokens timed, {threads} threads, load {os.getloadavg()[0]:.1f}"
+    title = f"hidden {size}, vocabulary {VOCAB:,}, {tokens:,} tokens timed, load {os.getloadavg()[0]:.1f}"
     report.table(title, ["s", "median", "middle half", f"extra MiB at {TOKENS:,} tokens"], rows)
     low, high = report.spread(paired)
     print(
@@ -235,15 +238,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"under ten minutes: rounds of {QUICK_TOKENS} tokens")
     arguments = parser.parse_args()
     tokens = QUICK_TOKENS if arguments.quick else TOKENS
-    threads = len(os.sched_getaffinity(0))
     ratios: dict[str, float | None] = {}
     met = []
     for size in TIME_BARS:
-        found, meets = measure(size, tokens, threads)
+        found, meets = measure(size, tokens)
         ratios |= found
         met.append(meets)
     config = {
-        "vocab": VOCAB, "tokens_memory": TOKENS, "tokens_timed": tokens, "dtype": "float32", "threads": threads,
+        "vocab": VOCAB, "tokens_memory": TOKENS, "tokens_timed": tokens, "dtype": "float32", "threads": 1,
         "quick": arguments.quick, "bars": {"memory": MEMORY_BAR, "time": TIME_BARS, "gradient": GRADIENT_BAR},
     }  # fmt: skip
     counts = {"rounds": ROUNDS, "hidden_sizes": len(TIME_BARS)}

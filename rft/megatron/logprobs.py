@@ -40,7 +40,7 @@ class _Sums:
         self.raise_to(torch.maximum(self.top, top))
         exponentials = torch.exp(z.sub_(self.top[:, None]), out=spare)
         self.total += exponentials.sum(1)
-        self.weighted += torch.linalg.vecdot(exponentials, z)
+        self.weighted += z.mul_(exponentials).sum(1)
 
     def raise_to(self, top: Tensor) -> None:
         shift = self.top - top
@@ -84,7 +84,9 @@ class _LabelLogprobs(torch.autograd.Function):
         linear = torch.zeros_like(temperature) if of_logprob is None else of_logprob / temperature
         curved = None if of_entropy is None else of_entropy / temperature
         grad_hidden = torch.zeros(hidden.shape, dtype=temperature.dtype, device=hidden.device)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if grad_weight is not None:
+            grad_weight[ctx.width :] = 0
         for columns, z in _tiles(hidden, weight, temperature, ctx.width):
             grad = _logit_gradient(z.sub_(normaliser[:, None]), entropy, linear, curved)
             inside, index = _within(local, columns)
