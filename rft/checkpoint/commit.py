@@ -176,8 +176,8 @@ class Committer:
         lead = receipts[0]
         return Manifest(
             format=FORMAT, id=lead.id, step=lead.step, epoch=lead.epoch, world=lead.world, layout=lead.layout,
-            bytes=sum(receipt.bytes for receipt in receipts), receipts=digests, loop=lead.loop or {}, about=lead.about
-            or {},
+            bytes=sum(receipt.bytes for receipt in receipts), receipts=digests, loop=lead.loop or {},
+            about=lead.about or {},
         ).sealed()  # fmt: skip
 
     def _point(self, collection: str, name: str, manifest: Manifest) -> None:

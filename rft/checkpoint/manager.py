@@ -1,7 +1,7 @@
 """The trainer's side of checkpoints: what to save is staged here, everything after that happens in the agents.
 
-    start (once, collective): who stores what ─► slots ─► agent save ─► snapshot, begin to copy, return
-    before_update ─► until the copies are made      poll ─► what became of it
+    start (once, collective): who stores what ─► slots ─► agent
+    save ─► snapshot, begin to copy, return      before_update ─► until the copies are made      poll ─► what became of it
 
 In: a `Snapshotable` (the policy) and the loop's own state. Out: committed directories (`rft.checkpoint.storage`).
 Invariant: all that a checkpoint holds is of one step, and every rank calls `save` for the same steps in the same
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from rft.checkpoint import commit, layout, restore
@@ -111,9 +112,9 @@ class CheckpointManager:
     """One per rank. `control`: local directory of run epochs and locks; `about`: what `show` prints, with the `layout`."""
 
     def __init__(
-        self, root: Path | str, ranks: Collective, trainer: TrainerConfig, *, control: Path | None = None, epoch: int
-        = 1, device: Device | None = None, about: dict[str, Any] | None = None, log_dir: Path | None = None, agent:
-        tuple[str, ...] = AGENT,
+        self, root: Path | str, ranks: Collective, trainer: TrainerConfig, *, control: Path | None = None,
+        epoch: int = 1, device: Device | None = None, about: dict[str, Any] | None = None, log_dir: Path | None = None,
+        agent: tuple[str, ...] = AGENT,
     ):  # fmt: skip
         self.storage = open_storage(root)
         self.ranks = ranks
@@ -189,10 +190,10 @@ class CheckpointManager:
             )
 
     def _agree(self, claims: list[Claim]) -> Plan:
-        listed = self.ranks.gather([_plain(claim) for claim in claims])
+        listed = self.ranks.gather(msgspec.to_builtins(claims))
         chosen = None
         if listed is not None:
-            everyone = [[Claim(*_shaped(entry)) for entry in found] for found in listed]
+            everyone = msgspec.convert(listed, list[list[Claim]])
             positions = layout.assign(everyone)
             placed = [layout.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)]
             weights = [[r for r in found if r.key.startswith(layout.MODEL)] for found in placed]
@@ -352,14 +353,3 @@ class CheckpointManager:
         self.status.committed += 1
         self.status.seconds = report.seconds
         self.newest = max(report.step, self.newest or 0)
-
-
-def _plain(claim: Claim) -> list[Any]:
-    """For the wire: tuples become lists there."""
-    flat = list(claim.flat) if claim.flat else None
-    return [claim.key, claim.dtype, list(claim.global_shape), list(claim.offset), list(claim.shape), flat, claim.stored]
-
-
-def _shaped(entry: list[Any]) -> list[Any]:
-    key, dtype, whole, offset, shape, flat, stored = entry
-    return [key, dtype, tuple(whole), tuple(offset), tuple(shape), tuple(flat) if flat else None, stored]

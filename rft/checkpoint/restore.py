@@ -1,8 +1,7 @@
 """Fill the training state from the newest good checkpoint, whatever layout wrote it.
 
 Collective order: `load` is called by every rank. Invariant: what is damaged is set aside, named, and never deleted;
-the one before is taken; when none is left although there was one, that is an error and never a silent start at step
-0.
+the one before is taken; when none is left although there was one, that is an error, never a silent start at step 0.
 """
 
 import logging

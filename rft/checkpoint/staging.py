@@ -85,7 +85,6 @@ class Copying:
 
     issued: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    error: str = ""
     seconds: float = 0.0
 
 
@@ -151,7 +150,6 @@ class Stager:
                 send(window)
         except Exception as error:  # the training thread waits for this one: it must hear of anything
             log.exception("staging failed")
-            copying.error = str(error)
             if slot is not None:
                 self.copier.finish()
                 self.slots.give_back(slot.number)

@@ -74,7 +74,6 @@ class Writer:
         self.storage = storage
         self.pace = pace
         self.started = time.monotonic()
-        self.staged = 0.0  # when the last window was here
         self._streams: list[Stream] | None = None
 
     def window(self, data: memoryview, start: int) -> None:
