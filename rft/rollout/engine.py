@@ -266,7 +266,7 @@ class RolloutEngine:
             ended = connection.wait([process.sentinel for process in processes])
             for process in processes:
                 if process.sentinel in ended:
-                    process.join()
+                    await_exit_code(process)
                     loop.call_soon_threadsafe(report, process)
 
         threading.Thread(target=sleep_until_one_ends, name=f"{self.name}-watch", daemon=True).start()
@@ -337,9 +337,19 @@ def completion(engine: str, made: "CompletionOutput") -> Completion:
     return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
 
 
+def await_exit_code(process: Any) -> None:
+    """Return once an ended process's exit code is known, or after a second: vLLM waits for the same process in a thread of
+    its own, and whichever of the two the kernel did not tell sees None until the other one has noted it."""
+    deadline = time.monotonic() + 1
+    while process.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def ending(code: int | None) -> str:
     """How a process ended, in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+    if code is None:
+        return "ended, how is not known"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def first_line(error: Exception) -> str:

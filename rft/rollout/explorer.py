@@ -68,7 +68,7 @@ class Explorer:
         self.runners = asyncio.Semaphore(config.runner_per_model * len(engines))
         self.broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
         self.groups: set[asyncio.Task[None]] = set()
-        self.sampling: set[asyncio.Task[list[Experience]]] = set()  # what `hold` ends: nothing of it is stored yet
+        self.sampling: dict[asyncio.Task[list[Experience]], int] = {}  # and its group; what `hold` ends, oldest first
         self.holds = 0  # a group that was admitted before the last one has to be admitted again
         self.may_sample = asyncio.Event()
         self.exploring: asyncio.Task[None] | None = None
@@ -194,14 +194,14 @@ class Explorer:
             if holds != self.holds:
                 holds = await self._readmit(group)
             job = asyncio.create_task(self._attempts(group, task))
-            self.sampling.add(job)
+            self.sampling[job] = group
             try:
                 return await job
             except asyncio.CancelledError:
                 if holds == self.holds or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
             finally:
-                self.sampling.discard(job)
+                del self.sampling[job]
 
     async def _attempts(self, group: int, task: Task) -> list[Experience]:
         """At most 1 + max_retry_times attempts, all together within max_timeout seconds (then cancelled: W33)."""
