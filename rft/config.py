@@ -171,6 +171,9 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
+    virtual_pipeline_model_parallel_size: Optional[int] = None  # parts of the model per pipeline stage, interleaved
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: Optional[int] = None  # default: tensor_model_parallel_size
 
 
 @dataclass

@@ -5,11 +5,13 @@ Hugging Face names. `segments` turns a rule into the places where a tensor-paral
 import, gathered export and block export are three readings of that one answer. `check_layout` refuses models and mesh
 sizes that cannot work, before anything heavy is imported.
 
-Symbols: h hidden, d head size, Hq query heads, G key/value heads, n = Hq/G, I FFN width, V vocabulary, V' padded
-vocabulary, T tensor-parallel size, t tensor-parallel rank.
+Symbols: h hidden, d head size, Hq query heads, G key/value heads, n = Hq/G, I FFN width (of one expert: Im), E experts,
+V vocabulary, V' padded vocabulary, T tensor-parallel size, t tensor-parallel rank. Experts are cut by their own tensor
+parallelism, and spread over the ranks of expert parallelism: expert x is number x - e*E/P of rank e of P.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +24,7 @@ VOCAB_MULTIPLE = 8  # the padded vocabulary divides evenly by this times T; smal
 
 @dataclass(frozen=True)
 class Rule:
-    """`{layer}` in a name is the global layer number from 0. `megatron` lists alternatives, `hf` the parts in order."""
+    """`{layer}` and `{expert}` in a name are global numbers from 0. `megatron` lists alternatives, `hf` the parts in order."""
 
     kind: Kind
     megatron: tuple[str, ...]
@@ -32,6 +34,7 @@ class Rule:
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _QKV = tuple(_H + f"self_attn.{part}_proj." for part in "qkv")
 _GATE_UP = tuple(_H + f"mlp.{part}_proj." for part in ("gate", "up"))
+_EM, _EH = _M + "mlp.experts.", _H + "mlp.experts.{expert}."
 
 RULES: tuple[Rule, ...] = (
     Rule("vocab", ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
@@ -52,6 +55,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("gate_up", (_M + "mlp.linear_fc1.weight",), tuple(name + "weight" for name in _GATE_UP)),
     Rule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",)),
+    Rule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",)),
+    Rule(
+        "gate_up",
+        (_EM + "local_experts.{expert}.linear_fc1.weight", _EM + "linear_fc1.weight{expert}"),
+        (_EH + "gate_proj.weight", _EH + "up_proj.weight"),
+    ),
+    Rule(
+        "row",
+        (_EM + "local_experts.{expert}.linear_fc2.weight", _EM + "linear_fc2.weight{expert}"),
+        (_EH + "down_proj.weight",),
+    ),
     Rule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
     Rule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
 )
@@ -69,6 +83,8 @@ class Dims:
     vocab: int
     layers: int
     tied: bool
+    experts: int = 0  # 0: every MLP is dense
+    expert_ffn: int = 0
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> "Dims":
@@ -82,6 +98,8 @@ class Dims:
             vocab=int(hf["vocab_size"]),
             layers=int(hf["num_hidden_layers"]),
             tied=bool(hf.get("tie_word_embeddings", False)),
+            experts=num_experts(hf),
+            expert_ffn=int(hf["moe_intermediate_size"]) if num_experts(hf) else 0,
         )
 
     def padded_vocab(self, tp: int) -> int:
@@ -102,46 +120,97 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bound:
-    """A rule applied to one Megatron parameter: its kind and the HF names with the layer filled in."""
+    """A rule applied to one Megatron parameter: its kind and the HF names with layer and expert filled in."""
 
     kind: Kind
     hf: tuple[str, ...]
 
+    @property
+    def is_expert(self) -> bool:
+        """Of one expert: it is cut and copied by the sizes of the expert layers."""
+        return is_expert(self.hf[0])
 
-def bind(name: str, first_layer: int) -> Bound:
-    """The rule for a Megatron parameter name whose layer numbers start at `first_layer` (pipeline stages count from 0)."""
-    words = name.split(".")
-    layer = None
-    if words[:2] == ["decoder", "layers"]:
-        layer, words[2] = int(words[2]) + first_layer, "{layer}"
-    pattern = ".".join(words)
+
+def is_expert(hf_name: str) -> bool:
+    return ".mlp.experts." in hf_name
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank, as far as it decides which weights are there; pipeline stages show in the layers of a model.
+
+    Experts: rank `ep_rank` of `ep` has every E/ep of them, cut `etp` ways. `first_copy`: no rank before this one holds the same
+    shards (of dense layers, of experts).
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+    first_copy: bool = True
+    first_expert_copy: bool = True
+
+    def first_expert(self, dims: Dims) -> int:
+        return self.ep_rank * (dims.experts // self.ep)
+
+    def segments(self, bound: Bound, dims: Dims) -> list[Segment]:
+        rank, size = (self.etp_rank, self.etp) if bound.is_expert else (self.tp_rank, self.tp)
+        return segments(bound.kind, bound.hf[0], dims, rank, size)
+
+    def is_first_copy(self, bound: Bound) -> bool:
+        """Whether this rank is the first of those that hold the same shard of the parameter."""
+        if bound.is_expert:
+            return self.first_expert_copy
+        return self.first_copy and (bound.kind != "replicated" or self.tp_rank == 0)
+
+
+LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
+
+
+def bind(name: str, first_layer: int, first_expert: int = 0) -> Bound:
+    """The rule for a Megatron parameter name whose layers and experts are numbered from `first_layer` and `first_expert` on
+    (pipeline stages and expert-parallel ranks count from 0)."""
+    numbers = {}
+    for what, found, first in (("layer", LAYER, first_layer), ("expert", EXPERT, first_expert)):
+        if match := found.search(name):
+            numbers[what] = int(match[0]) + first
+            name = f"{name[: match.start()]}{{{what}}}{name[match.end() :]}"
     for rule in RULES:
-        if pattern in rule.megatron:
-            return Bound(rule.kind, tuple(part.format(layer=layer) for part in rule.hf))
-    raise KeyError(f"no rule for Megatron parameter {name}; add one to rft.names.RULES")
+        if name in rule.megatron:
+            return Bound(rule.kind, tuple(part.format(**numbers) for part in rule.hf))
+    raise KeyError(f"no rule for Megatron parameter {name.format(**numbers)}; add one to rft.names.RULES")
 
 
 def hf_shape(kind: Kind, part: int, name: str, dims: Dims) -> tuple[int, ...]:
     """Shape of HF part number `part` of a rule; `name` tells weights from biases and norms of a head from the others."""
+    ffn = dims.expert_ffn if is_expert(name) else dims.ffn
     if kind == "replicated":
+        if name.endswith("mlp.gate.weight"):
+            return (dims.experts, dims.hidden)
         return (dims.head_size,) if name.endswith(("q_norm.weight", "k_norm.weight")) else (dims.hidden,)
     if kind == "vocab":
         return (dims.vocab, dims.hidden)
     if kind == "row":
-        return (dims.hidden, dims.heads * dims.head_size if "o_proj" in name else dims.ffn)
+        return (dims.hidden, dims.heads * dims.head_size if "o_proj" in name else ffn)
     if kind == "qkv":
         rows = (dims.heads if part == 0 else dims.groups) * dims.head_size
     else:
-        rows = dims.ffn
+        rows = ffn
     return (rows,) if name.endswith(".bias") else (rows, dims.hidden)
 
 
 def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[Segment]:
-    """Where shard `rank` of `size` and the HF tensors of this rule overlap; padding rows of the vocabulary are in none."""
+    """Where shard `rank` of `size` and the HF tensors of this rule overlap; padding rows of the vocabulary are in none.
+
+    `rank` and `size` are those of the experts' own tensor parallelism where the name is an expert's.
+    """
     if kind == "qkv":
         return _qkv_segments(dims, rank, size)
     if kind == "gate_up":
-        rows = dims.ffn // size
+        rows = hf_shape(kind, 0, name, dims)[0] // size
         return [Segment(part, 0, rank * rows, (rank + 1) * rows, part * rows) for part in (0, 1)]
     if kind == "row":
         columns = hf_shape(kind, 0, name, dims)[1] // size
@@ -187,9 +256,10 @@ def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
     ordered += [(rule, 0) for rule in after]
     names: dict[str, tuple[int, ...]] = {}
     for rule, layer in ordered:
-        for part, pattern in enumerate(rule.hf):
-            name = pattern.format(layer=layer)
-            names[name] = hf_shape(rule.kind, part, name, dims)
+        for expert in range(dims.experts if is_expert(rule.hf[0]) else 1):
+            for part, pattern in enumerate(rule.hf):
+                name = pattern.format(layer=layer, expert=expert)
+                names[name] = hf_shape(rule.kind, part, name, dims)
     return names
 
 
@@ -199,6 +269,8 @@ def _has(rule: Rule, features: frozenset[str], tied: bool) -> bool:
         return not tied
     if name.endswith("linear_qkv.bias"):
         return "qkv_bias" in features
+    if ".mlp." in name:
+        return ("experts" in features) == (".mlp.experts." in name or ".mlp.router." in name)
     return "qk_norm" in features or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
 
 
@@ -206,6 +278,7 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "LlamaForCausalLM": frozenset(),
     "Qwen2ForCausalLM": frozenset({"qkv_bias"}),
     "Qwen3ForCausalLM": frozenset({"qk_norm"}),
+    "Qwen3MoeForCausalLM": frozenset({"qk_norm", "experts"}),
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -218,6 +291,11 @@ def architecture_of(hf: dict[str, Any]) -> str:
             f"model.model_path: architecture {name} is not supported; use one of {', '.join(sorted(SUPPORTED))}"
         )
     return name
+
+
+def num_experts(hf: dict[str, Any]) -> int:
+    """Of every layer; 0 where MLPs are dense. transformers 5 writes it under another name than version 4."""
+    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
@@ -259,6 +337,7 @@ def _check_features(hf: dict[str, Any]) -> None:
         "mlp_bias": bool(hf.get("mlp_bias")),
         "attention_bias": bool(hf.get("attention_bias")) and architecture_of(hf) != "Qwen2ForCausalLM",
         "quantization_config": bool(hf.get("quantization_config")),
+        "dense layers among those of experts": bool(hf.get("mlp_only_layers")) or int(hf.get("decoder_sparse_step") or 1) != 1,
         f"hidden_act={hf.get('hidden_act')}": hf.get("hidden_act", "silu") != "silu",
     }  # fmt: skip
     found = [name for name, present in refused.items() if present]
@@ -283,12 +362,18 @@ def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -
         raise ConfigError(
             f"{key} does not divide the model's {packed_rows} rows of queries, keys and values; use a smaller one"
         )
-    if dims.ffn % tp:
+    if not dims.experts and dims.ffn % tp:
         raise ConfigError(f"{key} does not divide the model's intermediate_size {dims.ffn}; use {_divisors(dims.ffn)}")
-    if dims.layers % pp:
+    vpp = megatron.virtual_pipeline_model_parallel_size or 1
+    if vpp > 1 and pp == 1:
         raise ConfigError(
-            f"trainer.megatron.pipeline_model_parallel_size={pp} does not divide the model's {dims.layers} layers; "
-            f"use {_divisors(dims.layers)}"
+            f"trainer.megatron.virtual_pipeline_model_parallel_size={vpp} needs pipeline_model_parallel_size > 1; leave it out"
+        )
+    if dims.layers % (pp * vpp):
+        raise ConfigError(
+            f"trainer.megatron.pipeline_model_parallel_size={pp} "
+            + (f"x virtual_pipeline_model_parallel_size={vpp} " if vpp > 1 else "")
+            + f"does not divide the model's {dims.layers} layers; the product may be {_divisors(dims.layers)}"
         )
     if dims.heads % dims.groups:
         raise ConfigError(f"model.model_path: {dims.heads} heads are no multiple of {dims.groups} key/value heads")
@@ -296,6 +381,41 @@ def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -
         raise ConfigError(
             f"trainer.num_ranks={num_ranks} is no multiple of tensor x pipeline x context = {tp} x {pp} x {cp} = {tp * pp * cp}; "
             f"set it to {tp * pp * cp} or a multiple, or lower trainer.megatron.*_size"
+        )
+    _check_experts(dims, megatron, num_ranks)
+
+
+def _check_experts(dims: Dims, megatron: MegatronConfig, num_ranks: int) -> None:
+    tp, pp, ep = (
+        megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.expert_model_parallel_size
+    )  # fmt: skip
+    etp = megatron.expert_tensor_parallel_size or tp
+    key = f"trainer.megatron.expert_model_parallel_size={ep}"
+    if not dims.experts:
+        if ep > 1 or megatron.expert_tensor_parallel_size is not None:
+            raise ConfigError(f"{key} needs a model with experts; leave it and expert_tensor_parallel_size out")
+        return
+    if dims.experts % ep:
+        raise ConfigError(f"{key} does not divide the model's {dims.experts} experts; use {_divisors(dims.experts)}")
+    if dims.expert_ffn % etp:
+        raise ConfigError(
+            f"trainer.megatron.expert_tensor_parallel_size={etp} does not divide the model's moe_intermediate_size "
+            f"{dims.expert_ffn}; use {_divisors(dims.expert_ffn)}"
+        )
+    if etp != tp and ep == 1:  # megatron would then reduce the experts' gradients like those of dense layers
+        raise ConfigError(
+            f"trainer.megatron.expert_tensor_parallel_size={etp} differs from tensor_model_parallel_size={tp}: "
+            "that needs expert_model_parallel_size > 1; leave it out"
+        )
+    if tp > 1 and not megatron.sequence_parallel:
+        raise ConfigError(
+            "trainer.megatron.sequence_parallel=false: a model with experts needs it where tensor_model_parallel_size > 1; "
+            "set it to true"
+        )
+    if num_ranks % (etp * ep * pp):
+        raise ConfigError(
+            f"trainer.num_ranks={num_ranks} is no multiple of expert tensor x expert x pipeline = {etp} x {ep} x {pp} = "
+            f"{etp * ep * pp}; set it to {etp * ep * pp} or a multiple, or lower trainer.megatron.expert_model_parallel_size"
         )
 
 

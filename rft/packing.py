@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rft.names import num_experts
+
 ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
 LIGHT_GROUPS = 4  # how many are tried as partner of the heaviest
 CLOSE_ENOUGH = 1e-3  # of the mean: groups that differ by less are not refined further
@@ -43,7 +45,7 @@ class Cost:
         hidden, layers, heads = int(hf["hidden_size"]), int(hf["num_hidden_layers"]), int(hf["num_attention_heads"])
         groups = int(hf.get("num_key_value_heads") or heads)
         size = int(hf.get("head_dim") or hidden // heads)
-        experts = int(hf.get("num_experts") or 0)
+        experts = num_experts(hf)
         width = (
             int(hf["moe_intermediate_size"]) * int(hf["num_experts_per_tok"]) if experts else hf["intermediate_size"]
         )
@@ -241,6 +243,11 @@ def _join(rows: list[Row], chosen: list[int], multiple: int) -> Packed:
         cu_seqlens=cu_seqlens,
         rows=np.array(chosen, dtype=np.int32),
     )
+
+
+def empty(length: int) -> Packed:
+    """A microbatch of padding only."""
+    return _join([], [], length)
 
 
 def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:

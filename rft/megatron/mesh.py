@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 
 from rft.config import MegatronConfig
 from rft.device import Device, collective_timeout
+from rft.names import Place
 from rft.packing import Packed, decode_part, encode_part
 
 P = ParamSpec("P")
@@ -43,7 +44,11 @@ def _named(wait: Callable[P, R]) -> Callable[P, R]:
 
 
 class Mesh:
-    """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's places."""
+    """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's places.
+
+    Layers of experts are spread otherwise over the same ranks: `ep` x `etp`. `vpp`: parts of the model per pipeline stage.
+    `place`: the facts that decide which weights are here.
+    """
 
     def __init__(self, config: MegatronConfig, device: Device, timeout_s: float = 1800.0):
         self.device = device
@@ -53,6 +58,9 @@ class Mesh:
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
             context_parallel_size=config.context_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -65,6 +73,15 @@ class Mesh:
         self.pp, self.pp_rank = self.pp_group.size(), self.pp_group.rank()
         self.cp, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
         self.dp, self.dp_rank = dp_group.size(), dp_group.rank()
+        self.vpp = config.virtual_pipeline_model_parallel_size or 1
+        experts = parallel_state.get_expert_model_parallel_group()
+        shards = parallel_state.get_expert_tensor_parallel_group()
+        self.ep, self.etp = experts.size(), shards.size()
+        copies = parallel_state.get_expert_data_parallel_group()
+        self.place = Place(
+            self.tp, self.tp_rank, self.ep, experts.rank(), self.etp, shards.rank(),
+            first_copy=self.dp_rank == self.cp_rank == 0, first_expert_copy=copies.rank() == 0,
+        )  # fmt: skip
         self.sequence_parallel = config.sequence_parallel and self.tp > 1
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
         self._places: list[list[int]] = self._all_gather_places()
@@ -86,7 +103,9 @@ class Mesh:
 
     def layout(self) -> dict[str, int]:
         """Sizes that say whether a checkpoint's own generators fit this mesh."""
-        return {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        unusual = {"vpp": (self.vpp, 1), "ep": (self.ep, 1), "etp": (self.etp, self.tp)}
+        return sizes | {name: size for name, (size, usual) in unusual.items() if size != usual}
 
     @_named
     def broadcast(self, item: Any) -> Any:
@@ -169,6 +188,14 @@ class Mesh:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._control)
             if len(maxima):
                 dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control)
+
+    @_named
+    def longest(self, lengths: list[int]) -> list[int]:
+        """Per position, the largest over all ranks; all give the same number of positions."""
+        found = torch.tensor(lengths)
+        if self.world > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
+        return [int(length) for length in found]
 
     def _all_gather_places(self) -> list[list[int]]:
         mine = torch.tensor([self.dp_rank, self.cp_rank, self.pp_rank, self.tp_rank])

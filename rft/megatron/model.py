@@ -1,4 +1,4 @@
-"""A Hugging Face config -> this rank's megatron-core `GPTModel` (its pipeline stage, its tensor-parallel shards).
+"""A Hugging Face config -> this rank's megatron-core `GPTModel`s (the parts of its pipeline stage, its shards of them).
 
 Two layer specs: our own, of torch modules and `PackedAttention`, which runs on any device; and Transformer Engine's,
 taken on CUDA where it is installed. Weights are uninitialised memory: `weights.load_hf` must fill them. The last stage
@@ -135,6 +135,8 @@ def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> Tr
         sequence_parallel=mesh.sequence_parallel,
         # Losses carry their global weights, so nothing may be averaged over microbatches or data-parallel ranks.
         calculate_per_token_loss=True,
+        virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+        **_experts(hf, mesh),
         # Only p2p of equal shapes: all microbatches of a step are padded to one length.
         variable_seq_lengths=False,
         batch_p2p_comm=not on_cpu,
@@ -142,10 +144,37 @@ def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> Tr
     )
 
 
+def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """A router as transformers has it: fp32 softmax over all experts, the best k, their sum made 1 if asked. No auxiliary loss:
+    it would pull the policy to where no reward is."""
+    dims, fused = Dims.of(hf), uses_transformer_engine(mesh)
+    if not dims.experts:
+        return {}
+    return {
+        "num_moe_experts": dims.experts,
+        "moe_ffn_hidden_size": dims.expert_ffn,
+        "moe_router_topk": int(hf["num_experts_per_tok"]),
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),  # after the choice: their sum is 1
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": fused,
+        # The other one exchanges unequal numbers of tokens, on streams of the GPU.
+        "moe_token_dispatcher_type": "allgather" if mesh.device.kind == "cpu" else "alltoall",
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+    }
+
+
 def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | TransformerBlockSubmodules:
     if uses_transformer_engine(mesh):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
@@ -153,20 +182,25 @@ def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | Transforme
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     # The block takes its final norm from here; given only a layer spec it would take torch's, which refuses sequence parallel.
-    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp), layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm)
 
 
-def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> GPTModel:
-    """This rank's part of the model, uninitialised."""
-    dims = Dims.of(hf)
+def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> list[GPTModel]:
+    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages."""
     config = transformer_config(hf, mesh, dtype)
+    return [_part(hf, config, mesh, number) for number in range(mesh.vpp)]
+
+
+def _part(hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int) -> GPTModel:
+    dims = Dims.of(hf)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, mesh),
         vocab_size=dims.padded_vocab(mesh.tp),
         max_sequence_length=int(hf["max_position_embeddings"]),
-        pre_process=mesh.is_first_stage,
-        post_process=mesh.is_last_stage,
+        pre_process=mesh.is_first_stage and number == 0,
+        post_process=mesh.is_last_stage and number == mesh.vpp - 1,
+        vp_stage=number if mesh.vpp > 1 else None,
         parallel_output=True,
         share_embeddings_and_output_weights=dims.tied,
         position_embedding_type="rope",

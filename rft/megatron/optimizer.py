@@ -5,8 +5,6 @@ The learning rate is a function of the step number alone. Optimizer state exists
 checkpoint can be read into it before the first step.
 """
 
-from typing import Any
-
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
@@ -22,11 +20,12 @@ class Optimizer:
     """`norm` after the backward pass, then `update` or nothing."""
 
     def __init__(
-        self, model: DistributedDataParallel, config: OptimizerConfig, grad_clip: float, total_steps: int | None
+        self, model: list[DistributedDataParallel], config: OptimizerConfig, grad_clip: float, total_steps: int | None
     ):
         self.config = config
         self.grad_clip = grad_clip
         self.total_steps = total_steps
+        self.updates = 0
         self.chain: ChainedOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -36,11 +35,11 @@ class Optimizer:
                 adam_beta2=config.betas[1],
                 adam_eps=config.eps,
                 clip_grad=grad_clip,
-                bf16=model.config.bf16,
-                params_dtype=model.config.params_dtype,
+                bf16=model[0].config.bf16,
+                params_dtype=model[0].config.params_dtype,
                 use_distributed_optimizer=True,
             ),
-            [model],
+            model,
             use_gloo_process_groups=False,
         )
         learning_rate(config.lr_warmup_steps, config, total_steps)  # refuses now what would fail after the warm-up
@@ -79,24 +78,18 @@ class Optimizer:
                 group["lr"] = self.rate(step)
                 group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         self.chain.step_with_ready_grads()
+        self.updates += 1
 
-    def counters(self) -> list[int]:
-        """Number of updates done, per part: Adam's bias correction depends on it."""
-        return [int(self._steps(part)[0]) if self._steps(part) else 0 for part in self.parts]
-
-    def restore_counters(self, counts: list[int]) -> None:
-        for part, count in zip(self.parts, counts, strict=True):
+    def resume(self, updates: int) -> None:
+        """Go on after that many updates: Adam's bias correction depends on the number."""
+        self.updates = updates
+        for part in self.parts:
             for state in part.optimizer.state.values():
                 if "step" in state:
-                    state["step"].fill_(count)
+                    state["step"].fill_(updates)
             for group in part.optimizer.param_groups:
                 if "step" in group:  # Transformer Engine's and Apex' Adam count per group
-                    group["step"] = count
-
-    @staticmethod
-    def _steps(part: DistributedOptimizer) -> list[Any]:
-        states = [state["step"] for state in part.optimizer.state.values() if "step" in state]
-        return states or [group["step"] for group in part.optimizer.param_groups if "step" in group]
+                    group["step"] = updates
 
     def shards(self) -> list[tuple[torch.nn.Parameter, tuple[int, int], dict[str, torch.Tensor]]]:
         """Per model parameter of which this rank updates a range: (parameter, [start, stop), named state of that range).

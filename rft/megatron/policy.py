@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -32,7 +33,7 @@ from rft.megatron.mesh import Mesh
 from rft.megatron.metrics import Totals
 from rft.megatron.optimizer import Optimizer
 from rft.names import Dims, check_layout, read_hf_config
-from rft.packing import Packed, cp_index, slice_cp
+from rft.packing import Packed, cp_index, empty, slice_cp
 from rft.protocols import Block, Snapshot
 
 TokenLoss = Callable[[Tensor, "Fields"], tuple[Tensor, dict[str, Tensor]]]
@@ -74,11 +75,11 @@ class Policy:
         self.step = 0
         _seed(seed)
         self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype))
-        weights.load_hf(self.model, model.model_path, self.hf_config, mesh)
+        weights.load_hf(self.model, model.model_path, self.hf_config, mesh.place)
         self.ddp = _data_parallel(self.model)
         self.optimizer = Optimizer(self.ddp, optimizer, trainer.grad_clip, total_steps)
-        self._shards = weights.shards(self.model, self.dims, mesh)
-        self._slabs = weights.slabs(self.model, self.hf_config, mesh)
+        self._shards = weights.shards(self.model, self.dims, mesh.place)
+        self._slabs = weights.slabs(self.model, self.hf_config, mesh.place)
 
     @torch.no_grad()
     def score(self, part: list[Packed]) -> list[np.ndarray]:
@@ -86,7 +87,7 @@ class Policy:
         found = self._run(part, lambda micro, hidden: self._logprobs(micro, hidden)[0], forward_only=True)
         if not self.mesh.is_last_stage:
             return [np.zeros(0, dtype=np.float32) for _ in part]
-        return [self._whole(packed, local) for packed, local in zip(part, found, strict=True)]
+        return [self._whole(packed, local) for packed, local in zip(part, found, strict=False)]
 
     def train_step(
         self, part: list[Packed], token_loss: TokenLoss, before_update: Callable[[], None]
@@ -96,7 +97,8 @@ class Policy:
         A loss or gradient that is not finite leaves weights and moments as they are and reports skipped=1.
         """
         totals = Totals(token_loss, self._counts)
-        self.ddp.zero_grad_buffer()
+        for part_of_model in self.ddp:
+            part_of_model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(part, partial(self._loss, totals), forward_only=False)
         metrics = totals.reduce(self.mesh)
@@ -122,7 +124,7 @@ class Policy:
     def _logprobs(self, micro: Micro, hidden: Tensor, trained: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [T]; those of tokens that are not `trained` are 0 and cost nothing."""
         return label_logprobs(
-            hidden.squeeze(0), models.output_weight(self.model), micro.labels, micro.temperature, self.dims.vocab,
+            hidden.squeeze(0), models.output_weight(self.model[-1]), micro.labels, micro.temperature, self.dims.vocab,
             self.mesh.tp_group, self.mesh.sequence_parallel, trained,
         )  # fmt: skip
 
@@ -137,8 +139,8 @@ class Policy:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(micros),
-            model=[self.ddp],
+            data_iterator=[iter(micros) for _ in self.ddp],
+            model=self.ddp,
             num_microbatches=len(micros),
             seq_length=micros[0].tokens.shape[1] * self.mesh.cp,  # megatron divides it again
             micro_batch_size=1,
@@ -147,13 +149,23 @@ class Policy:
         )
 
     def _micros(self, part: list[Packed]) -> list[Micro]:
-        """Slice for this context-parallel rank; pipeline stages exchange activations of one length, so pad to the longest."""
+        """Slice for this context-parallel rank and pad to the lengths that ranks must have in common.
+
+        Pipeline stages exchange activations of one length; ranks that share experts gather tokens of one length each.
+        Interleaved stages want a multiple of their number of microbatches: the last ones are padding.
+        """
         mesh = self.mesh
         sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
-        longest = max(packed.length for packed in sliced)
+        if mesh.vpp > 1:
+            sliced += [empty(self.multiple)] * (-len(sliced) % mesh.pp)
+        lengths = [packed.length for packed in sliced]
+        if mesh.ep > 1:
+            lengths = mesh.longest(lengths)
         if mesh.pp > 1:
-            sliced = [slice_cp(packed, 0, 1, self.multiple, longest) for packed in sliced]
-        return [self._micro(packed) for packed in sliced]
+            lengths = [max(lengths)] * len(lengths)
+        return [
+            self._micro(slice_cp(p, 0, 1, self.multiple, length)) for p, length in zip(sliced, lengths, strict=True)
+        ]
 
     def _micro(self, packed: Packed) -> Micro:
         def tensor(array: np.ndarray) -> Tensor:
@@ -166,7 +178,7 @@ class Policy:
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
             fields=Fields(tensor(packed.behaviour), tensor(packed.advantage), weight, weight != 0),
-            packing=models.packing_of(packed, self.model, self.mesh),
+            packing=models.packing_of(packed, self.model[0], self.mesh),
         )
 
     def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:
@@ -181,7 +193,7 @@ class Policy:
 
     def snapshot(self) -> Snapshot:
         """This rank's training state: big tensors by reference, valid until the next update."""
-        counters = state.encode({"step": self.step, "updates": self.optimizer.counters()})
+        counters = state.encode({"step": self.step, "updates": self.optimizer.updates})
         generators = state.encode(state.random_state(self.mesh))
         found = state.pieces(self._shards, self.optimizer, self.dims)
         return Snapshot(found, {"policy": counters}, {"generators": generators})
@@ -193,7 +205,7 @@ class Policy:
         """
         values = state.decode(small["policy"])
         self.step = values["step"]
-        self.optimizer.restore_counters(values["updates"])
+        self.optimizer.resume(values["updates"])
         if "generators" in small:
             state.set_random_state(state.decode(small["generators"]), self.mesh)
 
@@ -213,15 +225,16 @@ class Policy:
         del self.ddp, self.optimizer, self.model
 
 
-def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel:
+def _data_parallel(model: list[GPTModel]) -> list[DistributedDataParallel]:
     """megatron's DDP with the hooks that its schedules call. Gradients are summed, in fp32, never averaged."""
-    config = DistributedDataParallelConfig(
+    settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    ddp = DistributedDataParallel(model.config, config, model)
-    model.config.no_sync_func = ddp.no_sync
+    config = model[0].config
+    ddp = [DistributedDataParallel(config, settings, part) for part in model]
+    config.no_sync_func = [part.no_sync for part in ddp] if len(ddp) > 1 else ddp[0].no_sync
     # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already hold the counts.
-    model.config.finalize_model_grads_func = lambda chunks, _tokens=None, **kwargs: finalize_model_grads(
+    config.finalize_model_grads_func = lambda chunks, _tokens=None, **kwargs: finalize_model_grads(
         chunks, None, **kwargs
     )
     return ddp

@@ -1,12 +1,13 @@
 """Three readings of `rft.names`: Hugging Face files -> shards, shards -> blocks, blocks -> whole tensors at rank 0.
 
-In: a GPTModel whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors of their current values.
+In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors of their current values.
 Invariants: the vocabulary's padding rows are 0 and never leave; a tied embedding leaves once, from the first stage;
 loading reads only the rows and columns that this rank keeps.
 """
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from rft.config import ConfigError
 from rft.megatron.mesh import Mesh
-from rft.names import Bound, Dims, Segment, architecture_of, bind, hf_names, hf_shape, segments
+from rft.names import Bound, Dims, Place, Segment, architecture_of, bind, hf_names, hf_shape
 from rft.protocols import Block
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints store; it follows from the config
@@ -26,9 +27,8 @@ SHOWN = 12  # tensors named in one error message
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter of this rank and where it lies in the HF tensors. `name` counts layers over the whole model."""
+    """One parameter of this rank and where it lies in the HF tensors."""
 
-    name: str
     parameter: nn.Parameter
     bound: Bound
     segments: list[Segment]
@@ -50,23 +50,16 @@ class Slab:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=self.runs[0].dim)
 
 
-def shards(model: nn.Module, dims: Dims, mesh: Mesh) -> list[Shard]:
-    """Every parameter of this rank, in the model's order."""
-    first_layer = model.decoder.layers[0].layer_number - 1
+def shards(model: Sequence[nn.Module], dims: Dims, place: Place) -> list[Shard]:
+    """Every parameter of the rank at `place`, in the model's order."""
     found = []
-    for name, parameter in model.named_parameters():
-        bound = bind(name, first_layer)
-        tied_copy = dims.tied and name == "output_layer.weight"
-        places = segments(bound.kind, bound.hf[0], dims, mesh.tp_rank, mesh.tp)
-        found.append(Shard(_global_name(name, first_layer), parameter, bound, places, tied_copy))
+    for part in model:
+        first_layer = part.decoder.layers[0].layer_number - 1
+        for name, parameter in part.named_parameters():
+            bound = bind(name, first_layer, place.first_expert(dims))
+            tied_copy = dims.tied and name == "output_layer.weight"
+            found.append(Shard(parameter, bound, place.segments(bound, dims), tied_copy))
     return found
-
-
-def _global_name(name: str, first_layer: int) -> str:
-    words = name.split(".")
-    if words[:2] == ["decoder", "layers"]:
-        words[2] = str(int(words[2]) + first_layer)
-    return ".".join(words)
 
 
 class HFReader:
@@ -110,10 +103,10 @@ def _listed(names: list[str]) -> str:
 
 
 @torch.no_grad()
-def load_hf(model: nn.Module, path: str | Path, hf: dict[str, Any], mesh: Mesh) -> None:
+def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], place: Place) -> None:
     """Fill every parameter of this rank from the checkpoint at `path`. Raises one ConfigError with all that does not fit."""
     reader = HFReader(path, hf)
-    for shard in shards(model, Dims.of(hf), mesh):
+    for shard in shards(model, Dims.of(hf), place):
         target = shard.parameter
         if shard.bound.kind == "vocab":
             target.zero_()  # the padding rows
@@ -123,19 +116,17 @@ def load_hf(model: nn.Module, path: str | Path, hf: dict[str, Any], mesh: Mesh) 
             target.narrow(segment.dim, segment.local, rows).copy_(reader.read(name, segment))
 
 
-def slabs(model: nn.Module, hf: dict[str, Any], mesh: Mesh) -> list[Slab]:
-    """What this rank sends in a weight sync: nothing unless it is the first of its replicas. No collective.
+def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[Slab]:
+    """What this rank sends in a weight sync: every shard of which it holds the first copy. No collective.
 
     All ranks list tensors in the order of `hf_names`: a rank may lack some (with more shards than key/value heads a shard
     can be queries only), and whoever receives from several ranks needs one order for all.
     """
-    if mesh.dp_rank or mesh.cp_rank:
-        return []
     dims = Dims.of(hf)
     order = {name: i for i, name in enumerate(hf_names(dims, architecture_of(hf)))}
     found = []
-    for shard in shards(model, dims, mesh):
-        if shard.is_tied_copy or (shard.bound.kind == "replicated" and mesh.tp_rank):
+    for shard in shards(model, dims, place):
+        if shard.is_tied_copy or not place.is_first_copy(shard.bound):
             continue
         for runs in _joined(shard.segments):
             found.append(Slab(_block(shard, runs, dims), shard, runs))
@@ -175,22 +166,19 @@ def export_hf(own: list[Slab], hf: dict[str, Any], mesh: Mesh) -> Iterator[tuple
         for slab in own:
             mesh.send_to_lead(slab.read())
         return
-    blocks = {
-        rank: [Block(*entry[:2], tuple(entry[2]), *entry[3:]) for entry in found] for rank, found in enumerate(listed)
-    }
+    holders: dict[str, list[tuple[int, int, Block]]] = defaultdict(list)
+    for rank, blocks in enumerate(listed):
+        for position, (name, dtype, shape, *cut) in enumerate(blocks):
+            holders[name].append((rank, position, Block(name, dtype, tuple(shape), *cut)))
     for name in hf_names(Dims.of(hf), architecture_of(hf)):
-        yield name, _assemble(name, blocks, own, mesh)
+        yield name, _assemble(holders[name], own, mesh)
 
 
-def _assemble(name: str, blocks: dict[int, list[Block]], own: list[Slab], mesh: Mesh) -> Tensor:
-    whole = None
-    for rank, listed in blocks.items():
-        for position, block in enumerate(listed):
-            if block.name != name:
-                continue
-            dtype = getattr(torch, block.dtype)
-            whole = torch.empty(block.shape, dtype=dtype) if whole is None else whole
-            value = own[position].read() if rank == mesh.rank else mesh.receive_tensor(block.block_shape, dtype, rank)
-            whole.narrow(block.dim, block.start, block.stop - block.start).copy_(value)
-    assert whole is not None
+def _assemble(holders: list[tuple[int, int, Block]], own: list[Slab], mesh: Mesh) -> Tensor:
+    first = holders[0][2]
+    dtype = getattr(torch, first.dtype)
+    whole = torch.empty(first.shape, dtype=dtype)
+    for rank, position, block in holders:
+        value = own[position].read() if rank == mesh.rank else mesh.receive_tensor(block.block_shape, dtype, rank)
+        whole.narrow(block.dim, block.start, block.stop - block.start).copy_(value)
     return whole

@@ -161,7 +161,7 @@ def import_(
     sources = list(given.sources(stored))
     step = step or 0
     job.mkdir(parents=True, exist_ok=True)
-    counters = msgspec.msgpack.encode({"step": step, "updates": [given.updates]})  # as Policy.snapshot
+    counters = msgspec.msgpack.encode({"step": step, "updates": given.updates})  # as Policy.snapshot
     about = {"model": str(directory.absolute()), "dtype": _name(stored), "layout": None, "imported_from": str(source)}
     loop = {"journal": 0, "run_epoch": 0, "recent_losses": []}
     with progress(f"importing {source.name}", sum(s.claim.bytes for s in sources)) as seen:

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-ARCHITECTURES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+ARCHITECTURES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig"}
 
 
 def character_tokenizer() -> Any:
@@ -52,11 +52,16 @@ def write_model(
     kv_heads: int = 2,
     head_dim: int = 32,
     ffn: int = 512,
+    experts: int = 8,
+    experts_per_token: int = 2,
     context: int = 256,
     tied: bool = True,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Write a random-weight model directory of `family` (llama, qwen2, qwen3) and return its path."""
+    """Write a random-weight model directory of `family`, a key of ARCHITECTURES, and return its path.
+
+    `ffn` is the MLP's width; that of one expert, of which `family="qwen3_moe"` has `experts`, is ffn / experts_per_token.
+    """
     path = Path(path)
     if (path / "config.json").exists():
         return path
@@ -64,6 +69,10 @@ def write_model(
     import transformers
 
     tokenizer = character_tokenizer()
+    mixture = {
+        "num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": True,
+        "moe_intermediate_size": ffn // experts_per_token,
+    }  # fmt: skip
     config = getattr(transformers, ARCHITECTURES[family])(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -79,6 +88,7 @@ def write_model(
         pad_token_id=tokenizer.pad_token_id,
         rms_norm_eps=1e-6,
         dtype="float32",
+        **(mixture if family == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -32,7 +32,7 @@ def taken_over(path: str, root: str, **layout: Any) -> dict[str, Any]:
     """A policy of other weights loads the newest checkpoint at `root` and trains a step from there."""
     with policy_on(path, **layout) as policy:
         loop = manager_at(root, policy.mesh, TrainerConfig()).load(policy)
-        updates = policy.optimizer.counters()
+        updates = policy.optimizer.updates
         weights = {name: as_bytes(value) for name, value in policy.export_hf()}
         moments = sum(float(p.tensor.abs().sum()) for p in policy.snapshot().pieces if p.key.startswith("exp_avg/"))
         metrics = train(policy, range(policy.step, policy.step + 1))[0]

@@ -25,11 +25,11 @@ TIMEOUT_S = 60.0
 @contextmanager
 def policy_on(
     path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
-    lr: float = 1e-3, seed: int = 0,
+    lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
 ) -> Iterator[Policy]:  # fmt: skip
     device = devices.choose("cpu")
     device.activate()
-    sizes = MegatronConfig(tp, pp, cp, sp)
+    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
     mesh = Mesh(sizes, device, TIMEOUT_S)
     try:
         trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip)

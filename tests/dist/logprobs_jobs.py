@@ -145,7 +145,7 @@ def widest_of_a_step(path: str, tile: int, **layout: Any) -> dict[str, int]:
             policy.score(part)
             policy.train_step(part, token_loss("ppo", {}), lambda: None)
             return {}
-        weight = output_weight(policy.model)
+        weight = output_weight(policy.model[-1])
         seen = Logits(weight)
         with tile_of(tile), seen:
             policy.score(part)

@@ -60,5 +60,5 @@ def test_ranks_resume_from_an_import(
     found = ranks.run("export_jobs:taken_over", 2, path=str(models["other"]), root=root, tp=2, dtype="bf16")
     assert found[0]["weights"] == {name: value.view(torch.uint8).numpy().tobytes() for name, value in wanted.items()}
     for rank in found:
-        assert (rank["loop"]["step"], rank["updates"], rank["finite"]) == (7, [1], True)
+        assert (rank["loop"]["step"], rank["updates"], rank["finite"]) == (7, 1, True)
         assert rank["moments"] > 0

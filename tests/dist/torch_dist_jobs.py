@@ -20,11 +20,11 @@ def saved(path: str, root: str, optimizer: bool = False, **layout: Any) -> dict[
     multiprocessing.current_process()._config["daemon"] = False  # megatron starts writers
     with policy_on(path, **layout) as policy:
         policy.train_step(part_of(policy, make_rows(8)), token_loss("sft", {}), lambda: None)
-        state: dict[str, Any] = {"model": policy.model.sharded_state_dict(), "iteration": 7}
+        state: dict[str, Any] = {"model": policy.model[0].sharded_state_dict(), "iteration": 7}
         if optimizer:
             kind = {"distrib_optim_sharding_type": "fully_reshardable"}
             chain = policy.optimizer.chain
-            state["optimizer"] = chain.sharded_state_dict(policy.model.sharded_state_dict(), metadata=kind)
+            state["optimizer"] = chain.sharded_state_dict(policy.model[0].sharded_state_dict(), metadata=kind)
         Path(root).mkdir(exist_ok=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, root)
@@ -42,9 +42,9 @@ def loaded(path: str, root: str, **layout: Any) -> dict[str, str]:
     from megatron.core import dist_checkpointing
 
     with policy_on(path, **layout) as policy:
-        state = {"model": policy.model.sharded_state_dict()}
+        state = {"model": policy.model[0].sharded_state_dict()}
         found = dist_checkpointing.load(state, root)
-        policy.model.load_state_dict(found["model"])
+        policy.model[0].load_state_dict(found["model"])
         return {name: digest(value) for name, value in policy.export_hf()} | {"iteration": found["iteration"]}
 
 
