@@ -248,7 +248,7 @@ def _qkv_segments(dims: Dims, rank: int, size: int) -> list[Segment]:
 
 def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must hold, with its shape, layer by layer in the model's order."""
-    rules = [rule for rule in RULES if _has(rule, SUPPORTED[architecture], dims.tied)]
+    rules = [rule for rule in RULES if applies(rule, SUPPORTED[architecture], dims.tied)]
     layered = [i for i, rule in enumerate(rules) if "{layer}" in rule.hf[0]]
     before, inside, after = rules[: layered[0]], [rules[i] for i in layered], rules[layered[-1] + 1 :]
     ordered = [(rule, 0) for rule in before]
@@ -263,7 +263,8 @@ def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
     return names
 
 
-def _has(rule: Rule, features: frozenset[str], tied: bool) -> bool:
+def applies(rule: Rule, features: frozenset[str], tied: bool) -> bool:
+    """Whether a model with these `SUPPORTED` features has the rule's HF tensors."""
     name = rule.megatron[0]
     if name == "output_layer.weight":
         return not tied

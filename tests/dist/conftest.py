@@ -35,6 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "llama": write_model(root / "llama", "llama", tied=False, **SMALL),
         "qwen2": write_model(root / "qwen2", "qwen2", tied=True, max_shard_size="60KB", **SMALL),
+        "qwen2-one-file": write_model(root / "qwen2-one", "qwen2", tied=True, **SMALL),
         "qwen3": write_model(root / "qwen3", "qwen3", tied=True, **SMALL),
         "moe": write_model(root / "moe", "qwen3_moe", tied=False, **SMALL),
         "llama3": with_rope(write_model(root / "llama3", "llama", tied=True, **SMALL), scaled),

@@ -70,7 +70,9 @@ def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """One step at one rank, per family."""
-    return {name: ranks.run("jobs:train", 1, path=str(checkpoints[name]))[0] for name in ("qwen2", "qwen3-untied", "moe")}
+    return {
+        name: ranks.run("jobs:train", 1, path=str(checkpoints[name]))[0] for name in ("qwen2", "qwen3-untied", "moe")
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
