@@ -118,6 +118,7 @@ class TorchDist:
     """An opened checkpoint. `kinds`: what it holds of model, master, exp_avg, exp_avg_sq."""
 
     def __init__(self, directory: Path, dims: Dims, architecture: str):
+        _refuse_experts(dims)
         self.directory, self.dims = directory, dims
         self.index = _index(directory)
         self.common = _common(directory)
@@ -243,6 +244,13 @@ class TorchDist:
         return value
 
 
+def _refuse_experts(dims: Dims) -> None:
+    if dims.experts:
+        raise Unreadable(
+            "torch_dist checkpoints of models with experts are not read or written; go through Hugging Face files"
+        )
+
+
 def is_torch_dist(directory: Path) -> bool:
     return (directory / "metadata.json").is_file() and (directory / ".metadata").is_file()
 
@@ -343,6 +351,7 @@ def write(
     seen: Callable[[int], object] = lambda count: None,
 ) -> None:  # fmt: skip
     """Fill an existing directory with the weights alone; `read` gives HF tensors by name. Durable when it returns."""
+    _refuse_experts(dims)
     names = hf_names(dims, architecture)
     file = _File(directory, "__0_0.distcp")
     with file.stream:

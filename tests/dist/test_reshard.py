@@ -27,10 +27,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tp": 2}),
     "pp2-dp2": (4, {"pp": 2}),
 }
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "ep2": (2, {"ep": 2}),
+    "tp2-ep2-etp1": (2, {"tp": 2, "ep": 2, "etp": 1, "sp": True}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "tp2-ep2": (4, {"tp": 2, "ep": 2, "sp": True}),
+    "pp2-vpp2-ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),
+}
 
 
-@pytest.mark.parametrize(("family", "tied", "dtype"), [("qwen3", True, "bf16"), ("qwen2", False, "fp32")])
-def test_every_layout_loads_every_other(ranks: Ranks, tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype", "layouts"),
+    [("qwen3", True, "bf16", LAYOUTS), ("qwen2", False, "fp32", LAYOUTS), ("qwen3_moe", False, "bf16", EXPERTS)],
+    ids=["qwen3", "qwen2", "qwen3_moe"],
+)
+def test_every_layout_loads_every_other(
+    ranks: Ranks, tmp_path: Path, family: str, tied: bool, dtype: str, layouts: dict[str, tuple[int, dict[str, Any]]]
+) -> None:
     path = str(write_model(tmp_path / "model", family, tied=tied, **SHAPE))
     truth = str(tmp_path / "truth.npz")
     (tensors,) = ranks.run("reshard_jobs:origin", 1, path=path, root=str(tmp_path / "origin"), dtype=dtype)
@@ -39,9 +54,9 @@ def test_every_layout_loads_every_other(ranks: Ranks, tmp_path: Path, family: st
     )
     np.savez(truth, **tensors)
     common = {"path": path, "truth": truth, "dtype": dtype}
-    saved = {name: str(tmp_path / name) for name in LAYOUTS}
-    for name, (world, sizes) in LAYOUTS.items():
+    saved = {name: str(tmp_path / name) for name in layouts}
+    for name, (world, sizes) in layouts.items():
         ranks.run("reshard_jobs:through", world, source=str(tmp_path / "origin"), target=saved[name], **common, **sizes)
-    for _, (world, sizes) in LAYOUTS.items():
+    for _, (world, sizes) in layouts.items():
         compared = ranks.run("reshard_jobs:load_all", world, sources=list(saved.values()), **common, **sizes)
         assert sum(compared) >= len(saved) * sum(value.size for value in tensors.values())

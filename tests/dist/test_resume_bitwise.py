@@ -21,21 +21,30 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "dp2-bf16": (2, {"dtype": "bf16"}),
     "tp2-pp2": (4, TP2 | PP2),
+    "pp2-vpp2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+    "experts-ep2": (2, {"expert_model_parallel_size": 2}),
 }
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two models of one shape with different weights."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """Per family, two models of one shape with different weights."""
     root = tmp_path_factory.mktemp("resume")
-    first, second = (write_model(root / str(seed), "qwen3", seed=seed, tied=True, **SHAPE) for seed in (1, 2))
-    return str(first), str(second)
+
+    def pair(family: str) -> tuple[str, str]:
+        first, second = (
+            write_model(root / f"{family}-{seed}", family, seed=seed, tied=True, **SHAPE) for seed in (1, 2)
+        )
+        return str(first), str(second)
+
+    return {family: pair(family) for family in ("qwen3", "qwen3_moe")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_resume_is_bitwise(ranks: Ranks, models: tuple[str, str], tmp_path: Path, layout: str) -> None:
+def test_resume_is_bitwise(ranks: Ranks, models: dict[str, tuple[str, str]], tmp_path: Path, layout: str) -> None:
     world, sizes = LAYOUTS[layout]
-    results = ranks.run("resume_jobs:resumed", world, path=models[0], other=models[1], root=str(tmp_path), **sizes)
+    path, other = models["qwen3_moe" if layout.startswith("experts") else "qwen3"]
+    results = ranks.run("resume_jobs:resumed", world, path=path, other=other, root=str(tmp_path), **sizes)
     for rank, result in enumerate(results):
         read, loop = result["loop"]
         assert read == loop
