@@ -196,7 +196,7 @@ class CheckpointConfig:
 class TrainerConfig:
     name: str = "trainer"
     trainer_type: str = "megatron"
-    num_ranks: Optional[int] = None  # default: tp x pp x cp on CPU, the GPUs left by the engines otherwise
+    num_ranks: Optional[int] = None  # default: the fewest that the sizes of trainer.megatron need
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     dtype: str = "fp32"  # fp32 | bf16 (bf16 keeps fp32 masters)
     total_steps: Optional[int] = None  # stop after this many steps; default: when the data ends

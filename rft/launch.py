@@ -249,6 +249,12 @@ def describe(config: Config) -> str:
     """What a reader wants to know before the first step."""
     m = config.trainer.megatron
     layout = f"tp{m.tensor_model_parallel_size} pp{m.pipeline_model_parallel_size} cp{m.context_parallel_size}"
+    if m.virtual_pipeline_model_parallel_size:
+        layout += f" vpp{m.virtual_pipeline_model_parallel_size}"
+    if m.expert_model_parallel_size > 1:
+        layout += (
+            f" ep{m.expert_model_parallel_size} etp{m.expert_tensor_parallel_size or m.tensor_model_parallel_size}"
+        )
     parts = [f"mode={config.mode}", f"algorithm={config.algorithm.algorithm_type}"]
     if config.mode in ("both", "train"):
         parts += [f"{config.trainer.num_ranks} trainer rank(s) ({layout})", f"{config.trainer.total_steps} steps"]

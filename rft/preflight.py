@@ -7,7 +7,7 @@ and the fix (`check`). Reads config.json, the tokenizer's files and the task fil
 import os
 import socket
 import uuid
-from math import ceil, prod
+from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
-from rft.config import Config, ConfigError, ModelConfig, TasksetConfig, job_dir, nearest
-from rft.names import Dims, architecture_of, check_layout, hf_names, read_hf_config
+from rft.config import Config, ConfigError, MegatronConfig, ModelConfig, TasksetConfig, job_dir, nearest
+from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.rollout import rewards, workflows
 
 MODES = ("both", "train", "explore", "bench")
@@ -48,7 +48,8 @@ POSITIVE = (
     "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.collective_timeout",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
-    "trainer.megatron.context_parallel_size", "synchronizer.sync_interval", "synchronizer.sync_timeout",
+    "trainer.megatron.context_parallel_size", "trainer.megatron.virtual_pipeline_model_parallel_size",
+    "trainer.megatron.expert_model_parallel_size", "trainer.megatron.expert_tensor_parallel_size", "synchronizer.sync_interval", "synchronizer.sync_timeout",
     "synchronizer.bucket_bytes", "shutdown_grace_s", "cluster.threads_per_rank", "cluster.threads_per_engine",
     "algorithm.optimizer.lr", "buffer.trainer_input.experience_buffer.max_read_timeout",
     "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s",
@@ -74,10 +75,7 @@ def fill(config: Config) -> Config:
     algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
     buffer = config.buffer
     buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
-    megatron = config.trainer.megatron
-    config.trainer.num_ranks = config.trainer.num_ranks or (
-        megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
-    )
+    config.trainer.num_ranks = config.trainer.num_ranks or fewest_ranks(config.trainer.megatron)
     rollout = config.explorer.rollout_model
     rollout.dtype = rollout.dtype or config.trainer.dtype
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
@@ -86,6 +84,13 @@ def fill(config: Config) -> Config:
     if config.deterministic:
         _fill_deterministic(config)
     return config
+
+
+def fewest_ranks(megatron: MegatronConfig) -> int:
+    """That these sizes need: layers of experts are cut in another way than the others, over the same ranks."""
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    experts = (megatron.expert_tensor_parallel_size or tp) * megatron.expert_model_parallel_size
+    return lcm(tp * megatron.context_parallel_size, experts) * pp
 
 
 def check(config: Config) -> None:
@@ -114,8 +119,8 @@ def _check_values(config: Config) -> None:
         if get(config, key) not in choices:
             raise ConfigError(nearest(str(get(config, key)), choices, key))
     for key in POSITIVE:
-        if get(config, key) <= 0:
-            raise ConfigError(f"{key}={get(config, key)}: must be greater than 0")
+        if (value := get(config, key)) is not None and value <= 0:
+            raise ConfigError(f"{key}={value}: must be greater than 0")
     for key in NOT_NEGATIVE:
         if get(config, key) < 0:
             raise ConfigError(f"{key}={get(config, key)}: must be 0 or more")
@@ -173,7 +178,9 @@ def _check_checkpoints(config: Config) -> None:
     if budget is not None:
         hf = read_hf_config(config.model.model_path)
         shapes = hf_names(Dims.of(hf), architecture_of(hf))
-        sizes = {name: 4 * prod(shape) // (tp if len(shape) > 1 else 1) for name, shape in shapes.items()}
+        etp = config.trainer.megatron.expert_tensor_parallel_size or tp
+        cut = {name: 1 if len(shape) == 1 else etp if is_expert(name) else tp for name, shape in shapes.items()}
+        sizes = {name: 4 * prod(shape) // cut[name] for name, shape in shapes.items()}
         largest = max(sizes, key=lambda name: sizes[name])
         if slot_size(sizes[largest], budget) < sizes[largest]:
             least = ceil(2 * slot_size(sizes[largest], None) / 1e6) / 1e3

@@ -62,6 +62,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.mixed = False
         self.round: dict[str, Any] = {}
         self.tied = tied_layers(model)
+        self.experts = expert_methods(model) if device.type == "cpu" else []
 
     def state(self) -> dict[str, Any]:
         """What this worker holds and what its last round took: asked for by the engine actor after every round."""
@@ -103,6 +104,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         initialize_layerwise_reload(self.model)
         self.mixed = True
+        for method in self.experts:
+            method.moe_kernel = None
         try:
             self.model.load_weights(iter(tensors))
             empty = [name for name in unfilled(self.model) if name not in self.tied]
@@ -133,6 +136,13 @@ def tied_layers(model: torch.nn.Module) -> dict[str, Any]:
             if owners.setdefault(id(parameter), name) != name:
                 tied[name] = layer
     return tied
+
+
+def expert_methods(model: torch.nn.Module) -> list[Any]:
+    """What packs the weights of a layer of experts for the CPU: vLLM does so only where it also builds the kernel, once, and
+    would copy unpacked weights over packed ones afterwards. Without a kernel it builds and packs again."""
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    return [method for method in methods if hasattr(method, "moe_kernel")]
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:

@@ -21,8 +21,17 @@ NUM_EVAL = 256
 
 def prepare(config: Config) -> None:
     """Write model and tasks for `config.seed` unless an earlier attempt did; remember when the run first started."""
+    _prepare(config, "qwen3", layers=6, ffn=512)
+
+
+def prepare_experts(config: Config) -> None:
+    """The same with a mixture of experts."""
+    _prepare(config, "qwen3_moe", layers=4, ffn=512, experts=8, experts_per_token=2)
+
+
+def _prepare(config: Config, family: str, **sizes: int) -> None:
     assets = Path(config.model.model_path).parent
-    write_model(config.model.model_path, "qwen3", seed=config.seed, hidden=192, layers=6, heads=6, kv_heads=2, ffn=512)
+    write_model(config.model.model_path, family, seed=config.seed, hidden=192, heads=6, kv_heads=2, **sizes)
     write_arithmetic(assets, seed=config.seed, num_eval=NUM_EVAL)
     started = assets / "started"
     if not started.exists():

@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from rft.config import ConfigError, MegatronConfig
-from rft.names import RULES, SUPPORTED, Dims, bind, check_layout, hf_names, hf_shape, read_hf_config, rope_of, segments
+from rft.names import (
+    RULES,
+    SUPPORTED,
+    Dims,
+    bind,
+    check_layout,
+    hf_names,
+    hf_shape,
+    is_expert,
+    read_hf_config,
+    rope_of,
+    segments,
+)
 
 HF: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 3,
@@ -76,7 +88,7 @@ def test_shards_cover_every_element_once(size: int) -> None:
     for groups in (1, 2, 4, 8):
         d = dims(num_key_value_heads=groups, head_dim=4)
         for rule in RULES:
-            if rule.kind == "replicated" or (d.heads + 2 * groups) * d.head_size % size:
+            if rule.kind == "replicated" or is_expert(rule.hf[0]) or (d.heads + 2 * groups) * d.head_size % size:
                 continue
             counts = [np.zeros(hf_shape(rule.kind, part, name, d), dtype=int) for part, name in enumerate(rule.hf)]
             for rank in range(size):
@@ -94,8 +106,14 @@ def test_names_bind_with_the_stage_offset_and_for_both_specs() -> None:
     assert bind("decoder.layers.0.input_layernorm.weight", 0) == bind(
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", 0
     )
-    with pytest.raises(KeyError, match="router"):
-        bind("decoder.layers.0.mlp.router.weight", 0)
+    assert bind("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 3, 4).hf == (
+        "model.layers.3.mlp.experts.5.down_proj.weight",
+    )
+    assert bind("decoder.layers.0.mlp.experts.linear_fc1.weight1", 3, 4) == bind(
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 3, 4
+    )
+    with pytest.raises(KeyError, match="shared_experts"):
+        bind("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", 0)
 
 
 def test_every_family_has_its_own_tensors() -> None:
@@ -131,6 +149,40 @@ def test_indivisible_groups_and_ffn_are_refused() -> None:
     check_layout(HF, MegatronConfig(4, 2, 2), 16)
 
 
+MOE = HF | {"num_experts": 6, "moe_intermediate_size": 12, "architectures": ["Qwen3MoeForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("hf", "sizes", "ranks", "text"),
+    [
+        (HF, {"expert_model_parallel_size": 2}, 2, "expert_model_parallel_size=2 needs a model with experts"),
+        (HF, {"expert_tensor_parallel_size": 1}, 1, "leave it and expert_tensor_parallel_size out"),
+        (
+            MOE,
+            {"expert_model_parallel_size": 4},
+            4,
+            "expert_model_parallel_size=4 does not divide the model's 6 experts",
+        ),
+        (MOE, {"expert_model_parallel_size": 2}, 3, "num_ranks=3 is no multiple of expert tensor x expert"),
+        (MOE, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5}, 10, "moe_intermediate_size 12"),
+        (MOE, {"tensor_model_parallel_size": 2}, 2, "sequence_parallel=false"),
+        (
+            MOE,
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+            2,
+            "needs expert_model_parallel_size > 1",
+        ),
+        (HF, {"virtual_pipeline_model_parallel_size": 2}, 1, "needs pipeline_model_parallel_size > 1"),
+        (HF, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4}, 2, "4 layers"),
+    ],
+)
+def test_layouts_of_experts_and_virtual_stages_that_cannot_be_are_refused(
+    hf: dict[str, Any], sizes: dict[str, Any], ranks: int, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_layout(hf, MegatronConfig(**sizes), ranks)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -138,6 +190,7 @@ def test_indivisible_groups_and_ffn_are_refused() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
         ({"use_sliding_window": True}, "sliding"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_only_layers": [1]}, "dense layers among those of experts"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
 )
