@@ -25,6 +25,8 @@ from rft.monitor import logs
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 2**20  # batches of tokens, never weights, go through Ray's object store
 GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
+RAY_STARTS = 3
+RAY_IS_LATE = "node timed out during startup"
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -41,6 +43,18 @@ DOING = {
     "explorer": "exploring",
 }  # for messages
 Failed = Callable[[str, str, str], None]
+
+
+def start_patiently(start: Callable[..., Any], **settings: Any) -> None:
+    """Start a private Ray. It gives its own processes 30 seconds, fixed, which a crowded machine may not keep: then again."""
+    for left in reversed(range(RAY_STARTS)):
+        try:
+            start(**settings)
+            return
+        except Exception as error:  # Ray raises no class of its own here
+            if left == 0 or RAY_IS_LATE not in str(error):
+                raise
+            log.warning("Ray did not come up in its own time; %d more tries", left)
 
 
 class PartFailed(RuntimeError):
@@ -147,7 +161,8 @@ class Actors:
             else:
                 os.environ.update(GCS_GONE)
                 actors = 3 + self.config.explorer.rollout_model.engine_num
-                ray.init(
+                start_patiently(
+                    ray.init,
                     num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
                 )  # fmt: skip

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from rft import launch, ranks
+from rft.actors import start_patiently
 from rft.launch import EXIT_CODES, Event, kind, root_cause
 
 
@@ -85,3 +86,23 @@ end_descendants()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() -> None:
+    tries: list[str] = []
+
+    def start(**settings: object) -> None:
+        tries.append("tried")
+        if len(tries) < 3:
+            raise Exception("The current node timed out during startup. This could happen because ...")
+
+    start_patiently(start, num_cpus=1)
+    assert len(tries) == 3
+
+    def broken(**settings: object) -> None:
+        tries.append("tried")
+        raise ConnectionError("no such address")
+
+    with pytest.raises(ConnectionError):
+        start_patiently(broken)
+    assert len(tries) == 4
