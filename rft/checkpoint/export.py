@@ -3,9 +3,9 @@
     python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET       (started by the agent after a commit)
 
 In: a committed checkpoint (a path or a URL), and the model directory that the run began with: its config, tokenizer
-and template files are copied. Out: TARGET, which gets its name when everything in it is durable. No torch; a slab of
-rows in memory at a time. Invariant: every byte was verified against its receipt on the way; no name `TARGET` without
-all of its files.
+and template files are copied. Out: TARGET, which gets its name when everything in it is durable; of a run that trains an
+adapter (LoRA), the adapter alone, as PEFT and vLLM load it. No torch; a slab of rows in memory at a time.
+Invariant: every byte was verified against its receipt on the way; no name `TARGET` without all of its files.
 """
 
 import contextlib
@@ -65,26 +65,37 @@ def export(
     disk = disk or Disk()
     hf = read_hf_config(source)
     with Checkpoint(storage, path) as checkpoint:
+        adapter = checkpoint.manifest.about.get("adapter")
         tensors = plan(checkpoint, hf)
         for file in checkpoint.files():
             file.chunk(0)  # open now: retention may take the directory away meanwhile, open files stay readable
         total = sum(tensor.bytes for tensor in tensors)
         with draft_of(target, disk) as draft:
             _check_space(draft, total, disk)
-            _copy_files(Path(source), draft, tensors[0].dtype, disk)
+            if adapter:
+                _put(draft / "adapter_config.json", (json.dumps(adapter, indent=2) + "\n").encode(), disk)
+                shards = [("adapter_model.safetensors", tensors)]
+            else:
+                _copy_files(Path(source), draft, tensors[0].dtype, disk)
+                shards = list(_shards(tensors, shard_bytes))
             done = 0
-            for file, part in _shards(tensors, shard_bytes):
+            for file, part in shards:
                 for count in _write(draft / file, checkpoint, part, disk):
                     done += count
                     seen(done, total)
-            _write_index(draft, list(_shards(tensors, shard_bytes)), total, disk)
+            _write_index(draft, shards, total, disk)
             publish(draft, target, disk)
     return True
 
 
 def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
-    """What the export holds, in the order of `hf_names`. Raises Mismatch if the checkpoint is not of this model."""
+    """What the export holds, in the order of `hf_names`. Raises Mismatch if the checkpoint is not of this model.
+
+    Of a run that trains an adapter: all of its weights, for those of the base model are in none of its checkpoints.
+    """
     held = checkpoint.tensors
+    if checkpoint.manifest.about.get("adapter"):
+        return [Tensor(k.removeprefix(MODEL), k, *held[k]) for k in sorted(held) if k.startswith(MODEL)]
     wanted = hf_names(Dims.of(hf), architecture_of(hf))
     missing = [name for name in wanted if MODEL + name not in held]
     wrong = [

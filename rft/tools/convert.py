@@ -55,6 +55,8 @@ def to_torch_dist(run: Run, name: str, model: str | None, target: Path, progress
         Checkpoint(run.storage, name) as checkpoint,
         progress(f"{name} to torch_dist", _weight_bytes(run, name)) as seen,
     ):
+        if checkpoint.manifest.about.get("adapter"):
+            raise InputError(f"{run.where}/{name} holds an adapter (LoRA) only: export it --to huggingface")
         hf_export.plan(checkpoint, hf)
         with hf_export.draft_of(target, disk) as draft:
             torch_dist.write(
