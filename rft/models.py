@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rft.megatron.network import Network
     from rft.megatron.policy import Policy
 
+EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
+
 
 class Models:
     """`critic_warmup`: training steps at the start in which only the critic learns; `policy.step` does not count them."""
@@ -58,16 +60,16 @@ class Models:
     ) -> dict[str, float]:
         """One update of each model that learns in this step; `before_update` is called once, before any weight changes.
 
-        While only the critic learns, `loss` and `grad_norm` are its own.
+        While only the critic learns, the numbers that every step has are its own.
         """
         if self.critic is None:
             return self.policy.train_step(part, token_loss, before_update)
         waiting = self.critic.step < self.critic_warmup
         of_critic = self.critic.gradients(part, self.value_loss)
-        of_policy = of_critic if waiting else self.policy.gradients(part, token_loss)
+        of_policy = {} if waiting else self.policy.gradients(part, token_loss)
         before_update()
         of_critic = self.critic.update(of_critic)
-        of_policy = of_critic if waiting else self.policy.update(of_policy)
+        of_policy = {name: of_critic[name] for name in EVERY_STEP} if waiting else self.policy.update(of_policy)
         return of_policy | {f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"}
 
     def snapshot(self) -> Snapshot:

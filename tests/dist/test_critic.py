@@ -49,11 +49,13 @@ def trunk(path: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).model
 
 
-def joined(results: list[dict[str, Any]], name: str) -> dict[str, np.ndarray]:
-    """Whole Hugging Face tensors from the pieces of all ranks."""
+def joined(results: list[dict[str, Any]], name: str, kinds: bool = False) -> dict[str, np.ndarray]:
+    """Whole Hugging Face tensors from the pieces of all ranks; `kinds`: there are several of each."""
     found: dict[str, np.ndarray] = {}
     for claim, values in (piece for result in results for piece in result[name]):
-        whole = found.setdefault(claim.key.split("/", 1)[1], np.full(claim.global_shape, np.nan))
+        whole = found.setdefault(
+            claim.key if kinds else claim.key.split("/", 1)[1], np.full(claim.global_shape, np.nan)
+        )
         for box in boxes(claim):
             cut = tuple(slice(low, low + n) for low, n in zip(box.offset, box.shape, strict=True))
             whole[cut] = values.reshape(-1)[box.start : box.start + whole[cut].size].reshape(box.shape)
@@ -204,11 +206,11 @@ def saved(ranks: Ranks, paths: dict[str, str], tmp_path_factory: pytest.TempPath
 def test_a_critic_loads_into_another_layout(
     ranks: Ranks, paths: dict[str, str], saved: tuple[str, str], layout: str
 ) -> None:
-    wanted = joined(ranks.run("critic_jobs:read", 4, **paths, root=saved[0], tp=2, pp=2), "pieces")
+    wanted = joined(ranks.run("critic_jobs:read", 4, **paths, root=saved[0], tp=2, pp=2), "pieces", kinds=True)
     world, sizes = LAYOUTS.get(layout, (1, {}))
     results = ranks.run("critic_jobs:read", world, **paths, root=saved[0], **sizes)
     assert all(result["steps"] == (1, 2) for result in results)
-    found = joined(results, "pieces")
+    found = joined(results, "pieces", kinds=True)
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], value) for name, value in wanted.items())
 
