@@ -25,7 +25,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2": (4, TP2 | {"pp": 2}),
     "tp2-cp2": (4, TP2 | {"cp": 2}),
     "dp2-pp2": (4, {"pp": 2}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
 }
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {"ep2": (2, {"ep": 2}), "tp2-ep2": (4, TP2 | {"ep": 2})}
 FAMILY, OTHER = "qwen3", "second"
 
 
@@ -135,7 +137,18 @@ def test_a_step_with_a_critic_is_the_same_on_every_mesh(
     ranks: Ranks, paths: dict[str, str], alone: dict[str, Any], layout: str
 ) -> None:
     world, sizes = LAYOUTS[layout]
-    results = ranks.run("critic_jobs:step", world, **paths, **sizes)
+    assert_same_step(ranks.run("critic_jobs:step", world, **paths, **sizes), alone)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_critic_of_experts_is_the_same_on_every_mesh(ranks: Ranks, checkpoints: dict[str, Path], layout: str) -> None:
+    world, sizes = EXPERTS[layout]
+    path = str(checkpoints["moe"])
+    (alone,) = ranks.run("critic_jobs:step", 1, path=path, other=path)
+    assert_same_step(ranks.run("critic_jobs:step", world, path=path, other=path, **sizes), alone)
+
+
+def assert_same_step(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert all(result["metrics"] == results[0]["metrics"] for result in results), "ranks report different metrics"
     assert all(result["scored"] == results[0]["scored"] for result in results)
     assert results[0]["scored"] == pytest.approx(alone["scored"], rel=1e-4, abs=1e-5)
