@@ -43,11 +43,22 @@ class AlgorithmConfig:
     policy_loss_fn: Optional[str] = None
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: Optional[str] = None  # token-mean | seq-mean-token-mean | seq-mean-token-sum
+    proximal_logprobs: bool = False  # the policy scores its batch first: the loss's ratio is to that, not to the engine
+    kl_loss_fn: Optional[str] = (
+        None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's own
+    )
+    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
+    kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
+    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
+    entropy_loss_fn: str = "default"  # default | none
+    entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # entropy_coef (0.0)
 
 
 @dataclass
 class ModelConfig:
     model_path: str = MISSING  # directory of a Hugging Face checkpoint
+    ref_model_path: Optional[str] = None  # what a KL term compares with; default: model_path, as it was at the start
+    critic_model_path: Optional[str] = None  # what the critic's trunk begins as; default: model_path
     custom_chat_template: Optional[str] = None
     chat_template_path: Optional[str] = None  # file; wins over custom_chat_template
     max_model_len: Optional[int] = None  # default: max_prompt_tokens + max_response_tokens
@@ -202,6 +213,7 @@ class TrainerConfig:
     total_steps: Optional[int] = None  # stop after this many steps; default: when the data ends
     stop_at_loss: Optional[float] = None  # stop early, once the mean loss of the last 5 steps is at most this
     grad_clip: float = 1.0
+    critic_warmup: int = 0  # steps at the start that train only the critic
     max_token_len_per_gpu: int = 16384  # tokens of one packed microbatch
     save_interval: int = 0  # steps; 0: only at the end
     save_strategy: str = "unrestricted"  # | single_node | single_process | single_thread: who writes at a time
@@ -210,6 +222,18 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     max_restarts: int = 0  # how often dead ranks are started again
     collective_timeout: float = 1800.0  # seconds
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = 1e-5
+
+
+@dataclass
+class CriticConfig:
+    optim: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    grad_clip: float = 1.0
+    cliprange_value: float = 0.5  # how far a value may move from what it was before the step
 
 
 @dataclass
@@ -251,6 +275,7 @@ class Config:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)  # of algorithms that need values, like ppo
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -67,6 +67,23 @@ class GenerateRequest(Record, kw_only=True):
     stop_token_ids: list[int] = []  # besides the model's own end of sequence; the one that was met is in the response
 
 
+class RoutedExperts(Record, kw_only=True):
+    """Which experts an engine sent each token through, so that a trainer may send it the same way (router replay).
+
+    `data`: expert numbers of `dtype`, little-endian, of shape (positions, layers, top_k): position p is token p of prompt and
+    response together. The last token of a response was never sent through the model, so it may be left out.
+    """
+
+    layers: int
+    top_k: int
+    dtype: Literal["uint8", "uint16"] = "uint8"
+    data: bytes
+
+    @property
+    def positions(self) -> int:
+        return len(self.data) // (self.layers * self.top_k * (2 if self.dtype == "uint16" else 1))
+
+
 class Completion(Record, kw_only=True):
     """One continuation: ids, their log-probabilities under the distribution sampled from, and who sampled each token."""
 
@@ -74,6 +91,7 @@ class Completion(Record, kw_only=True):
     logprobs: list[float]
     versions: list[VersionSpan]
     stop: StopReason
+    routed_experts: RoutedExperts | None = None
 
 
 class Experience(Record, kw_only=True):
@@ -82,7 +100,7 @@ class Experience(Record, kw_only=True):
     `tokens` = prompt + response, `prompt_length` splits them. `logprobs`, `action_mask` (and `advantages` where set) have
     one entry per response token; `action_mask` is 1 where the policy chose the token. `reward_outcome` tells a real
     reward of 0 from a reward function that timed out or failed. `group` is the admission number of its group, -1 for
-    data that no group made (supervised rows, evaluation).
+    data that no group made (supervised rows, evaluation). `routed_experts` is kept in the record: packing leaves it out.
     """
 
     tokens: list[int]
@@ -98,6 +116,7 @@ class Experience(Record, kw_only=True):
     sample: int = 0
     task: str = ""
     timeline: int = 0  # run epoch that made it
+    routed_experts: RoutedExperts | None = None
     metrics: dict[str, float] = {}
     info: dict[str, Any] = {}
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rft.config import ConfigError, MegatronConfig
 
 Kind = Literal["qkv", "gate_up", "column", "row", "vocab", "replicated"]
+VALUE_HEAD = "score.weight"  # [1, h]: a critic's, under the name that transformers gives the head of a scoring model
 VOCAB_MULTIPLE = 8  # the padded vocabulary divides evenly by this times T; small, so that toy vocabularies stay small
 
 
@@ -68,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
     Rule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
+    Rule("replicated", ("output_layer.value",), (VALUE_HEAD,)),
 )
 
 
@@ -186,6 +188,8 @@ def bind(name: str, first_layer: int, first_expert: int = 0) -> Bound:
 
 def hf_shape(kind: Kind, part: int, name: str, dims: Dims) -> tuple[int, ...]:
     """Shape of HF part number `part` of a rule; `name` tells weights from biases and norms of a head from the others."""
+    if name == VALUE_HEAD:
+        return (1, dims.hidden)
     ffn = dims.expert_ffn if is_expert(name) else dims.ffn
     if kind == "replicated":
         if name.endswith("mlp.gate.weight"):
@@ -266,6 +270,8 @@ def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
 def applies(rule: Rule, features: frozenset[str], tied: bool) -> bool:
     """Whether a model with these `SUPPORTED` features has the rule's HF tensors."""
     name = rule.megatron[0]
+    if rule.hf[0] == VALUE_HEAD:
+        return False
     if name == "output_layer.weight":
         return not tied
     if name.endswith("linear_qkv.bias"):

@@ -2,14 +2,14 @@
 
     rows ──pack──► [dp rank][microbatch] Packed ──slice_cp──► this context-parallel rank's tokens
 
-Every array of a `Packed` is aligned to the *predicting* position t: `labels[t]`, `weight[t]`, `behaviour[t]` and
-`advantage[t]` belong to the next token of the same sequence. Invariant: every token of every row is in exactly one
-microbatch of one rank, and a weight that is not 0 stands only before a trained token; so the sum of weight * loss over
-everything is the step's loss, however the rows were cut.
+Every array of a `Packed` is aligned to the *predicting* position t: `labels[t]`, `weight[t]`, `behaviour[t]`,
+`advantage[t]` and the scores at t belong to the next token of the same sequence. Invariant: every token of every row is
+in exactly one microbatch of one rank, and a weight that is not 0 stands only before a trained token; so the sum of
+weight * loss over everything is the step's loss, however the rows were cut.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -67,6 +67,9 @@ class Row:
     advantage: np.ndarray
     weight: np.ndarray  # global loss weight of the token, already divided by the global counts
     temperature: float = 1.0
+    scores: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # more of the kind, by name; all rows of a step have the same
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Packed:
     temperature: np.ndarray
     cu_seqlens: np.ndarray  # int32 [sequences + 1]
     rows: np.ndarray  # int32 [sequences]: index of each sequence in the list given to `pack`
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # float32 [T] each: of the rows, or of other models
 
     @property
     def length(self) -> int:
@@ -242,12 +246,15 @@ def _join(rows: list[Row], chosen: list[int], multiple: int) -> Packed:
         temperature=joined([np.full(len(row.tokens), row.temperature) for row in picked], np.float32, 1.0),
         cu_seqlens=cu_seqlens,
         rows=np.array(chosen, dtype=np.int32),
+        scores={
+            name: shifted([row.scores[name] for row in picked], np.float32) for name in (rows[0].scores if rows else ())
+        },
     )
 
 
-def empty(length: int) -> Packed:
-    """A microbatch of padding only."""
-    return _join([], [], length)
+def empty(length: int, scores: Iterable[str] = ()) -> Packed:
+    """A microbatch of padding only, with scores of these names."""
+    return replace(_join([], [], length), scores={name: np.zeros(length, dtype=np.float32) for name in scores})
 
 
 def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:
@@ -260,14 +267,16 @@ def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: in
     starts, stops = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
     bounds = stops - starts if size == 1 else 2 * -((starts - stops) // (2 * size))
     target = max(length, multiple, -(-len(flat) // multiple) * multiple)
-    arrays = {}
-    for name in TOKEN_FIELDS:
-        source = getattr(packed, name)
-        out = np.full(target, PADDING.get(name, 0), dtype=source.dtype)
-        out[: len(flat)] = np.where(flat >= 0, source[np.maximum(flat, 0)], PADDING.get(name, 0))
-        arrays[name] = out
+
+    def sliced(source: np.ndarray, padding: float = 0) -> np.ndarray:
+        out = np.full(target, padding, dtype=source.dtype)
+        out[: len(flat)] = np.where(flat >= 0, source[np.maximum(flat, 0)], padding)
+        return out
+
+    arrays = {name: sliced(getattr(packed, name), PADDING.get(name, 0)) for name in TOKEN_FIELDS}
     cu_seqlens = np.concatenate([[0], np.cumsum(bounds, dtype=np.int64)]).astype(np.int32)
-    return Packed(**arrays, cu_seqlens=cu_seqlens, rows=packed.rows)
+    scores = {name: sliced(values) for name, values in packed.scores.items()}
+    return Packed(**arrays, cu_seqlens=cu_seqlens, rows=packed.rows, scores=scores)
 
 
 def cp_index(packed: Packed, rank: int, size: int) -> np.ndarray:
@@ -297,13 +306,20 @@ def cp_positions(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
 
 def encode_part(part: list[Packed]) -> bytes:
     """Bytes of one rank's microbatches: msgpack of dtype and raw data, no pickle."""
-    return msgspec.msgpack.encode(
-        [[(f.name, a.dtype.str, a.tobytes()) for f in fields(p) for a in [getattr(p, f.name)]] for p in part]
-    )
+    return msgspec.msgpack.encode([(_encoded(_arrays(packed)), _encoded(packed.scores)) for packed in part])
 
 
 def decode_part(data: bytes) -> list[Packed]:
-    return [
-        Packed(**{name: np.frombuffer(raw, dtype=dtype) for name, dtype, raw in arrays})
-        for arrays in msgspec.msgpack.decode(data)
-    ]
+    return [Packed(**_decoded(arrays), scores=_decoded(scores)) for arrays, scores in msgspec.msgpack.decode(data)]
+
+
+def _arrays(packed: Packed) -> dict[str, np.ndarray]:
+    return {f.name: getattr(packed, f.name) for f in fields(packed) if f.name != "scores"}
+
+
+def _encoded(arrays: dict[str, np.ndarray]) -> list[tuple[str, str, bytes]]:
+    return [(name, array.dtype.str, array.tobytes()) for name, array in arrays.items()]
+
+
+def _decoded(arrays: list[tuple[str, str, bytes]]) -> dict[str, np.ndarray]:
+    return {name: np.frombuffer(raw, dtype=dtype) for name, dtype, raw in arrays}

@@ -13,9 +13,7 @@ from typing import Any
 
 import fsspec
 
-from rft.algorithm import ALGORITHMS
-from rft.algorithm.advantages import ADVANTAGES
-from rft.algorithm.losses import LOSSES
+from rft.algorithm import ALGORITHMS, recipe
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
@@ -36,6 +34,7 @@ CHOICES = {
     "trainer.checkpoint.when_busy": ("wait", "skip", "newest_wins"),
     "trainer.checkpoint.best_mode": ("max", "min"),
     "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "critic.optim.lr_scheduler_type": ("constant", "linear", "cosine"),
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
@@ -53,14 +52,15 @@ POSITIVE = (
     "synchronizer.sync_interval", "synchronizer.sync_timeout",
     "synchronizer.bucket_bytes", "shutdown_grace_s", "cluster.threads_per_rank", "cluster.threads_per_engine",
     "algorithm.optimizer.lr", "buffer.trainer_input.experience_buffer.max_read_timeout",
-    "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s",
+    "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s", "critic.optim.lr", "critic.cliprange_value",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
     "trainer.max_restarts", "trainer.grad_clip", "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
     "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",
-    "trainer.checkpoint.max_gb",
+    "trainer.checkpoint.max_gb", "trainer.critic_warmup", "critic.grad_clip", "critic.optim.weight_decay",
+    "critic.optim.lr_warmup_steps",
 )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def fill(config: Config) -> Config:
     algorithm.advantage_fn = algorithm.advantage_fn or defaults.advantage_fn
     algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
     algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
+    algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
     buffer = config.buffer
     buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
     config.trainer.num_ranks = config.trainer.num_ranks or fewest_ranks(config.trainer.megatron)
@@ -225,10 +226,8 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.repeat_times={algorithm.repeat_times} with {algorithm.algorithm_type}: a group of one has no baseline "
             f"to compare with; set it to {kind.min_repeat_times} or more"
         )
-    if algorithm.advantage_fn is not None and algorithm.advantage_fn not in ADVANTAGES:
-        raise ConfigError(nearest(algorithm.advantage_fn, ADVANTAGES, "algorithm.advantage_fn"))
-    if algorithm.policy_loss_fn not in LOSSES:
-        raise ConfigError(nearest(str(algorithm.policy_loss_fn), LOSSES, "algorithm.policy_loss_fn"))
+    recipe.check(algorithm)
+    _check_beside(config)
     storage = config.buffer.trainer_input.experience_buffer.storage_type
     if kind.source == "rows" and (config.mode != "train" or storage != "file"):
         raise ConfigError(
@@ -239,6 +238,35 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
             "buffer.trainer_input.experience_buffer.storage_type=queue"
+        )
+
+
+def _check_beside(config: Config) -> None:
+    """Models beside the policy: there where they are needed, cut like it, with its tokens and its context."""
+    needed = {
+        "model.ref_model_path": recipe.needs_reference(config.algorithm),
+        "model.critic_model_path": recipe.needs_critic(config.algorithm),
+    }
+    own = read_hf_config(config.model.model_path)
+    for key, is_needed in needed.items():
+        path = get(config, key)
+        if path is None or not is_needed:
+            continue
+        try:
+            hf = read_hf_config(path)
+            check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.model_path", key)) from error
+        for name, wanted in (
+            ("vocab_size", own["vocab_size"]),
+            ("max_position_embeddings", config.model.max_model_len),
+        ):
+            if int(hf[name]) < int(wanted or 0):
+                raise ConfigError(f"{key}={path}: its {name} is {hf[name]}, the policy's tokens need {wanted}")
+    if config.trainer.critic_warmup and not needed["model.critic_model_path"]:
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup}: algorithm.advantage_fn={config.algorithm.advantage_fn} has "
+            "no critic; set it to 0, or use algorithm_type=ppo"
         )
 
 

@@ -121,17 +121,14 @@ def run(rank: Rank) -> None:
 def _train(rank: Rank, mesh: Any) -> None:
     from rft.checkpoint.disk import Disk
     from rft.checkpoint.storage import LocalStorage
-    from rft.megatron.policy import Policy
 
     config = rank.config
-    policy = Policy(
-        config.model, config.trainer, config.algorithm.optimizer, mesh, config.seed, config.trainer.total_steps
-    )
+    models = build_models(config, mesh)
     log.info("rank %d of %d: %s, %s", mesh.rank, mesh.world, rank.device.describe(), config.trainer.dtype)
     monitor = None
-    trainer = rank.trainer = build_trainer(rank, mesh, policy)
+    trainer = rank.trainer = build_trainer(rank, mesh, models)
     step = resume(trainer, config)
-    trainer.checkpoints.start(policy)
+    trainer.checkpoints.start(models)
     trainer.evaluations.await_ready()
     trainer.publisher.connect()
     if mesh.rank == 0:
@@ -165,18 +162,37 @@ def _train(rank: Rank, mesh: Any) -> None:
             "huggingface": str(export_dir(rank.job, reached)),
         }
         LocalStorage(rank.job, Disk()).put("result.json", json.dumps(result, indent=1).encode())
-    policy.close()
+    models.close()
 
 
-def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
+def build_models(config: Config, mesh: Any) -> Any:
+    """The policy, and beside it what the algorithm needs. The policy comes first: it seeds the generators."""
+    from rft.algorithm import recipe
+    from rft.megatron.critic import Critic
+    from rft.megatron.network import Reference
+    from rft.megatron.policy import Policy
+    from rft.models import Models
+
+    model, trainer, steps = config.model, config.trainer, config.trainer.total_steps
+    learning = steps if steps is None else max(1, steps - trainer.critic_warmup)
+    policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
+    reference = critic = None
+    if recipe.needs_reference(config.algorithm):
+        reference = Reference(model.ref_model_path or model.model_path, trainer, mesh)
+    if recipe.needs_critic(config.algorithm):
+        critic = Critic(model.critic_model_path or model.model_path, trainer, config.critic, mesh, steps)
+    return Models(policy, reference, critic, config.algorithm, trainer.critic_warmup, config.critic.cliprange_value)
+
+
+def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     """Everything the loop needs, each from its own section. Rank 0 alone holds handles to the outside."""
-    from rft.algorithm.losses import token_loss
+    from rft.algorithm import recipe
     from rft.feed import Feed, is_supervised
     from rft.packing import Cost
     from rft.sync.publisher import Publisher
     from rft.trainer import Trainer
 
-    config = rank.config
+    config, policy = rank.config, models.policy
     rollouts = not is_supervised(config.algorithm) and config.mode == "both"
     lead = mesh.rank == 0
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
@@ -189,7 +205,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     return Trainer(
         config=config.trainer,
         mesh=mesh,
-        policy=policy,
+        models=models,
         feed=feed,
         publisher=Publisher(mesh, policy, synchronizer, config.synchronizer, epoch, enabled=rollouts),
         checkpoints=checkpoint_manager(rank, mesh, epoch),
@@ -198,7 +214,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
         ),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
-        token_loss=token_loss(str(config.algorithm.policy_loss_fn), config.algorithm.policy_loss_fn_args),
+        token_loss=recipe.policy_loss(config.algorithm),
         sync_interval=config.synchronizer.sync_interval,
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
@@ -239,7 +255,7 @@ def tokenizer_of(config: Config) -> Any:
 
 def resume(trainer: Any, config: Config) -> int:
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy version."""
-    loop = trainer.checkpoints.load(trainer.policy)
+    loop = trainer.checkpoints.load(trainer.models)
     step = int(loop["step"]) if loop else 0
     trainer.recent_losses.extend(loop["recent_losses"] if loop else [])
     if isinstance(trainer.feed.source, control.QueueSource):

@@ -1,9 +1,9 @@
 """The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ only in max_staleness.
 
-    feed.next ──► policy.train_step ──► publisher.start ──► metrics ──► evaluate if due ──► checkpoint if due
-    (waits for      (before the optimizer       (weights of version step+1 stream out while the
-     its batch)      changes weights: waits      next step computes)
-                     for the last push)
+    feed.next ──► models.score ──► models.train_step ──► publisher.start ──► metrics ──► evaluate, checkpoint if due
+    (waits for     (where the       (before an optimizer    (weights of version step+1
+     its batch)     algorithm        changes weights: waits   stream out while the
+                    needs it)        for the last push)       next step computes)
 
 Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the
 optimizer changes weights, for the previous push of those weights and the copies of the previous checkpoint.
@@ -27,7 +27,7 @@ from rft.sync.publisher import Publisher
 
 if TYPE_CHECKING:
     from rft.megatron.mesh import Mesh
-    from rft.megatron.policy import Policy
+    from rft.models import Models
 
 LOSS_WINDOW = 5  # steps; one batch's loss is noisy, twenty would notice too late
 
@@ -38,7 +38,7 @@ class Trainer:
 
     config: TrainerConfig
     mesh: "Mesh"
-    policy: "Policy"
+    models: "Models"
     feed: Feed
     publisher: Publisher
     checkpoints: CheckpointManager
@@ -65,8 +65,10 @@ class Trainer:
                 batch = self.feed.next(step, self.stopping())
             if batch is None:
                 break
+            with self._doing("score"):
+                part, scored = self.models.score(batch.part)
             with self._doing("train"):
-                metrics = self.policy.train_step(batch.part, self.token_loss, before_update=self._before_update)
+                metrics = self.models.train_step(part, self.token_loss, before_update=self._before_update)
             step += 1
             self.recent_losses.append(metrics["loss"])
             if step % self.sync_interval == 0:
@@ -74,7 +76,7 @@ class Trainer:
             self.feed.consumed(step - 1)
             self.log_step(
                 step,
-                batch.metrics | metrics | self.publisher.last | self.checkpoints.metrics() | self.timer.pop(),
+                batch.metrics | scored | metrics | self.publisher.last | self.checkpoints.metrics() | self.timer.pop(),
                 batch.experiences,
             )
             self._evaluate(step)
@@ -96,7 +98,7 @@ class Trainer:
     def _save(self, step: int, due: bool) -> None:
         """Begin to save, unless that was done; and hear what has become of earlier saves."""
         if due and self.checkpoints.requested != step:
-            self.checkpoints.save(step, self.policy, self.loop_state(step))
+            self.checkpoints.save(step, self.models, self.loop_state(step))
         for report in self.checkpoints.poll():
             if isinstance(report, Retained):
                 self.feed.retain(report.oldest)

@@ -1,7 +1,8 @@
 """Algorithms as data: which advantage, which loss, which aggregation. The functions live one noun per file beside this.
 
 An algorithm never touches the explorer, the packing or the trainer: it names a function that turns the rewards of a
-group into advantages (`advantages.py`) and one that turns log-probabilities into a loss per token (`losses.py`).
+group (`advantages.py`) or the values of a critic (`gae.py`) into advantages, and one that turns log-probabilities into a
+loss per token (`losses.py`). Which models a step needs beside the policy follows from these names (`recipe.py`).
 Adding one is one function and one entry here. Importing this package loads neither torch nor numpy.
 """
 
@@ -19,9 +20,11 @@ class Algorithm:
     loss_agg_mode: str
     repeat_times: int
     min_repeat_times: int = 1
+    kl_loss_fn: str = "none"
 
 
 ALGORITHMS = {
     "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8, min_repeat_times=2),
+    "ppo": Algorithm("rollouts", "ppo", "ppo", "token-mean", repeat_times=1, kl_loss_fn="k2"),
     "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1),
 }

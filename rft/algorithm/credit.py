@@ -1,14 +1,17 @@
 """From the experiences of one step to rows that can be packed: advantages, global loss weights, aligned arrays.
 
 In: a `Batch` (whole step, at rank 0). Out: `packing.Row`s and the step's reward metrics. Weights are divided by counts over
-the whole batch here, before anything is cut, so no later split can change the gradient.
+the whole batch here, before anything is cut, so no later split can change the gradient. Advantages per token are made later,
+where the values lie (`rft.models`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rft.algorithm.advantages import ADVANTAGES
+from rft.algorithm.gae import TOKEN_ADVANTAGES
 from rft.experience import Experience
 from rft.packing import Row, token_weights
 
@@ -16,16 +19,31 @@ from rft.packing import Row, token_weights
 def rows(
     experiences: list[Experience], advantage_fn: str | None, advantage_args: dict[str, Any], mode: str
 ) -> list[Row]:
-    """One row per experience that has at least one trained token; `mode` is a loss_agg_mode."""
+    """One row per experience that has at least one trained token; `mode` is a loss_agg_mode.
+
+    Advantages that need a value of every token are 0 here, and the rewards travel as the score `reward`.
+    """
     advantages = np.zeros(len(experiences))
-    if advantage_fn is not None:
+    if advantage_fn in ADVANTAGES:
         rewards = np.array([e.reward for e in experiences], dtype=np.float64)
         advantages = ADVANTAGES[advantage_fn](rewards, np.array([e.group for e in experiences]), **advantage_args)
     kept = [(e, a) for e, a in zip(experiences, advantages, strict=True) if any(e.action_mask)]
     if not kept:
         return []
     weights = token_weights([sum(e.action_mask) for e, _ in kept], mode)
-    return [_row(e, a, w) for (e, a), w in zip(kept, weights, strict=True)]
+    made = [_row(e, a, w) for (e, a), w in zip(kept, weights, strict=True)]
+    if advantage_fn not in TOKEN_ADVANTAGES:
+        return made
+    return [
+        replace(row, scores={"reward": _at_last(row.trained, e.reward)}) for row, (e, _) in zip(made, kept, strict=True)
+    ]
+
+
+def _at_last(trained: np.ndarray, reward: float) -> np.ndarray:
+    """The reward of a response belongs to its last trained token."""
+    rewards = np.zeros(len(trained), dtype=np.float32)
+    rewards[np.flatnonzero(trained)[-1]] = reward
+    return rewards
 
 
 def _row(experience: Experience, advantage: float, weight: float) -> Row:

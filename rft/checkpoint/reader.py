@@ -18,6 +18,7 @@ from rft.checkpoint.layout import ITEM_BYTES, Box, Claim, Uncovered, boxes, chec
 from rft.checkpoint.records import CHUNK, FORMAT, Receipt, Region, decode_json, sha256
 from rft.checkpoint.storage import Storage, read_at
 
+CRITIC = "critic."  # keys of a critic's tensors begin so
 SHOWN = 8  # tensors named in one message
 
 
@@ -120,6 +121,10 @@ class Checkpoint:
             for key, (dtype, shape) in wanted.items()
             if key in held and held[key] != (dtype, shape)
         ]
+        if missing and all(key.startswith(CRITIC) for key in missing):
+            raise Mismatch(
+                f"{self.where} holds no critic, and this run has one: start under another name, or with the algorithm that wrote it"
+            )
         words = [f"{len(missing)} tensors are missing there: {_few(missing)}"] if missing else []
         words += [f"{len(other)} differ: {_few(other)}"] if other else []
         if words:

@@ -1,42 +1,42 @@
 """Sums and maxima of one step over tokens, microbatches and ranks, reduced once.
 
-In: log-probabilities, entropies and fields of each microbatch on the last pipeline stage. Out: the loss to
+In: scores (log-probabilities or values) and fields of each microbatch on the last pipeline stage. Out: the loss to
 differentiate, and at the end a dictionary of floats that is the same on every rank. Names ending in ":max" are maxima
 over the trained tokens, all others means over them.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import fields as fields_of
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rft.algorithm.losses import Fields
 from rft.megatron.mesh import Mesh
 
+if TYPE_CHECKING:
+    from rft.algorithm.losses import TokenLoss
+
 MAX = ":max"
-ENTROPY = "entropy/mean"
 
 
 class Totals:
     """`counts`: whether what this rank adds is counted (one rank of each tensor-parallel group on the last stage)."""
 
-    def __init__(self, token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], counts: bool):
+    def __init__(self, token_loss: "TokenLoss", counts: bool):
         self.token_loss = token_loss
         self.counts = counts
         # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one empty call names all.
         nothing = torch.zeros(1)
-        fields = SimpleNamespace(behaviour=nothing, advantage=nothing, weight=nothing, mask=nothing > 0)
-        names = sorted(token_loss(nothing, fields)[1])
-        self.means = [ENTROPY, *(name for name in names if not name.endswith(MAX))]
+        names = sorted(token_loss(nothing, Fields(**{field.name: nothing for field in fields_of(Fields)}))[1])
+        self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
         self.sums = torch.zeros(2 + len(self.means), dtype=torch.float64)
         self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64)
 
-    def add(self, logprobs: Tensor, entropy: Tensor, fields: Any) -> Tensor:
+    def add(self, scores: Tensor, fields: Fields) -> Tensor:
         """The microbatch's weighted loss, with gradient; its metrics are added up."""
-        losses, metrics = self.token_loss(logprobs, fields)
-        metrics = {ENTROPY: entropy, **metrics}
+        losses, metrics = self.token_loss(scores, fields)
         nothing = torch.zeros((), dtype=losses.dtype, device=losses.device)
         loss = torch.where(fields.mask, losses * fields.weight, nothing).sum()
         if self.counts and bool(fields.mask.any()):

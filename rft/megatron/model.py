@@ -84,6 +84,23 @@ class OutputLayer(ColumnParallelLinear):
         return input_, None
 
 
+class ValueHead(nn.Module):
+    """In place of a critic's output layer: one number per token, in fp32, from a weight [1, H] that every shard has whole.
+
+    Under sequence parallelism a rank sees its rows only; the mark makes megatron sum their gradients.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.value.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        return nn.functional.linear(input_.float(), self.value.float()), None
+
+
 def output_weight(model: GPTModel) -> Tensor:
     """This rank's rows of the output layer [V'/tp, H], on the last stage: the embedding's where the two are tied."""
     tied = model.share_embeddings_and_output_weights
@@ -185,13 +202,16 @@ def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | Transforme
     return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm)
 
 
-def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> list[GPTModel]:
-    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages."""
+def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, is_critic: bool = False) -> list[GPTModel]:
+    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages.
+
+    The last stage of a critic gives values [1, T, 1].
+    """
     config = transformer_config(hf, mesh, dtype)
-    return [_part(hf, config, mesh, number) for number in range(mesh.vpp)]
+    return [_part(hf, config, mesh, number, is_critic) for number in range(mesh.vpp)]
 
 
-def _part(hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int) -> GPTModel:
+def _part(hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int, is_critic: bool) -> GPTModel:
     dims = Dims.of(hf)
     model = GPTModel(
         config=config,
@@ -202,12 +222,12 @@ def _part(hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int
         post_process=mesh.is_last_stage and number == mesh.vpp - 1,
         vp_stage=number if mesh.vpp > 1 else None,
         parallel_output=True,
-        share_embeddings_and_output_weights=dims.tied,
+        share_embeddings_and_output_weights=dims.tied and not is_critic,
         position_embedding_type="rope",
         rotary_base=int(rope_of(hf)["rope_theta"]),
     )
     if model.post_process:
-        model.output_layer = OutputLayer(model.output_layer)
+        model.output_layer = ValueHead(config) if is_critic else OutputLayer(model.output_layer)
     _mark_shards(model)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
     if uses_transformer_engine(mesh):

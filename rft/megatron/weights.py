@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rft.config import ConfigError
 from rft.megatron.mesh import Mesh
-from rft.names import Bound, Dims, Place, Segment, architecture_of, bind, hf_names, hf_shape
+from rft.names import VALUE_HEAD, Bound, Dims, Place, Segment, architecture_of, bind, hf_names, hf_shape
 from rft.protocols import Block
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints store; it follows from the config
@@ -104,10 +104,16 @@ def _listed(names: list[str]) -> str:
 
 @torch.no_grad()
 def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], place: Place) -> None:
-    """Fill every parameter of this rank from the checkpoint at `path`. Raises one ConfigError with all that does not fit."""
+    """Fill every parameter of this rank from the checkpoint at `path`. Raises one ConfigError with all that does not fit.
+
+    The checkpoint is that of a language model: a critic's value head begins at 0.
+    """
     reader = HFReader(path, hf)
     for shard in shards(model, Dims.of(hf), place):
         target = shard.parameter
+        if shard.bound.hf[0] == VALUE_HEAD:
+            target.zero_()
+            continue
         if shard.bound.kind == "vocab":
             target.zero_()  # the padding rows
         for segment in shard.segments:

@@ -102,6 +102,7 @@ def experience(
         stop=completion.stop,
         sample=sample,
         task=task.id,
+        routed_experts=completion.routed_experts,
         metrics=scored.metrics,
         info={"reward_message": scored.message} if scored.message else {},
     )

@@ -39,7 +39,7 @@ def sections(cls: Any, prefix: str) -> list[tuple[str, str, Any]]:
 
 
 def row(prefix: str, cls: Any, item: Any) -> str:
-    source = inspect.getsource(cls)
+    source = next(inspect.getsource(c) for c in cls.__mro__ if item.name in vars(c).get("__annotations__", {}))
     line = re.search(
         rf"^    {item.name}: (?P<type>[^=#]+?)(?: = (?P<default>.*?))?(?:  # (?P<meaning>.*))?$", source, re.M
     )

@@ -11,6 +11,7 @@ import transformers
 from logprobs_jobs import HIDDEN, ROWS, TOKENS, problem
 from rows import make_rows
 
+from rft.algorithm.losses import Fields, token_loss
 from rft.megatron.metrics import Totals
 
 from ranks import Ranks
@@ -122,9 +123,9 @@ def test_entropy_of_a_step_is_that_of_transformers(ranks: Ranks, checkpoints: di
 
 
 def test_entropy_is_counted_where_tokens_are_trained() -> None:
-    totals = Totals(lambda logprobs, fields: (-logprobs, {}), counts=True)
-    fields = SimpleNamespace(weight=torch.tensor([1.0, 0.0, 1.0]), mask=torch.tensor([True, False, True]))
-    totals.add(torch.zeros(3), torch.tensor([1.0, 50.0, 3.0]), fields)
-    totals.add(torch.zeros(3), torch.tensor([5.0, 50.0, 7.0]), fields)
+    totals = Totals(token_loss("sft", {}), counts=True)
+    weight = torch.tensor([1.0, 0.0, 1.0])
+    for entropy in ([1.0, 50.0, 3.0], [5.0, 50.0, 7.0]):
+        totals.add(torch.zeros(3), Fields(weight, weight, weight, weight > 0, entropy=torch.tensor(entropy)))
     mesh: Any = SimpleNamespace(reduce=lambda sums, maxima: None)
     assert totals.reduce(mesh)["entropy/mean"] == 4.0

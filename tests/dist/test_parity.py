@@ -1,7 +1,6 @@
 """The same step on every mesh, against one rank, and one rank against transformers and plain autograd."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from rows import make_rows
 from safetensors.torch import load_file
 
-from rft.algorithm.losses import token_loss
+from rft.algorithm.losses import Fields, token_loss
 from rft.checkpoint.layout import assign, boxes
 
 from ranks import Ranks
@@ -112,9 +111,8 @@ def test_gradient_is_that_of_the_weighted_sum(alone: dict[str, Any], checkpoints
         logprobs = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1].gather(1, ids[1:, None])[
             :, 0
         ]
-        fields = SimpleNamespace(
-            behaviour=torch.from_numpy(row.behaviour[1:]), advantage=torch.from_numpy(row.advantage[1:])
-        )
+        weight = torch.from_numpy(row.weight[1:])
+        fields = Fields(torch.from_numpy(row.behaviour[1:]), torch.from_numpy(row.advantage[1:]), weight, weight != 0)
         losses, _ = token_loss("ppo", {})(logprobs, fields)
         loss = loss + (losses * torch.from_numpy(row.weight[1:])).sum()
     loss.backward()

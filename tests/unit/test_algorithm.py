@@ -1,7 +1,5 @@
 """Advantages and losses against closed forms computed by hand, in fp64, and their gradients."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,14 +7,16 @@ import torch
 from rft.algorithm import ALGORITHMS
 from rft.algorithm.advantages import ADVANTAGES, grpo
 from rft.algorithm.credit import metrics, rows
-from rft.algorithm.losses import LOSSES, mismatch, ppo, sft, token_loss
+from rft.algorithm.gae import TOKEN_ADVANTAGES
+from rft.algorithm.kl import ESTIMATORS
+from rft.algorithm.losses import LOSSES, Fields, mismatch, ppo, sft, token_loss
 from rft.experience import Experience, VersionSpan
 
 
-def fields(behaviour: list[float], advantage: list[float]) -> SimpleNamespace:
-    return SimpleNamespace(
-        behaviour=torch.tensor(behaviour, dtype=torch.float64), advantage=torch.tensor(advantage, dtype=torch.float64)
-    )
+def fields(behaviour: list[float], advantage: list[float], **more: list[float]) -> Fields:
+    given = {"behaviour": behaviour, "advantage": advantage, "weight": [1.0] * len(behaviour), **more}
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
+    return Fields(mask=tensors["weight"] > 0, **tensors)
 
 
 def experience(reward: float, group: int, response: int = 3, version: int = 0) -> Experience:
@@ -28,8 +28,8 @@ def experience(reward: float, group: int, response: int = 3, version: int = 0) -
 
 def test_every_algorithm_names_functions_that_exist() -> None:
     for algorithm in ALGORITHMS.values():
-        assert algorithm.policy_loss_fn in LOSSES
-        assert algorithm.advantage_fn is None or algorithm.advantage_fn in ADVANTAGES
+        assert algorithm.policy_loss_fn in LOSSES and algorithm.kl_loss_fn in ESTIMATORS
+        assert algorithm.advantage_fn is None or algorithm.advantage_fn in ADVANTAGES | TOKEN_ADVANTAGES
 
 
 def test_grpo_normalises_within_each_group_with_the_unbiased_deviation() -> None:

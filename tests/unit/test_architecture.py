@@ -22,6 +22,7 @@ TOP = {
     "train",
     "preflight",
     "modes",
+    "models",
     "reporting",
     "processes",
 }

@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 
 from rft import config as configs
 from rft import preflight, train
+from rft.algorithm import recipe
 from rft.config import Config, ConfigError
 from rft.tools.toy import write_arithmetic, write_model
 
@@ -45,6 +46,29 @@ def test_defaults_follow_the_algorithm_and_the_data(assets: Path, tmp_path: Path
     assert config.buffer.train_batch_size == 32 * 8
     assert config.trainer.total_steps == (8100 - 16) // 32
     assert config.model.max_model_len == 24 and config.explorer.rollout_model.dtype == "fp32"
+
+
+def test_ppo_brings_a_critic_and_a_reference(assets: Path, tmp_path: Path) -> None:
+    ppo = ["algorithm.algorithm_type=ppo", "algorithm.repeat_times=null"]
+    (config,) = grpo(assets, tmp_path, *ppo, "trainer.critic_warmup=2")
+    filled = config.algorithm
+    assert (filled.advantage_fn, filled.kl_loss_fn, filled.repeat_times) == ("ppo", "k2", 1)
+    assert recipe.needs_critic(config.algorithm) and recipe.needs_reference(config.algorithm)
+    assert (config.critic.optim.lr, config.critic.cliprange_value, config.critic.grad_clip) == (1e-5, 0.5, 1.0)
+    (config,) = grpo(assets, tmp_path, "algorithm.algorithm_type=ppo", "algorithm.kl_loss_fn=none")
+    assert not recipe.needs_reference(config.algorithm)
+    (config,) = grpo(assets, tmp_path)
+    assert not recipe.needs_critic(config.algorithm) and not recipe.needs_reference(config.algorithm)
+
+
+def test_a_model_beside_the_policy_must_know_its_tokens(assets: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((assets / "model" / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 50}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model.ref_model_path=.*vocab_size is 50"):
+        grpo(assets, tmp_path, "algorithm.kl_loss_fn=k2", f"model.ref_model_path={other}")
+    grpo(assets, tmp_path, f"model.ref_model_path={other}")  # not needed, not looked at
 
 
 def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path) -> None:
@@ -95,6 +119,18 @@ REFUSED = {  # overrides: what the message must say
     "algorithm.advantage_fn=gae": "algorithm.advantage_fn",
     "algorithm.policy_loss_fn=pppo": "did you mean `ppo`",
     "algorithm.loss_agg_mode=mean": "algorithm.loss_agg_mode",
+    "+algorithm.policy_loss_fn_args.clip=0.1": "clip_range",
+    "+algorithm.advantage_fn_args.lam=0.9": "algorithm.advantage_fn_args.lam is unknown",
+    "+algorithm.policy_loss_fn_args.importance_cap=5": "set algorithm.proximal_logprobs=true",
+    "algorithm.kl_loss_fn=k4": "corrected_k3, k1, k2, k3",
+    "+algorithm.kl_loss_fn_args.coef=1": "known: kl_coef",
+    "algorithm.kl_penalty_fn=k1": "set algorithm.kl_loss_fn instead",
+    "algorithm.entropy_loss_fn=mix": "algorithm.entropy_loss_fn=mix",
+    "algorithm.kl_loss_fn=k2 model.ref_model_path=/nowhere": "model.ref_model_path=/nowhere",
+    "algorithm.algorithm_type=ppo model.critic_model_path=/nowhere": "model.critic_model_path=/nowhere",
+    "algorithm.algorithm_type=ppo critic.optim.lr=0": "critic.optim.lr",
+    "algorithm.algorithm_type=ppo critic.optim.lr_scheduler_type=cosin": "cosine",
+    "trainer.critic_warmup=3": "algorithm_type=ppo",
     "algorithm.optimizer.lr=0": "algorithm.optimizer.lr",
     "algorithm.optimizer.lr_scheduler_type=cosin": "cosine",
     "mode=bot": "did you mean `both`",

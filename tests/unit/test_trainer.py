@@ -17,7 +17,7 @@ class Parts:
         self.events: list[str] = []
         note = self.note
         self.mesh = SimpleNamespace(broadcast=lambda item: item)
-        self.policy = SimpleNamespace(train_step=self.train_step)
+        self.models = SimpleNamespace(score=self.score, train_step=self.train_step)
         self.feed = SimpleNamespace(
             next=lambda step, stopping: StepInput([], {}, []), consumed=lambda step: note(f"consumed {step}"),
             mark=lambda: 0, retain=lambda loop: None,
@@ -37,6 +37,10 @@ class Parts:
     def note(self, event: str) -> None:
         self.events.append(event)
 
+    def score(self, part: Any) -> tuple[Any, dict[str, float]]:
+        self.note("score")
+        return part, {}
+
     def train_step(self, part: Any, token_loss: Any, before_update: Any) -> dict[str, float]:
         before_update()
         self.note("update")
@@ -48,7 +52,7 @@ def events(alone: bool = False) -> list[str]:
     parts = Parts(alone)
     trainer = Trainer(
         config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"), mesh=parts.mesh,
-        policy=parts.policy, feed=parts.feed, publisher=parts.publisher, checkpoints=parts.checkpoints,
+        models=parts.models, feed=parts.feed, publisher=parts.publisher, checkpoints=parts.checkpoints,
         evaluations=parts.evaluations, log_step=lambda step, metrics, experiences: parts.note(f"log {step}"),
         token_loss=None, sync_interval=1, run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
         export=lambda step: None,
@@ -60,7 +64,17 @@ def events(alone: bool = False) -> list[str]:
 
 def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
     """A process killed between the two would resume behind the step, and nobody would ever tell of it."""
-    assert events() == ["published", "copied", "update", "publish 2", "consumed 1", "log 2", "evaluate 2", "save 2"]
+    assert events() == [
+        "score",
+        "published",
+        "copied",
+        "update",
+        "publish 2",
+        "consumed 1",
+        "log 2",
+        "evaluate 2",
+        "save 2",
+    ]
 
 
 def test_a_deterministic_run_evaluates_the_version_it_has_published() -> None:

@@ -1,0 +1,115 @@
+"""A network that is trained: gradients of a step, then, when the loop says so, an update; and its state for checkpoints.
+
+    part ─► forward, backward (PP) ─► reduce ─► [the loop waits for whoever still reads the weights] ─► Adam ─► weights
+
+Invariant: the gradient is that of sum_t weight_t * loss_t over all tokens of all ranks. The weights carry the global
+counts, so nothing here divides by a number of microbatches, ranks or tokens. The learning rate is that of `step`, the
+number of updates tried so far.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from rft.algorithm.losses import Fields
+from rft.config import OptimizerConfig, TrainerConfig
+from rft.megatron import state, weights
+from rft.megatron.mesh import Mesh
+from rft.megatron.metrics import Totals
+from rft.megatron.network import Micro, Network
+from rft.megatron.optimizer import Optimizer
+from rft.packing import Packed
+from rft.protocols import Piece
+
+if TYPE_CHECKING:
+    from rft.algorithm.losses import TokenLoss
+
+
+class Learner(Network):
+    """`gradients`, then `update`. `total_steps` bounds the learning-rate schedule."""
+
+    def __init__(
+        self, path: str, trainer: TrainerConfig, optimizer: OptimizerConfig, grad_clip: float, mesh: Mesh, total_steps: int | None
+    ):  # fmt: skip
+        super().__init__(path, trainer, mesh)
+        self.step = 0
+        self.ddp = _data_parallel(self.model)
+        self.optimizer = Optimizer(self.ddp, optimizer, grad_clip, total_steps)
+        self._shards = weights.shards(self.model, self.dims, mesh.place)
+
+    def gradients(self, part: list[Packed], token_loss: "TokenLoss") -> dict[str, float]:
+        """Gradients of one step, complete on every rank; metrics, the same on every rank. No weight changes."""
+        totals = Totals(token_loss, self._counts)
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(part, partial(self._loss, totals), forward_only=False)
+        return totals.reduce(self.mesh) | {"grad_norm": self.optimizer.norm()}
+
+    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The optimizer's step on `gradients`, whose metrics are given back with those of the update.
+
+        A loss or gradient that is not finite leaves weights and moments as they are and reports skipped=1.
+        """
+        finite = bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
+        if finite:
+            self.optimizer.update(self.step, metrics["grad_norm"])
+        found = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
+        self.step += 1
+        return found
+
+    @property
+    def _called(self) -> Sequence[nn.Module]:
+        return self.ddp
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank's tokens enter the metrics: tensor-parallel ranks all compute the same ones."""
+        return self.mesh.is_last_stage and self.mesh.tp_rank == 0
+
+    def _loss(self, totals: Totals, micro: Micro, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        loss = totals.add(*self._trained_scores(micro, hidden))
+        # Three values make megatron leave the loss as it is; it would divide a pair by the number of microbatches.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), None
+
+    def _trained_scores(self, micro: Micro, hidden: Tensor) -> tuple[Tensor, Fields]:
+        """What the loss is a function of, with gradient, and the fields that it may look at."""
+        return self._token_scores(micro, hidden), micro.fields
+
+    def _pieces(self) -> list[Piece]:
+        return state.pieces(self._shards, self.optimizer, self.dims)
+
+    def _counters(self) -> bytes:
+        return state.encode({"step": self.step, "updates": self.optimizer.updates})
+
+    def _restore_counters(self, data: bytes) -> None:
+        values = state.decode(data)
+        self.step = values["step"]
+        self.optimizer.resume(values["updates"])
+
+    def close(self) -> None:
+        """Let go of model and optimizer; the mesh is closed by whoever made it."""
+        self._shards = []
+        del self.ddp, self.optimizer
+        super().close()
+
+
+def _data_parallel(model: list[GPTModel]) -> list[DistributedDataParallel]:
+    """megatron's DDP with the hooks that its schedules call. Gradients are summed, in fp32, never averaged."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+    )
+    config = model[0].config
+    ddp = [DistributedDataParallel(config, settings, part) for part in model]
+    config.no_sync_func = [part.no_sync for part in ddp] if len(ddp) > 1 else ddp[0].no_sync
+    # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already hold the counts.
+    config.finalize_model_grads_func = lambda chunks, _tokens=None, **kwargs: finalize_model_grads(
+        chunks, None, **kwargs
+    )
+    return ddp

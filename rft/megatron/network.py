@@ -1,0 +1,164 @@
+"""A model on a mesh that says something about every token of packed microbatches. Not trained here: see `learner`.
+
+    part ─slice_cp─► microbatches ─megatron schedule (PP)─► last stage: one score per token ─► whole microbatches again
+
+In: packed microbatches of this rank's data-parallel index. Out: float32 [T] per microbatch, aligned like its fields, the
+same on every tensor- and context-parallel rank of the last stage and empty on the stages before it. Nothing is gathered
+anywhere else. All ranks call every method together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from rft.algorithm.losses import Fields
+from rft.config import TrainerConfig
+from rft.device import torch_dtype
+from rft.megatron import model as models
+from rft.megatron import weights
+from rft.megatron.logprobs import label_logprobs
+from rft.megatron.mesh import Mesh
+from rft.names import Dims, check_layout, read_hf_config
+from rft.packing import Packed, cp_index, empty, slice_cp
+
+LOSS_SCORES = ("proximal", "reference", "value", "returns")  # those that a loss may look at
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One microbatch on the device, sliced for this context-parallel rank."""
+
+    tokens: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
+    labels: Tensor  # [T], as are the fields
+    temperature: Tensor
+    fields: Fields
+    packing: PackedSeqParams
+
+
+class Network:
+    """The model of a Hugging Face directory, forward only; it scores a token by its log-probability."""
+
+    is_critic = False
+
+    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh):
+        self.mesh = mesh
+        self.hf_config = read_hf_config(path)
+        check_layout(self.hf_config, trainer.megatron, mesh.world)
+        self.dims = Dims.of(self.hf_config)
+        self.multiple = mesh.tp if mesh.sequence_parallel else 1
+        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), self.is_critic)
+        weights.load_hf(self.model, path, self.hf_config, mesh.place)
+
+    @torch.no_grad()
+    def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
+        """The score of every label, one array [T] per microbatch; empty arrays on all but the last stage.
+
+        `trained_only`: log-probabilities of other tokens may be left out, as 0.
+        """
+
+        def use(micro: Micro, hidden: Tensor) -> Tensor:
+            return self._token_scores(micro, hidden, micro.fields.mask if trained_only else None)
+
+        found = self._run(part, use, forward_only=True)
+        if not self.mesh.is_last_stage:
+            return [np.zeros(0, dtype=np.float32) for _ in part]
+        return [self._whole(packed, local) for packed, local in zip(part, found, strict=False)]
+
+    def _token_scores(self, micro: Micro, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
+        return self._logprobs(micro, hidden, wanted)[0]
+
+    def _logprobs(self, micro: Micro, hidden: Tensor, trained: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [T]; those of tokens that are not `trained` are 0 and cost nothing."""
+        return label_logprobs(
+            hidden.squeeze(0), models.output_weight(self.model[-1]), micro.labels, micro.temperature, self.dims.vocab,
+            self.mesh.tp_group, self.mesh.sequence_parallel, trained,
+        )  # fmt: skip
+
+    @property
+    def _called(self) -> Sequence[nn.Module]:
+        """What megatron's schedule calls: the parts of the model, or what is wrapped around them."""
+        return self.model
+
+    def _run(self, part: list[Packed], use: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the microbatches; `use(micro, hidden)` is called on the last stage."""
+        micros = self._micros(part)
+
+        def forward(data: Iterator[Micro], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(data)
+            output = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
+            return output, lambda hidden, non_loss_data=False: use(micro, hidden)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(micros) for _ in self._called],
+            model=list(self._called),
+            num_microbatches=len(micros),
+            seq_length=micros[0].tokens.shape[1] * self.mesh.cp,  # megatron divides it again
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _micros(self, part: list[Packed]) -> list[Micro]:
+        """Slice for this context-parallel rank and pad to the lengths that ranks must have in common.
+
+        Pipeline stages exchange activations of one length; ranks that share experts gather tokens of one length each.
+        Interleaved stages want a multiple of their number of microbatches: the last ones are padding.
+        """
+        mesh = self.mesh
+        sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
+        if mesh.vpp > 1:
+            sliced += [empty(self.multiple, part[0].scores)] * (-len(sliced) % mesh.pp)
+        lengths = [packed.length for packed in sliced]
+        if mesh.ep > 1:
+            lengths = mesh.longest(lengths)
+        if mesh.pp > 1:
+            lengths = [max(lengths)] * len(lengths)
+        return [
+            self._micro(slice_cp(p, 0, 1, self.multiple, length)) for p, length in zip(sliced, lengths, strict=True)
+        ]
+
+    def _micro(self, packed: Packed) -> Micro:
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.mesh.device.torch)
+
+        weight = tensor(packed.weight)
+        scores = {name: tensor(packed.scores[name]) for name in LOSS_SCORES if name in packed.scores}
+        return Micro(
+            tokens=tensor(packed.tokens)[None],
+            positions=tensor(packed.positions)[None],
+            labels=tensor(packed.labels),
+            temperature=tensor(packed.temperature),
+            fields=Fields(tensor(packed.behaviour), tensor(packed.advantage), weight, weight != 0, **scores),
+            packing=models.packing_of(packed, self.model[0], self.mesh),
+        )
+
+    def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:
+        """Put the context-parallel slices of one microbatch back into its own order."""
+        index = cp_index(packed, self.mesh.cp_rank, self.mesh.cp)
+        held = index >= 0
+        values = torch.zeros(packed.length, dtype=torch.float32, device=local.device)
+        values[torch.from_numpy(index[held])] = local[: len(index)][torch.from_numpy(held)]
+        if self.mesh.cp > 1:
+            torch.distributed.all_reduce(values, group=self.mesh.cp_group)
+        return values.cpu().numpy()
+
+    def close(self) -> None:
+        """Let go of the model; the mesh is closed by whoever made it."""
+        del self.model
+
+
+class Reference(Network):
+    """The frozen model that a run is held near to: its log-probabilities, and neither gradients nor an optimizer."""
+
+    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh):
+        super().__init__(path, trainer, mesh)
+        for chunk in self.model:
+            chunk.requires_grad_(False)

@@ -1,0 +1,114 @@
+"""The models of a step, as one thing to score with, to train and to save: policy, and reference and critic where needed.
+
+    part ─► score: proximal, reference, value ─► token advantages (GAE, whitened over all ranks) ─► part with scores
+         ─► train: gradients of critic and policy ─► before_update ─► both update
+
+In: the packed microbatches of this rank's data-parallel index. Out: the same with `scores`, on the ranks that compute losses
+(the last pipeline stage); metrics, the same on every rank; one `Snapshot` of everything that is trained. Invariant: all
+scores of a step are of the weights before it, and nothing per token leaves the rank that computed it: only sums do.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rft.algorithm import token_credit
+from rft.algorithm.losses import value_loss
+from rft.config import AlgorithmConfig
+from rft.packing import Packed
+from rft.protocols import Snapshot
+
+if TYPE_CHECKING:
+    from rft.algorithm.losses import TokenLoss
+    from rft.megatron.critic import Critic
+    from rft.megatron.mesh import Mesh
+    from rft.megatron.network import Network
+    from rft.megatron.policy import Policy
+
+EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
+
+
+class Models:
+    """`critic_warmup`: training steps at the start in which only the critic learns; `policy.step` does not count them."""
+
+    def __init__(
+        self, policy: "Policy", reference: "Network | None", critic: "Critic | None", algorithm: AlgorithmConfig,
+        critic_warmup: int = 0, cliprange_value: float = 0.5,
+    ):  # fmt: skip
+        self.policy = policy
+        self.reference = reference
+        self.critic = critic
+        self.algorithm = algorithm
+        self.critic_warmup = critic_warmup
+        self.value_loss = value_loss(cliprange_value)
+
+    def score(self, part: list[Packed]) -> tuple[list[Packed], dict[str, float]]:
+        """`part` with what the models say of it before the step, and, where there is a critic, with token advantages."""
+        if self.algorithm.proximal_logprobs:
+            part = self._scored(part, "proximal", self.policy.score(part, trained_only=True))
+        if self.reference is not None:
+            part = self._scored(part, "reference", self.reference.score(part, trained_only=True))
+        if self.critic is None:
+            return part, {}
+        part = self._scored(part, "value", self.critic.score(part))
+        return token_credit.credited(part, self.algorithm, self._counts, self._summed)
+
+    def train_step(
+        self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
+    ) -> dict[str, float]:
+        """One update of each model that learns in this step; `before_update` is called once, before any weight changes.
+
+        While only the critic learns, the numbers that every step has are its own.
+        """
+        if self.critic is None:
+            return self.policy.train_step(part, token_loss, before_update)
+        waiting = self.critic.step < self.critic_warmup
+        of_critic = self.critic.gradients(part, self.value_loss)
+        of_policy = {} if waiting else self.policy.gradients(part, token_loss)
+        before_update()
+        of_critic = self.critic.update(of_critic)
+        of_policy = {name: of_critic[name] for name in EVERY_STEP} if waiting else self.policy.update(of_policy)
+        return of_policy | {f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"}
+
+    def snapshot(self) -> Snapshot:
+        found = self.policy.snapshot()
+        if self.critic is None:
+            return found
+        beside = self.critic.snapshot()
+        return replace(found, pieces=found.pieces + beside.pieces, small=found.small | beside.small)
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        self.policy.restore(small)
+        if self.critic is not None:
+            self.critic.restore(small)
+
+    def close(self) -> None:
+        for model in (self.policy, self.reference, self.critic):
+            if model is not None:
+                model.close()
+
+    @property
+    def _mesh(self) -> "Mesh":
+        return self.policy.mesh
+
+    @property
+    def _counts(self) -> bool:
+        """Tensor- and context-parallel ranks hold the same microbatches: one of each is counted."""
+        return self._mesh.tp_rank == 0 and self._mesh.cp_rank == 0
+
+    def _summed(self, numbers: list[float]) -> list[float]:
+        """Each added up over all ranks."""
+        import torch
+
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        self._mesh.reduce(sums, sums[:0])
+        found: list[float] = sums.tolist()
+        return found
+
+    def _scored(self, part: list[Packed], name: str, found: list[np.ndarray]) -> list[Packed]:
+        """With one more score, where this rank has any."""
+        if not self._mesh.is_last_stage:
+            return part
+        return [replace(p, scores=p.scores | {name: values}) for p, values in zip(part, found, strict=True)]

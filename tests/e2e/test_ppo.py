@@ -1,0 +1,46 @@
+"""PPO with a critic and a reference through the whole system, from the engine's tokens to the checkpoint."""
+
+import math
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from rft.checkpoint.disk import Disk
+from rft.checkpoint.reader import Checkpoint
+from rft.checkpoint.storage import LocalStorage
+
+from runs import checkpoints, overrides, step_rows, train, write_assets
+
+STEPS, WARMUP = 4, 1
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_ppo_learns_values_and_keeps_near_the_first_version(tmp_path: Path) -> None:
+    assets = write_assets(tmp_path / "assets")
+    arguments = overrides(
+        tmp_path, "ppo", assets, "algorithm.algorithm_type=ppo", f"trainer.total_steps={STEPS}", "critic.optim.lr=1e-3",
+        f"trainer.critic_warmup={WARMUP}", "algorithm.proximal_logprobs=true", "algorithm.kl_penalty_fn=k1",
+        "+algorithm.policy_loss_fn_args.importance_cap=5", "+algorithm.entropy_loss_fn_args.entropy_coef=0.01",
+    )  # fmt: skip
+    with train(*arguments) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    job = tmp_path / "rft" / "ppo"
+    rows = step_rows(job)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[0]["value/mean"] == 0.0 and all(row["value/mean"] != 0.0 for row in rows[1:])
+    assert all(row["critic/grad_norm"] > 0 and row["advantage/std"] > 0 for row in rows)
+    assert "kl/reference" not in rows[WARMUP - 1], "the policy waits"
+    nearness = [row["kl/reference"] for row in rows[WARMUP:]]
+    assert nearness[0] < 1e-9 < nearness[-1], "the reference is the policy until that has learned"
+    assert rows[WARMUP]["importance/mean"] == pytest.approx(1.0, abs=1e-3), "engine and proximal policy are one"
+    assert checkpoints(job) == [STEPS]
+    with Checkpoint(LocalStorage(job / "checkpoints", Disk()), f"step_{STEPS:08d}") as checkpoint:
+        held = checkpoint.tensors
+        assert held["critic.model/score.weight"] == ("float32", (1, 64))
+        assert {"exp_avg/model.norm.weight", "critic.exp_avg/model.norm.weight"} <= held.keys()
+    export = job / "huggingface" / f"step_{STEPS:08d}" / "model.safetensors"
+    with safe_open(str(export), framework="np") as tensors:
+        assert "model.norm.weight" in tensors.keys() and "score.weight" not in tensors.keys()  # noqa: SIM118

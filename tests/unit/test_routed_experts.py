@@ -1,0 +1,69 @@
+"""The experts that an engine routed each token through: from its completion, through the journal, into the step's batch."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rft.algorithm import credit
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.config import ExperienceBufferConfig
+from rft.experience import Batch, Completion, Experience, RoutedExperts, Sampling, Task, decode, encode
+from rft.packing import pack
+from rft.rollout.workflows import experience
+
+LAYERS, TOP_K, PROMPT, RESPONSE = 3, 2, 4, 5
+
+
+def routed(dtype: str = "uint8") -> RoutedExperts:
+    """Of every token that went through the model: all but the last."""
+    numbers = np.arange((PROMPT + RESPONSE - 1) * LAYERS * TOP_K).astype(dtype)
+    return RoutedExperts(layers=LAYERS, top_k=TOP_K, dtype=dtype, data=numbers.tobytes())
+
+
+def made(routes: RoutedExperts | None) -> Experience:
+    completion = Completion(
+        tokens=[7] * RESPONSE, logprobs=[-0.5] * RESPONSE, versions=[], stop="stop", routed_experts=routes
+    )
+    task = Task(id="t/0/0", taskset="t", row=0, prompt="?", sampling=Sampling())
+    return experience(task, [5] * PROMPT, completion, None)
+
+
+def test_they_are_counted_by_position() -> None:
+    assert routed().positions == routed("uint16").positions == PROMPT + RESPONSE - 1
+
+
+def test_they_come_out_of_the_journal_as_they_went_in(tmp_path: Path) -> None:
+    rows = [made(routed()), made(None), made(routed("uint16"))]
+
+    async def through() -> list[Experience]:
+        for attempt in range(2):  # the second reads what the first has written
+            buffer = ExperienceBuffer(ExperienceBufferConfig(), str(tmp_path), 1, 1, 1, None, 2**20)
+            await buffer.attach_trainer(0, attempt + 1)
+            if not attempt:
+                await buffer.admit("e", b"task", {})
+                await buffer.put(0, encode(rows))
+            batch = decode(await buffer.take(0), Batch)
+            await buffer.shutdown()
+        return batch.experiences
+
+    found = asyncio.run(asyncio.wait_for(through(), 30))
+    assert [e.routed_experts for e in found] == [routed(), None, routed("uint16")]
+
+
+def test_packing_goes_without_them() -> None:
+    def packed(routes: RoutedExperts | None) -> bytes:
+        (found,) = pack(credit.rows([made(routes)], None, {}, "token-mean"), 1, 100, 1)[0]
+        return found.tokens.tobytes() + found.behaviour.tobytes()
+
+    assert packed(routed()) == packed(None)
+
+
+def test_records_written_before_there_was_such_a_field_still_decode() -> None:
+    fields = msgspec.msgpack.decode(encode(made(None)))
+    assert "routed_experts" not in fields, "a dense model's records are as small as ever"
+    old = {"tokens": [1, 2], "prompt_length": 1, "action_mask": [1], "reward": 1.5}
+    assert decode(msgspec.msgpack.encode(old), Experience).routed_experts is None
+    reply = {"tokens": [2], "logprobs": [-1.0], "versions": [], "stop": "stop"}
+    assert decode(msgspec.msgpack.encode(reply), Completion).routed_experts is None
