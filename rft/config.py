@@ -55,6 +55,13 @@ class AlgorithmConfig:
 
 
 @dataclass
+class LoraConfig:
+    lora_rank: int = 32
+    lora_alpha: float = 32.0  # the adapter is scaled by lora_alpha / lora_rank
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])  # or q_proj, k_proj, v_proj, o_proj ...
+
+
+@dataclass
 class ModelConfig:
     model_path: str = MISSING  # directory of a Hugging Face checkpoint
     ref_model_path: Optional[str] = None  # what a KL term compares with; default: model_path, as it was at the start
@@ -66,6 +73,7 @@ class ModelConfig:
     max_response_tokens: Optional[int] = None
     min_response_tokens: int = 0
     trust_remote_code: bool = False
+    lora_configs: list[LoraConfig] = field(default_factory=list)  # one: train this adapter and nothing else
 
 
 @dataclass

@@ -7,12 +7,14 @@ and the fix (`check`). Reads config.json, the tokenizer's files and the task fil
 import os
 import socket
 import uuid
+from itertools import pairwise
 from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from rft.adapters import lora_of
 from rft.algorithm import ALGORITHMS, recipe
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
@@ -109,6 +111,16 @@ def check(config: Config) -> None:
         config.trainer.total_steps = count_steps(config)
 
 
+def check_stages(stages: list[Config]) -> None:
+    """What one stage cannot hand to the next: a stage goes on from the model that the one before exported."""
+    for before, config in pairwise(stages):
+        if before.model.lora_configs and config.model.model_path == before.model.model_path:
+            raise ConfigError(
+                f"stages: {config.stage_name} would go on from {before.stage_name}, which exports an adapter and no model: "
+                f"give {config.stage_name} a model.model_path of its own, or train {before.stage_name} without model.lora_configs"
+            )
+
+
 def get(config: Config, key: str) -> Any:
     node: Any = config
     for part in key.split("."):
@@ -152,6 +164,10 @@ def _check_model(config: Config) -> None:
             f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
         )
     check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
+    if lora_of(model.lora_configs, Dims.of(hf)) and config.mode == "bench":
+        raise ConfigError(
+            "mode=bench evaluates exported models, and this run exports an adapter: leave model.lora_configs out"
+        )
     heads, tp = hf["num_attention_heads"], config.explorer.rollout_model.tensor_parallel_size
     if heads % tp:
         raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")

@@ -22,6 +22,7 @@ from typing import Any
 from rft import config as configs
 from rft import control
 from rft import device as devices
+from rft.adapters import Lora
 from rft.config import Config
 from rft.monitor import logs
 
@@ -208,7 +209,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         models=models,
         feed=feed,
         publisher=Publisher(mesh, policy, synchronizer, config.synchronizer, epoch, enabled=rollouts),
-        checkpoints=checkpoint_manager(rank, mesh, epoch),
+        checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
         evaluations=control.Evaluations(
             explorer, config.explorer, report=lambda result: None, alone=config.deterministic
         ),
@@ -272,12 +273,14 @@ def checkpoint_root(rank: Rank) -> Path | str:
     return "/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])
 
 
-def checkpoint_manager(rank: Rank, mesh: Any, epoch: int) -> Any:
+def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> Any:
     from rft.checkpoint import fence
     from rft.checkpoint.manager import CheckpointManager
 
     config = rank.config
     about = {"layout": mesh.layout(), "model": str(config.model.model_path), "dtype": config.trainer.dtype}
+    if lora:
+        about["adapter"] = lora.as_peft(str(config.model.model_path))
     return CheckpointManager(
         checkpoint_root(rank), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
         device=rank.device, about=about, log_dir=Path(os.environ["RFT_LOG_DIR"]),

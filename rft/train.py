@@ -74,6 +74,7 @@ def prepared_stages(raw: DictConfig) -> list[Config]:
         imported(stages[0].prepare)(stages[0])
     for config in stages:
         preflight.check(preflight.fill(config))
+    preflight.check_stages(stages)
     return stages
 
 

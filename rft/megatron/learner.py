@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from rft.algorithm.losses import Fields
-from rft.config import OptimizerConfig, TrainerConfig
+from rft.config import LoraConfig, OptimizerConfig, TrainerConfig
 from rft.megatron import state, weights
 from rft.megatron.mesh import Mesh
 from rft.megatron.metrics import Totals
@@ -35,9 +35,10 @@ class Learner(Network):
     """`gradients`, then `update`. `total_steps` bounds the learning-rate schedule."""
 
     def __init__(
-        self, path: str, trainer: TrainerConfig, optimizer: OptimizerConfig, grad_clip: float, mesh: Mesh, total_steps: int | None
+        self, path: str, trainer: TrainerConfig, optimizer: OptimizerConfig, grad_clip: float, mesh: Mesh, total_steps: int | None,
+        lora_configs: list[LoraConfig] | None = None, seed: int = 0,
     ):  # fmt: skip
-        super().__init__(path, trainer, mesh)
+        super().__init__(path, trainer, mesh, lora_configs, seed)
         self.step = 0
         self.ddp = _data_parallel(self.model)
         self.optimizer = Optimizer(self.ddp, optimizer, grad_clip, total_steps)
@@ -83,7 +84,7 @@ class Learner(Network):
         return self._token_scores(micro, hidden), micro.fields
 
     def _pieces(self) -> list[Piece]:
-        return state.pieces(self._shards, self.optimizer, self.dims)
+        return state.pieces(self._shards, self.optimizer)
 
     def _counters(self) -> bytes:
         return state.encode({"step": self.step, "updates": self.optimizer.updates})

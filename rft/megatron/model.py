@@ -23,7 +23,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from rft.adapters import SUFFIXES, Lora
 from rft.megatron.attention import PackedAttention, Packing, plan
+from rft.megatron.lora import add_adapters
 from rft.megatron.mesh import Mesh
 from rft.names import SUPPORTED, Dims, architecture_of, bind, rope_of
 from rft.packing import Packed
@@ -107,8 +109,9 @@ def output_weight(model: GPTModel) -> Tensor:
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
-def uses_transformer_engine(mesh: Mesh) -> bool:
-    return mesh.device.kind != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(mesh: Mesh, lora: Lora | None = None) -> bool:
+    """Adapters are layers of our own: its layers fuse the norm into the projection that an adapter stands beside."""
+    return mesh.device.kind != "cpu" and lora is None and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _device(config: TransformerConfig) -> Any:
@@ -182,8 +185,10 @@ def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | TransformerBlockSubmodules:
-    if uses_transformer_engine(mesh):
+def layer_spec(
+    config: TransformerConfig, mesh: Mesh, dims: Dims, lora: Lora | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    if uses_transformer_engine(mesh, lora):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -198,24 +203,32 @@ def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | Transforme
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if lora:
+        add_adapters(attention, parts.mlp.submodules, lora, dims, mesh.place)
     # The block takes its final norm from here; given only a layer spec it would take torch's, which refuses sequence parallel.
     return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm)
 
 
-def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, is_critic: bool = False) -> list[GPTModel]:
+def build(
+    hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, is_critic: bool = False, lora: Lora | None = None
+) -> list[GPTModel]:
     """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages.
 
     The last stage of a critic gives values [1, T, 1].
     """
     config = transformer_config(hf, mesh, dtype)
-    return [_part(hf, config, mesh, number, is_critic) for number in range(mesh.vpp)]
+    if lora:
+        config.moe_grouped_gemm = False
+    return [_part(hf, config, mesh, number, is_critic, lora) for number in range(mesh.vpp)]
 
 
-def _part(hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int, is_critic: bool) -> GPTModel:
+def _part(
+    hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int, is_critic: bool, lora: Lora | None
+) -> GPTModel:
     dims = Dims.of(hf)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, mesh),
+        transformer_layer_spec=layer_spec(config, mesh, dims, lora),
         vocab_size=dims.padded_vocab(mesh.tp),
         max_sequence_length=int(hf["max_position_embeddings"]),
         pre_process=mesh.is_first_stage and number == 0,
@@ -230,7 +243,7 @@ def _part(hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int
         model.output_layer = ValueHead(config) if is_critic else OutputLayer(model.output_layer)
     _mark_shards(model)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
-    if uses_transformer_engine(mesh):
+    if uses_transformer_engine(mesh, lora):
         model.rotary_pos_emb.inv_freq = frequencies
     else:
         model.rotary_pos_emb = Rotary()
@@ -242,6 +255,8 @@ def _mark_shards(model: GPTModel) -> None:
     """megatron marks weights as tensor-parallel only where it also initialises them; unmarked ones would count as copies
     on all but the first rank, and the gradient norm would miss their shards."""
     for name, parameter in model.named_parameters():
+        if name.endswith(SUFFIXES):  # they mark themselves
+            continue
         kind = bind(name, 0).kind
         if kind != "replicated" and not hasattr(parameter, "partition_dim"):
             stride = 2 if kind == "gate_up" else 1

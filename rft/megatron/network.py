@@ -17,12 +17,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from rft.adapters import lora_of
 from rft.algorithm.losses import Fields
-from rft.config import TrainerConfig
+from rft.config import LoraConfig, TrainerConfig
 from rft.device import torch_dtype
 from rft.megatron import model as models
 from rft.megatron import weights
 from rft.megatron.logprobs import label_logprobs
+from rft.megatron.lora import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
 from rft.names import Dims, check_layout, read_hf_config
 from rft.packing import Packed, cp_index, empty, slice_cp
@@ -47,14 +49,20 @@ class Network:
 
     is_critic = False
 
-    def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh):
+    def __init__(
+        self, path: str, trainer: TrainerConfig, mesh: Mesh, lora_configs: list[LoraConfig] | None = None, seed: int = 0
+    ):  # fmt: skip
         self.mesh = mesh
         self.hf_config = read_hf_config(path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
         self.multiple = mesh.tp if mesh.sequence_parallel else 1
-        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), self.is_critic)
+        self.lora = lora_of(lora_configs or [], self.dims)
+        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), self.is_critic, self.lora)
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
+        if self.lora:
+            freeze_all_but_adapters(self.model)
+            weights.initialise_adapters(self.model, self.dims, mesh.place, seed)
 
     @torch.no_grad()
     def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:

@@ -36,7 +36,9 @@ class Policy(Learner):
         self, model: ModelConfig, trainer: TrainerConfig, optimizer: OptimizerConfig, mesh: Mesh, seed: int, total_steps: int | None
     ):  # fmt: skip
         _seed(seed)
-        super().__init__(model.model_path, trainer, optimizer, trainer.grad_clip, mesh, total_steps)
+        super().__init__(
+            model.model_path, trainer, optimizer, trainer.grad_clip, mesh, total_steps, model.lora_configs, seed
+        )
         self._slabs = weights.slabs(self.model, self.hf_config, mesh.place)
 
     def train_step(

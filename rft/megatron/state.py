@@ -20,17 +20,20 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
 from rft.megatron.weights import Shard
-from rft.names import Dims, Segment, hf_shape
+from rft.names import Segment
 from rft.protocols import Piece
 
 
-def pieces(shards: list[Shard], optimizer: Optimizer, dims: Dims) -> list[Piece]:
-    """Model parameters, fp32 masters where they are memory of their own, and Adam's moments."""
+def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
+    """Model parameters that are trained, fp32 masters where they are memory of their own, and Adam's moments.
+
+    What is frozen (the model under an adapter) is in the files that it came from.
+    """
     by_parameter = {id(shard.parameter): shard for shard in shards}
     found = []
     for shard in shards:
-        for segment in shard.segments:
-            found.append(_piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None, dims))
+        for segment in shard.segments if shard.parameter.requires_grad else []:
+            found.append(_piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None))
     for parameter, (start, stop), state in optimizer.shards():
         shard = by_parameter[id(parameter)]
         for segment in shard.segments:
@@ -39,7 +42,7 @@ def pieces(shards: list[Shard], optimizer: Optimizer, dims: Dims) -> list[Piece]
             if low < high:
                 for kind, tensor in state.items():
                     part = tensor.detach()[low - start : high - start]
-                    found.append(_piece(kind, shard, segment, part, (low - first, high - first), dims))
+                    found.append(_piece(kind, shard, segment, part, (low - first, high - first)))
     return found
 
 
@@ -55,11 +58,9 @@ def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
     return segment.local * row, (segment.local + segment.stop - segment.start) * row
 
 
-def _piece(
-    kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None, dims: Dims
-) -> Piece:
+def _piece(kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None) -> Piece:
     name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
-    whole = hf_shape(shard.bound.kind, segment.part, name, dims)
+    whole = shard.shapes[segment.part]
     offset = tuple(segment.start if d == segment.dim else 0 for d in range(len(whole)))
     shape = tuple(segment.stop - segment.start if d == segment.dim else n for d, n in enumerate(whole))
     return Piece(f"{kind}/{name}", tensor, whole, offset, shape, flat, stored=not shard.is_tied_copy)

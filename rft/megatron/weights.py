@@ -7,7 +7,7 @@ loading reads only the rows and columns that this rank keeps.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rft.adapters import PREFIX, SUFFIXES, adapter
 from rft.config import ConfigError
+from rft.megatron.lora import deltas, initial_A
 from rft.megatron.mesh import Mesh
 from rft.names import VALUE_HEAD, Bound, Dims, Place, Segment, architecture_of, bind, hf_names, hf_shape
 from rft.protocols import Block
@@ -27,25 +29,34 @@ SHOWN = 12  # tensors named in one error message
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter of this rank and where it lies in the HF tensors."""
+    """One parameter of this rank and where it lies in the HF tensors, which have these `shapes`."""
 
     parameter: nn.Parameter
     bound: Bound
+    shapes: tuple[tuple[int, ...], ...]
     segments: list[Segment]
     is_tied_copy: bool
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.bound.hf[0].startswith(PREFIX)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """A block and the runs of the shard that it consists of."""
+    """A block and the runs of the shard that it consists of. `delta`: what an adapter adds to the shard."""
 
     block: Block
     shard: Shard
     runs: list[Segment]
+    delta: Callable[[], Tensor] | None
 
+    @torch.no_grad()
     def read(self) -> Tensor:
-        """The block's current bytes, contiguous; a view of the live weights where that is possible."""
+        """The block's current bytes, contiguous, adapter merged; a view of the live weights where that is possible."""
         value = self.shard.parameter.detach()
+        if self.delta is not None:
+            value = value + self.delta()
         parts = [value.narrow(run.dim, run.local, run.stop - run.start) for run in self.runs]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=self.runs[0].dim)
 
@@ -56,10 +67,25 @@ def shards(model: Sequence[nn.Module], dims: Dims, place: Place) -> list[Shard]:
     for part in model:
         first_layer = part.decoder.layers[0].layer_number - 1
         for name, parameter in part.named_parameters():
-            bound = bind(name, first_layer, place.first_expert(dims))
-            tied_copy = dims.tied and name == "output_layer.weight"
-            found.append(Shard(parameter, bound, place.segments(bound, dims), tied_copy))
+            found.append(_shard(name, parameter, first_layer, dims, place))
     return found
+
+
+def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, place: Place) -> Shard:
+    layer, dot, last = name.rpartition(".")
+    if dot + last in SUFFIXES:
+        base = bind(f"{layer}.weight", first_layer)
+        rank = (
+            parameter.shape[1]
+            if last == "lora_B"
+            else parameter.shape[0] // (1 if base.kind == "row" else len(base.hf))
+        )
+        held = adapter(last, base, dims, place, rank)
+        return Shard(parameter, held.bound, held.shapes, held.segments, False)
+    bound = bind(name, first_layer, place.first_expert(dims))
+    shapes = tuple(hf_shape(bound.kind, part, hf_name, dims) for part, hf_name in enumerate(bound.hf))
+    tied_copy = dims.tied and name == "output_layer.weight"
+    return Shard(parameter, bound, shapes, place.segments(bound, dims), tied_copy)
 
 
 class HFReader:
@@ -111,6 +137,8 @@ def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], pl
     reader = HFReader(path, hf)
     for shard in shards(model, Dims.of(hf), place):
         target = shard.parameter
+        if shard.is_adapter:
+            continue
         if shard.bound.hf[0] == VALUE_HEAD:
             target.zero_()
             continue
@@ -122,6 +150,18 @@ def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], pl
             target.narrow(segment.dim, segment.local, rows).copy_(reader.read(name, segment))
 
 
+@torch.no_grad()
+def initialise_adapters(model: Sequence[nn.Module], dims: Dims, place: Place, seed: int) -> None:
+    """A as PEFT has it, B = 0: the same adapter in every layout."""
+    for shard in shards(model, dims, place):
+        if shard.is_adapter and shard.bound.hf[0].endswith("lora_A.weight"):
+            for segment in shard.segments:
+                whole = initial_A(shard.bound.hf[segment.part], shard.shapes[segment.part], seed)
+                rows = segment.stop - segment.start
+                part = whole.narrow(segment.dim, segment.start, rows)
+                shard.parameter.narrow(segment.dim, segment.local, rows).copy_(part)
+
+
 def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[Slab]:
     """What this rank sends in a weight sync: every shard of which it holds the first copy. No collective.
 
@@ -130,12 +170,13 @@ def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[
     """
     dims = Dims.of(hf)
     order = {name: i for i, name in enumerate(hf_names(dims, architecture_of(hf)))}
+    merged = deltas(model)
     found = []
     for shard in shards(model, dims, place):
-        if shard.is_tied_copy or not place.is_first_copy(shard.bound):
+        if shard.is_adapter or shard.is_tied_copy or not place.is_first_copy(shard.bound):
             continue
         for runs in _joined(shard.segments):
-            found.append(Slab(_block(shard, runs, dims), shard, runs))
+            found.append(Slab(_block(shard, runs), shard, runs, merged.get(id(shard.parameter))))
     return sorted(found, key=lambda slab: (order[slab.block.name], slab.block.start))
 
 
@@ -150,10 +191,9 @@ def _joined(places: list[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _block(shard: Shard, runs: list[Segment], dims: Dims) -> Block:
+def _block(shard: Shard, runs: list[Segment]) -> Block:
     part = runs[0].part
-    name = shard.bound.hf[part]
-    shape = hf_shape(shard.bound.kind, part, name, dims)
+    name, shape = shard.bound.hf[part], shard.shapes[part]
     dim, start, stop = runs[0].dim, runs[0].start, runs[-1].stop
     if (start, stop) == (0, shape[dim]):
         dim, stop = 0, shape[0]

@@ -14,7 +14,7 @@ from rows import make_rows
 from rft import device as devices
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.layout import claim_of
-from rft.config import MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
 from rft.packing import Row, pack
@@ -26,6 +26,7 @@ TIMEOUT_S = 60.0
 def policy_on(
     path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
     lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> Iterator[Policy]:  # fmt: skip
     device = devices.choose("cpu")
     device.activate()
@@ -33,7 +34,8 @@ def policy_on(
     mesh = Mesh(sizes, device, TIMEOUT_S)
     try:
         trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip)
-        yield Policy(ModelConfig(model_path=str(path)), trainer, OptimizerConfig(lr=lr), mesh, seed, 10)
+        model = ModelConfig(model_path=str(path), lora_configs=[LoraConfig(**lora)] if lora else [])
+        yield Policy(model, trainer, OptimizerConfig(lr=lr), mesh, seed, 10)
     finally:
         mesh.close()
 
@@ -69,13 +71,17 @@ def train(path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout
 def score(path: str, rows: int = 12, **layout: Any) -> list[Any]:
     """Per row index, the log-probability of each of its tokens but the first; empty where this rank has none."""
     with policy_on(path, **layout) as policy:
-        part = part_of(policy, make_rows(rows))
-        found = []
-        for packed, values in zip(part, policy.score(part), strict=True):
-            bounds = packed.cu_seqlens.tolist()
-            if len(values):
-                found += [(int(r), values[a : b - 1]) for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)]
-        return found
+        return score_with(policy, rows)
+
+
+def score_with(policy: Policy, rows: int) -> list[Any]:
+    part = part_of(policy, make_rows(rows))
+    found = []
+    for packed, values in zip(part, policy.score(part), strict=True):
+        bounds = packed.cu_seqlens.tolist()
+        if len(values):
+            found += [(int(r), values[a : b - 1]) for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)]
+    return found
 
 
 def convert(path: str, **layout: Any) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Megatron's parallel linear layers with a LoRA adapter beside the frozen weight. Formula and layouts: `rft.adapters`.
+
+    column:  x ─► A ─► gather tokens ─► B of this rank's rows        row:  x of this rank's columns ─► A ─► reduce ─► B
+
+In: the layer's own arguments and the `Lora`. Out: what the layer gives, with the adapter's part. Only the narrow [T, r]
+between A and B is ever exchanged. Invariant: B begins at 0, so the first policy is the base model, in every layout.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from rft.adapters import Lora
+from rft.names import Dims, Place, Segment, bind
+
+
+class LoraColumn(ColumnParallelLinear):
+    """`segments`: which of this rank's rows belong to which of the `parts` projections that the layer fuses."""
+
+    def __init__(self, *args: Any, lora: Lora, parts: int, segments: list[Segment], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lora = lora
+        self.lora_A = _parameter(self, parts * lora.rank, self.input_size)
+        self.lora_B = _parameter(self, self.output_size_per_partition, lora.rank)
+        set_tensor_model_parallel_attributes(self.lora_B, True, 0, 1)
+        self.lora_A.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        mask = torch.zeros(self.output_size_per_partition, parts, 1, dtype=self.weight.dtype, device=self.weight.device)
+        for segment in segments:
+            mask[segment.local : segment.local + segment.stop - segment.start, segment.part] = 1
+        self.register_buffer("row_of_part", mask, persistent=False)
+
+    def spread(self) -> Tensor:
+        """B [rows, P*r]: every row meets the A of its own projection and no other."""
+        return (self.lora_B[:, None] * self.row_of_part).flatten(1)
+
+    def delta(self) -> Tensor:
+        """What the adapter adds to this rank's rows of the weight."""
+        return self.lora.scale * (self.spread() @ self.lora_A)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        low = nn.functional.linear(input_, self.lora_A)
+        if self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + self.lora.scale * nn.functional.linear(low, self.spread()), bias
+
+
+class LoraRow(RowParallelLinear):
+    def __init__(self, *args: Any, lora: Lora, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lora = lora
+        self.lora_A = _parameter(self, lora.rank, self.input_size_per_partition)
+        self.lora_B = _parameter(self, self.output_size, lora.rank)
+        set_tensor_model_parallel_attributes(self.lora_A, True, 1, 1)
+        self.lora_B.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def delta(self) -> Tensor:
+        """What the adapter adds to this rank's columns of the weight."""
+        return self.lora.scale * (self.lora_B @ self.lora_A)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        low = nn.functional.linear(input_, self.lora_A)
+        if self.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + self.lora.scale * nn.functional.linear(low, self.lora_B), bias
+
+
+def _parameter(layer: Any, rows: int, columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(rows, columns, dtype=layer.weight.dtype, device=layer.weight.device))
+
+
+def add_adapters(attention: Any, mlp: Any, lora: Lora, dims: Dims, place: Place) -> None:
+    """Put the layers of `lora` into the submodules of one transformer layer's spec."""
+    holders = {"linear_qkv": attention, "linear_proj": attention, "linear_fc1": mlp, "linear_fc2": mlp}
+    for name in lora.layers:
+        parent = "self_attention" if holders[name] is attention else "mlp"
+        bound = bind(f"decoder.layers.0.{parent}.{name}.weight", 0)
+        if bound.kind == "row":
+            spec = ModuleSpec(module=LoraRow, params={"lora": lora})
+        else:
+            rows = {"parts": len(bound.hf), "segments": place.segments(bound, dims)}
+            spec = ModuleSpec(module=LoraColumn, params={"lora": lora, **rows})
+        setattr(holders[name], name, spec)
+
+
+def freeze_all_but_adapters(model: Sequence[nn.Module]) -> None:
+    for part in model:
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(name.endswith((".lora_A", ".lora_B")))
+
+
+def deltas(model: Sequence[nn.Module]) -> dict[int, Any]:
+    """Per weight, by identity, the function that gives what its adapter adds."""
+    layers = [layer for part in model for layer in part.modules() if isinstance(layer, LoraColumn | LoraRow)]
+    return {id(layer.weight): layer.delta for layer in layers}
+
+
+def initial_A(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """PEFT's initialisation, U(-1/sqrt(i), 1/sqrt(i)), of a whole HF tensor [r, i]: the same whatever the layout."""
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,58 @@
+"""What the ranks of test_lora.py do: train an adapter, save it, export it, go on in another layout."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jobs import part_of, pieces_of, policy_on, score_with, weights_of
+from resume_jobs import train
+from rows import make_rows
+
+from rft.checkpoint.manager import CheckpointManager
+from rft.config import TrainerConfig
+from rft.megatron.policy import Policy
+
+
+def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dict[str, Any]:
+    """Three steps. With `root`: then saved there, and the agent's export beside it."""
+    with policy_on(path, lora=lora, **layout) as policy:
+        frozen = [(p, p.detach().clone()) for part in policy.model for p in part.parameters() if not p.requires_grad]
+        metrics = train(policy, range(3))
+        if root:
+            save_and_export(policy, path, root)
+        return {
+            "metrics": metrics, "adapter": pieces_of(policy, "model/"), "keys": {p.key for p in policy.snapshot().pieces},
+            "merged": weights_of(policy), "frozen": all(torch.equal(p, before) for p, before in frozen),
+            "scores": score_with(policy, 6),
+        }  # fmt: skip
+
+
+def first_scores(path: str, lora: dict[str, Any] | None, **layout: Any) -> list[Any]:
+    with policy_on(path, lora=lora, **layout) as policy:
+        return score_with(policy, 6)
+
+
+def save_and_export(policy: Policy, path: str, root: str) -> None:
+    assert policy.lora is not None
+    about = {"layout": policy.mesh.layout(), "adapter": policy.lora.as_peft(path)}
+    manager = CheckpointManager(root, policy.mesh, TrainerConfig(), about=about)
+    manager.start(policy)
+    assert manager.save(3, policy, {"step": 3})
+    manager.before_update()
+    manager.wait(3)
+    if policy.mesh.rank == 0:
+        manager.export(3, path, str(Path(root) / "adapter"))
+        manager.wait_exports()
+    policy.mesh.barrier("exported")
+    manager.close()
+
+
+def resumed(path: str, lora: dict[str, Any], root: str, **layout: Any) -> dict[str, np.ndarray]:
+    """The merged model of a policy of other adapters that loaded the checkpoint."""
+    with policy_on(path, lora=lora, seed=9, **layout) as policy:
+        manager = CheckpointManager(root, policy.mesh, TrainerConfig(), about={"layout": policy.mesh.layout()})
+        manager.load(policy)
+        assert policy.step == policy.optimizer.updates == 3
+        part_of(policy, make_rows(2))
+        return weights_of(policy)
