@@ -25,6 +25,9 @@ class Part:
 
         self.made = [(name, torch.nn.Parameter(torch.full(shape, torch.nan))) for name, shape in self.shapes.items()]
 
+    def modules(self) -> list[torch.nn.Module]:
+        return []  # no adapters
+
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return self.made
 

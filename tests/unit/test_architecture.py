@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
-BASE = {"experience", "protocols", "names", "config", "device", "monitor"}
+BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor"}
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
     "trainer",
