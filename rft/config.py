@@ -24,11 +24,16 @@ class ConfigError(ValueError):
 
 @dataclass
 class OptimizerConfig:
+    optimizer_type: str = "adam"  # adam | sgd (plain: without momentum, and so without any state)
     lr: float = 1e-6
-    lr_scheduler_type: str = "constant"  # constant | linear | cosine
+    lr_scheduler_type: str = "constant"  # constant | linear | cosine | wsd (warm-up, stable, decay)
     lr_warmup_steps: int = 0
-    min_lr_ratio: float = 0.0  # floor of linear and cosine, as a share of lr
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    lr_warmup_steps_ratio: float = 0.0  # the same as a share of all steps; set one of the two
+    lr_decay_steps: Optional[int] = None  # wsd: steps of the decay, which ends with the run
+    lr_decay_steps_ratio: Optional[float] = None  # wsd: the same as a share of all steps; default: 0.1
+    lr_decay_style: Optional[str] = None  # wsd: linear | cosine | minus_sqrt; default: linear
+    min_lr_ratio: float = 0.0  # floor of linear, cosine and wsd, as a share of lr
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adam only, as is eps
     eps: float = 1e-8
     weight_decay: float = 0.01
 

@@ -20,7 +20,17 @@ from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
-from rft.config import Config, ConfigError, MegatronConfig, ModelConfig, TasksetConfig, job_dir, nearest
+from rft.config import (
+    Config,
+    ConfigError,
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TasksetConfig,
+    job_dir,
+    nearest,
+)
+from rft.megatron import schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.rollout import rewards, workflows
 
@@ -35,7 +45,8 @@ CHOICES = {
     "trainer.checkpoint.staging": ("lazy", "eager", "auto"),
     "trainer.checkpoint.when_busy": ("wait", "skip", "newest_wins"),
     "trainer.checkpoint.best_mode": ("max", "min"),
-    "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "algorithm.optimizer.optimizer_type": ("adam", "sgd"),
+    "algorithm.optimizer.lr_scheduler_type": schedule.SCHEDULERS,
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
@@ -106,6 +117,8 @@ def check(config: Config) -> None:
     _check_places(config)
     if config.trainer.total_steps is None:
         config.trainer.total_steps = count_steps(config)
+    if config.mode in ("both", "train"):
+        _check_optimizer(config.algorithm.optimizer, config.trainer.total_steps)
 
 
 def get(config: Config, key: str) -> Any:
@@ -240,6 +253,18 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
             "buffer.trainer_input.experience_buffer.storage_type=queue"
         )
+
+
+def _check_optimizer(optimizer: OptimizerConfig, total_steps: int) -> None:
+    schedule.check(optimizer, total_steps)
+    adam = OptimizerConfig()
+    for name in ("betas", "eps"):
+        if optimizer.optimizer_type == "sgd" and getattr(optimizer, name) != getattr(adam, name):
+            raise ConfigError(
+                f"algorithm.optimizer.{name}={getattr(optimizer, name)} with optimizer_type=sgd: only Adam has one, leave it out"
+            )
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(f"algorithm.optimizer.betas={optimizer.betas}: give two numbers from 0 to below 1")
 
 
 def _check_data(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""megatron's distributed Adam, cut open where the loop needs to step in: after the gradients, before the weights.
+"""megatron's distributed optimizer, cut open where the loop needs to step in: after the gradients, before the weights.
 
 In: the DDP-wrapped model with reduced gradients. Out: the gradient norm, then, if wanted, updated weights on all ranks.
 The learning rate is a function of the step number alone. Optimizer state exists from construction on, so that a
@@ -13,7 +13,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rft.config import OptimizerConfig
-from rft.megatron.schedule import learning_rate
+from rft.megatron import schedule
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
@@ -42,10 +44,10 @@ class Optimizer:
             model,
             use_gloo_process_groups=False,
         )
-        learning_rate(config.lr_warmup_steps, config, total_steps)  # refuses now what would fail after the warm-up
+        schedule.check(config, total_steps)
         self.parts: list[DistributedOptimizer] = [p for p in self.chain.chained_optimizers if not p.is_stub_optimizer]
         for part in self.parts:
-            self._materialise(part)
+            self._materialise(part) if config.optimizer_type == "adam" else self._put_sgd(part)
 
     @staticmethod
     def _materialise(part: DistributedOptimizer) -> None:
@@ -58,6 +60,16 @@ class Optimizer:
                     state = part.optimizer.state[parameter]
                     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
+    @staticmethod
+    def _put_sgd(part: DistributedOptimizer) -> None:
+        """Plain SGD over the same shards. megatron insists on Adam while it cuts them, for the sake of checkpoints of its own;
+        afterwards it only asks its inner optimizer for `param_groups`, `step` and `zero_grad`."""
+        of_adam = part.optimizer.defaults.keys() - {"lr", "weight_decay"}
+        groups = [{k: v for k, v in group.items() if k not in of_adam} for group in part.optimizer.param_groups]
+        sgd = torch.optim.SGD([torch.zeros(0)])  # shards are views, which its constructor refuses
+        sgd.param_groups = [sgd.defaults | group for group in groups]
+        part.optimizer = sgd
+
     def zero_grad(self) -> None:
         self.chain.zero_grad()
 
@@ -67,7 +79,7 @@ class Optimizer:
         return float(self.chain.get_grad_norm())
 
     def rate(self, step: int) -> float:
-        return learning_rate(step, self.config, self.total_steps)
+        return schedule.learning_rate(step, self.config, self.total_steps)
 
     def update(self, step: int, grad_norm: float) -> None:
         """Clip and apply at the rate of `step`; afterwards the parameters are complete on every rank."""
@@ -106,7 +118,7 @@ class Optimizer:
                 for model_group, main_group in zip(models, mains, strict=True):
                     for parameter, main in zip(model_group, main_group, strict=True):
                         place = part._get_model_param_range_map(parameter)["param"]
-                        state = {k: part.optimizer.state[main][k] for k in ("exp_avg", "exp_avg_sq")}
+                        state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if k in MOMENTS}
                         if has_master:
                             state["master"] = main
                         found.append((parameter, (place.start, place.end), state))

@@ -25,7 +25,7 @@ from rft.protocols import Piece
 
 
 def pieces(shards: list[Shard], optimizer: Optimizer, dims: Dims) -> list[Piece]:
-    """Model parameters, fp32 masters where they are memory of their own, and Adam's moments."""
+    """Model parameters, fp32 masters where they are memory of their own, and Adam's moments; SGD has none."""
     by_parameter = {id(shard.parameter): shard for shard in shards}
     found = []
     for shard in shards:

@@ -26,14 +26,15 @@ TIMEOUT_S = 60.0
 def policy_on(
     path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
     lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
+    optimizer: dict[str, Any] = {}, trainer: dict[str, Any] = {},  # noqa: B006
 ) -> Iterator[Policy]:  # fmt: skip
     device = devices.choose("cpu")
     device.activate()
     sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
     mesh = Mesh(sizes, device, TIMEOUT_S)
     try:
-        trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip)
-        yield Policy(ModelConfig(model_path=str(path)), trainer, OptimizerConfig(lr=lr), mesh, seed, 10)
+        given = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip, **trainer)
+        yield Policy(ModelConfig(model_path=str(path)), given, OptimizerConfig(lr=lr, **optimizer), mesh, seed, 10)
     finally:
         mesh.close()
 
