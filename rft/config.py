@@ -207,7 +207,13 @@ class TrainerConfig:
     total_steps: Optional[int] = None  # stop after this many steps; default: when the data ends
     stop_at_loss: Optional[float] = None  # stop early, once the mean loss of the last 5 steps is at most this
     grad_clip: float = 1.0
-    max_token_len_per_gpu: int = 16384  # tokens of one packed microbatch
+    use_dynamic_bsz: bool = True  # microbatches of so many tokens; false: of so many rows
+    max_token_len_per_gpu: Optional[int] = (
+        None  # those tokens, of one rank; default: 2 x model.max_model_len / context parallel
+    )
+    ppo_micro_batch_size_per_gpu: int = 4  # those rows
+    use_remove_padding: bool = True  # false: every sequence of a microbatch is padded to its longest
+    balance_batch: bool = True  # ranks get rows of equal cost; false: as many each, in order
     save_interval: int = 0  # steps; 0: only at the end
     save_strategy: str = "unrestricted"  # | single_node | single_process | single_thread: who writes at a time
     max_checkpoints_to_keep: int = 2  # 0: all

@@ -57,7 +57,8 @@ CHOICES = {
 POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
     "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
-    "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.collective_timeout",
+    "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
+    "trainer.collective_timeout",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
     "trainer.megatron.context_parallel_size", "trainer.megatron.virtual_pipeline_model_parallel_size",
     "trainer.megatron.expert_model_parallel_size", "trainer.megatron.expert_tensor_parallel_size",
@@ -168,6 +169,9 @@ def _check_model(config: Config) -> None:
     if heads % tp:
         raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")
     _check_lengths(model, int(hf["max_position_embeddings"]))
+    if config.trainer.max_token_len_per_gpu is None:  # row I14
+        cp = config.trainer.megatron.context_parallel_size
+        config.trainer.max_token_len_per_gpu = ceil(2 * int(model.max_model_len or 0) / cp)
 
 
 def _check_checkpoints(config: Config) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from rft import config as configs
 from rft import control
 from rft import device as devices
-from rft.config import Config
+from rft.config import Config, TrainerConfig
 from rft.monitor import logs
 
 log = logging.getLogger(__name__)
@@ -183,8 +183,8 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
     epoch = mesh.broadcast(take_epoch(rank) if lead else None)
     feed = Feed(
-        _source(rank) if lead else None, mesh, config.algorithm, config.trainer.max_token_len_per_gpu,
-        policy.multiple, Cost.of(policy.hf_config),
+        _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
+        policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer),
     )  # fmt: skip
     return Trainer(
         config=config.trainer,
@@ -204,6 +204,13 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
     )
+
+
+def cut_of(trainer: TrainerConfig) -> Any:
+    from rft.packing import Cut
+
+    rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
+    return Cut(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
 
 
 def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:

@@ -17,7 +17,7 @@ from rft.checkpoint.layout import claim_of
 from rft.config import MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
-from rft.packing import Row, pack
+from rft.packing import BY_TOKENS, Cut, Row, pack
 
 TIMEOUT_S = 60.0
 
@@ -39,9 +39,9 @@ def policy_on(
         mesh.close()
 
 
-def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128) -> list[Any]:
+def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128, cut: Cut = BY_TOKENS) -> list[Any]:
     mesh = policy.mesh
-    return mesh.scatter_parts(pack(rows, mesh.dp, max_tokens, policy.multiple) if mesh.rank == 0 else None)
+    return mesh.scatter_parts(pack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None)
 
 
 def weights_of(policy: Policy) -> dict[str, np.ndarray]:
@@ -53,10 +53,12 @@ def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:
     return [(claim_of(p), p.tensor.float().numpy().copy()) for p in policy.snapshot().pieces if p.key.startswith(kind)]
 
 
-def train(path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any) -> dict[str, Any]:
+def train(
+    path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", cut: Cut = BY_TOKENS, **layout: Any
+) -> dict[str, Any]:
     """Train; weights at rank 0, first moments from every rank, metrics from every rank."""
     with policy_on(path, **layout) as policy:
-        part = part_of(policy, make_rows(rows))
+        part = part_of(policy, make_rows(rows), cut=cut)
         before = []
         metrics = [
             policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step)) for _ in range(steps)
