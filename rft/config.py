@@ -207,6 +207,7 @@ class TrainerConfig:
     total_steps: Optional[int] = None  # stop after this many steps; default: when the data ends
     stop_at_loss: Optional[float] = None  # stop early, once the mean loss of the last 5 steps is at most this
     grad_clip: float = 1.0
+    max_skipped_steps: int = 5  # so many in a row whose loss or gradient is not finite end the run; 0: none do
     use_dynamic_bsz: bool = True  # microbatches of so many tokens; false: of so many rows
     max_token_len_per_gpu: Optional[int] = (
         None  # those tokens, of one rank; default: 2 x model.max_model_len / context parallel

@@ -173,6 +173,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     from rft.algorithm.losses import token_loss
     from rft.feed import Feed, is_supervised
     from rft.packing import Cost
+    from rft.skips import SkippedSteps
     from rft.sync.publisher import Publisher
     from rft.trainer import Trainer
 
@@ -196,6 +197,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
         evaluations=control.Evaluations(
             explorer, config.explorer, report=lambda result: None, alone=config.deterministic
         ),
+        skips=SkippedSteps(rank.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
         token_loss=token_loss(str(config.algorithm.policy_loss_fn), config.algorithm.policy_loss_fn_args),
@@ -248,7 +250,9 @@ def resume(trainer: Any, config: Config) -> int:
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy version."""
     loop = trainer.checkpoints.load(trainer.policy)
     step = int(loop["step"]) if loop else 0
-    trainer.recent_losses.extend(loop["recent_losses"] if loop else [])
+    if loop:
+        trainer.recent_losses.extend(loop["recent_losses"])
+        trainer.skips.restore(loop.get("skips", [0, 0]))
     if isinstance(trainer.feed.source, control.QueueSource):
         trainer.feed.source.attach(step, trainer.run_epoch)
     return step

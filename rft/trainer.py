@@ -23,6 +23,7 @@ from rft.config import TrainerConfig
 from rft.control import Evaluations
 from rft.feed import Feed
 from rft.monitor.metrics import Timer
+from rft.skips import SkippedSteps
 from rft.sync.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Trainer:
     publisher: Publisher
     checkpoints: CheckpointManager
     evaluations: Evaluations
+    skips: SkippedSteps
     log_step: Callable[[int, dict[str, float], list[Any]], None]  # does something at rank 0 only
     token_loss: Callable[..., Any]
     sync_interval: int
@@ -68,6 +70,7 @@ class Trainer:
             with self._doing("train"):
                 metrics = self.policy.train_step(batch.part, self.token_loss, before_update=self._before_update)
             step += 1
+            metrics |= self.skips.after(step, metrics, batch.experiences)
             self.recent_losses.append(metrics["loss"])
             if step % self.sync_interval == 0:
                 self._publish(step)
@@ -109,6 +112,7 @@ class Trainer:
             "journal": self.feed.mark(),
             "run_epoch": self.run_epoch,
             "recent_losses": list(self.recent_losses),
+            "skips": self.skips.state(),
         }
 
     def _is_done(self, step: int) -> bool:

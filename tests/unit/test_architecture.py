@@ -24,6 +24,7 @@ TOP = {
     "modes",
     "reporting",
     "processes",
+    "skips",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
