@@ -179,6 +179,11 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: Optional[int] = None  # parts of the model per pipeline stage, interleaved
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: Optional[int] = None  # default: tensor_model_parallel_size
+    override_transformer_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # flags for megatron's TransformerConfig: fp8, overlap, fusions
+    override_ddp_config: dict[str, Any] = field(default_factory=dict)  # for its DistributedDataParallelConfig
+    override_optimizer_config: dict[str, Any] = field(default_factory=dict)  # for its OptimizerConfig
 
 
 @dataclass
@@ -208,6 +213,12 @@ class TrainerConfig:
     stop_at_loss: Optional[float] = None  # stop early, once the mean loss of the last 5 steps is at most this
     grad_clip: float = 1.0
     max_skipped_steps: int = 5  # so many in a row whose loss or gradient is not finite end the run; 0: none do
+    recompute_granularity: Optional[str] = None  # selective | full: activations computed again in the backward pass
+    recompute_method: Optional[str] = None  # full: uniform | block; default: uniform
+    recompute_num_layers: Optional[int] = (
+        None  # full: of a unit (uniform), or how many are recomputed (block); default: 1
+    )
+    recompute_modules: Optional[list[str]] = None  # selective: core_attn, mlp, layernorm, moe ...; default: core_attn
     use_dynamic_bsz: bool = True  # microbatches of so many tokens; false: of so many rows
     max_token_len_per_gpu: Optional[int] = (
         None  # those tokens, of one rank; default: 2 x model.max_model_len / context parallel
@@ -323,7 +334,7 @@ def nearest_key(key: str) -> str | None:
 def nearest(value: str, choices: Any, key: str) -> str:
     """Error text for a value outside `choices`."""
     match = difflib.get_close_matches(value, list(choices), n=1)
-    hint = f"; did you mean `{match[0]}`?" if match else ""
+    hint = f"; did you mean `{match[0]}`?" if match else "."
     return f"{key}={value} is unknown{hint} Known: {', '.join(sorted(choices))}."
 
 

@@ -30,7 +30,7 @@ from rft.config import (
     job_dir,
     nearest,
 )
-from rft.megatron import schedule
+from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.rollout import rewards, workflows
 
@@ -166,6 +166,10 @@ def _check_model(config: Config) -> None:
             f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
         )
     check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
+    stages = config.trainer.megatron.pipeline_model_parallel_size
+    overrides.check(config.trainer, int(hf["num_hidden_layers"]) // stages)
+    if config.device == "cpu":
+        overrides.refuse_transformer_engine(config.trainer, "this is device=cpu")
     heads, tp = hf["num_attention_heads"], config.explorer.rollout_model.tensor_parallel_size
     if heads % tp:
         raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")

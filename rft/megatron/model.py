@@ -98,11 +98,11 @@ def _device(config: TransformerConfig) -> Any:
     return "cpu" if config.use_cpu_initialization else None
 
 
-def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """The fields of megatron's config that this model and mesh decide; everything fused or random is off."""
+def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any]) -> TransformerConfig:
+    """The fields of megatron's config that this model and mesh decide; everything fused or random is off, unless in `more`."""
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
     on_cpu = mesh.device.kind == "cpu"
-    return TransformerConfig(
+    given: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
         num_attention_heads=dims.heads,
@@ -142,6 +142,7 @@ def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> Tr
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=True,
     )
+    return TransformerConfig(**(given | more))
 
 
 def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -185,9 +186,12 @@ def layer_spec(config: TransformerConfig, mesh: Mesh) -> ModuleSpec | Transforme
     return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm)
 
 
-def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> list[GPTModel]:
-    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages."""
-    config = transformer_config(hf, mesh, dtype)
+def build(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any]) -> list[GPTModel]:
+    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages.
+
+    `more`: fields of megatron's config (`overrides.transformer`).
+    """
+    config = transformer_config(hf, mesh, dtype, more)
     return [_part(hf, config, mesh, number) for number in range(mesh.vpp)]
 
 

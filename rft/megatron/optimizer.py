@@ -22,27 +22,27 @@ class Optimizer:
     """`norm` after the backward pass, then `update` or nothing."""
 
     def __init__(
-        self, model: list[DistributedDataParallel], config: OptimizerConfig, grad_clip: float, total_steps: int | None
-    ):
+        self, model: list[DistributedDataParallel], config: OptimizerConfig, grad_clip: float, total_steps: int | None,
+        more: dict[str, Any],
+    ):  # fmt: skip
         self.config = config
         self.grad_clip = grad_clip
         self.total_steps = total_steps
         self.updates = 0
+        fields = {
+            "optimizer": "adam",
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "adam_beta1": config.betas[0],
+            "adam_beta2": config.betas[1],
+            "adam_eps": config.eps,
+            "clip_grad": grad_clip,
+            "bf16": model[0].config.bf16,
+            "params_dtype": model[0].config.params_dtype,
+            "use_distributed_optimizer": True,
+        }
         self.chain: ChainedOptimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                clip_grad=grad_clip,
-                bf16=model[0].config.bf16,
-                params_dtype=model[0].config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            model,
-            use_gloo_process_groups=False,
+            MegatronOptimizerConfig(**(fields | more)), model, use_gloo_process_groups=False
         )
         schedule.check(config, total_steps)
         self.parts: list[DistributedOptimizer] = [p for p in self.chain.chained_optimizers if not p.is_stub_optimizer]

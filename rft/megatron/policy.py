@@ -27,7 +27,7 @@ from torch import Tensor
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
 from rft.device import torch_dtype
 from rft.megatron import model as models
-from rft.megatron import state, weights
+from rft.megatron import overrides, state, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.mesh import Mesh
 from rft.megatron.metrics import Totals
@@ -71,13 +71,16 @@ class Policy:
         self.hf_config = read_hf_config(model.model_path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
-        self.multiple = mesh.tp if mesh.sequence_parallel else 1
+        more = overrides.transformer(trainer)
+        if not models.uses_transformer_engine(mesh):
+            overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
+        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (overrides.FP8_TOKENS if more.get("fp8") else 1)
         self.step = 0
         _seed(seed)
-        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype))
+        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), more)
         weights.load_hf(self.model, model.model_path, self.hf_config, mesh.place)
-        self.ddp = _data_parallel(self.model)
-        self.optimizer = Optimizer(self.ddp, optimizer, trainer.grad_clip, total_steps)
+        self.ddp = _data_parallel(self.model, overrides.ddp(trainer))
+        self.optimizer = Optimizer(self.ddp, optimizer, trainer.grad_clip, total_steps, overrides.optimizer(trainer))
         self._shards = weights.shards(self.model, self.dims, mesh.place)
         self._slabs = weights.slabs(self.model, self.hf_config, mesh.place)
 
@@ -225,12 +228,10 @@ class Policy:
         del self.ddp, self.optimizer, self.model
 
 
-def _data_parallel(model: list[GPTModel]) -> list[DistributedDataParallel]:
+def _data_parallel(model: list[GPTModel], more: dict[str, Any]) -> list[DistributedDataParallel]:
     """megatron's DDP with the hooks that its schedules call. Gradients are summed, in fp32, never averaged."""
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
-    )
-    config = model[0].config
+    fields = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_param_gather": False}
+    settings, config = DistributedDataParallelConfig(**(fields | more)), model[0].config
     ddp = [DistributedDataParallel(config, settings, part) for part in model]
     config.no_sync_func = [part.no_sync for part in ddp] if len(ddp) > 1 else ddp[0].no_sync
     # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already hold the counts.

@@ -27,10 +27,11 @@ def policy_on(
     path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
     lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
     optimizer: dict[str, Any] = {}, trainer: dict[str, Any] = {},  # noqa: B006
+    megatron: dict[str, Any] = {},  # noqa: B006
 ) -> Iterator[Policy]:  # fmt: skip
     device = devices.choose("cpu")
     device.activate()
-    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
+    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp, **megatron)
     mesh = Mesh(sizes, device, TIMEOUT_S)
     try:
         given = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip, **trainer)
@@ -104,6 +105,16 @@ def skip(path: str, **layout: Any) -> dict[str, Any]:
         same = all(torch.equal(a, p.tensor) for a, p in zip(before, policy.snapshot().pieces, strict=True))
         good = policy.train_step(part, token_loss("sft", {}), lambda: None)
         return {"same": same, "skipped": metrics["skipped"], "after": good}
+
+
+def forwards(path: str, **layout: Any) -> float:
+    """How often a layer attends for one microbatch of a step."""
+    with policy_on(path, **layout) as policy:
+        part, calls = part_of(policy, make_rows(6)), []
+        attention = policy.ddp.module.decoder.layers[-1].self_attention.core_attention
+        attention.register_forward_hook(lambda *_: calls.append(1))
+        policy.train_step(part, token_loss("sft", {}), lambda: None)
+        return len(calls) / len(part)
 
 
 def control_plane() -> list[Any]:

@@ -44,6 +44,9 @@ def test_defaults_follow_the_algorithm_and_the_data(assets: Path, tmp_path: Path
     assert config.algorithm.repeat_times == 8 and config.algorithm.advantage_fn == "grpo"
     assert config.buffer.train_batch_size == 32 * 8
     assert config.trainer.total_steps == (8100 - 16) // 32
+    assert config.trainer.max_token_len_per_gpu == 48, "twice the longest sequence"
+    (halved,) = grpo(assets, tmp_path, "trainer.megatron.context_parallel_size=2")
+    assert halved.trainer.max_token_len_per_gpu == 24
     assert config.model.max_model_len == 24 and config.explorer.rollout_model.dtype == "fp32"
 
 
@@ -115,6 +118,10 @@ REFUSED = {  # overrides: what the message must say
     "trainer.megatron.tensor_model_parallel_size=3": "tensor_model_parallel_size",
     "trainer.megatron.pipeline_model_parallel_size=3": "pipeline_model_parallel_size",
     "trainer.megatron.tensor_model_parallel_size=2 trainer.num_ranks=3": "num_ranks",
+    "trainer.use_dynamic_bsz=false trainer.ppo_micro_batch_size_per_gpu=0": "trainer.ppo_micro_batch_size_per_gpu=0",
+    "trainer.recompute_granularity=full trainer.recompute_num_layers=5": "give 1 to 4",
+    "+trainer.megatron.override_transformer_config.fp8=hybrid trainer.dtype=bf16 device=cpu": "this is device=cpu",
+    "+trainer.megatron.override_ddp_config.overlap_grad_reduc=true": "did you mean `overlap_grad_reduce`",
     "trainer.dtype=fp64": "trainer.dtype",
     "trainer.trainer_type=verl": "megatron",
     "trainer.save_hf_checkpoint=sometimes": "save_hf_checkpoint",

@@ -1,0 +1,66 @@
+"""Recomputed activations and overlapped reduction change the time and the memory of a step, not one bit of its gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_parity import LAYOUTS, gradients
+
+from ranks import Ranks
+
+FULL = {"recompute_granularity": "full"}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "block": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks, checkpoints: dict[str, Path]) -> Any:
+    """Gradients without recompute, by layout."""
+    found: dict[str, Any] = {}
+
+    def of(layout: str) -> Any:
+        if layout not in found:
+            world, sizes = LAYOUTS[layout]
+            found[layout] = gradients(ranks.run("jobs:train", world, path=str(checkpoints["qwen3"]), **sizes))
+        return found[layout]
+
+    return of
+
+
+def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute_gives_the_same_gradient(
+    ranks: Ranks, checkpoints: dict[str, Path], plain: Any, layout: str, kind: str
+) -> None:
+    world, sizes = LAYOUTS[layout]
+    results = ranks.run("jobs:train", world, path=str(checkpoints["qwen3"]), trainer=KINDS[kind], **sizes)
+    assert_equal(gradients(results), plain(layout))
+
+
+def test_recompute_is_what_megatron_was_told(ranks: Ranks, checkpoints: dict[str, Path]) -> None:
+    """A key that reached nobody would pass the tests above."""
+    path = str(checkpoints["qwen3"])
+    assert ranks.run("jobs:forwards", 1, path=path)[0] == 1
+    assert ranks.run("jobs:forwards", 1, path=path, trainer=FULL)[0] == 2
+    assert ranks.run("jobs:forwards", 1, path=path, trainer=KINDS["core_attn"])[0] == 2
+    assert ranks.run("jobs:forwards", 1, path=path, trainer=KINDS["mlp"])[0] == 1
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2-pp2"])
+def test_overlapped_reduction_gives_the_same_gradient(
+    ranks: Ranks, checkpoints: dict[str, Path], plain: Any, layout: str
+) -> None:
+    world, sizes = LAYOUTS[layout]
+    flags = {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 20000}}
+    results = ranks.run("jobs:train", world, path=str(checkpoints["qwen3"]), megatron=flags, **sizes)
+    assert_equal(gradients(results), plain(layout))
