@@ -179,9 +179,7 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: Optional[int] = None  # parts of the model per pipeline stage, interleaved
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: Optional[int] = None  # default: tensor_model_parallel_size
-    override_transformer_config: dict[str, Any] = field(
-        default_factory=dict
-    )  # flags for megatron's TransformerConfig: fp8, overlap, fusions
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)  # for megatron's TransformerConfig
     override_ddp_config: dict[str, Any] = field(default_factory=dict)  # for its DistributedDataParallelConfig
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)  # for its OptimizerConfig
 
@@ -215,14 +213,10 @@ class TrainerConfig:
     max_skipped_steps: int = 5  # so many in a row whose loss or gradient is not finite end the run; 0: none do
     recompute_granularity: Optional[str] = None  # selective | full: activations computed again in the backward pass
     recompute_method: Optional[str] = None  # full: uniform | block; default: uniform
-    recompute_num_layers: Optional[int] = (
-        None  # full: of a unit (uniform), or how many are recomputed (block); default: 1
-    )
+    recompute_num_layers: Optional[int] = None  # full: of a unit (uniform), of a stage (block); default: 1
     recompute_modules: Optional[list[str]] = None  # selective: core_attn, mlp, layernorm, moe ...; default: core_attn
     use_dynamic_bsz: bool = True  # microbatches of so many tokens; false: of so many rows
-    max_token_len_per_gpu: Optional[int] = (
-        None  # those tokens, of one rank; default: 2 x model.max_model_len / context parallel
-    )
+    max_token_len_per_gpu: Optional[int] = None  # those tokens, of one rank; default: 2 x max_model_len / cp
     ppo_micro_batch_size_per_gpu: int = 4  # those rows
     use_remove_padding: bool = True  # false: every sequence of a microbatch is padded to its longest
     balance_batch: bool = True  # ranks get rows of equal cost; false: as many each, in order
@@ -231,6 +225,7 @@ class TrainerConfig:
     max_checkpoints_to_keep: int = 2  # 0: all
     save_hf_checkpoint: str = "last"  # last | always | never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer_config: Optional[dict[str, Any]] = field(default_factory=dict)  # a block of veRL's keys: docs/verl.md
     max_restarts: int = 0  # how often dead ranks are started again
     collective_timeout: float = 1800.0  # seconds
 
@@ -283,6 +278,21 @@ class Config:
     stage_name: Optional[str] = None  # set by `stage_configs`
 
 
+REPLACED = {  # keys of other systems, and what does their work here
+    "trainer.trainer_strategy": "the trainer is always Megatron: leave it out, and cut the model by trainer.megatron.*_size",
+    "trainer.ulysses_sequence_parallel_size": "set trainer.megatron.context_parallel_size",
+    "trainer.param_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.optimizer_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.grad_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.offload_policy": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.enable_preview": "set monitor.num_samples, the number of rollouts written to samples.jsonl per step",
+    "trainer.actor_grad_clip": "set trainer.grad_clip",
+    "trainer.trainer_config_path": "put the block itself under trainer.trainer_config",
+    "algorithm.optimizer.warmup_style": "set algorithm.optimizer.lr_scheduler_type",
+    "algorithm.optimizer.clip_grad": "set trainer.grad_clip",
+}
+
+
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
 
 
@@ -300,9 +310,16 @@ def explain(error: Exception) -> str:
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
     text = str(error).split("\n\n")[0].replace("\n", " ").replace("\t", " ")
     if key and "not in" in text:
-        hint = nearest_key(re.sub(r"^stages\[\d+\]\.", "", str(key)))
-        return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
+        return unknown(re.sub(r"^stages\[\d+\]\.", "", str(key)))
     return f"{key}: {text}" if key else text
+
+
+def unknown(key: str) -> str:
+    """What to say of a key that the schema does not have."""
+    if key in REPLACED:
+        return f"{key} is no key of rft: {REPLACED[key]}"
+    hint = nearest_key(key)
+    return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
 
 
 def known_keys(node: Any = Config, prefix: str = "") -> list[str]:

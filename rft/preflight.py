@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 
+from rft import verl_keys
 from rft.algorithm import ALGORITHMS
 from rft.algorithm.advantages import ADVANTAGES
 from rft.algorithm.losses import LOSSES
@@ -79,6 +80,7 @@ NOT_NEGATIVE = (
 
 def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
+    verl_keys.merge(config)
     algorithm = config.algorithm
     if algorithm.algorithm_type not in ALGORITHMS:
         raise ConfigError(nearest(algorithm.algorithm_type, ALGORITHMS, "algorithm.algorithm_type"))

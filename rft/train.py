@@ -104,8 +104,7 @@ def check_overrides(arguments: list[str]) -> None:
             continue
         if any(part.endswith(free) for part in key.split(".")):
             continue
-        hint = configs.nearest_key(key)
-        raise ConfigError(f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md"))
+        raise ConfigError(configs.unknown(key))
 
 
 def check_composition(arguments: list[str]) -> None:

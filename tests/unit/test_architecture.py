@@ -25,6 +25,7 @@ TOP = {
     "reporting",
     "processes",
     "skips",
+    "verl_keys",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),

@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from rft import config as configs
 from rft import preflight, train
 from rft.config import Config, ConfigError
+from rft.tools import config_page
 from rft.tools.toy import write_arithmetic, write_model
 
 
@@ -122,6 +123,10 @@ REFUSED = {  # overrides: what the message must say
     "trainer.recompute_granularity=full trainer.recompute_num_layers=5": "give 1 to 4",
     "+trainer.megatron.override_transformer_config.fp8=hybrid trainer.dtype=bf16 device=cpu": "this is device=cpu",
     "+trainer.megatron.override_ddp_config.overlap_grad_reduc=true": "did you mean `overlap_grad_reduce`",
+    "trainer.trainer_strategy=fsdp": "trainer.trainer_strategy is no key of rft: the trainer is always Megatron",
+    "+trainer.ulysses_sequence_parallel_size=2": "set trainer.megatron.context_parallel_size",
+    "+trainer.trainer_config.actor_rollout_ref.actor.strategy=fsdp": "the trainer is Megatron",
+    "+trainer.trainer_config.actor_rollout_ref.actor.grad_clip=-1": "trainer.grad_clip=-1",
     "trainer.dtype=fp64": "trainer.dtype",
     "trainer.trainer_type=verl": "megatron",
     "trainer.save_hf_checkpoint=sometimes": "save_hf_checkpoint",
@@ -225,6 +230,11 @@ def test_every_key_is_documented() -> None:
     leaves = [k for k in configs.known_keys() if not any(other.startswith(k + ".") for other in configs.known_keys())]
     missing = [k for k in leaves if f"`{k.rsplit('.', 1)[-1]}`" not in page and f"`{k}`" not in page]
     assert not missing, f"docs/configure.md lacks {missing}"
+
+
+def test_the_tables_of_keys_are_those_of_the_code() -> None:
+    for page, text in config_page.pages().items():
+        assert page.read_text(encoding="utf-8") == text, f"{page}: run `python -m rft.tools.config_page`"
 
 
 def test_preflight_reads_real_keys() -> None:
