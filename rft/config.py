@@ -225,6 +225,10 @@ class TrainerConfig:
     max_checkpoints_to_keep: int = 2  # 0: all
     save_hf_checkpoint: str = "last"  # last | always | never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiler: Optional[str] = None  # torch: a Chrome trace in <job>/profile | nsys: ranges for Nsight Systems
+    profile_steps: list[int] = field(default_factory=lambda: [3, 5])  # first and last
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    peak_tflops: Optional[float] = None  # of one device, for perf/mfu; default: known for bf16 on common GPUs
     trainer_config: Optional[dict[str, Any]] = field(default_factory=dict)  # a block of veRL's keys: docs/verl.md
     max_restarts: int = 0  # how often dead ranks are started again
     collective_timeout: float = 1800.0  # seconds

@@ -48,6 +48,7 @@ CHOICES = {
     "trainer.checkpoint.best_mode": ("max", "min"),
     "algorithm.optimizer.optimizer_type": ("adam", "sgd"),
     "algorithm.optimizer.lr_scheduler_type": schedule.SCHEDULERS,
+    "trainer.profiler": (None, "torch", "nsys"),
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
@@ -59,6 +60,7 @@ POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
     "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
+    "trainer.peak_tflops",
     "trainer.collective_timeout",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
     "trainer.megatron.context_parallel_size", "trainer.megatron.virtual_pipeline_model_parallel_size",
@@ -114,6 +116,7 @@ def check(config: Config) -> None:
     _check_values(config)
     _check_model(config)
     _check_checkpoints(config)
+    _check_profiler(config)
     _check_algorithm(config)
     _check_data(config)
     _check_deterministic(config)
@@ -135,7 +138,7 @@ def get(config: Config, key: str) -> Any:
 def _check_values(config: Config) -> None:
     for key, choices in CHOICES.items():
         if get(config, key) not in choices:
-            raise ConfigError(nearest(str(get(config, key)), choices, key))
+            raise ConfigError(nearest(str(get(config, key)), tuple(filter(None, choices)), key))
     for key in POSITIVE:
         if (value := get(config, key)) is not None and value <= 0:
             raise ConfigError(f"{key}={value}: must be greater than 0")
@@ -264,6 +267,17 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
             "buffer.trainer_input.experience_buffer.storage_type=queue"
         )
+
+
+def _check_profiler(config: Config) -> None:
+    trainer, ranks = config.trainer, int(config.trainer.num_ranks or 1)
+    if len(trainer.profile_steps) != 2 or not 1 <= trainer.profile_steps[0] <= trainer.profile_steps[1]:
+        raise ConfigError(f"trainer.profile_steps={trainer.profile_steps}: give the first step, from 1, and the last")
+    strange = [rank for rank in trainer.profile_ranks if not 0 <= rank < ranks]
+    if strange:
+        raise ConfigError(f"trainer.profile_ranks={trainer.profile_ranks}: there are ranks 0 to {ranks - 1}")
+    if trainer.profiler == "nsys" and config.device == "cpu":
+        raise ConfigError("trainer.profiler=nsys with device=cpu: Nsight Systems looks at CUDA, use torch")
 
 
 def _check_optimizer(optimizer: OptimizerConfig, total_steps: int) -> None:

@@ -122,12 +122,13 @@ def _train(rank: Rank, mesh: Any) -> None:
     from rft.checkpoint.disk import Disk
     from rft.checkpoint.storage import LocalStorage
     from rft.megatron.policy import Policy
+    from rft.monitor.speed import Speed
 
     config = rank.config
     policy = Policy(
         config.model, config.trainer, config.algorithm.optimizer, mesh, config.seed, config.trainer.total_steps
     )
-    log.info("rank %d of %d: %s, %s", mesh.rank, mesh.world, rank.device.describe(), config.trainer.dtype)
+    log.info("rank %d of %d: %s", mesh.rank, mesh.world, policy.describe())
     monitor = None
     trainer = rank.trainer = build_trainer(rank, mesh, policy)
     step = resume(trainer, config)
@@ -137,7 +138,10 @@ def _train(rank: Rank, mesh: Any) -> None:
     if mesh.rank == 0:
         from rft.reporting import StepReporter
 
-        monitor = StepReporter(config, rank.job, step, tokenizer_of(config))
+        print(f"trainer: {policy.describe()}", flush=True)
+        peak = config.trainer.peak_tflops or rank.device.peak_tflops(config.trainer.dtype)
+        speed = Speed(trainer.feed.cost, mesh.world, peak, config.trainer.recompute_granularity == "full")
+        monitor = StepReporter(config, rank.job, step, tokenizer_of(config), speed)
         trainer.log_step = monitor.step
         trainer.evaluations.report = scoring(monitor.evaluation, trainer.checkpoints)
         trainer.export = lambda step: trainer.checkpoints.export(
@@ -173,6 +177,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
     from rft.algorithm.losses import token_loss
     from rft.feed import Feed, is_supervised
     from rft.packing import Cost
+    from rft.profiler import Profiler
     from rft.skips import SkippedSteps
     from rft.sync.publisher import Publisher
     from rft.trainer import Trainer
@@ -198,6 +203,7 @@ def build_trainer(rank: Rank, mesh: Any, policy: Any) -> Any:
             explorer, config.explorer, report=lambda result: None, alone=config.deterministic
         ),
         skips=SkippedSteps(rank.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier),
+        profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
         token_loss=token_loss(str(config.algorithm.policy_loss_fn), config.algorithm.policy_loss_fn_args),

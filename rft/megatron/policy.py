@@ -27,7 +27,7 @@ from torch import Tensor
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
 from rft.device import torch_dtype
 from rft.megatron import model as models
-from rft.megatron import overrides, state, weights
+from rft.megatron import overrides, paths, state, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.mesh import Mesh
 from rft.megatron.metrics import Totals
@@ -83,6 +83,11 @@ class Policy:
         self.optimizer = Optimizer(self.ddp, optimizer, trainer.grad_clip, total_steps, overrides.optimizer(trainer))
         self._shards = weights.shards(self.model, self.dims, mesh.place)
         self._slabs = weights.slabs(self.model, self.hf_config, mesh.place)
+        self._path = paths.describe(mesh, trainer, self.optimizer)
+
+    def describe(self) -> str:
+        """Which kernels compute, and why those."""
+        return self._path
 
     @torch.no_grad()
     def score(self, part: list[Packed]) -> list[np.ndarray]:

@@ -25,6 +25,7 @@ TOP = {
     "reporting",
     "processes",
     "skips",
+    "profiler",
     "verl_keys",
 }
 ALLOWED = {

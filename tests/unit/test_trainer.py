@@ -5,7 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rft.config import TrainerConfig
+from rft.device import choose
 from rft.feed import StepInput
+from rft.profiler import Profiler
 from rft.skips import SkippedSteps
 from rft.trainer import Trainer
 
@@ -52,6 +54,7 @@ def events(alone: bool = False) -> list[str]:
         config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"), mesh=parts.mesh,
         policy=parts.policy, feed=parts.feed, publisher=parts.publisher, checkpoints=parts.checkpoints,
         evaluations=parts.evaluations, skips=SkippedSteps(Path(), 1, True, parts.note),
+        profiler=Profiler(TrainerConfig(), 0, choose("cpu"), Path()),
         log_step=lambda step, metrics, experiences: parts.note(f"log {step}"),
         token_loss=None, sync_interval=1, run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
         export=lambda step: None,
