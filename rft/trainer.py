@@ -74,6 +74,7 @@ class Trainer:
             with self._doing("train"):
                 metrics = self.policy.train_step(batch.part, self.token_loss, before_update=self._before_update)
             step += 1
+            self._enter("judging the step")
             metrics |= self.skips.after(step, metrics, batch.experiences)
             self.recent_losses.append(metrics["loss"])
             if step % self.sync_interval == 0:
