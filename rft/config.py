@@ -290,8 +290,6 @@ REPLACED = {  # keys of other systems, and what does their work here
     "trainer.grad_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
     "trainer.offload_policy": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
     "trainer.enable_preview": "set monitor.num_samples, the number of rollouts written to samples.jsonl per step",
-    "trainer.actor_grad_clip": "set trainer.grad_clip",
-    "trainer.trainer_config_path": "put the block itself under trainer.trainer_config",
     "algorithm.optimizer.warmup_style": "set algorithm.optimizer.lr_scheduler_type",
     "algorithm.optimizer.clip_grad": "set trainer.grad_clip",
 }

@@ -117,6 +117,12 @@ def forwards(path: str, **layout: Any) -> float:
         return len(calls) / len(part)
 
 
+def ddp_config(path: str, **layout: Any) -> Any:
+    """The configuration that megatron's DDP was built with."""
+    with policy_on(path, **layout) as policy:
+        return policy.ddp.ddp_config
+
+
 def control_plane() -> list[Any]:
     """What broadcast, gather and scatter give on this rank of a DP mesh."""
     device = devices.choose("cpu")

@@ -62,5 +62,7 @@ def test_overlapped_reduction_gives_the_same_gradient(
 ) -> None:
     world, sizes = LAYOUTS[layout]
     flags = {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 20000}}
+    built = ranks.run("jobs:ddp_config", 1, path=str(checkpoints["qwen3"]), megatron=flags)[0]
+    assert built.overlap_grad_reduce and built.bucket_size == 20000 and built.grad_reduce_in_fp32
     results = ranks.run("jobs:train", world, path=str(checkpoints["qwen3"]), megatron=flags, **sizes)
     assert_equal(gradients(results), plain(layout))
