@@ -171,7 +171,8 @@ def _check_model(config: Config) -> None:
             f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
         )
     check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
-    stages = config.trainer.megatron.pipeline_model_parallel_size
+    megatron = config.trainer.megatron
+    stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
     overrides.check(config.trainer, int(hf["num_hidden_layers"]) // stages)
     if config.device == "cpu":
         overrides.refuse_transformer_engine(config.trainer, "this is device=cpu")

@@ -5,6 +5,8 @@ The learning rate is a function of the step number alone. Optimizer state exists
 checkpoint can be read into it before the first step.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer

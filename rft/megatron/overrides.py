@@ -33,8 +33,8 @@ PASSED = {
         "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm",
         "apply_rope_fusion", "fused_single_qkv_rope", "gradient_accumulation_fusion", "attention_softmax_in_fp32",
         "fp32_residual_connection", "distribute_saved_activations", "deterministic_mode",
-        "moe_token_dispatcher_type", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
-        "moe_router_dtype", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms",
+        "moe_token_dispatcher_type", "moe_enable_deepep", "moe_permute_fusion", "moe_router_fusion",
+        "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms",
     ),
     DDP: (
         "overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw", "nccl_ub", "disable_symmetric_registration",
@@ -45,6 +45,7 @@ _M, _A = "trainer.megatron.", "algorithm.optimizer."
 INSTEAD = {  # fields that a key of rft decides
     **{name: _M + name for name in (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
+        "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
     )},
     **{name: f"trainer.{name}" for name in (
         "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
@@ -102,7 +103,7 @@ def recompute(trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def check(trainer: TrainerConfig, layers: int) -> None:
-    """Raise ConfigError. `layers`: of one pipeline stage."""
+    """Raise ConfigError. `layers`: of one pipeline stage, or of one part of it where stages are virtual."""
     _check_recompute(trainer, layers)
     for section in SOURCES:
         given = getattr(trainer.megatron, section)

@@ -1,5 +1,6 @@
 """What the rank processes do: build a policy on a mesh, use it, return numpy arrays."""
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -111,16 +112,16 @@ def forwards(path: str, **layout: Any) -> float:
     """How often a layer attends for one microbatch of a step."""
     with policy_on(path, **layout) as policy:
         part, calls = part_of(policy, make_rows(6)), []
-        attention = policy.ddp.module.decoder.layers[-1].self_attention.core_attention
+        attention = policy.ddp[0].module.decoder.layers[-1].self_attention.core_attention
         attention.register_forward_hook(lambda *_: calls.append(1))
         policy.train_step(part, token_loss("sft", {}), lambda: None)
         return len(calls) / len(part)
 
 
-def ddp_config(path: str, **layout: Any) -> Any:
+def ddp_config(path: str, **layout: Any) -> dict[str, Any]:
     """The configuration that megatron's DDP was built with."""
     with policy_on(path, **layout) as policy:
-        return policy.ddp.ddp_config
+        return dataclasses.asdict(policy.ddp[0].ddp_config)
 
 
 def control_plane() -> list[Any]:
