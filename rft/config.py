@@ -24,11 +24,16 @@ class ConfigError(ValueError):
 
 @dataclass
 class OptimizerConfig:
+    optimizer_type: str = "adam"  # adam | sgd (plain: without momentum, and so without any state)
     lr: float = 1e-6
-    lr_scheduler_type: str = "constant"  # constant | linear | cosine
+    lr_scheduler_type: str = "constant"  # constant | linear | cosine | wsd (warm-up, stable, decay)
     lr_warmup_steps: int = 0
-    min_lr_ratio: float = 0.0  # floor of linear and cosine, as a share of lr
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    lr_warmup_steps_ratio: float = 0.0  # the same as a share of all steps; set one of the two
+    lr_decay_steps: Optional[int] = None  # wsd: steps of the decay, which ends with the run
+    lr_decay_steps_ratio: Optional[float] = None  # wsd: the same as a share of all steps; default: 0.1
+    lr_decay_style: Optional[str] = None  # wsd: linear | cosine | minus_sqrt; default: linear
+    min_lr_ratio: float = 0.0  # floor of linear, cosine and wsd, as a share of lr
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adam only, as is eps
     eps: float = 1e-8
     weight_decay: float = 0.01
 
@@ -44,9 +49,7 @@ class AlgorithmConfig:
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: Optional[str] = None  # token-mean | seq-mean-token-mean | seq-mean-token-sum
     proximal_logprobs: bool = False  # the policy scores its batch first: the loss's ratio is to that, not to the engine
-    kl_loss_fn: Optional[str] = (
-        None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's own
-    )
+    kl_loss_fn: Optional[str] = None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's
     kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
     kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
     kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
@@ -193,6 +196,9 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: Optional[int] = None  # parts of the model per pipeline stage, interleaved
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: Optional[int] = None  # default: tensor_model_parallel_size
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)  # for megatron's TransformerConfig
+    override_ddp_config: dict[str, Any] = field(default_factory=dict)  # for its DistributedDataParallelConfig
+    override_optimizer_config: dict[str, Any] = field(default_factory=dict)  # for its OptimizerConfig
 
 
 @dataclass
@@ -222,12 +228,26 @@ class TrainerConfig:
     stop_at_loss: Optional[float] = None  # stop early, once the mean loss of the last 5 steps is at most this
     grad_clip: float = 1.0
     critic_warmup: int = 0  # steps at the start that train only the critic
-    max_token_len_per_gpu: int = 16384  # tokens of one packed microbatch
+    max_skipped_steps: int = 5  # so many in a row whose loss or gradient is not finite end the run; 0: none do
+    recompute_granularity: Optional[str] = None  # selective | full: activations computed again in the backward pass
+    recompute_method: Optional[str] = None  # full: uniform | block; default: uniform
+    recompute_num_layers: Optional[int] = None  # full: of a unit (uniform), of a stage (block); default: 1
+    recompute_modules: Optional[list[str]] = None  # selective: core_attn, mlp, layernorm, moe ...; default: core_attn
+    use_dynamic_bsz: bool = True  # microbatches of so many tokens; false: of so many rows
+    max_token_len_per_gpu: Optional[int] = None  # those tokens, of one rank; default: 2 x max_model_len / cp
+    ppo_micro_batch_size_per_gpu: int = 4  # those rows
+    use_remove_padding: bool = True  # false: every sequence of a microbatch is padded to its longest
+    balance_batch: bool = True  # ranks get rows of equal cost; false: as many each, in order
     save_interval: int = 0  # steps; 0: only at the end
     save_strategy: str = "unrestricted"  # | single_node | single_process | single_thread: who writes at a time
     max_checkpoints_to_keep: int = 2  # 0: all
     save_hf_checkpoint: str = "last"  # last | always | never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiler: Optional[str] = None  # torch: a Chrome trace in <job>/profile | nsys: ranges for Nsight Systems
+    profile_steps: list[int] = field(default_factory=lambda: [3, 5])  # first and last
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    peak_tflops: Optional[float] = None  # of one device, for perf/mfu; default: known for bf16 on common GPUs
+    trainer_config: Optional[dict[str, Any]] = field(default_factory=dict)  # a block of veRL's keys: docs/verl.md
     max_restarts: int = 0  # how often dead ranks are started again
     collective_timeout: float = 1800.0  # seconds
 
@@ -293,6 +313,19 @@ class Config:
     stage_name: Optional[str] = None  # set by `stage_configs`
 
 
+REPLACED = {  # keys of other systems, and what does their work here
+    "trainer.trainer_strategy": "the trainer is always Megatron: leave it out, and cut the model by trainer.megatron.*_size",
+    "trainer.ulysses_sequence_parallel_size": "set trainer.megatron.context_parallel_size",
+    "trainer.param_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.optimizer_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.grad_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.offload_policy": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    "trainer.enable_preview": "set monitor.num_samples, the number of rollouts written to samples.jsonl per step",
+    "algorithm.optimizer.warmup_style": "set algorithm.optimizer.lr_scheduler_type",
+    "algorithm.optimizer.clip_grad": "set trainer.grad_clip",
+}
+
+
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
 
 
@@ -310,9 +343,16 @@ def explain(error: Exception) -> str:
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
     text = str(error).split("\n\n")[0].replace("\n", " ").replace("\t", " ")
     if key and "not in" in text:
-        hint = nearest_key(re.sub(r"^stages\[\d+\]\.", "", str(key)))
-        return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
+        return unknown(re.sub(r"^stages\[\d+\]\.", "", str(key)))
     return f"{key}: {text}" if key else text
+
+
+def unknown(key: str) -> str:
+    """What to say of a key that the schema does not have."""
+    if key in REPLACED:
+        return f"{key} is no key of rft: {REPLACED[key]}"
+    hint = nearest_key(key)
+    return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
 
 
 def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
@@ -344,7 +384,7 @@ def nearest_key(key: str) -> str | None:
 def nearest(value: str, choices: Any, key: str) -> str:
     """Error text for a value outside `choices`."""
     match = difflib.get_close_matches(value, list(choices), n=1)
-    hint = f"; did you mean `{match[0]}`?" if match else ""
+    hint = f"; did you mean `{match[0]}`?" if match else "."
     return f"{key}={value} is unknown{hint} Known: {', '.join(sorted(choices))}."
 
 

@@ -5,6 +5,7 @@ handed to whoever needs it and printed once at start. No other file of rft may n
 """
 
 import ctypes
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+# Dense TFLOP/s of the matrix units in bf16, from the vendor's data sheets; the longest name that the device's begins with counts.
+PEAK_TFLOPS = {
+    "NVIDIA A100": 312.0, "NVIDIA A800": 312.0, "NVIDIA H100": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H200": 989.4, "NVIDIA H800": 989.4, "NVIDIA H20": 148.0, "NVIDIA B200": 2250.0, "NVIDIA GB200": 2500.0,
+    "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA A10": 125.0,
+}  # fmt: skip
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -54,6 +61,26 @@ class Device:
         import torch
 
         torch.cuda.cudart().cudaHostUnregister(address)
+
+    def peak_tflops(self, dtype: str) -> float | None:
+        """What this device can do at most in `dtype`; None where the data sheets above say nothing of it."""
+        import torch
+
+        if self.kind != "cuda" or dtype != "bf16":
+            return None
+        return peak_of(torch.cuda.get_device_name(self.index))
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """A named range for Nsight Systems."""
+        import torch
+
+        return torch.cuda.nvtx.range(name)
+
+    def capture(self, on: bool) -> None:
+        """Begin or end what `nsys --capture-range=cudaProfilerApi` records."""
+        import torch
+
+        torch.cuda.profiler.start() if on else torch.cuda.profiler.stop()
 
     def copier(self) -> "Copier":
         return CudaCopier(self) if self.kind == "cuda" else HostCopier()
@@ -143,6 +170,12 @@ def choose(kind: str = "auto", index: int = 0, threads: int = 1) -> Device:
         if kind == "cuda":
             raise ValueError("device=cuda: torch sees no CUDA device here; use device=auto or device=cpu")
     return Device("cpu", 0, "gloo", threads, pin_memory=False)
+
+
+def peak_of(name: str) -> float | None:
+    """By a device's name, which ends in its memory or form: "NVIDIA H100 80GB HBM3"."""
+    known = [prefix for prefix in PEAK_TFLOPS if f"{name} ".startswith(f"{prefix} ") or name.startswith(f"{prefix}-")]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
 def torch_dtype(name: str) -> "torch.dtype":

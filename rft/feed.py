@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rft.algorithm import ALGORITHMS, credit
 from rft.config import AlgorithmConfig
 from rft.experience import Batch, Experience
-from rft.packing import Cost, Packed, pack
+from rft.packing import BY_TOKENS, Cost, Cut, Packed, pack
 
 
 class Source(Protocol):
@@ -40,7 +40,8 @@ class StepInput:
 
 class Feed:
     def __init__(
-        self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int, cost: Cost
+        self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int, cost: Cost,
+        cut: Cut = BY_TOKENS,
     ):  # fmt: skip
         self.source = source
         self.ranks = ranks
@@ -48,6 +49,7 @@ class Feed:
         self.max_tokens = max_tokens
         self.multiple = multiple
         self.cost = cost
+        self.cut = cut
 
     def next(self, step: int, stopping: bool) -> StepInput | None:
         """Step's input on every rank, or None on every rank: the data ended, or rank 0 was asked to stop."""
@@ -78,7 +80,7 @@ class Feed:
     def _pack(self, experiences: list[Experience]) -> list[list[Packed]]:
         recipe = self.algorithm
         rows = credit.rows(experiences, recipe.advantage_fn, recipe.advantage_fn_args, str(recipe.loss_agg_mode))
-        return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, cost=self.cost)
+        return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

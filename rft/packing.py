@@ -9,7 +9,7 @@ weight * loss over everything is the step's loss, however the rows were cut.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -67,9 +67,7 @@ class Row:
     advantage: np.ndarray
     weight: np.ndarray  # global loss weight of the token, already divided by the global counts
     temperature: float = 1.0
-    scores: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # more of the kind, by name; all rows of a step have the same
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # more, by name; all rows of a step have the same
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,16 @@ class Packed:
         return len(self.tokens)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a step is cut, where that is not by tokens, balanced and without padding between the sequences."""
+
+    rows: int | None = None  # so many rows per microbatch, whatever their lengths
+    balance: bool = True  # False: rows stay in their order, and every rank takes as many
+    pad: bool = False  # every sequence of a microbatch takes the room of its longest
+
+
+BY_TOKENS = Cut()
 TOKEN_FIELDS = ("tokens", "positions", "labels", "weight", "behaviour", "advantage", "temperature")
 PADDING = {"temperature": 1.0}  # every other field is padded with 0
 
@@ -111,14 +119,18 @@ def token_weights(lengths: list[int], mode: str) -> list[float]:
     raise ValueError(f"algorithm.loss_agg_mode={mode}: use token-mean, seq-mean-token-mean or seq-mean-token-sum")
 
 
-def pack(rows: list[Row], dp: int, max_tokens: int, multiple: int, cost: Cost = Cost()) -> list[list[Packed]]:
+def pack(
+    rows: list[Row], dp: int, max_tokens: int, multiple: int, cost: Cost = Cost(), cut: Cut = BY_TOKENS
+) -> list[list[Packed]]:
     """Microbatches of at most `max_tokens`, padding included, for each of `dp` ranks: the same number everywhere.
 
     Lengths are padded to a multiple of `multiple`. A row longer than `max_tokens` gets a microbatch of its own; a rank
     without rows gets microbatches of padding only, which compute nothing and keep the collectives aligned.
     """
-    parts = assign([len(row.tokens) for row in rows], dp, max(1, max_tokens - max_tokens % multiple), cost)
-    return [[_join(rows, bin_, multiple) for bin_ in part] for part in parts]
+    lengths, limit = [len(row.tokens) for row in rows], max(1, max_tokens - max_tokens % multiple)
+    parts = assign(lengths, dp, limit, cost) if cut == BY_TOKENS else divide(lengths, dp, limit, cut, cost)
+    scores = tuple(rows[0].scores) if rows else ()
+    return [[_join(_picked(rows, bin_, cut.pad), bin_, multiple, scores) for bin_ in part] for part in parts]
 
 
 def assign(lengths: list[int], dp: int, max_tokens: int, cost: Cost = Cost()) -> list[list[list[int]]]:
@@ -142,6 +154,38 @@ def assign(lengths: list[int], dp: int, max_tokens: int, cost: Cost = Cost()) ->
                 for part in parts
             ]
         count += 1 + count // 64  # one by one until attempts become dear
+
+
+def divide(lengths: list[int], dp: int, max_tokens: int, cut: Cut, cost: Cost = Cost()) -> list[list[list[int]]]:
+    """As `assign`, for another cut: rows over ranks, by cost or in order, then as many into a microbatch as it may hold.
+
+    Balanced rows come longest first, so that those padded to one length are of similar ones.
+    """
+    count = len(lengths)
+    ranks = [part.tolist() for part in np.array_split(np.arange(count), dp)]
+    if cut.balance:
+        longest_first = sorted(range(count), key=lambda i: (-lengths[i], i))
+        value, one = cost(np.array(lengths, dtype=np.float64)), np.ones(count, dtype=np.int64)
+        limit = -(-count // dp) if cut.rows else count
+        filled = _fill(longest_first, dp, value, one, limit)
+        assert filled is not None, "there is room for every row"
+        _refine(filled, value, one, limit)
+        place = {row: at for at, row in enumerate(longest_first)}
+        ranks = [sorted(rank, key=place.__getitem__) for rank in filled]
+    parts = [_chunks(rank, lengths, max_tokens, cut) for rank in ranks]
+    return [part + [[] for _ in range(max(map(len, parts)) - len(part))] for part in parts]
+
+
+def _chunks(rows: list[int], lengths: list[int], max_tokens: int, cut: Cut) -> list[list[int]]:
+    """`rows` in this order, each microbatch as full as it may be; a row that is too long gets one of its own."""
+    found: list[list[int]] = [[]]
+    for row in rows:
+        count, sizes = len(found[-1]) + 1, [lengths[i] for i in (*found[-1], row)]
+        tokens = count * max(sizes) if cut.pad else sum(sizes)
+        if found[-1] and (count > cut.rows if cut.rows else tokens > max_tokens):
+            found.append([])
+        found[-1].append(row)
+    return found
 
 
 def _fewest(size: np.ndarray, dp: int, max_tokens: int) -> int:
@@ -219,9 +263,22 @@ def _exchange(high: list[int], low: list[int], gap: float, value: np.ndarray, si
     return True
 
 
-def _join(rows: list[Row], chosen: list[int], multiple: int) -> Packed:
-    """Concatenate rows, shift their targets to the predicting position, pad the end."""
+def _picked(rows: list[Row], chosen: list[int], pad: bool) -> list[Row]:
+    """The chosen rows; `pad`: all as long as the longest, by untrained tokens behind, which nothing before them attends to."""
     picked = [rows[i] for i in chosen]
+    longest = max((len(row.tokens) for row in picked), default=0)
+    return [_lengthened(row, longest) for row in picked] if pad else picked
+
+
+def _lengthened(row: Row, length: int) -> Row:
+    behind = (0, length - len(row.tokens))
+    arrays = (row.tokens, row.trained, row.behaviour, row.advantage, row.weight)
+    scores = {name: np.pad(array, behind) for name, array in row.scores.items()}
+    return Row(*(np.pad(array, behind) for array in arrays), row.temperature, scores)
+
+
+def _join(picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str]) -> Packed:
+    """Concatenate rows, shift their targets to the predicting position, pad the end. `scores`: names of those of all rows."""
     lengths = np.array([len(row.tokens) for row in picked], dtype=np.int32)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     total = int(cu_seqlens[-1])
@@ -246,15 +303,13 @@ def _join(rows: list[Row], chosen: list[int], multiple: int) -> Packed:
         temperature=joined([np.full(len(row.tokens), row.temperature) for row in picked], np.float32, 1.0),
         cu_seqlens=cu_seqlens,
         rows=np.array(chosen, dtype=np.int32),
-        scores={
-            name: shifted([row.scores[name] for row in picked], np.float32) for name in (rows[0].scores if rows else ())
-        },
+        scores={name: shifted([row.scores[name] for row in picked], np.float32) for name in scores},
     )
 
 
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:
     """A microbatch of padding only, with scores of these names."""
-    return replace(_join([], [], length), scores={name: np.zeros(length, dtype=np.float32) for name in scores})
+    return _join([], [], length, scores)
 
 
 def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:

@@ -14,14 +14,25 @@ from typing import Any
 
 import fsspec
 
+from rft import verl_keys
 from rft.adapters import lora_of
 from rft.algorithm import ALGORITHMS, recipe
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
-from rft.config import Config, ConfigError, MegatronConfig, ModelConfig, TasksetConfig, job_dir, nearest
+from rft.config import (
+    Config,
+    ConfigError,
+    MegatronConfig,
+    ModelConfig,
+    TasksetConfig,
+    job_dir,
+    nearest,
+)
+from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.preflight_trainer import check_beside, check_optimizer, check_profiler
 from rft.rollout import rewards, workflows
 
 MODES = ("both", "train", "explore", "bench")
@@ -35,8 +46,11 @@ CHOICES = {
     "trainer.checkpoint.staging": ("lazy", "eager", "auto"),
     "trainer.checkpoint.when_busy": ("wait", "skip", "newest_wins"),
     "trainer.checkpoint.best_mode": ("max", "min"),
-    "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
-    "critic.optim.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "algorithm.optimizer.optimizer_type": ("adam", "sgd"),
+    "algorithm.optimizer.lr_scheduler_type": schedule.SCHEDULERS,
+    "critic.optim.optimizer_type": ("adam", "sgd"),
+    "critic.optim.lr_scheduler_type": schedule.SCHEDULERS,
+    "trainer.profiler": (None, "torch", "nsys"),
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
@@ -47,7 +61,9 @@ CHOICES = {
 POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
     "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
-    "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.collective_timeout",
+    "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
+    "trainer.peak_tflops",
+    "trainer.collective_timeout",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
     "trainer.megatron.context_parallel_size", "trainer.megatron.virtual_pipeline_model_parallel_size",
     "trainer.megatron.expert_model_parallel_size", "trainer.megatron.expert_tensor_parallel_size",
@@ -58,7 +74,8 @@ POSITIVE = (
 )  # fmt: skip
 NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
-    "trainer.max_restarts", "trainer.grad_clip", "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
+    "trainer.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
+    "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
     "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",
     "trainer.checkpoint.max_gb", "trainer.critic_warmup", "critic.grad_clip", "critic.optim.weight_decay",
@@ -68,6 +85,7 @@ NOT_NEGATIVE = (
 
 def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
+    verl_keys.merge(config)
     algorithm = config.algorithm
     if algorithm.algorithm_type not in ALGORITHMS:
         raise ConfigError(nearest(algorithm.algorithm_type, ALGORITHMS, "algorithm.algorithm_type"))
@@ -102,6 +120,7 @@ def check(config: Config) -> None:
     _check_values(config)
     _check_model(config)
     _check_checkpoints(config)
+    check_profiler(config)
     _check_algorithm(config)
     _check_data(config)
     _check_deterministic(config)
@@ -109,6 +128,10 @@ def check(config: Config) -> None:
     _check_places(config)
     if config.trainer.total_steps is None:
         config.trainer.total_steps = count_steps(config)
+    if config.mode in ("both", "train"):
+        check_optimizer(config.algorithm.optimizer, config.trainer.total_steps)
+        if recipe.needs_critic(config.algorithm):
+            check_optimizer(config.critic.optim, config.trainer.total_steps, "critic.optim")
 
 
 def check_stages(stages: list[Config]) -> None:
@@ -131,7 +154,7 @@ def get(config: Config, key: str) -> Any:
 def _check_values(config: Config) -> None:
     for key, choices in CHOICES.items():
         if get(config, key) not in choices:
-            raise ConfigError(nearest(str(get(config, key)), choices, key))
+            raise ConfigError(nearest(str(get(config, key)), tuple(filter(None, choices)), key))
     for key in POSITIVE:
         if (value := get(config, key)) is not None and value <= 0:
             raise ConfigError(f"{key}={value}: must be greater than 0")
@@ -168,10 +191,18 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             "mode=bench evaluates exported models, and this run exports an adapter: leave model.lora_configs out"
         )
+    megatron = config.trainer.megatron
+    stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    overrides.check(config.trainer, int(hf["num_hidden_layers"]) // stages)
+    if config.device == "cpu":
+        overrides.refuse_transformer_engine(config.trainer, "this is device=cpu")
     heads, tp = hf["num_attention_heads"], config.explorer.rollout_model.tensor_parallel_size
     if heads % tp:
         raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")
     _check_lengths(model, int(hf["max_position_embeddings"]))
+    if config.trainer.max_token_len_per_gpu is None:  # row I14
+        cp = config.trainer.megatron.context_parallel_size
+        config.trainer.max_token_len_per_gpu = ceil(2 * int(model.max_model_len or 0) / cp)
 
 
 def _check_checkpoints(config: Config) -> None:
@@ -243,7 +274,7 @@ def _check_algorithm(config: Config) -> None:
             f"to compare with; set it to {kind.min_repeat_times} or more"
         )
     recipe.check(algorithm)
-    _check_beside(config)
+    check_beside(config)
     storage = config.buffer.trainer_input.experience_buffer.storage_type
     if kind.source == "rows" and (config.mode != "train" or storage != "file"):
         raise ConfigError(
@@ -254,35 +285,6 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
             "buffer.trainer_input.experience_buffer.storage_type=queue"
-        )
-
-
-def _check_beside(config: Config) -> None:
-    """Models beside the policy: there where they are needed, cut like it, with its tokens and its context."""
-    needed = {
-        "model.ref_model_path": recipe.needs_reference(config.algorithm),
-        "model.critic_model_path": recipe.needs_critic(config.algorithm),
-    }
-    own = read_hf_config(config.model.model_path)
-    for key, is_needed in needed.items():
-        path = get(config, key)
-        if path is None or not is_needed:
-            continue
-        try:
-            hf = read_hf_config(path)
-            check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("model.model_path", key)) from error
-        for name, wanted in (
-            ("vocab_size", own["vocab_size"]),
-            ("max_position_embeddings", config.model.max_model_len),
-        ):
-            if int(hf[name]) < int(wanted or 0):
-                raise ConfigError(f"{key}={path}: its {name} is {hf[name]}, the policy's tokens need {wanted}")
-    if config.trainer.critic_warmup and not needed["model.critic_model_path"]:
-        raise ConfigError(
-            f"trainer.critic_warmup={config.trainer.critic_warmup}: algorithm.advantage_fn={config.algorithm.advantage_fn} has "
-            "no critic; set it to 0, or use algorithm_type=ppo"
         )
 
 

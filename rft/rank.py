@@ -23,7 +23,7 @@ from rft import config as configs
 from rft import control
 from rft import device as devices
 from rft.adapters import Lora
-from rft.config import Config
+from rft.config import Config, TrainerConfig
 from rft.monitor import logs
 
 log = logging.getLogger(__name__)
@@ -122,10 +122,11 @@ def run(rank: Rank) -> None:
 def _train(rank: Rank, mesh: Any) -> None:
     from rft.checkpoint.disk import Disk
     from rft.checkpoint.storage import LocalStorage
+    from rft.monitor.speed import Speed
 
     config = rank.config
     models = build_models(config, mesh)
-    log.info("rank %d of %d: %s, %s", mesh.rank, mesh.world, rank.device.describe(), config.trainer.dtype)
+    log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
     monitor = None
     trainer = rank.trainer = build_trainer(rank, mesh, models)
     step = resume(trainer, config)
@@ -135,7 +136,10 @@ def _train(rank: Rank, mesh: Any) -> None:
     if mesh.rank == 0:
         from rft.reporting import StepReporter
 
-        monitor = StepReporter(config, rank.job, step, tokenizer_of(config))
+        print(f"trainer: {models.policy.describe()}", flush=True)
+        peak = config.trainer.peak_tflops or rank.device.peak_tflops(config.trainer.dtype)
+        speed = Speed(trainer.feed.cost, mesh.world, peak, config.trainer.recompute_granularity == "full")
+        monitor = StepReporter(config, rank.job, step, tokenizer_of(config), speed)
         trainer.log_step = monitor.step
         trainer.evaluations.report = scoring(monitor.evaluation, trainer.checkpoints)
         trainer.export = lambda step: trainer.checkpoints.export(
@@ -190,6 +194,8 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     from rft.algorithm import recipe
     from rft.feed import Feed, is_supervised
     from rft.packing import Cost
+    from rft.profiler import Profiler
+    from rft.skips import SkippedSteps
     from rft.sync.publisher import Publisher
     from rft.trainer import Trainer
 
@@ -200,8 +206,8 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
     epoch = mesh.broadcast(take_epoch(rank) if lead else None)
     feed = Feed(
-        _source(rank) if lead else None, mesh, config.algorithm, config.trainer.max_token_len_per_gpu,
-        policy.multiple, Cost.of(policy.hf_config),
+        _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
+        policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer),
     )  # fmt: skip
     return Trainer(
         config=config.trainer,
@@ -213,6 +219,8 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         evaluations=control.Evaluations(
             explorer, config.explorer, report=lambda result: None, alone=config.deterministic
         ),
+        skips=SkippedSteps(rank.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier),
+        profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
         token_loss=recipe.policy_loss(config.algorithm),
@@ -221,6 +229,13 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
     )
+
+
+def cut_of(trainer: TrainerConfig) -> Any:
+    from rft.packing import Cut
+
+    rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
+    return Cut(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
 
 
 def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
@@ -258,7 +273,9 @@ def resume(trainer: Any, config: Config) -> int:
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy version."""
     loop = trainer.checkpoints.load(trainer.models)
     step = int(loop["step"]) if loop else 0
-    trainer.recent_losses.extend(loop["recent_losses"] if loop else [])
+    if loop:
+        trainer.recent_losses.extend(loop["recent_losses"])
+        trainer.skips.restore(loop.get("skips", [0, 0]))
     if isinstance(trainer.feed.source, control.QueueSource):
         trainer.feed.source.attach(step, trainer.run_epoch)
     return step

@@ -10,22 +10,26 @@ from typing import Any
 from rft.config import Config
 from rft.experience import EvalResult, Experience
 from rft.monitor.sinks import build, read_metrics
+from rft.monitor.speed import Speed
 
 
 class StepReporter:
-    """`tokenizer` (of the model directory) turns sampled ids into text for the samples table."""
+    """`tokenizer` (of the model directory) turns sampled ids into text for the samples table; `speed` knows what a token costs."""
 
-    def __init__(self, config: Config, job: Path, step: int, tokenizer: Any):
+    def __init__(self, config: Config, job: Path, step: int, tokenizer: Any, speed: Speed):
         self.monitor = build(config.monitor, job, config.project, config.name, config.trainer.total_steps, step)
         self.num_samples = config.monitor.num_samples
         self.tokenizer = tokenizer
+        self.speed = speed
         sets = [f"eval/{taskset.name}/accuracy" for taskset in config.buffer.explorer_input.eval_tasksets]
         rows = read_metrics(job / "metrics.jsonl")  # those of this step and before: `build` has dropped the rest
         self.evaluated = {row["step"]: row for row in rows if sets and all(name in row for name in sets)}
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)
-        self.monitor.log({**metrics, "tokens_per_s": tokens / metrics["time/step_s"]}, version)
+        trained = [len(e.tokens) for e in experiences if any(e.action_mask)]
+        speed = self.speed.metrics(trained, metrics["time/train_s"])
+        self.monitor.log({**metrics, **speed, "tokens_per_s": tokens / metrics["time/step_s"]}, version)
         if self.num_samples and experiences and experiences[0].group >= 0:
             self.monitor.table(
                 "samples", [self._row(e) for e in representative(experiences, self.num_samples)], version

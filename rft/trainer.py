@@ -13,7 +13,8 @@ the step and tells it again, instead of never.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from rft.config import TrainerConfig
 from rft.control import Evaluations
 from rft.feed import Feed
 from rft.monitor.metrics import Timer
+from rft.profiler import Profiler
+from rft.skips import SkippedSteps
 from rft.sync.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class Trainer:
     publisher: Publisher
     checkpoints: CheckpointManager
     evaluations: Evaluations
+    skips: SkippedSteps
+    profiler: Profiler
     log_step: Callable[[int, dict[str, float], list[Any]], None]  # does something at rank 0 only
     token_loss: Callable[..., Any]
     sync_interval: int
@@ -61,6 +66,7 @@ class Trainer:
         self.publisher.wait()
         self._evaluate(step, startup=True)
         while not self._is_done(step):
+            self.profiler.begin(step + 1)
             with self._doing("wait_batch"):
                 batch = self.feed.next(step, self.stopping())
             if batch is None:
@@ -70,6 +76,8 @@ class Trainer:
             with self._doing("train"):
                 metrics = self.models.train_step(part, self.token_loss, before_update=self._before_update)
             step += 1
+            self._enter("judging the step")
+            metrics |= self.skips.after(step, metrics, batch.experiences)
             self.recent_losses.append(metrics["loss"])
             if step % self.sync_interval == 0:
                 self._publish(step)
@@ -82,6 +90,8 @@ class Trainer:
             self._evaluate(step)
             with self._doing("checkpoint"):
                 self._save(step, due=self.config.save_interval > 0 and step % self.config.save_interval == 0)
+            self.profiler.end(step)
+        self.profiler.close(step)
         return self._finish(step)
 
     def _publish(self, step: int) -> None:
@@ -111,6 +121,7 @@ class Trainer:
             "journal": self.feed.mark(),
             "run_epoch": self.run_epoch,
             "recent_losses": list(self.recent_losses),
+            "skips": self.skips.state(),
         }
 
     def _is_done(self, step: int) -> bool:
@@ -147,9 +158,11 @@ class Trainer:
         self.checkpoints.wait_exports()
         return step
 
-    def _doing(self, name: str) -> Any:
+    @contextmanager
+    def _doing(self, name: str) -> Iterator[None]:
         self._enter(name)
-        return self.timer.span(name)
+        with self.profiler.span(name), self.timer.span(name):
+            yield
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

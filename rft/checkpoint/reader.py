@@ -129,8 +129,8 @@ class Checkpoint:
         words += [f"{len(other)} differ: {_few(other)}"] if other else []
         if words:
             raise Mismatch(
-                f"{self.where} is of another model, vocabulary or precision: {'; '.join(words)}; "
-                "use the model.model_path and trainer.dtype that it was written with, or another name"
+                f"{self.where} is of another model, vocabulary, precision or optimizer: {'; '.join(words)}; "
+                "use the model.model_path, trainer.dtype and optimizer_type that it was written with, or another name"
             )
 
     def elements(self, claim: Claim) -> np.ndarray:

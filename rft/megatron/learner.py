@@ -9,7 +9,7 @@ number of updates tried so far.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rft.algorithm.losses import Fields
 from rft.config import LoraConfig, OptimizerConfig, TrainerConfig
-from rft.megatron import state, weights
+from rft.megatron import overrides, state, weights
 from rft.megatron.mesh import Mesh
 from rft.megatron.metrics import Totals
 from rft.megatron.network import Micro, Network
@@ -40,8 +40,8 @@ class Learner(Network):
     ):  # fmt: skip
         super().__init__(path, trainer, mesh, lora_configs, seed)
         self.step = 0
-        self.ddp = _data_parallel(self.model)
-        self.optimizer = Optimizer(self.ddp, optimizer, grad_clip, total_steps)
+        self.ddp = _data_parallel(self.model, overrides.ddp(trainer))
+        self.optimizer = Optimizer(self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer))
         self._shards = weights.shards(self.model, self.dims, mesh.place)
 
     def gradients(self, part: list[Packed], token_loss: "TokenLoss") -> dict[str, float]:
@@ -101,12 +101,10 @@ class Learner(Network):
         super().close()
 
 
-def _data_parallel(model: list[GPTModel]) -> list[DistributedDataParallel]:
+def _data_parallel(model: list[GPTModel], more: dict[str, Any]) -> list[DistributedDataParallel]:
     """megatron's DDP with the hooks that its schedules call. Gradients are summed, in fp32, never averaged."""
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
-    )
-    config = model[0].config
+    fields = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_param_gather": False}
+    settings, config = DistributedDataParallelConfig(**(fields | more)), model[0].config
     ddp = [DistributedDataParallel(config, settings, part) for part in model]
     config.no_sync_func = [part.no_sync for part in ddp] if len(ddp) > 1 else ddp[0].no_sync
     # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already hold the counts.

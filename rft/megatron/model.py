@@ -118,11 +118,11 @@ def _device(config: TransformerConfig) -> Any:
     return "cpu" if config.use_cpu_initialization else None
 
 
-def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """The fields of megatron's config that this model and mesh decide; everything fused or random is off."""
+def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any]) -> TransformerConfig:
+    """The fields of megatron's config that this model and mesh decide; everything fused or random is off, unless in `more`."""
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
     on_cpu = mesh.device.kind == "cpu"
-    return TransformerConfig(
+    given: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
         num_attention_heads=dims.heads,
@@ -162,6 +162,7 @@ def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype) -> Tr
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=True,
     )
+    return TransformerConfig(**(given | more))
 
 
 def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -210,13 +211,18 @@ def layer_spec(
 
 
 def build(
-    hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, is_critic: bool = False, lora: Lora | None = None
+    hf: dict[str, Any],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    more: dict[str, Any],
+    is_critic: bool = False,
+    lora: Lora | None = None,
 ) -> list[GPTModel]:
     """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages.
 
-    The last stage of a critic gives values [1, T, 1].
+    `more`: fields of megatron's config (`overrides.transformer`). The last stage of a critic gives values [1, T, 1].
     """
-    config = transformer_config(hf, mesh, dtype)
+    config = transformer_config(hf, mesh, dtype, more)
     if lora:
         config.moe_grouped_gemm = False
     return [_part(hf, config, mesh, number, is_critic, lora) for number in range(mesh.vpp)]

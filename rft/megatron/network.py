@@ -22,7 +22,7 @@ from rft.algorithm.losses import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.device import torch_dtype
 from rft.megatron import model as models
-from rft.megatron import weights
+from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
@@ -56,9 +56,12 @@ class Network:
         self.hf_config = read_hf_config(path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
-        self.multiple = mesh.tp if mesh.sequence_parallel else 1
+        more = overrides.transformer(trainer)
+        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (overrides.FP8_TOKENS if more.get("fp8") else 1)
         self.lora = lora_of(lora_configs or [], self.dims)
-        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), self.is_critic, self.lora)
+        if not models.uses_transformer_engine(mesh, self.lora):
+            overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
+        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), more, self.is_critic, self.lora)
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:
             freeze_all_but_adapters(self.model)

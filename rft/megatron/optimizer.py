@@ -1,9 +1,11 @@
-"""megatron's distributed Adam, cut open where the loop needs to step in: after the gradients, before the weights.
+"""megatron's distributed optimizer, cut open where the loop needs to step in: after the gradients, before the weights.
 
 In: the DDP-wrapped model with reduced gradients. Out: the gradient norm, then, if wanted, updated weights on all ranks.
 The learning rate is a function of the step number alone. Optimizer state exists from construction on, so that a
 checkpoint can be read into it before the first step.
 """
+
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,39 +15,41 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rft.config import OptimizerConfig
-from rft.megatron.schedule import learning_rate
+from rft.megatron import schedule
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
     """`norm` after the backward pass, then `update` or nothing."""
 
     def __init__(
-        self, model: list[DistributedDataParallel], config: OptimizerConfig, grad_clip: float, total_steps: int | None
-    ):
+        self, model: list[DistributedDataParallel], config: OptimizerConfig, grad_clip: float, total_steps: int | None,
+        more: dict[str, Any],
+    ):  # fmt: skip
         self.config = config
         self.grad_clip = grad_clip
         self.total_steps = total_steps
         self.updates = 0
+        fields = {
+            "optimizer": "adam",
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "adam_beta1": config.betas[0],
+            "adam_beta2": config.betas[1],
+            "adam_eps": config.eps,
+            "clip_grad": grad_clip,
+            "bf16": model[0].config.bf16,
+            "params_dtype": model[0].config.params_dtype,
+            "use_distributed_optimizer": True,
+        }
         self.chain: ChainedOptimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                clip_grad=grad_clip,
-                bf16=model[0].config.bf16,
-                params_dtype=model[0].config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            model,
-            use_gloo_process_groups=False,
+            MegatronOptimizerConfig(**(fields | more)), model, use_gloo_process_groups=False
         )
-        learning_rate(config.lr_warmup_steps, config, total_steps)  # refuses now what would fail after the warm-up
+        schedule.check(config, total_steps)
         self.parts: list[DistributedOptimizer] = [p for p in self.chain.chained_optimizers if not p.is_stub_optimizer]
         for part in self.parts:
-            self._materialise(part)
+            self._materialise(part) if config.optimizer_type == "adam" else self._put_sgd(part)
 
     @staticmethod
     def _materialise(part: DistributedOptimizer) -> None:
@@ -58,6 +62,16 @@ class Optimizer:
                     state = part.optimizer.state[parameter]
                     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
+    @staticmethod
+    def _put_sgd(part: DistributedOptimizer) -> None:
+        """Plain SGD over the same shards. megatron insists on Adam while it cuts them, for the sake of checkpoints of its own;
+        afterwards it only asks its inner optimizer for `param_groups`, `step` and `zero_grad`."""
+        of_adam = part.optimizer.defaults.keys() - {"lr", "weight_decay"}
+        groups = [{k: v for k, v in group.items() if k not in of_adam} for group in part.optimizer.param_groups]
+        sgd = torch.optim.SGD([torch.zeros(0)])  # shards are views, which its constructor refuses
+        sgd.param_groups = [sgd.defaults | group for group in groups]
+        part.optimizer = sgd
+
     def zero_grad(self) -> None:
         self.chain.zero_grad()
 
@@ -67,7 +81,7 @@ class Optimizer:
         return float(self.chain.get_grad_norm())
 
     def rate(self, step: int) -> float:
-        return learning_rate(step, self.config, self.total_steps)
+        return schedule.learning_rate(step, self.config, self.total_steps)
 
     def update(self, step: int, grad_norm: float) -> None:
         """Clip and apply at the rate of `step`; afterwards the parameters are complete on every rank."""
@@ -106,7 +120,7 @@ class Optimizer:
                 for model_group, main_group in zip(models, mains, strict=True):
                     for parameter, main in zip(model_group, main_group, strict=True):
                         place = part._get_model_param_range_map(parameter)["param"]
-                        state = {k: part.optimizer.state[main][k] for k in ("exp_avg", "exp_avg_sq")}
+                        state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if k in MOMENTS}
                         if has_master:
                             state["master"] = main
                         found.append((parameter, (place.start, place.end), state))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rft.algorithm.losses import Fields
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
-from rft.megatron import state, weights
+from rft.megatron import paths, state, weights
 from rft.megatron.learner import Learner
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro
@@ -40,6 +40,11 @@ class Policy(Learner):
             model.model_path, trainer, optimizer, trainer.grad_clip, mesh, total_steps, model.lora_configs, seed
         )
         self._slabs = weights.slabs(self.model, self.hf_config, mesh.place)
+        self._path = paths.describe(mesh, trainer, self.optimizer, self.lora)
+
+    def describe(self) -> str:
+        """Which kernels compute, and why those."""
+        return self._path
 
     def train_step(
         self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]

@@ -1,19 +1,89 @@
-"""The learning rate as a function of the step number alone: a resume needs to remember nothing but the step."""
+"""The learning rate as a function of the step number alone: a resume needs to remember nothing but the step.
+
+    constant   ──────────       linear, cosine   ╲ down to the end       wsd   ───────╲ down over the last steps only
+
+All begin with a linear warm-up. "wsd" is warm-up, stable, decay (arXiv:2404.06395): the rate stays until the decay, so that
+a run can be made longer from a checkpoint before it. Neither torch nor megatron is loaded here: `preflight` asks too.
+"""
 
 import math
 
 from rft.config import ConfigError, OptimizerConfig
 
+KEY = "algorithm.optimizer"
+DECAY_RATIO = 0.1  # of the steps, where a wsd schedule says nothing else (the share that arXiv:2405.18392 finds enough)
+SHAPES = {  # share of the way down that is left, by the part of it that is over; "minus_sqrt" is arXiv:2405.18392's
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+SCHEDULERS = ("constant", "linear", "cosine", "wsd")
+
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
     """Rate of update number `step` (from 0): linear warm-up to `lr`, then the schedule down to min_lr_ratio * lr."""
-    warmup, kind = config.lr_warmup_steps, config.lr_scheduler_type
+    kind, warmup = config.lr_scheduler_type, warmup_steps(config, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if kind == "constant":
         return config.lr
+    end = _end(config, total_steps)
+    length = decay_steps(config, end) if kind == "wsd" else end - warmup
+    progress = min(1.0, max(0.0, (step - (end - length)) / max(1, length)))
+    shape = SHAPES[(config.lr_decay_style or "linear") if kind == "wsd" else kind]
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape(progress))
+
+
+def warmup_steps(config: OptimizerConfig, total_steps: int | None) -> int:
+    if not config.lr_warmup_steps_ratio:
+        return config.lr_warmup_steps
+    return math.ceil(config.lr_warmup_steps_ratio * _end(config, total_steps))
+
+
+def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Of the decay of "wsd"."""
+    if config.lr_decay_steps is not None:
+        return config.lr_decay_steps
+    return math.ceil((config.lr_decay_steps_ratio or DECAY_RATIO) * total_steps)
+
+
+def check(config: OptimizerConfig, total_steps: int | None, key: str = KEY) -> None:
+    """Raise ConfigError for a schedule that contradicts itself or cannot fit the run."""
+    for name in ("lr_warmup_steps_ratio", "lr_decay_steps_ratio", "min_lr_ratio"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"{key}.{name}={value}: a share must be between 0 and 1")
+    for one, other in (("lr_warmup_steps", "lr_warmup_steps_ratio"), ("lr_decay_steps", "lr_decay_steps_ratio")):
+        if getattr(config, one) and getattr(config, other):
+            raise ConfigError(
+                f"{key}.{one}={getattr(config, one)} and {key}.{other}={getattr(config, other)}: set only one"
+            )
+    if config.lr_scheduler_type != "wsd":
+        for name in ("lr_decay_steps", "lr_decay_steps_ratio", "lr_decay_style"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"{key}.{name}={getattr(config, name)} belongs to {key}.lr_scheduler_type=wsd, not to "
+                    f"{config.lr_scheduler_type}: set that, or leave it out"
+                )
+    if config.lr_scheduler_type == "wsd":
+        _check_wsd(config, _end(config, total_steps, key), key)
+    elif config.lr_scheduler_type != "constant" or config.lr_warmup_steps_ratio:
+        _end(config, total_steps, key)
+
+
+def _check_wsd(config: OptimizerConfig, total_steps: int, key: str) -> None:
+    if config.lr_decay_style is not None and config.lr_decay_style not in SHAPES:
+        raise ConfigError(f"{key}.lr_decay_style={config.lr_decay_style} is unknown: use {', '.join(SHAPES)}")
+    warmup, decay = warmup_steps(config, total_steps), decay_steps(config, total_steps)
+    if decay < 0 or warmup + decay > total_steps:
+        raise ConfigError(
+            f"{key}.lr_decay_steps={decay} after {warmup} steps of warm-up do not fit into {total_steps} steps: lower one of them, "
+            "or raise trainer.total_steps"
+        )
+
+
+def _end(config: OptimizerConfig, total_steps: int | None, key: str = KEY) -> int:
     if total_steps is None:
-        raise ConfigError(f"algorithm.optimizer.lr_scheduler_type={kind} needs an end: set trainer.total_steps")
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    share = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+        what = "lr_scheduler_type" if config.lr_scheduler_type != "constant" else "lr_warmup_steps_ratio"
+        raise ConfigError(f"{key}.{what}={getattr(config, what)} needs an end: set trainer.total_steps")
+    return total_steps

@@ -25,7 +25,7 @@ from rft.protocols import Piece
 
 
 def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
-    """Model parameters that are trained, fp32 masters where they are memory of their own, and Adam's moments.
+    """Model parameters that are trained, fp32 masters where they are memory of their own, and Adam's moments; SGD has none.
 
     What is frozen (the model under an adapter) is in the files that it came from.
     """

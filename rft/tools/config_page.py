@@ -1,7 +1,7 @@
-"""The key table of docs/configure.md, read from rft/config.py itself: `python -m rft.tools.config_page` rewrites it.
+"""The key tables of docs/configure.md and docs/verl.md: `python -m rft.tools.config_page` rewrites them.
 
-In: the dataclasses and the comments behind their fields. Out: Markdown rows, one per key. Invariant: the page cannot say
-something else than the schema; a test compares them.
+In: the dataclasses of rft/config.py with the comments behind their fields, and the table of rft/verl_keys.py. Out: Markdown rows,
+one per key. Invariant: a page cannot say something else than the code; a test compares them.
 """
 
 import inspect
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
+from rft import verl_keys
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configure.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 LISTED = {"buffer.explorer_input.taskset": configs.TasksetConfig}
 
@@ -45,6 +46,7 @@ def row(prefix: str, cls: Any, item: Any) -> str:
     )
     assert line is not None, f"{cls.__name__}.{item.name} is not written on one line"
     default = line["default"] or ""
+    assert default.count("(") == default.count(")"), f"{cls.__name__}.{item.name} is not written on one line"
     default = (
         "required" if default == "MISSING" else re.sub(r"field\(default_factory=(lambda: )?(.*)\)", r"\2", default)
     )
@@ -53,11 +55,33 @@ def row(prefix: str, cls: Any, item: Any) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def rewritten(page: str) -> str:
+def verl_table() -> str:
+    """veRL's keys, in the order of rft/verl_keys.py."""
+    lines = ["| | key | is |", "| --- | --- | --- |"]
+    for name, key in verl_keys.KEYS.items():
+        taken = ", ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in key.only)
+        if key.to:
+            meaning = f"`{key.to}`"
+        elif taken:
+            meaning = f"only {taken.replace('``', 'empty')}: {key.why}"
+        else:
+            meaning = f"refused: {key.why}"
+        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every page with its table as it should be."""
+    tables = {DOCS / "configure.md": table(), DOCS / "verl.md": verl_table()}
+    return {path: rewritten(path.read_text(encoding="utf-8"), found) for path, found in tables.items()}
+
+
+def rewritten(page: str, found: str) -> str:
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{table()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n\n{found}\n{END}{tail}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")

@@ -1,5 +1,6 @@
 """What the rank processes do: build a policy on a mesh, use it, return numpy arrays."""
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from rft.checkpoint.layout import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
-from rft.packing import Row, pack
+from rft.packing import BY_TOKENS, Cut, Row, pack
 
 TIMEOUT_S = 60.0
 
@@ -27,22 +28,24 @@ def policy_on(
     path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
     lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
     lora: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] = {}, trainer: dict[str, Any] = {},  # noqa: B006
+    megatron: dict[str, Any] = {},  # noqa: B006
 ) -> Iterator[Policy]:  # fmt: skip
     device = devices.choose("cpu")
     device.activate()
-    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
+    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp, **megatron)
     mesh = Mesh(sizes, device, TIMEOUT_S)
     try:
-        trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip)
+        given = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip, **trainer)
         model = ModelConfig(model_path=str(path), lora_configs=[LoraConfig(**lora)] if lora else [])
-        yield Policy(model, trainer, OptimizerConfig(lr=lr), mesh, seed, 10)
+        yield Policy(model, given, OptimizerConfig(lr=lr, **optimizer), mesh, seed, 10)
     finally:
         mesh.close()
 
 
-def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128) -> list[Any]:
+def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128, cut: Cut = BY_TOKENS) -> list[Any]:
     mesh = policy.mesh
-    return mesh.scatter_parts(pack(rows, mesh.dp, max_tokens, policy.multiple) if mesh.rank == 0 else None)
+    return mesh.scatter_parts(pack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None)
 
 
 def weights_of(policy: Policy) -> dict[str, np.ndarray]:
@@ -54,10 +57,12 @@ def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:
     return [(claim_of(p), p.tensor.float().numpy().copy()) for p in policy.snapshot().pieces if p.key.startswith(kind)]
 
 
-def train(path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any) -> dict[str, Any]:
+def train(
+    path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", cut: Cut = BY_TOKENS, **layout: Any
+) -> dict[str, Any]:
     """Train; weights at rank 0, first moments from every rank, metrics from every rank."""
     with policy_on(path, **layout) as policy:
-        part = part_of(policy, make_rows(rows))
+        part = part_of(policy, make_rows(rows), cut=cut)
         before = []
         metrics = [
             policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step)) for _ in range(steps)
@@ -107,6 +112,22 @@ def skip(path: str, **layout: Any) -> dict[str, Any]:
         same = all(torch.equal(a, p.tensor) for a, p in zip(before, policy.snapshot().pieces, strict=True))
         good = policy.train_step(part, token_loss("sft", {}), lambda: None)
         return {"same": same, "skipped": metrics["skipped"], "after": good}
+
+
+def forwards(path: str, **layout: Any) -> float:
+    """How often a layer attends for one microbatch of a step."""
+    with policy_on(path, **layout) as policy:
+        part, calls = part_of(policy, make_rows(6)), []
+        attention = policy.ddp[0].module.decoder.layers[-1].self_attention.core_attention
+        attention.register_forward_hook(lambda *_: calls.append(1))
+        policy.train_step(part, token_loss("sft", {}), lambda: None)
+        return len(calls) / len(part)
+
+
+def ddp_config(path: str, **layout: Any) -> dict[str, Any]:
+    """The configuration that megatron's DDP was built with."""
+    with policy_on(path, **layout) as policy:
+        return dataclasses.asdict(policy.ddp[0].ddp_config)
 
 
 def control_plane() -> list[Any]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from rft.algorithm.losses import Fields, token_loss
 from rft.checkpoint.layout import assign, boxes
+from rft.packing import Cut
 
 from ranks import Ranks
 
@@ -165,6 +166,23 @@ def test_one_step_is_the_same_on_every_mesh(
         # Adam's first step is lr * sign(gradient): elements whose gradient is noise may go either way, the others not.
         moved = np.abs(results[0]["weights"][name] - value) > 1e-5
         assert moved.mean() < 0.01 or name.endswith("k_proj.bias"), f"{name}: {moved.mean()} of the elements differ"
+
+
+@pytest.mark.parametrize(
+    ("layout", "cut"),
+    [
+        ("dp2", Cut(pad=True)),
+        ("cp2", Cut(pad=True)),
+        ("tp2-sp", Cut(rows=5)),
+        ("pp2", Cut(rows=3, balance=False, pad=True)),
+    ],
+)
+def test_the_gradient_does_not_depend_on_the_cut(
+    ranks: Ranks, checkpoints: dict[str, Path], alone: dict[str, Any], layout: str, cut: Cut
+) -> None:
+    world, sizes = LAYOUTS[layout]
+    results = ranks.run("jobs:train", world, path=str(checkpoints["qwen2"]), cut=cut, **sizes)
+    assert_gradients_match(gradients(results), gradients([alone["qwen2"]]))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def overrides(root: Path, name: str, assets: Path, *more: str) -> list[str]:
         f"model.model_path={assets / 'model'}", "model.max_prompt_tokens=16", "model.max_response_tokens=8",
         f"algorithm.repeat_times={REPEATS}", f"buffer.batch_size={TASKS}", "buffer.total_epochs=1000",
         f"buffer.explorer_input.default_reward_fn_type={LETTERS}", "algorithm.optimizer.lr=1e-4",
-        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}", "explorer.rollout_model.kv_cache_gb=0.25", *more,
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}", "explorer.rollout_model.kv_cache_gb=0.25",
+        "trainer.max_token_len_per_gpu=4096", *more,
     ]  # fmt: skip
 
 

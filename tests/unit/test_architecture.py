@@ -21,10 +21,14 @@ TOP = {
     "outer",
     "train",
     "preflight",
+    "preflight_trainer",
     "modes",
     "models",
     "reporting",
     "processes",
+    "skips",
+    "profiler",
+    "verl_keys",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),

@@ -14,6 +14,7 @@ from rft import config as configs
 from rft import preflight, train
 from rft.algorithm import recipe
 from rft.config import Config, ConfigError
+from rft.tools import config_page
 from rft.tools.toy import write_arithmetic, write_model
 
 
@@ -45,6 +46,9 @@ def test_defaults_follow_the_algorithm_and_the_data(assets: Path, tmp_path: Path
     assert config.algorithm.repeat_times == 8 and config.algorithm.advantage_fn == "grpo"
     assert config.buffer.train_batch_size == 32 * 8
     assert config.trainer.total_steps == (8100 - 16) // 32
+    assert config.trainer.max_token_len_per_gpu == 48, "twice the longest sequence"
+    (halved,) = grpo(assets, tmp_path, "trainer.megatron.context_parallel_size=2")
+    assert halved.trainer.max_token_len_per_gpu == 24
     assert config.model.max_model_len == 24 and config.explorer.rollout_model.dtype == "fp32"
 
 
@@ -133,6 +137,11 @@ REFUSED = {  # overrides: what the message must say
     "trainer.critic_warmup=3": "algorithm_type=ppo",
     "algorithm.optimizer.lr=0": "algorithm.optimizer.lr",
     "algorithm.optimizer.lr_scheduler_type=cosin": "cosine",
+    "algorithm.optimizer.optimizer_type=adamw": "did you mean `adam`",
+    "algorithm.optimizer.optimizer_type=sgd algorithm.optimizer.eps=1e-6": "only Adam has one",
+    "algorithm.optimizer.betas=[0.9]": "two numbers",
+    "algorithm.optimizer.lr_decay_steps=5": "lr_scheduler_type=wsd",
+    "algorithm.optimizer.lr_scheduler_type=wsd algorithm.optimizer.lr_decay_steps=5 trainer.total_steps=4": "into 4 steps",
     "mode=bot": "did you mean `both`",
     "mode=bench": "eval_tasksets",
     "device=tpu": "device=tpu",
@@ -146,6 +155,19 @@ REFUSED = {  # overrides: what the message must say
     "trainer.megatron.tensor_model_parallel_size=3": "tensor_model_parallel_size",
     "trainer.megatron.pipeline_model_parallel_size=3": "pipeline_model_parallel_size",
     "trainer.megatron.tensor_model_parallel_size=2 trainer.num_ranks=3": "num_ranks",
+    "trainer.use_dynamic_bsz=false trainer.ppo_micro_batch_size_per_gpu=0": "trainer.ppo_micro_batch_size_per_gpu=0",
+    "trainer.recompute_granularity=full trainer.recompute_num_layers=5": "give 1 to 4",
+    "+trainer.megatron.override_transformer_config.fp8=hybrid trainer.dtype=bf16 device=cpu": "this is device=cpu",
+    "+trainer.megatron.override_ddp_config.overlap_grad_reduc=true": "did you mean `overlap_grad_reduce`",
+    "trainer.trainer_strategy=fsdp": "trainer.trainer_strategy is no key of rft: the trainer is always Megatron",
+    "+trainer.ulysses_sequence_parallel_size=2": "set trainer.megatron.context_parallel_size",
+    "+trainer.trainer_config.actor_rollout_ref.actor.strategy=fsdp": "the trainer is Megatron",
+    "+trainer.trainer_config.actor_rollout_ref.actor.grad_clip=-1": "trainer.grad_clip=-1",
+    "trainer.profiler=torhc": "did you mean `torch`",
+    "trainer.profiler=nsys device=cpu": "use torch",
+    "trainer.profile_steps=[5,3]": "the first step, from 1, and the last",
+    "trainer.profile_ranks=[1]": "there are ranks 0 to 0",
+    "trainer.peak_tflops=0": "trainer.peak_tflops=0",
     "trainer.dtype=fp64": "trainer.dtype",
     "trainer.trainer_type=verl": "megatron",
     "trainer.save_hf_checkpoint=sometimes": "save_hf_checkpoint",
@@ -249,6 +271,11 @@ def test_every_key_is_documented() -> None:
     leaves = [k for k in configs.known_keys() if not any(other.startswith(k + ".") for other in configs.known_keys())]
     missing = [k for k in leaves if f"`{k.rsplit('.', 1)[-1]}`" not in page and f"`{k}`" not in page]
     assert not missing, f"docs/configure.md lacks {missing}"
+
+
+def test_the_tables_of_keys_are_those_of_the_code() -> None:
+    for page, text in config_page.pages().items():
+        assert page.read_text(encoding="utf-8") == text, f"{page}: run `python -m rft.tools.config_page`"
 
 
 def test_preflight_reads_real_keys() -> None:

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from rft.packing import (
     Cost,
+    Cut,
     Packed,
     Row,
     assign,
     cp_index,
     cp_positions,
     decode_part,
+    divide,
     encode_part,
     pack,
     slice_cp,
@@ -176,6 +178,56 @@ def test_cost_counts_the_multiplications_of_a_model() -> None:
     assert Cost.of(hf)(np.array([n]))[0] == linear + attention
     sparse = hf | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
     assert Cost.of(sparse)(np.array([n]))[0] == linear + attention + 3 * 2 * n * 64 * 32
+
+
+CUTS = st.builds(Cut, st.one_of(st.none(), st.integers(1, 5)), st.booleans(), st.booleans())
+
+
+@settings(max_examples=80, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(8, 128), st.sampled_from([1, 2, 8]), CUTS)
+def test_another_cut_keeps_every_token_and_weight(
+    lengths: list[int], dp: int, limit: int, multiple: int, cut: Cut
+) -> None:
+    rows = make_rows(lengths)
+    parts = pack(rows, dp, limit, multiple, cut=cut)
+    assert len(parts) == dp and len({len(part) for part in parts}) == 1 and len(parts[0]) >= 1
+    seen = []
+    for packed in (p for part in parts for p in part):
+        bounds = packed.cu_seqlens
+        assert packed.length % multiple == 0 and packed.length > 0 and not packed.weight[bounds[-1] :].any()
+        if cut.rows:
+            assert len(packed.rows) <= cut.rows
+        else:
+            assert packed.length <= max(limit, multiple) or len(packed.rows) == 1
+        if cut.pad:
+            assert len(set(np.diff(bounds).tolist())) <= 1
+        for number, at in sequences(packed):
+            row, n = rows[number], len(rows[number].tokens)
+            seen.append(number)
+            assert np.array_equal(packed.tokens[at][:n], row.tokens)
+            assert np.array_equal(packed.positions[at], np.arange(at.stop - at.start)), "positions go on behind the row"
+            assert np.allclose(packed.weight[at][: n - 1], (row.weight * row.trained)[1:])
+            assert not packed.weight[at][n - 1 :].any() and not packed.tokens[at][n:].any()
+            assert (packed.temperature[at] > 0).all()
+    assert sorted(seen) == list(range(len(rows)))
+    if not cut.balance:
+        in_order = [[number for packed in part for number in packed.rows.tolist()] for part in parts]
+        assert [number for part in in_order for number in part] == list(range(len(rows)))
+        assert max(map(len, in_order)) - min(map(len, in_order)) <= 1
+
+
+def test_microbatches_of_so_many_rows_are_balanced_over_ranks_by_cost() -> None:
+    rng = np.random.default_rng(3)
+    lengths = [int(n) for n in np.clip(rng.lognormal(np.log(400), 1.0, 256), 1, 8192)]
+    balanced, in_order = (divide(lengths, 4, 0, Cut(rows=8, balance=balance)) for balance in (True, False))
+    assert {len(bin_) for part in balanced for bin_ in part} == {8} == {len(bin_) for part in in_order for bin_ in part}
+    assert max(costs(lengths, balanced, Cost())) < 1.005 * sum(costs(lengths, balanced, Cost())) / 4
+    assert max(costs(lengths, in_order, Cost())) > 1.05 * sum(costs(lengths, in_order, Cost())) / 4
+
+
+def test_padded_microbatches_hold_rows_of_similar_length() -> None:
+    parts = divide([10, 100, 11, 99, 12, 98], 1, 300, Cut(pad=True))
+    assert parts == [[[1, 3, 5], [4, 2, 0]]]
 
 
 def test_a_row_longer_than_the_limit_travels_alone() -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from rft.config import Config, ExplorerInputConfig, MonitorConfig, TasksetConfig
+from rft.monitor.speed import Speed
 from rft.reporting import StepReporter
 
 LINES = [
@@ -25,7 +26,7 @@ def evaluated(job: Path, resumed_at: int, names: tuple[str, ...] = ("a", "b")) -
     (job / "metrics.jsonl").write_text("".join(json.dumps(line | {"time_s": 1.0}) + "\n" for line in LINES))
     config = Config(name="x", monitor=MonitorConfig(monitor_type="none"))
     config.buffer.explorer_input = ExplorerInputConfig(eval_tasksets=[TasksetConfig(name=n, path="-") for n in names])
-    reporter = StepReporter(config, job, resumed_at, tokenizer=None)
+    reporter = StepReporter(config, job, resumed_at, tokenizer=None, speed=Speed(sum, 1, None, False))
     reporter.close()
     return {version: found["eval/a/accuracy"] for version, found in reporter.evaluated.items()}
 

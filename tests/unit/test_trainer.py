@@ -1,10 +1,14 @@
 """The order of the things that a step does, which is what a resume relies on."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rft.config import TrainerConfig
+from rft.device import choose
 from rft.feed import StepInput
+from rft.profiler import Profiler
+from rft.skips import SkippedSteps
 from rft.trainer import Trainer
 
 STEPS = 2
@@ -44,7 +48,7 @@ class Parts:
     def train_step(self, part: Any, token_loss: Any, before_update: Any) -> dict[str, float]:
         before_update()
         self.note("update")
-        return {"loss": 1.0}
+        return {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
 def events(alone: bool = False) -> list[str]:
@@ -53,7 +57,9 @@ def events(alone: bool = False) -> list[str]:
     trainer = Trainer(
         config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"), mesh=parts.mesh,
         models=parts.models, feed=parts.feed, publisher=parts.publisher, checkpoints=parts.checkpoints,
-        evaluations=parts.evaluations, log_step=lambda step, metrics, experiences: parts.note(f"log {step}"),
+        evaluations=parts.evaluations, skips=SkippedSteps(Path(), 1, True, parts.note),
+        profiler=Profiler(TrainerConfig(), 0, choose("cpu"), Path()),
+        log_step=lambda step, metrics, experiences: parts.note(f"log {step}"),
         token_loss=None, sync_interval=1, run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
         export=lambda step: None,
     )  # type: ignore[arg-type]  # fmt: skip

@@ -1,0 +1,61 @@
+"""What a config asks of the trainer beyond its layout: models beside the policy, optimizer, profiler. Called by `preflight`.
+
+In: a filled config. Raises ConfigError for the first thing that cannot work.
+"""
+
+from rft.algorithm import recipe
+from rft.config import Config, ConfigError, OptimizerConfig
+from rft.megatron import schedule
+from rft.names import check_layout, read_hf_config
+
+
+def check_beside(config: Config) -> None:
+    """Models beside the policy: there where they are needed, cut like it, with its tokens and its context."""
+    needs_critic = recipe.needs_critic(config.algorithm)
+    asked = {
+        "model.ref_model_path": (config.model.ref_model_path, recipe.needs_reference(config.algorithm)),
+        "model.critic_model_path": (config.model.critic_model_path, needs_critic),
+    }
+    own = read_hf_config(config.model.model_path)
+    for key, (path, is_needed) in asked.items():
+        if path is None or not is_needed:
+            continue
+        try:
+            hf = read_hf_config(path)
+            check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.model_path", key)) from error
+        for name, wanted in (
+            ("vocab_size", own["vocab_size"]),
+            ("max_position_embeddings", config.model.max_model_len),
+        ):
+            if int(hf[name]) < int(wanted or 0):
+                raise ConfigError(f"{key}={path}: its {name} is {hf[name]}, the policy's tokens need {wanted}")
+    if config.trainer.critic_warmup and not needs_critic:
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup}: algorithm.advantage_fn={config.algorithm.advantage_fn} has "
+            "no critic; set it to 0, or use algorithm_type=ppo"
+        )
+
+
+def check_profiler(config: Config) -> None:
+    trainer, ranks = config.trainer, int(config.trainer.num_ranks or 1)
+    if len(trainer.profile_steps) != 2 or not 1 <= trainer.profile_steps[0] <= trainer.profile_steps[1]:
+        raise ConfigError(f"trainer.profile_steps={trainer.profile_steps}: give the first step, from 1, and the last")
+    strange = [rank for rank in trainer.profile_ranks if not 0 <= rank < ranks]
+    if strange:
+        raise ConfigError(f"trainer.profile_ranks={trainer.profile_ranks}: there are ranks 0 to {ranks - 1}")
+    if trainer.profiler == "nsys" and config.device == "cpu":
+        raise ConfigError("trainer.profiler=nsys with device=cpu: Nsight Systems looks at CUDA, use torch")
+
+
+def check_optimizer(optimizer: OptimizerConfig, total_steps: int, key: str = "algorithm.optimizer") -> None:
+    schedule.check(optimizer, total_steps, key)
+    adam = OptimizerConfig()
+    for name in ("betas", "eps"):
+        if optimizer.optimizer_type == "sgd" and getattr(optimizer, name) != getattr(adam, name):
+            raise ConfigError(
+                f"{key}.{name}={getattr(optimizer, name)} with optimizer_type=sgd: only Adam has one, leave it out"
+            )
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(f"{key}.betas={optimizer.betas}: give two numbers from 0 to below 1")

@@ -1,0 +1,66 @@
+"""Steps that changed nothing, for their loss or gradient was not finite: counted, kept for replay, and too many end the run.
+
+In: the metrics of every step, which are the same on every rank, and at rank 0 the step's experiences. Out: the metric
+`skipped_steps`, and `<job>/failed_batches/step_<n>.msgpack`: the `Batch` of the step that metrics call n, the newest KEPT of them.
+Invariant: a run that ends for this has its last batch on disk, and says where, whichever rank is heard first.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from rft.checkpoint.disk import Disk
+from rft.checkpoint.storage import LocalStorage
+from rft.experience import Batch, Experience, encode
+
+log = logging.getLogger(__name__)
+KEPT = 10
+
+
+class NotFinite(RuntimeError):
+    """`max_skipped_steps` steps in a row were skipped."""
+
+
+class SkippedSteps:
+    """`limit` in a row end the run; 0: none do. `lead`: this rank has the experiences and writes."""
+
+    def __init__(self, directory: Path, limit: int, lead: bool, barrier: Callable[[str], None]):
+        self.directory = directory
+        self.limit = limit
+        self.lead = lead
+        self.barrier = barrier
+        self.total = 0
+        self.in_a_row = 0
+
+    def after(self, step: int, metrics: dict[str, float], experiences: list[Experience]) -> dict[str, float]:
+        """Called by every rank after each step; `step` is the one that its metrics will be recorded under."""
+        if not metrics["skipped"]:
+            self.in_a_row = 0
+        else:
+            self.total += 1
+            self.in_a_row += 1
+            path = self.directory / f"step_{step:08d}.msgpack"
+            what = f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
+            if self.lead:
+                self._keep(path, Batch(step=step - 1, experiences=experiences))
+                log.warning("step %d skipped: %s; its batch is in %s", step, what, path)
+            if self.limit and self.in_a_row >= self.limit:
+                self.barrier("saving the batch of a skipped step")
+                raise NotFinite(
+                    f"{self.in_a_row} steps in a row were not finite and changed nothing, the last of them step {step} ({what}); "
+                    f"its batch is saved in {path}. Look at it (docs/configure.md says how), lower algorithm.optimizer.lr, or "
+                    "raise trainer.max_skipped_steps"
+                )
+        return {"skipped_steps": float(self.total)}
+
+    def _keep(self, path: Path, batch: Batch) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        LocalStorage(self.directory, Disk()).put(path.name, encode(batch))
+        for old in sorted(self.directory.glob("step_*.msgpack"))[:-KEPT]:
+            old.unlink()
+
+    def state(self) -> list[int]:
+        return [self.total, self.in_a_row]
+
+    def restore(self, state: list[int]) -> None:
+        self.total, self.in_a_row = state
