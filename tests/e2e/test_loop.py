@@ -54,7 +54,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
 def test_it_ends_well_and_says_only_what_a_user_reads(whole: Whole) -> None:
     assert (whole.code, whole.errors) == (0, "")
     assert list(json.loads(whole.lines[-1])["quickstart"]) == ["eval_sft", "eval_rft", "seconds"]
-    known = ("sft_warmup: ", "rft: ", "[", "curves ", "model ", "{", "stage ", "---", "sft_warmup ", "rft ", "")
+    known = (
+        "sft_warmup: ",
+        "rft: ",
+        "trainer: ",
+        "[",
+        "curves ",
+        "model ",
+        "{",
+        "stage ",
+        "---",
+        "sft_warmup ",
+        "rft ",
+        "",
+    )
     assert [line for line in whole.lines if not line.strip().startswith(known[:-1]) and line.strip()] == []
     picture = (whole.root / "rft" / "quickstart" / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000

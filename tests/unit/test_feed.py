@@ -1,0 +1,55 @@
+"""The keys that cut a step into microbatches reach the packing."""
+
+from typing import Any
+
+import pytest
+
+from rft.config import AlgorithmConfig, TrainerConfig
+from rft.experience import Batch, Experience
+from rft.feed import Feed
+from rft.packing import Cost, Cut, Packed
+from rft.rank import cut_of
+
+LENGTHS = [9, 3, 7, 5]
+
+
+class Alone:
+    """One rank that is all of them."""
+
+    rank, dp = 0, 1
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
+        assert parts is not None
+        return parts[0]
+
+
+class Rows:
+    def take(self, step: int) -> Batch:
+        rows = [Experience(tokens=[1] * n, prompt_length=1, action_mask=[1] * (n - 1)) for n in LENGTHS]
+        return Batch(step=step, experiences=rows)
+
+    def consumed(self, step: int) -> None: ...
+
+    def mark(self) -> int:
+        return 0
+
+    def retain(self, loop: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("keys", "cut", "bounds"),
+    [
+        ({}, Cut(), [[0, 9, 12, 19, 24]]),
+        ({"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3}, Cut(rows=3), [[0, 9, 16, 21], [0, 3]]),
+        ({"balance_batch": False, "use_remove_padding": False}, Cut(balance=False, pad=True), [[0, 9, 18, 27], [0, 5]]),
+    ],
+)
+def test_microbatches_are_what_the_config_asks_for(keys: dict[str, Any], cut: Cut, bounds: list[list[int]]) -> None:
+    assert cut_of(TrainerConfig(**keys)) == cut
+    recipe = AlgorithmConfig(algorithm_type="sft", loss_agg_mode="token-mean")
+    feed = Feed(Rows(), Alone(), recipe, 30, 1, Cost(), cut_of(TrainerConfig(**keys)))
+    step = feed.next(0, stopping=False)
+    assert step is not None and [packed.cu_seqlens.tolist() for packed in step.part] == bounds
