@@ -121,41 +121,42 @@ KEYS: dict[str, Key] = {
     "trainer.max_critic_ckpt_to_keep": Key("N50", to="trainer.max_checkpoints_to_keep"),
 }  # fmt: skip
 
-# --- critic and reference model: refused as a group for as long as rft has neither ---------------------------------------
+# --- critic and reference model -----------------------------------------------------------------------------------------
 
-NO_CRITIC, NO_REFERENCE = "rft has no critic", "rft has no reference model"
 _REF, _CRITIC = "actor_rollout_ref.ref", "critic"
-KEYS |= {
-    f"{_REF}.log_prob_micro_batch_size": Key("N30", NO_REFERENCE),
-    f"{_REF}.log_prob_micro_batch_size_per_gpu": Key("N31", NO_REFERENCE),
-    f"{_REF}.log_prob_use_dynamic_bsz": Key("N32", NO_REFERENCE),
-    f"{_REF}.log_prob_max_token_len_per_gpu": Key("N32", NO_REFERENCE),
-    f"{_REF}.ulysses_sequence_parallel_size": Key("N32", NO_REFERENCE),
-    f"{_REF}.entropy_from_logits_with_chunking": Key("N32", NO_REFERENCE),
-    f"{_REF}.entropy_checkpointing": Key("N32", NO_REFERENCE),
-    f"{_CRITIC}.strategy": Key("N33", NO_CRITIC),
-    f"{_CRITIC}.optim.lr": Key("N34", NO_CRITIC),
-    f"{_CRITIC}.optim.lr_warmup_steps_ratio": Key("N34", NO_CRITIC),
-    f"{_CRITIC}.optim.min_lr_ratio": Key("N34", NO_CRITIC),
-    f"{_CRITIC}.optim.warmup_style": Key("N34", NO_CRITIC),
-    f"{_CRITIC}.optim.total_training_steps": Key("N34", NO_CRITIC),
-    f"{_CRITIC}.model.override_config": Key("N35", NO_CRITIC),
-    f"{_CRITIC}.model.external_lib": Key("N35", NO_CRITIC),
-    f"{_CRITIC}.model.enable_gradient_checkpointing": Key("N35", NO_CRITIC),
-    f"{_CRITIC}.model.use_remove_padding": Key("N35", NO_CRITIC),
-    **{key: Key("N36", NO_CRITIC) for key in fsdp(f"{_CRITIC}.model", "", "")},
-    f"{_CRITIC}.ppo_micro_batch_size_per_gpu": Key("N37", NO_CRITIC),
-    f"{_CRITIC}.forward_micro_batch_size_per_gpu": Key("N37", NO_CRITIC),
-    f"{_CRITIC}.use_dynamic_bsz": Key("N38", NO_CRITIC),
-    f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("N38", NO_CRITIC),
-    f"{_CRITIC}.forward_max_token_len_per_gpu": Key("N38", NO_CRITIC),
-    f"{_CRITIC}.ulysses_sequence_parallel_size": Key("N39", NO_CRITIC),
-    f"{_CRITIC}.ppo_epochs": Key("N39", NO_CRITIC),
-    f"{_CRITIC}.shuffle": Key("N39", NO_CRITIC),
-    f"{_CRITIC}.grad_clip": Key("N40", NO_CRITIC),
-    f"{_CRITIC}.cliprange_value": Key("N41", NO_CRITIC),
-    "trainer.critic_warmup": Key("N46", NO_CRITIC, only=(0,)),
-}
+KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts for all
+    f"{_REF}.log_prob_micro_batch_size": Key("N30", "veRL itself gave it up: set trainer.ppo_micro_batch_size_per_gpu"),
+    f"{_REF}.log_prob_micro_batch_size_per_gpu": Key("N31", to="trainer.ppo_micro_batch_size_per_gpu"),
+    f"{_REF}.log_prob_use_dynamic_bsz": Key("N32", to="trainer.use_dynamic_bsz"),
+    f"{_REF}.log_prob_max_token_len_per_gpu": Key("N32", to="trainer.max_token_len_per_gpu"),
+    f"{_REF}.ulysses_sequence_parallel_size": Key("N32", "set trainer.megatron.context_parallel_size", only=(1,)),
+    f"{_REF}.entropy_from_logits_with_chunking": Key("N32", TILES, only=EITHER),
+    f"{_REF}.entropy_checkpointing": Key("N32", TILES, only=EITHER),
+    f"{_CRITIC}.strategy": Key("N33", MEGATRON, only=("megatron",)),
+    f"{_CRITIC}.optim.lr": Key("N34", to="critic.optim.lr"),
+    f"{_CRITIC}.optim.lr_warmup_steps_ratio": Key("N34", to="critic.optim.lr_warmup_steps_ratio"),
+    f"{_CRITIC}.optim.min_lr_ratio": Key("N34", to="critic.optim.min_lr_ratio"),
+    f"{_CRITIC}.optim.warmup_style": Key("N34", to="critic.optim.lr_scheduler_type"),
+    f"{_CRITIC}.optim.total_training_steps": Key("N34", to="trainer.total_steps", convert=if_positive),
+    f"{_CRITIC}.model.override_config": Key(
+        "N35", "the model is what its config.json says: edit that of model.critic_model_path", only=({},)
+    ),
+    f"{_CRITIC}.model.external_lib": Key("N35", "the model is built from its config.json, without libraries of its own"),
+    f"{_CRITIC}.model.enable_gradient_checkpointing": Key("N35", to="trainer.recompute_granularity", convert=full_if_true),
+    f"{_CRITIC}.model.use_remove_padding": Key("N35", to="trainer.use_remove_padding"),
+    **fsdp(f"{_CRITIC}.model", "N36", "N36"),
+    f"{_CRITIC}.ppo_micro_batch_size_per_gpu": Key("N37", to="trainer.ppo_micro_batch_size_per_gpu"),
+    f"{_CRITIC}.forward_micro_batch_size_per_gpu": Key("N37", to="trainer.ppo_micro_batch_size_per_gpu"),
+    f"{_CRITIC}.use_dynamic_bsz": Key("N38", to="trainer.use_dynamic_bsz"),
+    f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("N38", to="trainer.max_token_len_per_gpu"),
+    f"{_CRITIC}.forward_max_token_len_per_gpu": Key("N38", to="trainer.max_token_len_per_gpu"),
+    f"{_CRITIC}.ulysses_sequence_parallel_size": Key("N39", "set trainer.megatron.context_parallel_size", only=(1,)),
+    f"{_CRITIC}.ppo_epochs": Key("N39", "a batch is trained on once: raise buffer.total_epochs", only=(1,)),
+    f"{_CRITIC}.shuffle": Key("N39", "a batch is one update, so its order says nothing", only=(False,)),
+    f"{_CRITIC}.grad_clip": Key("N40", to="critic.grad_clip"),
+    f"{_CRITIC}.cliprange_value": Key("N41", to="critic.cliprange_value"),
+    "trainer.critic_warmup": Key("N46", to="trainer.critic_warmup"),
+}  # fmt: skip
 
 # --- from the block to the config ----------------------------------------------------------------------------------------
 
