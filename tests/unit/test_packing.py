@@ -225,6 +225,12 @@ def test_microbatches_of_so_many_rows_are_balanced_over_ranks_by_cost() -> None:
     assert max(costs(lengths, in_order, Cost())) > 1.05 * sum(costs(lengths, in_order, Cost())) / 4
 
 
+def test_exchanges_equalise_ranks_of_equal_row_counts_too() -> None:
+    """Largest first ends with 22 and 24."""
+    lengths, linear = [11, 9, 7, 7, 6, 6], Cost(1.0, 0.0)
+    assert costs(lengths, divide(lengths, 2, 0, Cut(rows=3), linear), linear) == [23, 23]
+
+
 def test_padded_microbatches_hold_rows_of_similar_length() -> None:
     parts = divide([10, 100, 11, 99, 12, 98], 1, 300, Cut(pad=True))
     assert parts == [[[1, 3, 5], [4, 2, 0]]]
