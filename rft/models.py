@@ -60,7 +60,7 @@ class Models:
     ) -> dict[str, float]:
         """One update of each model that learns in this step; `before_update` is called once, before any weight changes.
 
-        While only the critic learns, the numbers that every step has are its own.
+        While only the critic learns, the numbers that every step has are its own. A step counts as skipped if either was.
         """
         if self.critic is None:
             return self.policy.train_step(part, token_loss, before_update)
@@ -70,7 +70,8 @@ class Models:
         before_update()
         of_critic = self.critic.update(of_critic)
         of_policy = {name: of_critic[name] for name in EVERY_STEP} if waiting else self.policy.update(of_policy)
-        return of_policy | {f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"}
+        named = {f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"}
+        return of_policy | named | {"skipped": max(of_policy["skipped"], of_critic["skipped"])}
 
     def snapshot(self) -> Snapshot:
         found = self.policy.snapshot()

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from rft.names import RULES, Dims, Rule, hf_names, hf_shape, segments
+from rft.names import RULES, Dims, Rule, hf_names, hf_shape, is_expert, segments
 
 KINDS = {"": "model", "param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.+)")
@@ -169,7 +169,8 @@ class TorchDist:
 
     def _by_kind(self) -> dict[str, dict[str, str]]:
         """Per kind: megatron's name of a parameter -> the key of its tensor."""
-        known = {name for rule in RULES for pattern in rule.megatron for name in _spellings(pattern, self.dims.layers)}
+        dense = [rule for rule in RULES if not is_expert(rule.hf[0])]
+        known = {name for rule in dense for pattern in rule.megatron for name in _spellings(pattern, self.dims.layers)}
         found: dict[str, dict[str, str]] = {}
         for key, entry in self.index.state_dict_metadata.items():
             match = STATE.fullmatch(key)

@@ -174,7 +174,9 @@ def test_the_policy_waits_while_the_critic_warms_up(alone: dict[str, Any]) -> No
     assert not any(values.any() for _, values in alone["untouched"]), "a moment of the policy moved"
     assert any(values.any() for _, values in alone["second"])
     assert first["loss"] == first["critic/loss"] and "clip_frac" not in first
-    assert second["loss"] != second["critic/loss"] and "clip_frac" in second
+    assert second["loss"] != second["critic/loss"]
+    # It is still the policy that scored the batch: measured against that, no ratio is clipped; against the engine some would be.
+    assert second["clip_frac"] == 0.0 and abs(second["ratio/mean"] - 1) > 1e-3
     assert alone["micros"] > 2
 
 

@@ -1,0 +1,46 @@
+"""The order of a step with two models that learn, and what it reports when one of them could not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from rft.config import AlgorithmConfig
+from rft.models import Models
+
+
+class Learning:
+    def __init__(self, name: str, events: list[str], skipped: float = 0.0):
+        self.name, self.events, self.skipped, self.step = name, events, skipped, 0
+
+    def gradients(self, part: Any, loss: Any) -> dict[str, float]:
+        self.events.append(f"gradients of {self.name}")
+        return {"loss": 1.0, "grad_norm": 2.0, "num_tokens": 3.0}
+
+    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+        self.events.append(f"update of {self.name}")
+        self.step += 1
+        return metrics | {"lr": 0.1, "skipped": self.skipped, self.name: 1.0}
+
+
+def step(skipped: float = 0.0, warmup: int = 0) -> tuple[list[str], dict[str, float]]:
+    events: list[str] = []
+    policy: Any = Learning("policy", events)
+    critic: Any = Learning("critic", events, skipped)
+    policy.mesh = SimpleNamespace()
+    models = Models(policy, None, critic, AlgorithmConfig(), warmup)
+    return events, models.train_step([], lambda scores, fields: (scores, {}), lambda: events.append("wait"))
+
+
+def test_weights_change_after_one_wait_and_all_gradients() -> None:
+    events, metrics = step()
+    assert events == ["gradients of critic", "gradients of policy", "wait", "update of critic", "update of policy"]
+    assert metrics["policy"] == metrics["critic/critic"] == 1.0 and "critic/num_tokens" not in metrics
+
+
+def test_while_the_critic_warms_up_the_policy_is_left_alone() -> None:
+    events, metrics = step(warmup=1)
+    assert events == ["gradients of critic", "wait", "update of critic"]
+    assert metrics["loss"] == 1.0 and "critic" not in metrics
+
+
+def test_a_step_whose_critic_was_skipped_counts_as_skipped() -> None:
+    assert step(skipped=1.0)[1]["skipped"] == 1.0 and step()[1]["skipped"] == 0.0
