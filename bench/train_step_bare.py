@@ -24,8 +24,8 @@ from rft.megatron.policy import Micro, Policy
 
 
 class Bare:
-    def __init__(self, policy: Policy, lr: float, clip: float):
-        mesh, dims = policy.mesh, policy.dims
+    def __init__(self, policy: Policy):
+        mesh, dims, given = policy.mesh, policy.dims, policy.optimizer.config
         config = transformer_config(policy.hf_config, mesh, policy.model[0].config.params_dtype)
         config.finalize_model_grads_func = finalize_model_grads
         spec = layer_spec(config, mesh)
@@ -45,7 +45,8 @@ class Bare:
         config.no_sync_func = self.ddp.no_sync
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=lr, weight_decay=0.01, clip_grad=clip, bf16=config.bf16,
+                optimizer="adam", lr=given.lr, weight_decay=given.weight_decay, adam_beta1=given.betas[0],
+                adam_beta2=given.betas[1], adam_eps=given.eps, clip_grad=policy.optimizer.grad_clip, bf16=config.bf16,
                 params_dtype=config.params_dtype, use_distributed_optimizer=True,
             ),
             [self.ddp],

@@ -63,7 +63,7 @@ def serve(case: Case, rank: int, port: int, connection: Connection) -> None:
         OptimizerConfig(lr=LR), mesh, seed=0, total_steps=None,
     )  # fmt: skip
     sides = Sides(policy, case.shape)
-    connection.send(sides.compare())
+    connection.send(sides.compare(0))
     while asked := connection.recv():
         step = sides.prepare(*asked)
         dist.barrier()
@@ -81,7 +81,7 @@ class Sides:
         from bench.train_step_bare import Bare
 
         self.policy, self.shape = policy, shape
-        self.bare = Bare(policy, LR, CLIP)
+        self.bare = Bare(policy)
         self.loss = token_loss("ppo", {})
 
     def part(self, seed: int) -> list[Packed]:
@@ -96,9 +96,9 @@ class Sides:
         micros = self.policy._micros(part)
         return lambda: self.bare.step(micros)
 
-    def compare(self) -> dict[str, Any]:
-        """What both give for a first step with one loss, and how large it is."""
-        part = self.part(0)
+    def compare(self, seed: int) -> dict[str, Any]:
+        """What both give for a step with one loss, and how large it is."""
+        part = self.part(seed)
         ours = self.policy.train_step(part, token_loss("sft", {}), lambda: None)
         loss, norm = self.bare.step(self.policy._micros(part))
         return {
