@@ -20,7 +20,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from rft.megatron.model import Rotary, layer_spec, transformer_config
-from rft.megatron.policy import Micro, Policy
+from rft.megatron.network import Micro
+from rft.megatron.policy import Policy
 
 
 class Bare:
@@ -28,7 +29,7 @@ class Bare:
         mesh, dims, given = policy.mesh, policy.dims, policy.optimizer.config
         config = transformer_config(policy.hf_config, mesh, policy.model[0].config.params_dtype)
         config.finalize_model_grads_func = finalize_model_grads
-        spec = layer_spec(config, mesh)
+        spec = layer_spec(config, mesh, dims, lora=None)
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
