@@ -9,8 +9,9 @@ y, the temperature and whether it is trained. Out, in fp32 and the same on every
 
 No tensor of all tokens by all of the vocabulary ever exists: z is made in tiles of some columns for all tokens, and again
 in backward, where a tile gives its rows of W's gradient in one product and its share of h's. (Tiles of columns, not of
-tokens: those would add up W's whole gradient once per tile.) The forward keeps running sums and reduces them over ranks
-once. Columns of the padding beyond the true vocabulary are never computed, nor is a token that is not trained.
+tokens: those would add up W's whole gradient once per tile.) What is done to a tile beside the products are few passes:
+softmax over its own columns, which backward scales by the tile's share of the whole. Forward keeps running sums and reduces
+them over ranks once. Columns of the padding beyond the true vocabulary are never computed, nor is a token that is not trained.
 """
 
 from collections.abc import Iterator
@@ -29,18 +30,25 @@ COLUMNS = 512
 class _Sums:
     """Per token over the columns seen so far: the top z, sum e^(z - top), sum (z - top) e^(z - top)."""
 
-    def __init__(self, tokens: int, like: Tensor) -> None:
-        # The lowest finite number and not -inf: it is multiplied by sums of 0.
-        self.top = like.new_full((tokens,), torch.finfo(like.dtype).min)
-        self.total, self.weighted = like.new_zeros(2, tokens)
+    def __init__(self, top: Tensor, total: Tensor, weighted: Tensor) -> None:
+        self.top, self.total, self.weighted = top, total, weighted
 
-    def add(self, z: Tensor, spare: Tensor) -> None:
+    @classmethod
+    def none(cls, like: Tensor) -> "_Sums":
+        # The lowest finite number and not -inf: it is multiplied by sums of 0.
+        return cls(torch.full_like(like, torch.finfo(like.dtype).min), torch.zeros_like(like), torch.zeros_like(like))
+
+    @classmethod
+    def of(cls, z: Tensor, spare: Tensor) -> "_Sums":
         """Destroys z; `spare` is memory of its size."""
         top = z.amax(1)
-        self.raise_to(torch.maximum(self.top, top))
-        exponentials = torch.exp(z.sub_(self.top[:, None]), out=spare)
-        self.total += exponentials.sum(1)
-        self.weighted += z.mul_(exponentials).sum(1)
+        # One kernel for what would be three passes over z, one of them a slow exp; the largest p is 1 / total.
+        p = torch.softmax(z.sub_(top[:, None]), 1, out=spare)
+        total = p.amax(1).reciprocal_()
+        return cls(top, total, z.mul_(p).sum(1) * total)
+
+    def normaliser(self) -> Tensor:
+        return self.top + self.total.log()
 
     def raise_to(self, top: Tensor) -> None:
         shift = self.top - top
@@ -48,6 +56,13 @@ class _Sums:
         self.weighted = factor * (self.weighted + shift * self.total)
         self.total = factor * self.total
         self.top = top
+
+    def add(self, other: "_Sums") -> None:
+        top = torch.maximum(self.top, other.top)
+        self.raise_to(top)
+        other.raise_to(top)
+        self.total += other.total
+        self.weighted += other.weighted
 
 
 class _LabelLogprobs(torch.autograd.Function):
@@ -57,13 +72,16 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`local`: the label as a row of `weight`, anything outside if another rank has it; `width`: rows not padding."""
         temperature = temperature.to(_precise(hidden))
-        sums = _Sums(len(hidden), temperature)
+        sums = _Sums.none(temperature)
         chosen = torch.zeros_like(temperature)
         spare = _buffer(temperature, len(hidden), width)
+        ctx.normalisers = []  # of each tile
         for columns, z in _tiles(hidden, weight, temperature, width):
             inside, index = _within(local, columns)
             chosen += torch.where(inside, z.gather(1, index).squeeze(1), 0.0)
-            sums.add(z, _shaped(spare, z.shape))
+            tile = _Sums.of(z, _shaped(spare, z.shape))
+            ctx.normalisers.append(tile.normaliser())
+            sums.add(tile)
         if group.size() > 1:
             top = sums.top.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -71,7 +89,7 @@ class _LabelLogprobs(torch.autograd.Function):
             parts = torch.stack([sums.total, sums.weighted, chosen])
             dist.all_reduce(parts, group=group)
             sums.total, sums.weighted, chosen = parts.unbind()
-        normaliser = sums.top + sums.total.log()
+        normaliser = sums.normaliser()
         entropy = sums.total.log() - sums.weighted / sums.total
         ctx.save_for_backward(hidden, weight, local, temperature, normaliser, entropy)
         ctx.width = width
@@ -87,8 +105,15 @@ class _LabelLogprobs(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         if grad_weight is not None:
             grad_weight[ctx.width :] = 0
-        for columns, z in _tiles(hidden, weight, temperature, ctx.width):
-            grad = _logit_gradient(z.sub_(normaliser[:, None]), entropy, linear, curved)
+        spare = _buffer(temperature, len(hidden), ctx.width)
+        tiles = _tiles(hidden, weight, temperature, ctx.width)
+        for own, (columns, z) in zip(ctx.normalisers, tiles, strict=True):
+            p, share = torch.softmax(z, 1, out=_shaped(spare, z.shape)), (own - normaliser).exp()
+            if curved is None:
+                grad = p.mul_((-share * linear)[:, None])
+            else:
+                slope = z.add_((entropy - normaliser)[:, None]).mul_((-share * curved)[:, None])
+                grad = p.mul_(slope.sub_((share * linear)[:, None]))
             inside, index = _within(local, columns)
             grad.scatter_add_(1, index, torch.where(inside, linear, 0.0)[:, None])
             grad = grad.to(weight.dtype)
@@ -101,23 +126,17 @@ class _LabelLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
-def _logit_gradient(logprob: Tensor, entropy: Tensor, linear: Tensor, curved: Tensor | None) -> Tensor:
-    """-p (linear + curved (log p + entropy)), in the memory of log p [T, n] where it can be."""
-    if curved is None:
-        return logprob.exp_().mul_(-linear[:, None])
-    p = logprob.exp()
-    return p.mul_(logprob.add_(entropy[:, None]).mul_(-curved[:, None]).sub_(linear[:, None]))
-
-
 def _tiles(hidden: Tensor, weight: Tensor, temperature: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """(columns, z [T, n]) from left to right; the next tile overwrites the memory of the last."""
     buffer = _buffer(temperature, len(hidden), width)
     step = _step(len(hidden), width)
+    precise = hidden.dtype == buffer.dtype
+    scaled = hidden / temperature[:, None] if precise else hidden  # a pass over h instead of one over z
     for start in range(0, width, step):
         columns = slice(start, min(start + step, width))
         z = _shaped(buffer, (len(hidden), columns.stop - start))
-        if hidden.dtype == z.dtype:
-            torch.mm(hidden, weight[columns].t(), out=z).div_(temperature[:, None])
+        if precise:
+            torch.mm(scaled, weight[columns].t(), out=z)
         else:
             torch.div(hidden @ weight[columns].t(), temperature[:, None], out=z)
         yield columns, z

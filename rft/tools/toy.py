@@ -56,11 +56,13 @@ def write_model(
     experts_per_token: int = 2,
     context: int = 256,
     tied: bool = True,
+    vocab: int = 0,
     max_shard_size: str = "5GB",
 ) -> Path:
     """Write a random-weight model directory of `family`, a key of ARCHITECTURES, and return its path.
 
     `ffn` is the MLP's width; that of one expert, of which `family="qwen3_moe"` has `experts`, is ffn / experts_per_token.
+    `vocab`: rows of the embedding, 0 for as many as the tokenizer has tokens.
     """
     path = Path(path)
     if (path / "config.json").exists():
@@ -74,7 +76,7 @@ def write_model(
         "moe_intermediate_size": ffn // experts_per_token,
     }  # fmt: skip
     config = getattr(transformers, ARCHITECTURES[family])(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=ffn,
         num_hidden_layers=layers,

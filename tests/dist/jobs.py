@@ -164,3 +164,10 @@ def cached_bytecode() -> list[str]:
             if cache.exists() and b"_rft_cuda" in cache.read_bytes():
                 found.append(name)
     return found
+
+
+def megatron() -> tuple[str, str]:
+    """Version and place of the megatron.core that this process uses."""
+    import megatron.core
+
+    return megatron.core.__version__, str(megatron.core.__file__)

@@ -103,8 +103,8 @@ def bf16(vocab: int, tile: int) -> dict[str, np.ndarray]:
             found, entropy = logprobs.label_logprobs(
                 hidden, weight, given["labels"], given["temperature"], vocab, mesh.tp_group
             )
+            (given["of_logprob"] * found + given["of_entropy"] * entropy).sum().backward()
         assert found.dtype == entropy.dtype == torch.float32
-        (given["of_logprob"] * found + given["of_entropy"] * entropy).sum().backward()
         assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
         return {
             "logprobs": found.detach().numpy(),

@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 SIZE = 4
@@ -19,7 +20,10 @@ RESULT_TIMEOUT_S = 120  # a cold import of megatron on a loaded machine takes 20
 
 
 class Ranks:
-    def __init__(self) -> None:
+    """`front`: a directory that comes first on the path of the processes."""
+
+    def __init__(self, front: Path | None = None) -> None:
+        self.front = front
         self.workers: list[tuple[Any, Connection]] = []
 
     def run(self, job: str, world: int, **arguments: Any) -> list[Any]:
@@ -47,7 +51,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         while len(self.workers) < count:
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there, self.front), daemon=True)
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -65,8 +69,10 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, front: Path | None) -> None:
     """One rank: executes jobs until the parent goes away."""
+    if front is not None:
+        sys.path.insert(0, str(front))
     import torch
 
     from rft.megatron import cpu_port
