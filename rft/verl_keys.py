@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rft.config import Config, ConfigError
 
 BLOCK = "trainer.trainer_config"
+UNSET = object()  # what a value that says nothing becomes
 
 
 def same(value: Any) -> Any:
@@ -26,7 +27,7 @@ def same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """`to`: rft's key, with `convert` from the value (None out of it: not set). Without: only the values of `only` are taken."""
+    """`to`: rft's key, with `convert` from the value. Without: only the values of `only` are taken."""
 
     row: str  # of the list of veRL's documented keys
     why: str = ""  # a value is refused, and what to use instead
@@ -40,15 +41,15 @@ def full_if_true(value: Any) -> str | None:
 
 
 def if_positive(value: Any) -> Any:
-    return None if isinstance(value, int) and value < 0 else value
+    return UNSET if isinstance(value, int) and value < 0 else value
 
 
-def one_if_true(value: Any) -> int | None:
-    return 1 if value else None
+def one_if_true(value: Any) -> Any:
+    return 1 if value else UNSET
 
 
-def always_if_exported(contents: Any) -> str | None:
-    return "always" if "hf_model" in contents else None
+def always_if_exported(contents: Any) -> Any:
+    return "always" if "hf_model" in contents else UNSET
 
 
 FSDP = "it belongs to FSDP; here Megatron shards, by trainer.megatron.*_size"
@@ -167,7 +168,7 @@ def merge(config: Config) -> None:
     given: dict[str, tuple[str, Any]] = {}  # rft's key: veRL's key and the value
     for name, value in leaves(config.trainer.trainer_config or {}):
         to, wanted = translated(name, value)
-        if to is None or wanted is None:
+        if to is None or wanted is UNSET:
             continue
         before, there = given.get(to), OmegaConf.select(node, to)
         if before is not None and before[1] != wanted:
@@ -202,17 +203,17 @@ def is_section(name: str) -> bool:
 
 
 def translated(name: str, value: Any) -> tuple[str | None, Any]:
-    """(rft's key, its value); (None, None) where there is nothing to set. Raises ConfigError."""
+    """(rft's key, its value); (None, UNSET) where there is nothing to set. Raises ConfigError."""
     if name not in KEYS:
         match = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.6)
         hint = f"; did you mean `{BLOCK}.{match[0]}`?" if match else "; see docs/verl.md"
         raise ConfigError(f"unknown key `{BLOCK}.{name}`{hint}")
     key = KEYS[name]
     if value is None:
-        return None, None
+        return None, UNSET
     if (key.only or key.to is None) and not is_one_of(value, key.only):
         raise ConfigError(f"{BLOCK}.{name}={value} is refused: {key.why}")
-    return (key.to, key.convert(value)) if key.to else (None, None)
+    return (key.to, key.convert(value)) if key.to else (None, UNSET)
 
 
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -152,6 +152,8 @@ def test_two_words_for_one_key_must_agree() -> None:
         merged((f"{A}.grad_clip", 0.5), grad_clip=0.3)
     with pytest.raises(ConfigError, match="both are trainer.max_checkpoints_to_keep"):
         merged(("trainer.max_actor_ckpt_to_keep", 5), ("trainer.max_critic_ckpt_to_keep", 3))
+    with pytest.raises(ConfigError, match="both are trainer.recompute_granularity"):
+        merged((f"{M}.enable_gradient_checkpointing", False), (f"{C}.model.enable_gradient_checkpointing", True))
 
 
 def test_a_value_of_the_wrong_type_is_refused() -> None:
