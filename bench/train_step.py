@@ -103,12 +103,14 @@ class Trl:
         return wall, busy
 
     def tune(self) -> list[str]:
-        """Try every setting on the same rows; the first call of each warms up."""
-        found = {}
-        for weights in TRL_WEIGHTS:
-            for size in TRL_SIZES:
-                self.step(0, size, weights)
-                found[size, weights] = min(self.step(seed, size, weights)[1] for seed in range(1, 1 + TRL_TRIES))
+        """Try every setting in turn on the same rows; the first step of each warms up, then its best counts."""
+        settings = [(size, weights) for weights in TRL_WEIGHTS for size in TRL_SIZES]
+        found = dict.fromkeys(settings, float("inf"))
+        for seed in range(1 + TRL_TRIES):
+            for size, weights in random.sample(settings, len(settings)):
+                _, busy = self.step(seed, size, weights)
+                if seed:
+                    found[size, weights] = min(found[size, weights], busy)
         self.size, self.weights = min(found, key=lambda setting: found[setting])
         return [f"{size} rows, {weights} weights {busy:.2f}" for (size, weights), busy in found.items()]
 
@@ -146,7 +148,7 @@ def show(case: Case, facts: dict[str, Any], found: dict[str, list[tuple[float, f
         rows.append(cells)
     title = (
         f"{case.name}: {facts['parameters']:,} parameters a rank, the first batch of {facts['tokens']:,} tokens in "
-        f"{facts['microbatches']} microbatches, {len(rows[0]) and len(found[RFT])} rounds, load {os.getloadavg()[0]:.1f}"
+        f"{facts['microbatches']} microbatches, {len(found[RFT])} rounds, load {os.getloadavg()[0]:.1f}"
     )
     report.table(title, ["", "s", "rft / it", "middle half", "busy s", "rft / it", "middle half"], rows)
     return ratios
