@@ -9,6 +9,7 @@ plain megatron: an output layer that makes all logits, `vocab_parallel_cross_ent
 `sft` loss under `token-mean`, so loss and gradient norm say whether both sides do the same work.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from rft.megatron.model import Rotary, layer_spec, transformer_config
+from rft.megatron.model import Rotary, layer_spec
 from rft.megatron.network import Micro
 from rft.megatron.policy import Policy
 
@@ -27,7 +28,7 @@ from rft.megatron.policy import Policy
 class Bare:
     def __init__(self, policy: Policy):
         mesh, dims, given = policy.mesh, policy.dims, policy.optimizer.config
-        config = transformer_config(policy.hf_config, mesh, policy.model[0].config.params_dtype)
+        config = copy.copy(policy.model[0].config)
         config.finalize_model_grads_func = finalize_model_grads
         spec = layer_spec(config, mesh, dims, lora=None)
         model = GPTModel(
