@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import make_rows
+from rows import CUTS, make_rows
 
 from rft import device as devices
 from rft.algorithm.losses import token_loss
@@ -24,6 +24,17 @@ TIMEOUT_S = 60.0
 
 
 @contextmanager
+def mesh_of(sizes: MegatronConfig) -> Iterator[Mesh]:
+    device = devices.choose("cpu")
+    device.activate()
+    mesh = Mesh(sizes, device, TIMEOUT_S)
+    try:
+        yield mesh
+    finally:
+        mesh.close()
+
+
+@contextmanager
 def policy_on(
     path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
     lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
@@ -31,16 +42,11 @@ def policy_on(
     optimizer: dict[str, Any] = {}, trainer: dict[str, Any] = {},  # noqa: B006
     megatron: dict[str, Any] = {},  # noqa: B006
 ) -> Iterator[Policy]:  # fmt: skip
-    device = devices.choose("cpu")
-    device.activate()
     sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp, **megatron)
-    mesh = Mesh(sizes, device, TIMEOUT_S)
-    try:
+    with mesh_of(sizes) as mesh:
         given = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip, **trainer)
         model = ModelConfig(model_path=str(path), lora_configs=[LoraConfig(**lora)] if lora else [])
         yield Policy(model, given, OptimizerConfig(lr=lr, **optimizer), mesh, seed, 10)
-    finally:
-        mesh.close()
 
 
 def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128, cut: Cut = BY_TOKENS) -> list[Any]:
@@ -71,6 +77,30 @@ def train(
         return {
             "metrics": metrics, "weights": weights_of(policy), "moments": pieces_of(policy, "exp_avg/"), "micros": len(part)
         }  # fmt: skip
+
+
+def matrix(
+    path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, vpp: int | None = None, ep: int = 1, etp: int | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """One mesh: the first gradient under every way to cut a batch, and of so few rows that ranks go without; then three steps
+    with either optimizer."""
+    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
+    trainer = TrainerConfig(megatron=sizes, grad_clip=1e9)
+    found: dict[str, Any] = {}
+    with mesh_of(sizes) as mesh:
+        for name, cut in (CUTS | {"few": BY_TOKENS, "few-rows": CUTS["rows-padded"]}).items():
+            policy = Policy(ModelConfig(model_path=path), trainer, OptimizerConfig(), mesh, 0, 10)
+            part = part_of(policy, make_rows(2 if name.startswith("few") else 24), cut=cut)
+            metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
+            found[name] = {"metrics": [metrics], "moments": pieces_of(policy, "exp_avg/")}
+        for name, lr in (("sgd", 0.05), ("adam", 1e-3)):
+            optimizer = OptimizerConfig(optimizer_type=name, lr=lr, weight_decay=0.1)
+            policy = Policy(ModelConfig(model_path=path), trainer, optimizer, mesh, 0, 10)
+            part = part_of(policy, make_rows(24))
+            for _ in range(3):
+                policy.train_step(part, token_loss("ppo", {}), lambda: None)
+            found[name] = weights_of(policy)
+    return found
 
 
 def score(path: str, rows: int = 12, **layout: Any) -> list[Any]:

@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from rft.packing import Row, token_weights
+from rft.packing import BY_TOKENS, Cut, Row, token_weights
+
+CUTS = {
+    "tokens-packed": BY_TOKENS,
+    "tokens-padded": Cut(pad=True),
+    "rows-packed": Cut(rows=3),
+    "rows-padded": Cut(rows=3, pad=True),
+}
 
 
 def make_rows(count: int, seed: int = 0, longest: int = 40) -> list[Row]:
