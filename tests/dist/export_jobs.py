@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from jobs import policy_on
-from resume_jobs import as_bytes, manager_at, train
+from resume_jobs import as_bytes, manager_at, save_and_export, train
 
 from rft.config import TrainerConfig
 
@@ -15,16 +15,7 @@ def exported(path: str, root: str, **layout: Any) -> dict[str, torch.Tensor]:
     """The weights as rank 0 gathers them, after a save whose agent wrote <root>/hf."""
     with policy_on(path, **layout) as policy:
         train(policy, range(2))
-        manager = manager_at(root, policy.mesh, TrainerConfig())
-        manager.start(policy)
-        assert manager.save(2, policy, {"step": 2})
-        manager.before_update()
-        manager.wait(2)
-        if policy.mesh.rank == 0:
-            manager.export(2, path, str(Path(root) / "hf"))
-            manager.wait_exports()
-        policy.mesh.barrier("exported")
-        manager.close()
+        save_and_export(manager_at(root, policy.mesh, TrainerConfig()), 2, policy, path, str(Path(root) / "hf"))
         return dict(policy.export_hf())
 
 

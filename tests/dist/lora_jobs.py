@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from jobs import part_of, pieces_of, policy_on, score_with, weights_of
-from resume_jobs import train
+from resume_jobs import save_and_export, train
 from rows import make_rows
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.config import TrainerConfig
-from rft.megatron.policy import Policy
 
 
 def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dict[str, Any]:
@@ -20,7 +19,10 @@ def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dic
         frozen = [(p, p.detach().clone()) for part in policy.model for p in part.parameters() if not p.requires_grad]
         metrics = train(policy, range(3))
         if root:
-            save_and_export(policy, path, root)
+            assert policy.lora is not None
+            about = {"layout": policy.mesh.layout(), "adapter": policy.lora.as_peft(path)}
+            manager = CheckpointManager(root, policy.mesh, TrainerConfig(), about=about)
+            save_and_export(manager, 3, policy, path, str(Path(root) / "adapter"))
         return {
             "metrics": metrics, "adapter": pieces_of(policy, "model/"), "keys": {p.key for p in policy.snapshot().pieces},
             "merged": weights_of(policy), "frozen": all(torch.equal(p, before) for p, before in frozen),
@@ -31,21 +33,6 @@ def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dic
 def first_scores(path: str, lora: dict[str, Any] | None, **layout: Any) -> list[Any]:
     with policy_on(path, lora=lora, **layout) as policy:
         return score_with(policy, 6)
-
-
-def save_and_export(policy: Policy, path: str, root: str) -> None:
-    assert policy.lora is not None
-    about = {"layout": policy.mesh.layout(), "adapter": policy.lora.as_peft(path)}
-    manager = CheckpointManager(root, policy.mesh, TrainerConfig(), about=about)
-    manager.start(policy)
-    assert manager.save(3, policy, {"step": 3})
-    manager.before_update()
-    manager.wait(3)
-    if policy.mesh.rank == 0:
-        manager.export(3, path, str(Path(root) / "adapter"))
-        manager.wait_exports()
-    policy.mesh.barrier("exported")
-    manager.close()
 
 
 def resumed(path: str, lora: dict[str, Any], root: str, **layout: Any) -> dict[str, np.ndarray]:

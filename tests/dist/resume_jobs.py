@@ -31,6 +31,19 @@ def save_and_wait(manager: CheckpointManager, step: int, policy: Policy, loop: d
     manager.close()
 
 
+def save_and_export(manager: CheckpointManager, step: int, policy: Policy, path: str, target: str) -> None:
+    """Return when the agent's export of the checkpoint is there too."""
+    manager.start(policy)
+    assert manager.save(step, policy, {"step": step})
+    manager.before_update()
+    manager.wait(step)
+    if policy.mesh.rank == 0:
+        manager.export(step, path, target)
+        manager.wait_exports()
+    policy.mesh.barrier("exported")
+    manager.close()
+
+
 def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any) -> dict[str, Any]:
     """Both ends as this rank saw them. The second policy starts from other weights and another seed: all of it must be read."""
     sizes = MegatronConfig(**layout)
