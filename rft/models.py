@@ -60,18 +60,18 @@ class Models:
     ) -> dict[str, float]:
         """One update of each model that learns in this step; `before_update` is called once, before any weight changes.
 
-        While only the critic learns, the numbers that every step has are its own. A step counts as skipped if either was.
+        While only the critic learns, the numbers that every step has are its own. If one of the two is not finite, neither changes.
         """
         if self.critic is None:
             return self.policy.train_step(part, token_loss, before_update)
         waiting = self.critic.step < self.critic_warmup
         of_critic = self.critic.gradients(part, self.value_loss)
         of_policy = {} if waiting else self.policy.gradients(part, token_loss)
+        finite = self.critic.is_finite(of_critic) and (waiting or self.policy.is_finite(of_policy))
         before_update()
-        of_critic = self.critic.update(of_critic)
-        of_policy = {name: of_critic[name] for name in EVERY_STEP} if waiting else self.policy.update(of_policy)
-        named = {f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"}
-        return of_policy | named | {"skipped": max(of_policy["skipped"], of_critic["skipped"])}
+        of_critic = self.critic.update(of_critic, finite)
+        of_policy = {name: of_critic[name] for name in EVERY_STEP} if waiting else self.policy.update(of_policy, finite)
+        return of_policy | {f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"}
 
     def snapshot(self) -> Snapshot:
         found = self.policy.snapshot()

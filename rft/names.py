@@ -344,6 +344,7 @@ def _check_features(hf: dict[str, Any]) -> None:
         "mlp_bias": bool(hf.get("mlp_bias")),
         "attention_bias": bool(hf.get("attention_bias")) and architecture_of(hf) != "Qwen2ForCausalLM",
         "quantization_config": bool(hf.get("quantization_config")),
+        "norm_topk_prob with one expert per token": bool(hf.get("norm_topk_prob")) and hf.get("num_experts_per_tok") == 1,
         "dense layers among those of experts": bool(hf.get("mlp_only_layers")) or int(hf.get("decoder_sparse_step") or 1) != 1,
         f"hidden_act={hf.get('hidden_act')}": hf.get("hidden_act", "silu") != "silu",
     }  # fmt: skip

@@ -15,8 +15,9 @@ from typing import Any
 import fsspec
 
 from rft import verl_keys
-from rft.adapters import lora_of
+from rft.adapters import adapter_names, lora_of
 from rft.algorithm import ALGORITHMS, recipe
+from rft.algorithm.advantages import ADVANTAGES
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
@@ -32,7 +33,7 @@ from rft.config import (
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
-from rft.preflight_trainer import check_beside, check_optimizer, check_profiler
+from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
 
 MODES = ("both", "train", "explore", "bench")
@@ -62,8 +63,7 @@ POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
     "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
-    "trainer.peak_tflops",
-    "trainer.collective_timeout",
+    "trainer.peak_tflops", "trainer.collective_timeout", "trainer.total_steps", "trainer.num_ranks",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
     "trainer.megatron.context_parallel_size", "trainer.megatron.virtual_pipeline_model_parallel_size",
     "trainer.megatron.expert_model_parallel_size", "trainer.megatron.expert_tensor_parallel_size",
@@ -129,9 +129,7 @@ def check(config: Config) -> None:
     if config.trainer.total_steps is None:
         config.trainer.total_steps = count_steps(config)
     if config.mode in ("both", "train"):
-        check_optimizer(config.algorithm.optimizer, config.trainer.total_steps)
-        if recipe.needs_critic(config.algorithm):
-            check_optimizer(config.critic.optim, config.trainer.total_steps, "critic.optim")
+        check_optimizers(config)
 
 
 def check_stages(stages: list[Config]) -> None:
@@ -187,15 +185,17 @@ def _check_model(config: Config) -> None:
             f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
         )
     check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
-    if lora_of(model.lora_configs, Dims.of(hf)) and config.mode == "bench":
+    lora = lora_of(model.lora_configs, Dims.of(hf))
+    if lora and config.mode == "bench":
         raise ConfigError(
             "mode=bench evaluates exported models, and this run exports an adapter: leave model.lora_configs out"
         )
     megatron = config.trainer.megatron
     stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
     overrides.check(config.trainer, int(hf["num_hidden_layers"]) // stages)
-    if config.device == "cpu":
-        overrides.refuse_transformer_engine(config.trainer, "this is device=cpu")
+    if config.device == "cpu" or lora:
+        why = "this is device=cpu" if config.device == "cpu" else "adapters are layers of rft's own"
+        overrides.refuse_transformer_engine(config.trainer, why)
     heads, tp = hf["num_attention_heads"], config.explorer.rollout_model.tensor_parallel_size
     if heads % tp:
         raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")
@@ -226,7 +226,9 @@ def _check_checkpoints(config: Config) -> None:
     budget, tp = checkpoint.host_memory_gb, config.trainer.megatron.tensor_model_parallel_size
     if budget is not None:
         hf = read_hf_config(config.model.model_path)
-        shapes = hf_names(Dims.of(hf), architecture_of(hf))
+        dims, architecture = Dims.of(hf), architecture_of(hf)
+        lora = lora_of(config.model.lora_configs, dims)
+        shapes = adapter_names(dims, architecture, lora) if lora else hf_names(dims, architecture)
         etp = config.trainer.megatron.expert_tensor_parallel_size or tp
         cut = {name: 1 if len(shape) == 1 else etp if is_expert(name) else tp for name, shape in shapes.items()}
         sizes = {name: 4 * prod(shape) // cut[name] for name, shape in shapes.items()}
@@ -268,10 +270,10 @@ def _check_lengths(model: ModelConfig, context: int) -> None:
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     kind = ALGORITHMS[algorithm.algorithm_type]
-    if int(algorithm.repeat_times or 0) < kind.min_repeat_times:
+    if algorithm.advantage_fn in ADVANTAGES and int(algorithm.repeat_times or 0) < 2:
         raise ConfigError(
-            f"algorithm.repeat_times={algorithm.repeat_times} with {algorithm.algorithm_type}: a group of one has no baseline "
-            f"to compare with; set it to {kind.min_repeat_times} or more"
+            f"algorithm.repeat_times={algorithm.repeat_times} with advantage_fn={algorithm.advantage_fn}: a group of one has no "
+            "baseline to compare with; set it to 2 or more"
         )
     recipe.check(algorithm)
     check_beside(config)

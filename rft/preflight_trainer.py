@@ -3,6 +3,8 @@
 In: a filled config. Raises ConfigError for the first thing that cannot work.
 """
 
+from pathlib import Path
+
 from rft.algorithm import recipe
 from rft.config import Config, ConfigError, OptimizerConfig
 from rft.megatron import schedule
@@ -18,8 +20,13 @@ def check_beside(config: Config) -> None:
     }
     own = read_hf_config(config.model.model_path)
     for key, (path, is_needed) in asked.items():
-        if path is None or not is_needed:
+        if path is None:
             continue
+        if not is_needed:
+            with_it = "algorithm.kl_loss_fn=k2" if "ref" in key else "algorithm.algorithm_type=ppo"
+            raise ConfigError(f"{key}={path}: nothing here uses that model; leave it out, or set {with_it}")
+        if not list(Path(path).glob("*.safetensors")):
+            raise ConfigError(f"{key}={path} has no *.safetensors: give the directory of a Hugging Face checkpoint")
         try:
             hf = read_hf_config(path)
             check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
@@ -47,6 +54,23 @@ def check_profiler(config: Config) -> None:
         raise ConfigError(f"trainer.profile_ranks={trainer.profile_ranks}: there are ranks 0 to {ranks - 1}")
     if trainer.profiler == "nsys" and config.device == "cpu":
         raise ConfigError("trainer.profiler=nsys with device=cpu: Nsight Systems looks at CUDA, use torch")
+
+
+def check_optimizers(config: Config) -> None:
+    """Called when the number of steps is known."""
+    warmup, steps = config.trainer.critic_warmup, int(config.trainer.total_steps or 0)
+    if warmup and warmup >= steps:
+        raise ConfigError(
+            f"trainer.critic_warmup={warmup}: the run has {steps} steps, none would train the policy; lower it"
+        )
+    if warmup and config.trainer.stop_at_loss is not None:
+        raise ConfigError(
+            f"trainer.stop_at_loss with trainer.critic_warmup={warmup}: while only the critic learns, the loss is its own; "
+            "set one of the two"
+        )
+    check_optimizer(config.algorithm.optimizer, steps - warmup)
+    if recipe.needs_critic(config.algorithm):
+        check_optimizer(config.critic.optim, steps, "critic.optim")
 
 
 def check_optimizer(optimizer: OptimizerConfig, total_steps: int, key: str = "algorithm.optimizer") -> None:

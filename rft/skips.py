@@ -1,7 +1,7 @@
 """Steps that changed nothing, for their loss or gradient was not finite: counted, kept for replay, and too many end the run.
 
 In: the metrics of every step, which are the same on every rank, and at rank 0 the step's experiences. Out: the metric
-`skipped_steps`, and `<job>/failed_batches/step_<n>.msgpack`: the `Batch` of the step that metrics call n, the newest KEPT of them.
+`skipped_steps`, and `<job>/failed_batches/step_<n>.msgpack`: the `Batch` of the step that metrics call n, the last KEPT written.
 Invariant: a run that ends for this has its last batch on disk, and says where, whichever rank is heard first.
 """
 
@@ -41,6 +41,8 @@ class SkippedSteps:
             self.in_a_row += 1
             path = self.directory / f"step_{step:08d}.msgpack"
             what = f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
+            if "critic/loss" in metrics:
+                what += f", the critic's {metrics['critic/loss']:g} and {metrics['critic/grad_norm']:g}"
             if self.lead:
                 self._keep(path, Batch(step=step - 1, experiences=experiences))
                 log.warning("step %d skipped: %s; its batch is in %s", step, what, path)
@@ -56,7 +58,8 @@ class SkippedSteps:
     def _keep(self, path: Path, batch: Batch) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         LocalStorage(self.directory, Disk()).put(path.name, encode(batch))
-        for old in sorted(self.directory.glob("step_*.msgpack"))[:-KEPT]:
+        others = [old for old in self.directory.glob("step_*.msgpack") if old != path]
+        for old in sorted(others, key=lambda old: old.stat().st_mtime_ns)[: -(KEPT - 1)]:
             old.unlink()
 
     def state(self) -> list[int]:

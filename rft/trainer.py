@@ -66,11 +66,11 @@ class Trainer:
         self.publisher.wait()
         self._evaluate(step, startup=True)
         while not self._is_done(step):
-            self.profiler.begin(step + 1)
             with self._doing("wait_batch"):
                 batch = self.feed.next(step, self.stopping())
             if batch is None:
                 break
+            self.profiler.begin(step + 1)
             with self._doing("score"):
                 part, scored = self.models.score(batch.part)
             with self._doing("train"):
@@ -78,7 +78,8 @@ class Trainer:
             step += 1
             self._enter("judging the step")
             metrics |= self.skips.after(step, metrics, batch.experiences)
-            self.recent_losses.append(metrics["loss"])
+            if not metrics["skipped"]:
+                self.recent_losses.append(metrics["loss"])
             if step % self.sync_interval == 0:
                 self._publish(step)
             self.feed.consumed(step - 1)

@@ -192,6 +192,8 @@ def leaves(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
     """(dotted name, value) of everything in the block; a documented key may itself be a dictionary."""
     for word, value in block.items():
         name = f"{prefix}{word}"
+        if value is None and is_section(name):
+            continue
         if isinstance(value, dict) and name not in KEYS and (value or is_section(name)):
             yield from leaves(value, name + ".")
         else:

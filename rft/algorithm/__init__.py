@@ -19,12 +19,11 @@ class Algorithm:
     advantage_fn: str | None
     loss_agg_mode: str
     repeat_times: int
-    min_repeat_times: int = 1
     kl_loss_fn: str = "none"
 
 
 ALGORITHMS = {
-    "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8, min_repeat_times=2),
+    "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8),
     "ppo": Algorithm("rollouts", "ppo", "ppo", "token-mean", repeat_times=1, kl_loss_fn="k2"),
     "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1),
 }

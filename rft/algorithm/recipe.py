@@ -55,6 +55,18 @@ def check(algorithm: AlgorithmConfig) -> None:
     _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, ["kl_coef"])
     _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, ["kl_coef"])
     _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, ["entropy_coef"])
+    for term in ("kl_loss", "kl_penalty", "entropy_loss"):
+        arguments = getattr(algorithm, f"{term}_fn_args")
+        if arguments and getattr(algorithm, f"{term}_fn") == "none":
+            raise ConfigError(
+                f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no such term; name its function, or "
+                "leave the arguments out"
+            )
+    if algorithm.advantage_fn is None and (needs_reference(algorithm) or algorithm.proximal_logprobs):
+        raise ConfigError(
+            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens no policy has sampled: leave "
+            "kl_loss_fn, kl_penalty_fn and proximal_logprobs out"
+        )
     if algorithm.kl_penalty_fn != "none" and not needs_critic(algorithm):
         raise ConfigError(
             f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes the reward of every token, and "

@@ -31,7 +31,8 @@ def credited(
     for packed in part:
         trained, value = packed.weight != 0, packed.scores["value"]
         penalty = _penalty(packed, algorithm.kl_penalty_fn)
-        rewards = packed.scores["reward"] - penalty_coef(algorithm) * penalty
+        # A step in which nothing is trained has no rows, and so no rewards; its collectives are made all the same.
+        rewards = packed.scores.get("reward", np.zeros(packed.length, np.float32)) - penalty_coef(algorithm) * penalty
         advantage, returns = function(rewards, value, trained, packed.cu_seqlens, **algorithm.advantage_fn_args)
         scores = packed.scores | {"returns": returns.astype(np.float32)}
         found.append(replace(packed, advantage=advantage, scores=scores))

@@ -53,12 +53,16 @@ class Learner(Network):
         self._run(part, partial(self._loss, totals), forward_only=False)
         return totals.reduce(self.mesh) | {"grad_norm": self.optimizer.norm()}
 
-    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+    @staticmethod
+    def is_finite(metrics: dict[str, float]) -> bool:
+        """Whether loss and gradient of a step are."""
+        return bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
+
+    def update(self, metrics: dict[str, float], finite: bool) -> dict[str, float]:
         """The optimizer's step on `gradients`, whose metrics are given back with those of the update.
 
-        A loss or gradient that is not finite leaves weights and moments as they are and reports skipped=1.
+        A step that is not `finite` leaves weights and moments as they are and reports skipped=1.
         """
-        finite = bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
         if finite:
             self.optimizer.update(self.step, metrics["grad_norm"])
         found = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
@@ -87,10 +91,20 @@ class Learner(Network):
         return state.pieces(self._shards, self.optimizer)
 
     def _counters(self) -> bytes:
-        return state.encode({"step": self.step, "updates": self.optimizer.updates})
+        return state.encode({"step": self.step, "updates": self.optimizer.updates, "adapter": self._adapter})
+
+    @property
+    def _adapter(self) -> list[float] | None:
+        """What a checkpoint's adapter tensors do not say by their shapes alone."""
+        return [self.lora.rank, self.lora.alpha] if self.lora else None
 
     def _restore_counters(self, data: bytes) -> None:
         values = state.decode(data)
+        if (held := values.get("adapter")) != self._adapter:
+            raise ValueError(
+                f"the checkpoint's adapter has [lora_rank, lora_alpha] = {held}, model.lora_configs says {self._adapter}: give it "
+                "what it was trained with, or start under another name"
+            )
         self.step = values["step"]
         self.optimizer.resume(values["updates"])
 

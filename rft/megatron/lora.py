@@ -105,7 +105,11 @@ def add_adapters(attention: Any, mlp: Any, lora: Lora, dims: Dims, place: Place)
 
 
 def freeze_all_but_adapters(model: Sequence[nn.Module]) -> None:
+    """Recomputed layers get a gradient only if what goes into them asks for one, and a frozen embedding does not: its output is
+    made to ask."""
     for part in model:
+        if part.pre_process:
+            part.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(name.endswith((".lora_A", ".lora_B")))
 

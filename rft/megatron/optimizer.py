@@ -101,8 +101,9 @@ class Optimizer:
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(updates)
-            for group in part.optimizer.param_groups:
-                if "step" in group:  # Transformer Engine's and Apex' Adam count per group
+            if not isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
+                # Transformer Engine's and Apex' Adam count per group, and have no counter before their first step.
+                for group in part.optimizer.param_groups:
                     group["step"] = updates
 
     def shards(self) -> list[tuple[torch.nn.Parameter, tuple[int, int], dict[str, torch.Tensor]]]:

@@ -2,7 +2,8 @@
 
 In: `trainer.recompute_*` and the three `trainer.megatron.override_*_config` (verl's names). Out: fields for megatron's
 TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, or a ConfigError. Only fields of `PASSED` are passed: they
-change how a step is computed, not what. Every other one is refused by name, with the key to use instead where there is one.
+change how a step is computed, not what (but for the optimizer's two, which say what decays). Every other one is refused by
+name, with the key to use instead where there is one.
 
 Nothing of megatron is imported: `preflight` asks before anything starts. Which fields the installed version has, and of what
 type, is read from its source.
@@ -27,12 +28,10 @@ PASSED = {
         "fp8", "fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
         "fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red", "first_last_layers_bf16",
         "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "disable_parameter_transpose_cache",
-        "tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs",
-        "tp_comm_overlap_rs_dgrad", "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend",
         "overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "cp_comm_type",
         "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm",
         "apply_rope_fusion", "fused_single_qkv_rope", "gradient_accumulation_fusion", "attention_softmax_in_fp32",
-        "fp32_residual_connection", "distribute_saved_activations", "deterministic_mode",
+        "distribute_saved_activations", "deterministic_mode",
         "moe_token_dispatcher_type", "moe_enable_deepep", "moe_permute_fusion", "moe_router_fusion",
         "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms",
     ),
@@ -65,6 +64,8 @@ BECAUSE = {
     "optimizer_cpu_offload": "checkpoints copy the optimizer's state from where Megatron's distributed optimizer keeps it; use "
     "more ranks, or recompute activations",
     "sgd_momentum": "sgd is plain here: it has no state",
+    "tp_comm_overlap": "Transformer Engine wants buffers for it that rft does not make",
+    "fp32_residual_connection": "pipeline stages exchange activations in trainer.dtype",
     **dict.fromkeys(
         ("fp8_param", "fp8_param_gather"),
         "weights leave for engines and checkpoints in trainer.dtype; fp8 alone computes in fp8",
@@ -72,12 +73,18 @@ BECAUSE = {
 }
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 OF_ENGINE = ("layernorm", "moe_act")  # megatron's code for these asks Transformer Engine for its state of fp8
+FIELDS_OF_ENGINE = (  # rft's own layers would fail over them, or not look at them
+    "fp8", "gradient_accumulation_fusion", "apply_rope_fusion", "fused_single_qkv_rope", "masked_softmax_fusion",
+    "persist_layer_norm", "memory_efficient_layer_norm",
+)  # fmt: skip
 FP8_TOKENS = 32  # a rank's tokens come in multiples of this: what the kernels of every recipe can take
 OF_TYPE: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
 
 
 def transformer(trainer: TrainerConfig) -> dict[str, Any]:
-    return recompute(trainer) | trainer.megatron.override_transformer_config
+    given = trainer.megatron.override_transformer_config
+    overlapped = {"batch_p2p_comm": False} if given.get("overlap_p2p_comm") else {}  # megatron takes one of the two
+    return recompute(trainer) | overlapped | given
 
 
 def ddp(trainer: TrainerConfig) -> dict[str, Any]:
@@ -115,7 +122,8 @@ def check(trainer: TrainerConfig, layers: int) -> None:
 
 def refuse_transformer_engine(trainer: TrainerConfig, why: str) -> None:
     """What needs it, where its layers are not used."""
-    asked = [f"{_M}{TRANSFORMER}.fp8"] if trainer.megatron.override_transformer_config.get("fp8") else []
+    given = trainer.megatron.override_transformer_config
+    asked = [f"{_M}{TRANSFORMER}.{name}" for name in FIELDS_OF_ENGINE if given.get(name)]
     asked += [f"trainer.recompute_modules={name}" for name in trainer.recompute_modules or () if name in OF_ENGINE]
     if asked:
         raise ConfigError(f"{asked[0]} needs CUDA and Transformer Engine, and {why}: leave it out")

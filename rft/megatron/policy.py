@@ -52,7 +52,7 @@ class Policy(Learner):
         """One optimizer update; `before_update` is called after the gradients are complete and before weights change."""
         metrics = self.gradients(part, token_loss)
         before_update()
-        return self.update(metrics)
+        return self.update(metrics, self.is_finite(metrics))
 
     def _trained_scores(self, micro: Micro, hidden: Tensor) -> tuple[Tensor, Fields]:
         logprobs, entropy = self._logprobs(micro, hidden, micro.fields.mask)

@@ -68,7 +68,9 @@ class Explorer:
         self.runners = asyncio.Semaphore(config.runner_per_model * len(engines))
         self.broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
         self.groups: set[asyncio.Task[None]] = set()
-        self.sampling: dict[asyncio.Task[list[Experience]], int] = {}  # and its group; what `hold` ends, oldest first
+        self.sampling: dict[
+            asyncio.Task[list[Experience]], None
+        ] = {}  # what `hold` ends, oldest first: nothing of it is stored
         self.holds = 0  # a group that was admitted before the last one has to be admitted again
         self.may_sample = asyncio.Event()
         self.exploring: asyncio.Task[None] | None = None
@@ -194,7 +196,7 @@ class Explorer:
             if holds != self.holds:
                 holds = await self._readmit(group)
             job = asyncio.create_task(self._attempts(group, task))
-            self.sampling[job] = group
+            self.sampling[job] = None
             try:
                 return await job
             except asyncio.CancelledError:

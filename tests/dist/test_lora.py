@@ -106,6 +106,22 @@ def test_it_is_the_same_in_every_layout(
         assert np.linalg.norm(found[name] - value) <= 1e-3 * np.linalg.norm(value), name
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full"},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+
+
+@pytest.mark.parametrize("kind", RECOMPUTE)
+def test_recomputed_layers_under_a_frozen_embedding_still_learn(
+    ranks: Ranks, checkpoints: dict[str, Path], alone: dict[str, Any], kind: str
+) -> None:
+    path = str(checkpoints["qwen2"])
+    found = ranks.run("lora_jobs:tuned", 1, path=path, lora=LORA, trainer=RECOMPUTE[kind])[0]
+    assert found["metrics"] == alone["qwen2"]["metrics"] and found["metrics"][0]["grad_norm"] > 0
+
+
 def test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft(
     ranks: Ranks, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -113,6 +129,8 @@ def test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft(
     results = ranks.run("lora_jobs:tuned", 2, path=path, lora=LORA, root=root, tp=2, sp=True)
     elsewhere = ranks.run("lora_jobs:resumed", 2, path=path, lora=LORA, root=root, pp=2)[0]
     assert all(np.array_equal(elsewhere[name], value) for name, value in results[0]["merged"].items())
+    with pytest.raises(AssertionError, match="model.lora_configs says"):
+        ranks.run("lora_jobs:resumed", 1, path=path, lora=LORA | {"lora_alpha": 4.0}, root=root)
     directory = tmp_path / "run" / "adapter"
     assert sorted(p.name for p in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))

@@ -70,9 +70,13 @@ def test_a_model_beside_the_policy_must_know_its_tokens(assets: Path, tmp_path: 
     other.mkdir()
     config = json.loads((assets / "model" / "config.json").read_text(encoding="utf-8"))
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 50}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model.ref_model_path=.* has no \*.safetensors"):
+        grpo(assets, tmp_path, "algorithm.kl_loss_fn=k2", f"model.ref_model_path={other}")
+    (other / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"model.ref_model_path=.*vocab_size is 50"):
         grpo(assets, tmp_path, "algorithm.kl_loss_fn=k2", f"model.ref_model_path={other}")
-    grpo(assets, tmp_path, f"model.ref_model_path={other}")  # not needed, not looked at
+    with pytest.raises(ConfigError, match="nothing here uses that model; leave it out, or set algorithm.kl_loss_fn=k2"):
+        grpo(assets, tmp_path, f"model.ref_model_path={other}")
 
 
 def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path) -> None:
@@ -119,6 +123,7 @@ REFUSED = {  # overrides: what the message must say
     "algoritm.repeat_times=4": "algorithm.repeat_times",
     "algorithm.algorithm_type=grop": "did you mean `grpo`",
     "algorithm.repeat_times=1": "algorithm.repeat_times=1",
+    "algorithm.algorithm_type=ppo algorithm.advantage_fn=grpo algorithm.repeat_times=1": "a group of one",
     "algorithm.algorithm_type=sft": "mode=train",
     "algorithm.advantage_fn=gae": "algorithm.advantage_fn",
     "algorithm.policy_loss_fn=pppo": "did you mean `ppo`",
@@ -135,6 +140,13 @@ REFUSED = {  # overrides: what the message must say
     "algorithm.algorithm_type=ppo critic.optim.lr=0": "critic.optim.lr",
     "algorithm.algorithm_type=ppo critic.optim.lr_scheduler_type=cosin": "cosine",
     "trainer.critic_warmup=3": "algorithm_type=ppo",
+    "algorithm.algorithm_type=ppo trainer.critic_warmup=4 trainer.total_steps=4": "none would train the policy",
+    "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.stop_at_loss=1 trainer.total_steps=4": "stop_at_loss",
+    "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.total_steps=4 algorithm.optimizer.lr_scheduler_type=wsd "
+    "algorithm.optimizer.lr_decay_steps=4": "into 3 steps",
+    "+algorithm.kl_loss_fn_args.kl_coef=1": "algorithm.kl_loss_fn=none: there is no such term",
+    "trainer.total_steps=0": "trainer.total_steps=0",
+    "trainer.num_ranks=-2": "trainer.num_ranks=-2",
     "algorithm.optimizer.lr=0": "algorithm.optimizer.lr",
     "algorithm.optimizer.lr_scheduler_type=cosin": "cosine",
     "algorithm.optimizer.optimizer_type=adamw": "did you mean `adam`",

@@ -1,5 +1,6 @@
 """The order of a step with two models that learn, and what it reports when one of them could not."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,23 +9,26 @@ from rft.models import Models
 
 
 class Learning:
-    def __init__(self, name: str, events: list[str], skipped: float = 0.0):
-        self.name, self.events, self.skipped, self.step = name, events, skipped, 0
+    def __init__(self, name: str, events: list[str], loss: float = 1.0):
+        self.name, self.events, self.loss, self.step = name, events, loss, 0
 
     def gradients(self, part: Any, loss: Any) -> dict[str, float]:
         self.events.append(f"gradients of {self.name}")
-        return {"loss": 1.0, "grad_norm": 2.0, "num_tokens": 3.0}
+        return {"loss": self.loss, "grad_norm": 2.0, "num_tokens": 3.0}
 
-    def update(self, metrics: dict[str, float]) -> dict[str, float]:
+    def is_finite(self, metrics: dict[str, float]) -> bool:
+        return math.isfinite(metrics["loss"])
+
+    def update(self, metrics: dict[str, float], finite: bool) -> dict[str, float]:
         self.events.append(f"update of {self.name}")
         self.step += 1
-        return metrics | {"lr": 0.1, "skipped": self.skipped, self.name: 1.0}
+        return metrics | {"lr": 0.1, "skipped": float(not finite), self.name: 1.0}
 
 
-def step(skipped: float = 0.0, warmup: int = 0) -> tuple[list[str], dict[str, float]]:
+def step(policy_loss: float = 1.0, critic_loss: float = 1.0, warmup: int = 0) -> tuple[list[str], dict[str, float]]:
     events: list[str] = []
-    policy: Any = Learning("policy", events)
-    critic: Any = Learning("critic", events, skipped)
+    policy: Any = Learning("policy", events, policy_loss)
+    critic: Any = Learning("critic", events, critic_loss)
     policy.mesh = SimpleNamespace()
     models = Models(policy, None, critic, AlgorithmConfig(), warmup)
     return events, models.train_step([], lambda scores, fields: (scores, {}), lambda: events.append("wait"))
@@ -42,5 +46,9 @@ def test_while_the_critic_warms_up_the_policy_is_left_alone() -> None:
     assert metrics["loss"] == 1.0 and "critic" not in metrics
 
 
-def test_a_step_whose_critic_was_skipped_counts_as_skipped() -> None:
-    assert step(skipped=1.0)[1]["skipped"] == 1.0 and step()[1]["skipped"] == 0.0
+def test_both_change_or_neither() -> None:
+    for losses in ((math.nan, 1.0), (1.0, math.inf)):
+        metrics = step(*losses)[1]
+        assert metrics["skipped"] == metrics["critic/skipped"] == 1.0
+    metrics = step()[1]
+    assert metrics["skipped"] == metrics["critic/skipped"] == 0.0

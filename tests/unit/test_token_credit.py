@@ -225,6 +225,13 @@ def test_a_rank_without_scores_takes_part_in_the_sums() -> None:
     }  # fmt: skip
 
 
+def test_a_step_without_trained_tokens_is_credited_too() -> None:
+    """Every prompt was too long, say: ranks get padding only, which has no rewards."""
+    algorithm = AlgorithmConfig(advantage_fn="ppo", kl_loss_fn="none")
+    (part,), moments = credited([], 1, 64, algorithm)
+    assert not part[0].advantage.any() and moments["returns/mean"] == 0
+
+
 def test_the_reward_is_that_of_the_last_trained_token() -> None:
     one = Experience(tokens=[5, 6, 7, 8, 9], prompt_length=2, action_mask=[1, 1, 0], group=0, reward=2.5)
     (row,) = credit.rows([one], "ppo", {}, "token-mean")

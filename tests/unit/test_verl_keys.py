@@ -146,6 +146,10 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
         merged(("reward_model", {}))
 
 
+def test_an_empty_section_says_nothing() -> None:
+    assert merged((R, None)).trainer.ppo_micro_batch_size_per_gpu == TrainerConfig().ppo_micro_batch_size_per_gpu
+
+
 def test_two_words_for_one_key_must_agree() -> None:
     assert merged((f"{A}.grad_clip", 0.5), grad_clip=0.5).trainer.grad_clip == 0.5
     with pytest.raises(ConfigError, match="contradicts trainer.grad_clip=0.3"):
