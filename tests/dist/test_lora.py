@@ -119,7 +119,8 @@ def test_recomputed_layers_under_a_frozen_embedding_still_learn(
 ) -> None:
     path = str(checkpoints["qwen2"])
     found = ranks.run("lora_jobs:tuned", 1, path=path, lora=LORA, trainer=RECOMPUTE[kind])[0]
-    assert found["metrics"] == alone["qwen2"]["metrics"] and found["metrics"][0]["grad_norm"] > 0
+    for step, wanted in zip(found["metrics"], alone["qwen2"]["metrics"], strict=True):
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4) and wanted["grad_norm"] > 0
 
 
 def test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft(
