@@ -124,8 +124,9 @@ def pack(
 ) -> list[list[Packed]]:
     """Microbatches of at most `max_tokens`, padding included, for each of `dp` ranks: the same number everywhere.
 
-    Lengths are padded to a multiple of `multiple`. A row longer than `max_tokens` gets a microbatch of its own; a rank
-    without rows gets microbatches of padding only, which compute nothing and keep the collectives aligned.
+    Lengths are padded to a multiple of `multiple`; that `slice_cp` pads every sequence to 2 x its ranks is not counted. A row
+    longer than `max_tokens` gets a microbatch of its own; a rank without rows gets microbatches of padding only, which
+    compute nothing and keep the collectives aligned.
     """
     lengths, limit = [len(row.tokens) for row in rows], max(1, max_tokens - max_tokens % multiple)
     parts = assign(lengths, dp, limit, cost) if cut == BY_TOKENS else divide(lengths, dp, limit, cut, cost)
