@@ -193,7 +193,10 @@ def step_rows(job: Path) -> list[dict[str, Any]]:
 
 def checkpoints(job: Path) -> list[int]:
     """Steps of the complete checkpoints."""
-    return sorted(int(path.name.removeprefix("step_")) for path in (job / "checkpoints").glob("step_*[0-9]"))
+    names = [path.name.removeprefix("step_") for path in (job / "checkpoints").glob("step_*")]
+    return sorted(
+        int(name) for name in names if name.isdigit()
+    )  # a draft that a killed agent left has more in its name
 
 
 def is_one_line(errors: str, *words: str) -> bool:
