@@ -10,12 +10,13 @@ scores of a step are of the weights before it, and nothing per token leaves the 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rft.algorithm import token_credit
-from rft.algorithm.losses import value_loss
+from rft.algorithm.losses import clipped_value
 from rft.config import AlgorithmConfig
 from rft.packing import Packed
 from rft.protocols import Snapshot
@@ -42,7 +43,7 @@ class Models:
         self.critic = critic
         self.algorithm = algorithm
         self.critic_warmup = critic_warmup
-        self.value_loss = value_loss(cliprange_value)
+        self.value_loss = partial(clipped_value, cliprange_value=cliprange_value)
 
     def score(self, part: list[Packed]) -> tuple[list[Packed], dict[str, float]]:
         """`part` with what the models say of it before the step, and, where there is a critic, with token advantages."""

@@ -179,7 +179,7 @@ def build_models(config: Config, mesh: Any) -> Any:
     from rft.models import Models
 
     model, trainer, steps = config.model, config.trainer, config.trainer.total_steps
-    learning = steps if steps is None else max(1, steps - trainer.critic_warmup)
+    learning = steps if steps is None else steps - trainer.critic_warmup
     policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
     reference = critic = None
     if recipe.needs_reference(config.algorithm):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_RATIO_LIMIT, KL_LIMIT, RATIO_LIMIT = 20.0, 10.0, 2.0
+LOG_RATIO_LIMIT = 20.0  # exp(20) still has a finite square in fp32
+KL_LIMIT, RATIO_LIMIT = 10.0, 2.0
 ESTIMATORS = ("none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
 KL_COEF = 0.001  # where `kl_coef` is not given
 

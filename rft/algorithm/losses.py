@@ -10,14 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rft.algorithm.kl import estimate
+from rft.algorithm.kl import LOG_RATIO_LIMIT, estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     TokenLoss = Callable[[Tensor, "Fields"], tuple[Tensor, dict[str, Tensor]]]
-
-LOG_RATIO_LIMIT = 20.0  # exp(20) still has a finite square in fp32
 
 
 @dataclass(frozen=True)
@@ -121,14 +119,5 @@ def token_loss(
             if entropy_coef:
                 losses = losses - entropy_coef * fields.entropy
         return losses, metrics
-
-    return bound
-
-
-def value_loss(cliprange_value: float) -> "TokenLoss":
-    """The critic's loss; its metrics are told apart from the policy's."""
-
-    def bound(values: "Tensor", fields: Fields) -> tuple["Tensor", dict[str, "Tensor"]]:
-        return clipped_value(values, fields, cliprange_value)
 
     return bound

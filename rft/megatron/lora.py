@@ -7,7 +7,7 @@ between A and B is ever exchanged. Invariant: B begins at 0, so the first policy
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,10 @@ class LoraColumn(ColumnParallelLinear):
         """B [rows, P*r]: every row meets the A of its own projection and no other."""
         return (self.lora_B[:, None] * self.row_of_part).flatten(1)
 
-    def delta(self) -> Tensor:
-        """What the adapter adds to this rank's rows of the weight."""
-        return self.lora.scale * (self.spread() @ self.lora_A)
+    def delta(self, run: Segment) -> Tensor:
+        """What the adapter adds to these of this rank's rows of the weight."""
+        rows = self.spread().narrow(0, run.local, run.stop - run.start)
+        return self.lora.scale * (rows @ self.lora_A)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)
@@ -72,9 +73,10 @@ class LoraRow(RowParallelLinear):
         set_tensor_model_parallel_attributes(self.lora_A, True, 1, 1)
         self.lora_B.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def delta(self) -> Tensor:
-        """What the adapter adds to this rank's columns of the weight."""
-        return self.lora.scale * (self.lora_B @ self.lora_A)
+    def delta(self, run: Segment) -> Tensor:
+        """What the adapter adds to these of this rank's columns of the weight."""
+        columns = self.lora_A.narrow(1, run.local, run.stop - run.start)
+        return self.lora.scale * (self.lora_B @ columns)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
@@ -114,8 +116,8 @@ def freeze_all_but_adapters(model: Sequence[nn.Module]) -> None:
             parameter.requires_grad_(name.endswith((".lora_A", ".lora_B")))
 
 
-def deltas(model: Sequence[nn.Module]) -> dict[int, Any]:
-    """Per weight, by identity, the function that gives what its adapter adds."""
+def deltas(model: Sequence[nn.Module]) -> dict[int, Callable[[Segment], Tensor]]:
+    """Per weight, by identity, the function that gives what its adapter adds to a part of it."""
     layers = [layer for part in model for layer in part.modules() if isinstance(layer, LoraColumn | LoraRow)]
     return {id(layer.weight): layer.delta for layer in layers}
 

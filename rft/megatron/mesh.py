@@ -46,8 +46,8 @@ def _named(wait: Callable[P, R]) -> Callable[P, R]:
 class Mesh:
     """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's places.
 
-    Layers of experts are spread otherwise over the same ranks: `ep` x `etp`. `vpp`: parts of the model per pipeline stage.
-    `place`: the facts that decide which weights are here.
+    `vpp`: parts of the model per pipeline stage. `place`: the facts that decide which weights are here; layers of experts are
+    spread otherwise over the same ranks, `place.ep` x `place.etp`.
     """
 
     def __init__(self, config: MegatronConfig, device: Device, timeout_s: float = 1800.0):
@@ -76,10 +76,9 @@ class Mesh:
         self.vpp = config.virtual_pipeline_model_parallel_size or 1
         experts = parallel_state.get_expert_model_parallel_group()
         shards = parallel_state.get_expert_tensor_parallel_group()
-        self.ep, self.etp = experts.size(), shards.size()
         copies = parallel_state.get_expert_data_parallel_group()
         self.place = Place(
-            self.tp, self.tp_rank, self.ep, experts.rank(), self.etp, shards.rank(),
+            self.tp, self.tp_rank, experts.size(), experts.rank(), shards.size(), shards.rank(),
             first_copy=self.dp_rank == self.cp_rank == 0, first_expert_copy=copies.rank() == 0,
         )  # fmt: skip
         self.sequence_parallel = config.sequence_parallel and self.tp > 1
@@ -104,7 +103,7 @@ class Mesh:
     def layout(self) -> dict[str, int]:
         """Sizes that say whether a checkpoint's own generators fit this mesh."""
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
-        unusual = {"vpp": (self.vpp, 1), "ep": (self.ep, 1), "etp": (self.etp, self.tp)}
+        unusual = {"vpp": (self.vpp, 1), "ep": (self.place.ep, 1), "etp": (self.place.etp, self.tp)}
         return sizes | {name: size for name, (size, usual) in unusual.items() if size != usual}
 
     @_named

@@ -118,7 +118,9 @@ def _device(config: TransformerConfig) -> Any:
     return "cpu" if config.use_cpu_initialization else None
 
 
-def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any]) -> TransformerConfig:
+def transformer_config(
+    hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any], lora: Lora | None
+) -> TransformerConfig:
     """The fields of megatron's config that this model and mesh decide; everything fused or random is off, unless in `more`."""
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
     on_cpu = mesh.device.kind == "cpu"
@@ -156,7 +158,7 @@ def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more:
         # Losses carry their global weights, so nothing may be averaged over microbatches or data-parallel ranks.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-        **_experts(hf, mesh),
+        **_experts(hf, mesh, lora),
         # Only p2p of equal shapes: all microbatches of a step are padded to one length.
         variable_seq_lengths=False,
         batch_p2p_comm=not on_cpu,
@@ -165,10 +167,10 @@ def transformer_config(hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more:
     return TransformerConfig(**(given | more))
 
 
-def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any]:
     """A router as transformers has it: fp32 softmax over all experts, the best k, their sum made 1 if asked. No auxiliary loss:
     it would pull the policy to where no reward is."""
-    dims, fused = Dims.of(hf), uses_transformer_engine(mesh)
+    dims, fused = Dims.of(hf), uses_transformer_engine(mesh, lora)
     if not dims.experts:
         return {}
     return {
@@ -181,8 +183,8 @@ def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "moe_grouped_gemm": fused,
         # The other one exchanges unequal numbers of tokens, on streams of the GPU.
         "moe_token_dispatcher_type": "allgather" if mesh.device.kind == "cpu" else "alltoall",
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
+        "expert_model_parallel_size": mesh.place.ep,
+        "expert_tensor_parallel_size": mesh.place.etp,
     }
 
 
@@ -222,9 +224,7 @@ def build(
 
     `more`: fields of megatron's config (`overrides.transformer`). The last stage of a critic gives values [1, T, 1].
     """
-    config = transformer_config(hf, mesh, dtype, more)
-    if lora:
-        config.moe_grouped_gemm = False
+    config = transformer_config(hf, mesh, dtype, more, lora)
     return [_part(hf, config, mesh, number, is_critic, lora) for number in range(mesh.vpp)]
 
 

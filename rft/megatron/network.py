@@ -128,13 +128,15 @@ class Network:
         if mesh.vpp > 1:
             sliced += [empty(self.multiple, part[0].scores)] * (-len(sliced) % mesh.pp)
         lengths = [packed.length for packed in sliced]
-        if mesh.ep > 1:
+        if mesh.place.ep > 1:
             lengths = mesh.longest(lengths)
         if mesh.pp > 1:
             lengths = [max(lengths)] * len(lengths)
-        return [
-            self._micro(slice_cp(p, 0, 1, self.multiple, length)) for p, length in zip(sliced, lengths, strict=True)
-        ]
+        padded = (
+            packed if packed.length == length else slice_cp(packed, 0, 1, self.multiple, length)
+            for packed, length in zip(sliced, lengths, strict=True)
+        )  # fmt: skip
+        return [self._micro(packed) for packed in padded]
 
     def _micro(self, packed: Packed) -> Micro:
         def tensor(array: np.ndarray) -> Tensor:

@@ -44,20 +44,20 @@ class Shard:
 
 @dataclass(frozen=True)
 class Slab:
-    """A block and the runs of the shard that it consists of. `delta`: what an adapter adds to the shard."""
+    """A block and the runs of the shard that it consists of. `delta`: what an adapter adds to a run."""
 
     block: Block
     shard: Shard
     runs: list[Segment]
-    delta: Callable[[], Tensor] | None
+    delta: Callable[[Segment], Tensor] | None
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """The block's current bytes, contiguous, adapter merged; a view of the live weights where that is possible."""
         value = self.shard.parameter.detach()
-        if self.delta is not None:
-            value = value + self.delta()
         parts = [value.narrow(run.dim, run.local, run.stop - run.start) for run in self.runs]
+        if self.delta is not None:
+            parts = [part + self.delta(run) for part, run in zip(parts, self.runs, strict=True)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=self.runs[0].dim)
 
 

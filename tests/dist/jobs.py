@@ -63,12 +63,10 @@ def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:
     return [(claim_of(p), p.tensor.float().numpy().copy()) for p in policy.snapshot().pieces if p.key.startswith(kind)]
 
 
-def train(
-    path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", cut: Cut = BY_TOKENS, **layout: Any
-) -> dict[str, Any]:
+def train(path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any) -> dict[str, Any]:
     """Train; weights at rank 0, first moments from every rank, metrics from every rank."""
     with policy_on(path, **layout) as policy:
-        part = part_of(policy, make_rows(rows), cut=cut)
+        part = part_of(policy, make_rows(rows))
         before = []
         metrics = [
             policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step)) for _ in range(steps)
