@@ -98,9 +98,7 @@ class Actors:
                 gpus=rollout.tensor_parallel_size,
             )  # fmt: skip
         if config.mode == "both":
-            self._spawn(
-                "synchronizer", "synchronizer", Synchronizer, 1, self.engines, buffer, config.synchronizer.sync_timeout
-            )
+            self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, config.synchronizer.sync_timeout)
         self._spawn("explorer", config.explorer.name, *_explorer(config, self.engines, buffer))
 
     def work(self, done: Callable[[], None]) -> None:
@@ -191,6 +189,9 @@ class Actors:
             starting["buffer"] = self.handles["buffer"].input_done.remote()
         for part, reference in starting.items():
             log.info("%s: %s", part, self._get(part, reference))
+        if "synchronizer" in self.handles:
+            for name, engine in self.engines.items():
+                self._get("synchronizer", self.handles["synchronizer"].join.remote(name, engine))
         self.ready = True
 
     def _begin(self) -> None:

@@ -80,8 +80,7 @@ class Trainer:
             metrics |= self.skips.after(step, metrics, batch.experiences)
             if not metrics["skipped"]:
                 self.recent_losses.append(metrics["loss"])
-            if step % self.sync_interval == 0:
-                self._publish(step)
+            self._publish(step, due=step % self.sync_interval == 0)
             self.feed.consumed(step - 1)
             self.log_step(
                 step,
@@ -95,14 +94,14 @@ class Trainer:
         self.profiler.close(step)
         return self._finish(step)
 
-    def _publish(self, step: int) -> None:
+    def _publish(self, step: int, due: bool = True) -> None:
         self._enter(f"publishing version {step}")
-        self.publisher.start(step)
+        self.publisher.start(step, due)
 
     def _before_update(self) -> None:
         """Weights may change now: the last push and the copies of the last checkpoint must be done with them."""
         with self._doing("sync_wait"):
-            self.publisher.wait()
+            self.publisher.release()
         with self._doing("staging_wait"):
             self.checkpoints.before_update()
 

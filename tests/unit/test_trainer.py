@@ -27,7 +27,11 @@ class Parts:
             mark=lambda: 0, retain=lambda loop: None,
         )  # fmt: skip
         self.publisher = SimpleNamespace(
-            start=lambda version: note(f"publish {version}"), wait=lambda: note("published"), last={}, version=STEPS
+            start=lambda version, due: note(f"publish {version}"),
+            wait=lambda: note("published"),
+            release=lambda: note("published"),
+            last={},
+            version=STEPS,
         )
         self.checkpoints = SimpleNamespace(
             requested=None, save=lambda step, *_: note(f"save {step}"), before_update=lambda: note("copied"), poll=list,
