@@ -27,6 +27,7 @@ from rft.monitor.metrics import Timer
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
 from rft.sync.publisher import Publisher
+from rft.sync.style import Cadence
 
 if TYPE_CHECKING:
     from rft.megatron.mesh import Mesh
@@ -44,13 +45,13 @@ class Trainer:
     models: "Models"
     feed: Feed
     publisher: Publisher
+    cadence: Cadence  # which versions are published
     checkpoints: CheckpointManager
     evaluations: Evaluations
     skips: SkippedSteps
     profiler: Profiler
     log_step: Callable[[int, dict[str, float], list[Any]], None]  # does something at rank 0 only
     token_loss: Callable[..., Any]
-    sync_interval: int
     run_epoch: int
     stopping: Callable[[], bool]  # rank 0: has somebody asked for a clean end?
     on_phase: Callable[[str], None]  # hears what this rank does now: a killed one cannot tell any more
@@ -80,7 +81,7 @@ class Trainer:
             metrics |= self.skips.after(step, metrics, batch.experiences)
             if not metrics["skipped"]:
                 self.recent_losses.append(metrics["loss"])
-            if step % self.sync_interval == 0:
+            if self.cadence.is_due(step) or self.evaluations.is_due(step):  # only what is served can be evaluated
                 self._publish(step)
             self.feed.consumed(step - 1)
             self.log_step(
@@ -98,6 +99,7 @@ class Trainer:
     def _publish(self, step: int) -> None:
         self._enter(f"publishing version {step}")
         self.publisher.start(step)
+        self.cadence.published = step
 
     def _before_update(self) -> None:
         """Weights may change now: the last push and the copies of the last checkpoint must be done with them."""
