@@ -1,12 +1,14 @@
-"""The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ only in max_staleness.
+"""The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ in two numbers only: how old
+rollouts may become, and which versions are published.
 
     feed.next ──► models.score ──► models.train_step ──► publisher.start ──► metrics ──► evaluate, checkpoint if due
     (waits for     (where the       (before an optimizer    (weights of version step+1
      its batch)     algorithm        changes weights: waits   stream out while the
                     needs it)        for the last push)       next step computes)
 
-Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the
-optimizer changes weights, for the previous push of those weights and the copies of the previous checkpoint.
+Consumes one batch per step, produces policy version step+1; `cadence` decides whether the engines get it. Two waits only: for the
+batch, and, just before the optimizer changes weights, for the previous push of those weights and the copies of the previous
+checkpoint.
 Invariant: `step` is the policy version on every rank, in the engines, in the checkpoint and on the metrics' axis.
 What a step tells is written down before its checkpoint can exist: a process that dies between the two resumes before
 the step and tells it again, instead of never.

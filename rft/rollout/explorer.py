@@ -348,17 +348,16 @@ def summarise(
         "response_length/mean": float(np.mean([e.response_length for e in flat])),
         "truncated_frac": float(np.mean([e.stop == "length" for e in flat])),
         "failed_frac": 1 - len(done) / asked,
-        "other_version_frac": other_version_frac(flat, version),
+        **versions_of(flat, version),
     }
     samples = [sample_row(task, group[0], tokenizer) for task, group in done[:EVAL_SAMPLES]]
     return EvalResult(taskset=name, version=version, num_tasks=asked, metrics=metrics, samples=samples)
 
 
-def other_version_frac(experiences: list[Experience], version: int) -> float:
-    """Share of the sampled tokens that are not of `version`: newer weights came while the evaluation was under way."""
-    spans = [span for experience in experiences for span in experience.versions]
-    other = sum(span.end - span.start for span in spans if span.version != version)
-    return other / max(1, sum(span.end - span.start for span in spans))
+def versions_of(experiences: list[Experience], version: int) -> dict[str, float]:
+    """Who was really evaluated as `version`: newer weights may come while an evaluation is under way."""
+    found = [span.version for experience in experiences for span in experience.versions] or [version]
+    return {"oldest_version": float(min(found)), "newest_version": float(max(found))}
 
 
 def sample_row(task: Task, experience: Experience, tokenizer: Any) -> dict[str, Any]:
