@@ -22,6 +22,7 @@ TOP = {
     "train",
     "preflight",
     "preflight_trainer",
+    "preflight_sync",
     "modes",
     "models",
     "reporting",
