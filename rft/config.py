@@ -271,6 +271,7 @@ class SynchronizerConfig:
     max_staleness: int = 1  # 0: synchronous; n: rollouts may be n versions behind
     sync_timeout: float = 600.0  # seconds for one round
     bucket_bytes: int = 16 * 2**20
+    lora_sync: Optional[str] = None  # adapter: engines get the adapter alone | merged; default: adapter where vLLM can
 
 
 @dataclass

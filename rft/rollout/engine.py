@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import xxhash
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.device import thread_environment
 from rft.experience import Completion, GenerateRequest, StopReason, VersionSpan, decode, encode
+from rft.rollout.adapter_serving import AdapterServing, Served
 
 if TYPE_CHECKING:
     from vllm import AsyncLLM, SamplingParams
@@ -41,6 +43,7 @@ QUIET = {  # what vLLM must not do: phone home, talk on the user's terminal, res
     "VLLM_HOST_IP": "127.0.0.1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+ROOM_S = 600.0  # for requests of old adapters to end, where the round names no time
 SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
 
 
@@ -53,7 +56,7 @@ class RolloutEngine:
 
     def __init__(
         self, name: str, model: ModelConfig, rollout: RolloutModelConfig, threads: int, seed: int, device_kind: str,
-        max_model_len: int,
+        max_model_len: int, adapters: int = 0,
     ):  # fmt: skip
         self.name = name
         self.model = model
@@ -62,6 +65,7 @@ class RolloutEngine:
         self.seed = seed
         self.device_kind = device_kind
         self.max_model_len = max_model_len
+        self.adapters = AdapterServing(name, model, adapters) if adapters else None
         self.llm: AsyncLLM | None = None
         self.poisoned: str | None = None
         self.requests = 0
@@ -120,6 +124,7 @@ class RolloutEngine:
             "disable_log_stats": True,
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
             "worker_extension_cls": WORKER_EXTENSION,
+            **(self.adapters.arguments() if self.adapters else {}),
         }
         if self.device_kind == "cpu":
             arguments["kv_cache_memory_bytes"] = int(self.rollout.kv_cache_gb * GIB)  # explicit: vLLM skips its warm-up
@@ -138,20 +143,23 @@ class RolloutEngine:
         if room <= 0:
             empty = Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
             return encode([empty] * asked.n)
-        output = await self._run(asked, sampling_params(asked, room))
-        completions = [completion(self.name, made) for made in output.outputs]
+        with self.adapters.use() if self.adapters else nullcontext() as served:
+            output = await self._run(asked, sampling_params(asked, room), served)
+        completions = [completion(self.name, made, served) for made in output.outputs]
         self.requests += 1
         self.tokens += sum(len(made.tokens) for made in completions)
         return encode(completions)
 
-    async def _run(self, asked: GenerateRequest, params: "SamplingParams") -> "RequestOutput":
+    async def _run(self, asked: GenerateRequest, params: "SamplingParams", served: Served | None) -> "RequestOutput":
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._healthy()
         output: RequestOutput | None = None
         try:
-            async for made in llm.generate(TokensPrompt(prompt_token_ids=asked.prompt), params, asked.request_id):
+            prompt = TokensPrompt(prompt_token_ids=asked.prompt)
+            lora = served.request() if served else None
+            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
                 output = made
         except EngineDeadError as error:
             raise EngineDied(f"{self.name} died while it served {asked.request_id}") from error
@@ -191,6 +199,8 @@ class RolloutEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         assert self.llm is not None, "update_weights before start"
+        if self.adapters:
+            return await self._install_adapter(version, update)
         async with self._round:
             began = time.monotonic()
             await self.llm.pause_generation(mode="keep", clear_cache=True)
@@ -210,6 +220,26 @@ class RolloutEngine:
                     await self.llm.resume_generation()
             done = time.monotonic()
         return {**report, "version": version, "pause_s": done - began, "install_s": done - paused}
+
+    async def _install_adapter(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+        """A round of the adapter alone: nothing pauses, and what fails leaves the version before to be served."""
+        assert self.llm is not None and self.adapters is not None
+        llm = self.llm
+        plain = {**update, "version": version}
+
+        async def ask(order: dict[str, Any]) -> dict[str, Any]:
+            states = await llm.collective_rpc("rft_install_adapter", args=(plain, order))
+            seconds = max(state["install_s"] for state in states)  # between two steps
+            numbers = {"version": version, "pause_s": seconds, "install_s": seconds, "adapters": states[0]["adapters"]}
+            return {**self._committed(version, states), **numbers}
+
+        async with self._round:
+            try:
+                report = await self.adapters.install(version, ask, update.get("timeout", ROOM_S))
+            except Exception as error:
+                raise RuntimeError(f"{self.name}: round to version {version} failed: {first_line(error)}") from error
+            self._version = version
+        return report
 
     async def load_weights_from(self, path: str, version: int) -> None:
         """Install the safetensors of a Hugging Face directory as `version`: the same round, from files."""
@@ -324,13 +354,15 @@ def spread(seed: int) -> int:
     return xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little", signed=True)) >> 2
 
 
-def completion(engine: str, made: "CompletionOutput") -> Completion:
+def completion(engine: str, made: "CompletionOutput", served: Served | None) -> Completion:
     """vLLM's output as our record; raises when vLLM reports an error or leaves a token without version."""
     stop = STOPS.get(made.finish_reason)
     if stop is None:
         raise RuntimeError(f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}")
     tokens = list(made.token_ids)
     spans = [VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in made.weight_versions or []]
+    if served:  # vLLM's version is that of the base model
+        spans = served.spans(len(tokens))
     logprobs = list(made.logprobs.logprobs) if tokens else []  # type: ignore[union-attr]
     if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
         raise RuntimeError(f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions {spans}")

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from rft import device as devices
+from rft.sync import adapter_install
 from rft.sync.receiver import Receiver, file_tensors
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,18 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.receiver.close()
             raise
         self.round["target"] = update_info.update["version"]
+
+    def install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+        """Take a round and register it beside the adapters of before, whose requests go on. The base weights stay."""
+        self.round = {}
+        try:
+            tensors = dict(self._received(update))
+        except BaseException:
+            self.receiver.close()
+            raise
+        self.round |= adapter_install.install(self.model, adapter_install.Order(**order), tensors)
+        self.version = update["version"]
+        return self.state()
 
     def _received(self, update: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """All tensors of the round, verified."""

@@ -48,6 +48,10 @@ class WorkerExtension:
         """What this worker holds; see `rft.sync.install.StreamedWeights.state`."""
         return self.weight_transfer_engine.state()  # type: ignore[attr-defined, no-any-return]
 
+    def rft_install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+        """A round of the adapter alone, between two steps; `order` is that of `rft.sync.adapter_install`. Returns the state."""
+        return self.weight_transfer_engine.install_adapter(update, order)  # type: ignore[attr-defined, no-any-return]
+
 
 @dataclass(frozen=True)
 class _Arrival:

@@ -59,7 +59,7 @@ class Synchronizer:
             self._check(version, epoch)
             began = time.monotonic()
             self.phase = f"publishing version {version}"
-            update = {"digest": self._digest, "epoch": self.epoch}
+            update = {"digest": self._digest, "epoch": self.epoch, "timeout": self.timeout}
             digest, self._digest = self._digest, None  # a round that fails leaves its links closed
             asked = {n: e.update_weights.remote(version, update) for n, e in self.engines.items()}
             reports = await self._all(f"installing version {version}", asked)
