@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,11 +89,11 @@ def error_of(base: Path, seed: int, made: Completion, prompt: list[int] = PROMPT
     return float((torch.tensor(made.logprobs) - wanted).abs().max())
 
 
-def install(engine: Any, base: Path, seed: int, where: Path) -> int:
-    """The adapter of `seed` as the next version, out of a directory as PEFT has it."""
+def install(engine: Any, base: Path, seed: int, where: Path, version: int | None = None) -> int:
+    """The adapter of `seed` as the next version, or as this one, out of a directory as PEFT has it."""
     where.mkdir(exist_ok=True)
     save_file(adapter(base, seed), where / "adapter_model.safetensors")
-    version = next(versions)
+    version = next(versions) if version is None else version
     ray.get(engine.load_weights_from.remote(str(where), version), timeout=60)
     return version
 
@@ -145,9 +146,10 @@ def test_requests_in_flight_keep_their_version_while_new_ones_take_the_next(
         assert error_of(base, seed, made, min_tokens=length) < TOLERANCE
 
 
-def test_no_version_meets_cached_keys_of_another(engine: Any, model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
-    for seed in (1, 2):
-        install(engine, model_dirs[0], seed, tmp_path)
+def test_no_adapter_meets_cached_keys_of_another(engine: Any, model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    version = next(versions)
+    for seed in (1, 2):  # the same version again, as after a resume
+        install(engine, model_dirs[0], seed, tmp_path, version)
         for _ in range(2):  # the second time from the cache of its own version
             made = answer(ask(engine, prompt=LONG_PROMPT, max_tokens=20, seed=seed))[0]
             assert error_of(model_dirs[0], seed, made, LONG_PROMPT) < TOLERANCE
@@ -165,6 +167,20 @@ def test_an_adapter_that_is_not_whole_is_refused_and_the_last_one_serves_on(
             ray.get(engine.load_weights_from.remote(str(tmp_path), 99), timeout=60)
     made = answer(ask(engine, max_tokens=20, seed=1))[0]
     assert spans(made)[0][0] == version and error_of(model_dirs[0], 1, made) < TOLERANCE
+
+
+def test_an_adapter_does_not_live_in_the_memory_that_it_came_in(model_dirs: tuple[Path, Path]) -> None:
+    from vllm.config.lora import LoRAConfig
+
+    from rft.sync import adapter_install
+
+    manager = SimpleNamespace(lora_config=LoRAConfig(max_lora_rank=8, lora_dtype=torch.float32), model=None)
+    order = adapter_install.Order(1, [], LORA.lora_rank, LORA.lora_alpha, ["q_proj"])
+    tensors = {name: tensor.clone() for name, tensor in adapter(model_dirs[0], 1).items()}
+    lora = adapter_install._model_of(manager, order, tensors)  # type: ignore[arg-type]
+    for layer in lora.loras.values():
+        layer.optimize()  # vLLM's: the scale goes into B
+    assert all(torch.equal(tensor, adapter(model_dirs[0], 1)[name]) for name, tensor in tensors.items())
 
 
 def test_old_adapters_leave_the_workers(engine: Any, model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
