@@ -1,8 +1,8 @@
 """Adapters on a CPU: one small product per adapter in the batch, where vLLM gathers a copy of A and B for every token.
 
-In: vLLM's own mapping of a batch's tokens to adapter slots. Out: the same sums as `PunicaWrapperCPU` up to rounding. vLLM's
-copies cost decoding half of its speed and prefill three quarters; here an adapter costs what its products cost, a few percent
-(measured: 102 -> 172 of 178 tokens/s, 200M parameters, rank 16). Layers get the object through vLLM's own `set_mapping`.
+In: vLLM's own mapping of a batch's tokens to adapter slots. Out: the same sums as `PunicaWrapperCPU` up to rounding. Measured on
+one core with 200M parameters and rank 16: with vLLM's copies decoding has 0.55 of the base model's speed and prefill 0.24, with
+these products both have at least 0.9. Layers get the object through vLLM's own `set_mapping`; no code of vLLM is replaced.
 """
 
 from typing import Any

@@ -146,6 +146,24 @@ def test_requests_in_flight_keep_their_version_while_new_ones_take_the_next(
         assert error_of(base, seed, made, min_tokens=length) < TOLERANCE
 
 
+def test_aborted_requests_leave_no_trace_of_their_adapter(
+    engine: Any, model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A worker that steps with an adapter that was dropped would look for its file and die."""
+    for seed in (1, 2, 1, 2):
+        install(engine, model_dirs[0], seed, tmp_path)
+        doomed = GenerateRequest(
+            request_id="doomed", prompt=PROMPT, n=4, sampling=Sampling(max_tokens=900, min_tokens=900)
+        )
+        running = engine.generate.remote(encode(doomed))
+        answer(ask(engine, max_tokens=5))  # meanwhile the other one has begun
+        aborted = engine.abort.remote("doomed")
+        following = [ask(engine, max_tokens=5) for _ in range(8)]
+        assert {made.stop for made in answer(running)} == {"abort"}
+        ray.get([aborted, *following], timeout=60)
+    assert ray.get(engine.stats.remote())["active"] == 0
+
+
 def test_no_adapter_meets_cached_keys_of_another(engine: Any, model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     version = next(versions)
     for seed in (1, 2):  # the same version again, as after a resume
