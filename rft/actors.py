@@ -18,6 +18,7 @@ from typing import Any
 
 from rft import config as configs
 from rft import control
+from rft.adapters import versions_kept
 from rft.config import Config
 from rft.device import thread_environment
 from rft.monitor import logs
@@ -95,7 +96,7 @@ class Actors:
             self.engines[name] = self._spawn(
                 name, name, RolloutEngine, config.cluster.threads_per_engine, name, config.model, rollout,
                 config.cluster.threads_per_engine, config.seed, self._device_kind(), int(config.model.max_model_len or 0),
-                gpus=rollout.tensor_parallel_size,
+                versions_kept(config.synchronizer) if config.mode == "both" else 0, gpus=rollout.tensor_parallel_size,
             )  # fmt: skip
         if config.mode == "both":
             self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, config.synchronizer.sync_timeout)

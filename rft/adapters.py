@@ -14,7 +14,7 @@ exports know nothing of the layout. Experts and embeddings have no adapters.
 from dataclasses import dataclass
 from typing import Any
 
-from rft.config import ConfigError, LoraConfig
+from rft.config import ConfigError, LoraConfig, SynchronizerConfig
 from rft.names import Bound, Dims, Place, Segment, hf_names, hf_shape, is_expert
 
 PREFIX = "base_model.model."  # PEFT's name of the model that an adapter is for
@@ -22,6 +22,8 @@ SUFFIXES = (".lora_A", ".lora_B")
 FUSED = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_fc1": ("gate_proj", "up_proj")}
 FUSED |= {"linear_proj": ("o_proj",), "linear_fc2": ("down_proj",)}
 PROJECTIONS = tuple(part for parts in FUSED.values() for part in parts)
+MOST_RANK = 512  # of an adapter in vLLM
+MOST_KEPT = 8  # versions of the adapter in an engine
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,33 @@ def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
                 f"{key}[0].target_modules={list(targets)}: {', '.join(parts)} are one layer in Megatron; give all of them or none"
             )
     return Lora(asked.lora_rank, asked.lora_alpha, frozenset(n for n, parts in FUSED.items() if parts[0] in targets))
+
+
+def sync_of(asked: str | None, lora: Lora | None, dims: Dims, device: str) -> str | None:
+    """How engines get this adapter (`synchronizer.lora_sync`): "adapter" where vLLM can add it, "merged" elsewhere."""
+    key = "synchronizer.lora_sync"
+    if lora is None:
+        if asked:
+            raise ConfigError(f"{key}={asked}: the policy has no adapter; leave it out, or give model.lora_configs")
+        return None
+    reasons = []
+    if lora.rank > MOST_RANK:
+        reasons.append(f"vLLM has adapters up to rank {MOST_RANK}, model.lora_configs says {lora.rank}")
+    if dims.experts and device == "cpu":
+        reasons.append("on a CPU vLLM has no adapters in a model with experts")
+    if asked == "adapter" and reasons:
+        raise ConfigError(f"{key}=adapter: {'; '.join(reasons)}; set {key}=merged")
+    tried = not dims.experts  # with experts on a GPU it is there for who asks for it
+    return asked or ("adapter" if tried and not reasons else "merged")
+
+
+def versions_kept(synchronizer: SynchronizerConfig) -> int:
+    """Adapters that an engine holds at the same time; 0: it gets merged weights.
+
+    While a rollout may still be used, `max_staleness` versions come after its own; one more is for evaluations, for which
+    no step waits.
+    """
+    return min(int(synchronizer.max_staleness or 0) + 2, MOST_KEPT) if synchronizer.lora_sync == "adapter" else 0
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ class SynchronizerConfig:
     max_staleness: Optional[int] = None  # 0: synchronous; n: rollouts may be n versions behind; default: by the style
     sync_timeout: float = 600.0  # seconds for one round
     bucket_bytes: int = 16 * 2**20
+    lora_sync: Optional[str] = None  # adapter: engines get the adapter alone | merged; default: adapter where vLLM can
 
 
 @dataclass

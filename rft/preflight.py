@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 
 from rft import verl_keys
-from rft.adapters import adapter_names, lora_of
+from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
 from rft.buffer.sft_rows import check_supervised
@@ -55,6 +55,7 @@ CHOICES = {
     "trainer.profiler": (None, "torch", "nsys"),
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
+    "synchronizer.lora_sync": (None, "adapter", "merged"),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "none"),
@@ -188,6 +189,7 @@ def _check_model(config: Config) -> None:
         )
     check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
     lora = lora_of(model.lora_configs, Dims.of(hf))
+    config.synchronizer.lora_sync = sync_of(config.synchronizer.lora_sync, lora, Dims.of(hf), config.device)
     if lora and config.mode == "bench":
         raise ConfigError(
             "mode=bench evaluates exported models, and this run exports an adapter: leave model.lora_configs out"

@@ -215,7 +215,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         mesh=mesh,
         models=models,
         feed=feed,
-        publisher=Publisher(mesh, policy, synchronizer, config.synchronizer, epoch, enabled=rollouts),
+        publisher=Publisher(mesh, shown(policy, config), synchronizer, config.synchronizer, epoch, enabled=rollouts),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
         checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
         evaluations=control.Evaluations(
@@ -234,6 +234,11 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
     )
+
+
+def shown(policy: Any, config: Config) -> Any:
+    """What the engines get of the policy: all of it, an adapter merged, or the adapter alone."""
+    return policy.adapter_source() if config.synchronizer.lora_sync == "adapter" else policy
 
 
 def cut_of(trainer: TrainerConfig) -> Any:

@@ -2,8 +2,8 @@
 
 In: packed microbatches of this rank's data-parallel index, and a loss per token. Out: metrics, the same on every rank. How
 a step is made is in `learner`, how tokens are scored in `network`; here is what the policy alone has: the generators of
-the rank, and weights that others want to see. All ranks call every method together, except `blocks`, `read_blocks` and
-`snapshot`, which are local.
+the rank, and weights that others want to see. All ranks call every method together, except `blocks`, `read_blocks`,
+`adapter_source` and `snapshot`, which are local.
 """
 
 import random
@@ -23,7 +23,7 @@ from rft.megatron.learner import Learner
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro
 from rft.packing import Packed
-from rft.protocols import Block, Snapshot
+from rft.protocols import Block, Snapshot, WeightSource
 
 if TYPE_CHECKING:
     from rft.algorithm.losses import TokenLoss
@@ -77,6 +77,11 @@ class Policy(Learner):
 
     def read_blocks(self) -> Iterator[Tensor]:
         return (slab.read() for slab in self._slabs)
+
+    def adapter_source(self) -> WeightSource:
+        """The adapter alone, in PEFT's names, for engines that keep the base model. The policy itself shows it merged."""
+        assert self.lora is not None, "a policy without adapter has no blocks of one"
+        return weights.AdapterSource(weights.adapter_slabs(self.model, self.hf_config, self.mesh.place, self.lora))
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) at rank 0; every rank must exhaust the iterator."""

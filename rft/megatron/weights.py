@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rft.adapters import PREFIX, SUFFIXES, adapter
+from rft.adapters import PREFIX, SUFFIXES, Lora, adapter, adapter_names
 from rft.config import ConfigError
 from rft.megatron.lora import deltas, initial_A
 from rft.megatron.mesh import Mesh
@@ -169,15 +169,41 @@ def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[
     can be queries only), and whoever receives from several ranks needs one order for all.
     """
     dims = Dims.of(hf)
-    order = {name: i for i, name in enumerate(hf_names(dims, architecture_of(hf)))}
-    merged = deltas(model)
-    found = []
-    for shard in shards(model, dims, place):
-        if shard.is_adapter or shard.is_tied_copy or not place.is_first_copy(shard.bound):
-            continue
-        for runs in _joined(shard.segments):
-            found.append(Slab(_block(shard, runs), shard, runs, merged.get(id(shard.parameter))))
+    own = [shard for shard in shards(model, dims, place) if not shard.is_adapter and not shard.is_tied_copy]
+    return _slabs(own, place, list(hf_names(dims, architecture_of(hf))), deltas(model))
+
+
+def adapter_slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place, lora: Lora) -> list[Slab]:
+    """The same of the adapter alone, in PEFT's names: what an engine that holds the base model lacks."""
+    dims = Dims.of(hf)
+    own = [shard for shard in shards(model, dims, place) if shard.is_adapter]
+    return _slabs(own, place, list(adapter_names(dims, architecture_of(hf), lora)), {})
+
+
+def _slabs(
+    own: list[Shard], place: Place, names: list[str], merged: dict[int, Callable[[Segment], Tensor]]
+) -> list[Slab]:
+    order = {name: i for i, name in enumerate(names)}
+    found = [
+        Slab(_block(shard, runs), shard, runs, merged.get(id(shard.parameter)))
+        for shard in own
+        if place.is_first_copy(shard.bound)
+        for runs in _joined(shard.segments)
+    ]
     return sorted(found, key=lambda slab: (order[slab.block.name], slab.block.start))
+
+
+class AdapterSource:
+    """A `WeightSource` of the adapter: few bytes, for engines that add them to the base model by themselves."""
+
+    def __init__(self, own: list[Slab]):
+        self._slabs = own
+
+    def blocks(self) -> list[Block]:
+        return [slab.block for slab in self._slabs]
+
+    def read_blocks(self) -> Iterator[Tensor]:
+        return (slab.read() for slab in self._slabs)
 
 
 def _joined(places: list[Segment]) -> list[list[Segment]]:

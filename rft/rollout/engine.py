@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from rft.device import thread_environment
 from rft.experience import Completion, GenerateRequest, decode, encode
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.names import Dims, architecture_of, hf_names, read_hf_config
+from rft.rollout.adapter_serving import AdapterServing, Served
 from rft.rollout.stage_reports import StageReports
 from rft.rollout.vllm_requests import completion, sampling_params
 
@@ -73,7 +75,7 @@ class RolloutEngine:
 
     def __init__(
         self, name: str, model: ModelConfig, rollout: RolloutModelConfig, threads: int, seed: int, device_kind: str,
-        max_model_len: int,
+        max_model_len: int, adapters: int = 0,
     ):  # fmt: skip
         self.name = name
         self.model = model
@@ -82,6 +84,7 @@ class RolloutEngine:
         self.seed = seed
         self.device_kind = device_kind
         self.max_model_len = max_model_len
+        self.adapters = AdapterServing(name, model, adapters) if adapters else None
         self.llm: AsyncLLM | None = None
         self.poisoned: str | None = None
         self.requests = 0
@@ -144,6 +147,7 @@ class RolloutEngine:
             "disable_log_stats": True,
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
             "worker_extension_cls": WORKER_EXTENSION,
+            **(self.adapters.arguments() if self.adapters else {}),
         }
         if self.device_kind == "cpu":
             arguments["kv_cache_memory_bytes"] = int(self.rollout.kv_cache_gb * GIB)  # explicit: vLLM skips its warm-up
@@ -162,14 +166,15 @@ class RolloutEngine:
         if room <= 0:
             empty = Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
             return encode([empty] * asked.n)
-        output = await self._run(asked, sampling_params(asked, room))
-        completions = [completion(self.name, made) for made in output.outputs]
+        with self.adapters.use() if self.adapters else nullcontext() as served:
+            output = await self._run(asked, sampling_params(asked, room), served)
+        completions = [completion(self.name, made, served) for made in output.outputs]
         self.requests += 1
         self.cached += output.num_cached_tokens or 0
         self.tokens += sum(len(made.tokens) for made in completions)
         return encode(completions)
 
-    async def _run(self, asked: GenerateRequest, params: "SamplingParams") -> "RequestOutput":
+    async def _run(self, asked: GenerateRequest, params: "SamplingParams", served: Served | None) -> "RequestOutput":
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -180,7 +185,8 @@ class RolloutEngine:
             prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
         try:
-            async for made in llm.generate(prompt, params, asked.request_id):
+            lora = served.request() if served else None
+            async for made in llm.generate(prompt, params, asked.request_id, lora_request=lora):
                 output = made
         except EngineDeadError as error:
             raise EngineDied(f"{self.name} died while it served {asked.request_id}") from error
@@ -206,7 +212,7 @@ class RolloutEngine:
     async def check_plan(self, plan: dict[str, Any]) -> None:
         """Raises ValueError listing what this engine's model and the plan of a trainer's streams do not have in common."""
         hf = read_hf_config(self.model.model_path)
-        ours = hf_names(Dims.of(hf), architecture_of(hf))
+        ours = self.adapters.tensors if self.adapters else hf_names(Dims.of(hf), architecture_of(hf))
         theirs = {block["name"]: tuple(block["shape"]) for stream in plan["streams"] for block in stream["blocks"]}
         problems = [f"{name} is missing" for name in ours if name not in theirs]
         problems += [f"{name} is not of this model" for name in theirs if name not in ours]
@@ -255,6 +261,8 @@ class RolloutEngine:
 
     async def commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
         """Install what was staged (or, direct, receive it now); see `_install`."""
+        if self.adapters:
+            return await self._install_adapter(version, update)
         source = "direct" if update.get("direct") else "staged"
         return await self._install(version, {**plain(update), "source": source})
 
@@ -291,6 +299,25 @@ class RolloutEngine:
                 self._open.set()
             done = time.monotonic()
         return {**report, "version": version, "pause_s": done - began, "install_s": done - paused}
+
+    async def _install_adapter(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+        """The adapter alone: nothing pauses, and what fails leaves the version before to be served."""
+        assert self.llm is not None and self.adapters is not None
+        llm, told = self.llm, {**plain(update), "version": version, "source": "staged"}
+
+        async def ask(order: dict[str, Any]) -> dict[str, Any]:
+            states = await llm.collective_rpc("rft_install_adapter", args=(told, order))
+            seconds = max(state["install_s"] for state in states)  # between two steps
+            numbers = {"version": version, "pause_s": seconds, "install_s": seconds, "adapters": states[0]["adapters"]}
+            return {**self._committed(version, states), **numbers}
+
+        async with self._round:
+            try:
+                report = await self.adapters.install(version, ask, update["timeout"])
+            except Exception as error:
+                raise RoundFailed(f"{self.name}: version {version} was not installed: {first_line(error)}") from error
+            self._version = version
+        return report
 
     async def load_weights_from(self, path: str, version: int) -> None:
         """Install the safetensors of a Hugging Face directory as `version`: the same round, from files."""

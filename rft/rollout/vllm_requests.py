@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from rft.experience import Completion, GenerateRequest, StopReason, VersionSpan
+from rft.rollout.adapter_serving import Served
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -40,13 +41,15 @@ def spread(seed: int) -> int:
     return xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little", signed=True)) >> 2
 
 
-def completion(engine: str, made: "CompletionOutput") -> Completion:
+def completion(engine: str, made: "CompletionOutput", served: Served | None) -> Completion:
     """vLLM's output as our record; raises when vLLM reports an error or leaves a token without version."""
     stop = STOPS.get(made.finish_reason)
     if stop is None:
         raise RuntimeError(f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}")
     tokens = list(made.token_ids)
     spans = [VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in made.weight_versions or []]
+    if served:  # vLLM's version is that of the base model
+        spans = served.spans(len(tokens))
     logprobs = list(made.logprobs.logprobs) if tokens else []  # type: ignore[union-attr]
     if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
         raise RuntimeError(f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions {spans}")

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from rft import device as devices
+from rft.sync import adapter_install
 from rft.sync.receiver import Receiver, file_tensors
 from rft.sync.sender import Link
 from rft.sync.wire import Lost, Refused, Wire
@@ -129,6 +130,16 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             self.staged = None
         self.round["target"] = update["version"]
+
+    def install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+        """Register a staged round beside the adapters of before, whose requests go on. The base weights stay."""
+        try:
+            tensors = dict(self._source(update))
+        finally:
+            self.staged = None
+        self.round |= adapter_install.install(self.model, adapter_install.Order(**order), tensors)
+        self.version = update["version"]
+        return self.state()
 
     def _source(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The round's tensors. Whatever can be known to be wrong is raised here, before the model is touched."""

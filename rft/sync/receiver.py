@@ -56,6 +56,10 @@ class WorkerExtension:
         """Begin to receive a round beside the decoding; the outcome is told to the socket at `tell`."""
         self.weight_transfer_engine.stage(update, tell)  # type: ignore[attr-defined]
 
+    def rft_install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
+        """Register a staged adapter, between two steps; `order` is that of `rft.sync.adapter_install`. Returns the state."""
+        return self.weight_transfer_engine.install_adapter(update, order)  # type: ignore[attr-defined, no-any-return]
+
 
 class Receiver:
     """Joins the streams of one trainer epoch and turns each round into tensors. One per engine worker."""

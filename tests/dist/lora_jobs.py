@@ -23,10 +23,15 @@ def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dic
             about = {"layout": policy.mesh.layout(), "adapter": policy.lora.as_peft(path)}
             manager = CheckpointManager(root, policy.mesh, TrainerConfig(), about=about)
             save_and_export(manager, 3, policy, path, str(Path(root) / "adapter"))
+        source = policy.adapter_source()
+        sent = [
+            (block, value.float().numpy().copy())
+            for block, value in zip(source.blocks(), source.read_blocks(), strict=True)
+        ]
         return {
-            "metrics": metrics, "adapter": pieces_of(policy, "model/"), "keys": {p.key for p in policy.snapshot().pieces},
-            "merged": weights_of(policy), "frozen": all(torch.equal(p, before) for p, before in frozen),
-            "scores": score_with(policy, 6),
+            "metrics": metrics, "sent": sent, "adapter": pieces_of(policy, "model/"),
+            "keys": {p.key for p in policy.snapshot().pieces}, "merged": weights_of(policy),
+            "frozen": all(torch.equal(p, before) for p, before in frozen), "scores": score_with(policy, 6),
         }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from rft.adapters import adapter_names, lora_of
 from rft.checkpoint.layout import boxes
 from rft.config import ConfigError, LoraConfig
 from rft.names import Dims, architecture_of, read_hf_config
+from rft.sync.plan import coverage_errors
 
 from ranks import Ranks
 
@@ -104,6 +105,29 @@ def test_it_is_the_same_in_every_layout(
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert np.linalg.norm(found[name] - value) <= 1e-3 * np.linalg.norm(value), name
+    assert_sent_once(results, found, names_of(checkpoints[family], lora))
+
+
+def names_of(path: Path, lora: dict[str, Any]) -> list[str]:
+    hf = read_hf_config(path)
+    adapter = lora_of([LoraConfig(**lora)], Dims.of(hf))
+    assert adapter is not None
+    return list(adapter_names(Dims.of(hf), architecture_of(hf), adapter))
+
+
+def assert_sent_once(results: list[dict[str, Any]], wanted: dict[str, np.ndarray], order: list[str]) -> None:
+    """What the ranks stream to engines that add the adapter by themselves: every element, from one rank, and nothing else."""
+    sent = [(block, value) for result in results for block, value in result["sent"]]
+    assert coverage_errors([block for block, _ in sent]) == []
+    assert {block.name for block, _ in sent} == set(order)
+    for block, value in sent:
+        assert value.shape == block.block_shape and block.shape == wanted[block.name].shape
+        part = [slice(None)] * len(block.shape)
+        part[block.dim] = slice(block.start, block.stop)
+        assert np.array_equal(value, wanted[block.name][tuple(part)]), block
+    for result in results:
+        positions = [order.index(block.name) for block, _ in result["sent"]]
+        assert positions == sorted(positions), "who receives from several ranks needs one order"
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
