@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GIB = 2**30
+ROOM_S = 600.0  # for requests of old adapters to end, before a new one has a place
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -261,8 +262,6 @@ class RolloutEngine:
 
     async def commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
         """Install what was staged (or, direct, receive it now); see `_install`."""
-        if self.adapters:
-            return await self._install_adapter(version, update)
         source = "direct" if update.get("direct") else "staged"
         return await self._install(version, {**plain(update), "source": source})
 
@@ -275,6 +274,8 @@ class RolloutEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         assert self.llm is not None, "commit before start"
+        if self.adapters:
+            return await self._install_adapter(version, update)
         async with self._round:
             began = time.monotonic()
             self._open.clear()
@@ -303,7 +304,7 @@ class RolloutEngine:
     async def _install_adapter(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
         """The adapter alone: nothing pauses, and what fails leaves the version before to be served."""
         assert self.llm is not None and self.adapters is not None
-        llm, told = self.llm, {**plain(update), "version": version, "source": "staged"}
+        llm, told = self.llm, {**update, "version": version}
 
         async def ask(order: dict[str, Any]) -> dict[str, Any]:
             states = await llm.collective_rpc("rft_install_adapter", args=(told, order))
@@ -313,15 +314,15 @@ class RolloutEngine:
 
         async with self._round:
             try:
-                report = await self.adapters.install(version, ask, update["timeout"])
+                report = await self.adapters.install(version, ask, ROOM_S)
             except Exception as error:
                 raise RoundFailed(f"{self.name}: version {version} was not installed: {first_line(error)}") from error
             self._version = version
         return report
 
-    async def load_weights_from(self, path: str, version: int) -> None:
+    async def load_weights_from(self, path: str, version: int) -> dict[str, Any]:
         """Install the safetensors of a Hugging Face directory as `version`: the same round, from files."""
-        await self._install(version, {"source": "files", "path": path})
+        return await self._install(version, {"source": "files", "path": path})
 
     async def weight_version(self) -> int:
         return self._version

@@ -203,8 +203,8 @@ def test_an_adapter_does_not_live_in_the_memory_that_it_came_in(model_dirs: tupl
 
 def test_old_adapters_leave_the_workers(engine: Any, model_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     install(engine, model_dirs[0], 1, tmp_path)
-    update = {"source": "files", "path": str(tmp_path)}
-    found = [ray.get(engine.update_weights.remote(next(versions), update))["adapters"] for _ in range(KEPT + 1)]
+    again = [engine.load_weights_from.remote(str(tmp_path), next(versions)) for _ in range(KEPT + 1)]
+    found = [ray.get(one)["adapters"] for one in again]
     assert all(len(numbers) == 2 for numbers in found), found
     assert found[0][-1] < found[-1][0]
 
@@ -242,20 +242,21 @@ def test_the_stream_has_the_adapter_and_nothing_else(engine: Any, model_dirs: tu
 
     base = model_dirs[0]
     buffer = ray.remote(Buffer).remote()
-    synchronizer = ray.remote(Synchronizer).options(max_concurrency=100).remote({"engine_0": engine}, buffer, 30.0)
+    synchronizer = ray.remote(Synchronizer).options(max_concurrency=100).remote(buffer, 30.0)
+    ray.get(synchronizer.join.remote("engine_0", engine))
     source = Source(adapter(base, 2))
     publisher = Publisher(Alone(), source, synchronizer, SynchronizerConfig(sync_timeout=30.0), 1)
     publisher.connect()
     version = next(versions)
     running = ask(engine, n=4, max_tokens=600, min_tokens=600, seed=5)
     publisher.start(version)
-    numbers = publisher.wait()
+    publisher.release()
+    numbers = publisher.last
     publisher.close()
     made = answer(ask(engine, max_tokens=20, seed=1))[0]
     assert spans(made) == [(version, 0, len(made.tokens))] and error_of(base, 2, made) < TOLERANCE
     answer(running)
     hf = read_hf_config(base)
     merged = sum(4 * prod(shape) for shape in hf_names(Dims.of(hf), architecture_of(hf)).values())
-    assert numbers is not None
     assert numbers["sync/bytes"] == sum(4 * prod(shape) for shape in shapes_of(base).values()) < merged / 10
     print(f"\n{numbers['sync/bytes'] / 1e6:.2f} MB of adapter, merged weights have {merged / 1e6:.2f} MB")
