@@ -19,7 +19,7 @@ from typing import Any
 from rft import config as configs
 from rft import control
 from rft.adapters import versions_kept
-from rft.config import Config
+from rft.config import Config, SynchronizerConfig
 from rft.device import thread_environment
 from rft.monitor import logs
 
@@ -99,7 +99,15 @@ class Actors:
                 versions_kept(config.synchronizer) if config.mode == "both" else 0, gpus=rollout.tensor_parallel_size,
             )  # fmt: skip
         if config.mode == "both":
-            self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, config.synchronizer.sync_timeout)
+            self._spawn(
+                "synchronizer",
+                "synchronizer",
+                Synchronizer,
+                1,
+                buffer,
+                config.synchronizer.sync_timeout,
+                settings(config.synchronizer),
+            )
         self._spawn("explorer", config.explorer.name, *_explorer(config, self.engines, buffer))
 
     def work(self, done: Callable[[], None]) -> None:
@@ -271,6 +279,11 @@ class Actors:
     def _fail(self, part: str, phase: str, error: Exception) -> None:
         if not self.closing:
             self.failed(part, phase, str(error) if isinstance(error, PartFailed) else control.cause(error))
+
+
+def settings(synchronizer: SynchronizerConfig) -> dict[str, Any]:
+    """What engines are told of every round."""
+    return {"kv": synchronizer.kv, "direct": synchronizer.receive == "direct"}
 
 
 def hosted(cls: type, level: str) -> type:

@@ -56,6 +56,8 @@ CHOICES = {
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
     "synchronizer.sync_method": ("nccl",),
     "synchronizer.lora_sync": (None, "adapter", "merged"),
+    "synchronizer.receive": ("staged", "direct"),
+    "synchronizer.kv": ("recompute", "keep"),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "none"),
@@ -77,7 +79,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
     "trainer.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
-    "synchronizer.sync_offset", "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
+    "synchronizer.sync_offset", "synchronizer.max_staleness", "synchronizer.probe_interval", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
     "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",
     "trainer.checkpoint.max_gb", "trainer.critic_warmup", "critic.grad_clip", "critic.optim.weight_decay",

@@ -196,8 +196,10 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     from rft.packing import Cost
     from rft.profiler import Profiler
     from rft.skips import SkippedSteps
+    from rft.sync.probe import Probe
     from rft.sync.publisher import Publisher
     from rft.sync.style import Cadence
+    from rft.sync.wire import own_address
     from rft.trainer import Trainer
 
     config, policy = rank.config, models.policy
@@ -210,12 +212,22 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
         policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer),
     )  # fmt: skip
+    probe = Probe(policy, mesh, synchronizer, config.synchronizer.probe_interval, policy.dims.vocab)
     return Trainer(
         config=config.trainer,
         mesh=mesh,
         models=models,
         feed=feed,
-        publisher=Publisher(mesh, shown(policy, config), synchronizer, config.synchronizer, epoch, enabled=rollouts),
+        publisher=Publisher(
+            mesh,
+            shown(policy, config),
+            synchronizer,
+            config.synchronizer,
+            epoch,
+            enabled=rollouts,
+            address=own_address(config.cluster.ray_address),
+            probe=probe.after,
+        ),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
         checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
         evaluations=control.Evaluations(

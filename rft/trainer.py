@@ -88,7 +88,7 @@ class Trainer:
             self.feed.consumed(step - 1)
             self.log_step(
                 step,
-                batch.metrics | scored | metrics | self.publisher.last | self.checkpoints.metrics() | self.timer.pop(),
+                batch.metrics | scored | metrics | self.publisher.pop() | self.checkpoints.metrics() | self.timer.pop(),
                 batch.experiences,
             )
             self._evaluate(step)

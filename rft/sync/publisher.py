@@ -5,7 +5,7 @@
     wait:    rank 0 takes the synchronizer's answer ─broadcast─► every rank knows that the engines serve it
     release: as wait; then owners close the version, as soon as nobody reads it any more
 
-Consumes versions, produces `version` (the last one that all engines serve) and `last` (its numbers, rank 0). Invariant: after
+Consumes versions, produces `version` (the last one that all engines serve) and the rounds' numbers. Invariant: after
 `release` returns, this rank's weights may change; between `start` and `release` they must not.
 """
 
@@ -41,7 +41,7 @@ class Publisher:
 
     def __init__(
         self, mesh: Ranks, source: WeightSource, synchronizer: Any | None, config: SynchronizerConfig, epoch: int,
-        enabled: bool = True, address: str = "127.0.0.1",
+        enabled: bool = True, address: str = "127.0.0.1", probe: Callable[[int], dict[str, float]] = lambda version: {},
     ):  # fmt: skip
         self.mesh = mesh
         self.source = source
@@ -50,6 +50,7 @@ class Publisher:
         self.epoch = epoch
         self.enabled = enabled
         self.address = address
+        self.probe = probe  # looks at the engines while they serve exactly these weights
         self.version: int | None = None
         self.last: dict[str, float] = {}
         self.digest = ""  # of the plan
@@ -100,9 +101,9 @@ class Publisher:
         """Return when the started version, if it was due, is served by all engines. Collective."""
         if self._open is None or not self._due:
             return
-        numbers = self._agree(self._outcome()) if self.enabled else {}
+        numbers = self._agree(self._outcome()) | self.probe(self._open) if self.enabled else {}
         self._due, self.version = False, self._open
-        self.last = {f"sync/{name}": value for name, value in numbers.items()}
+        self.last |= {f"sync/{name}": value for name, value in numbers.items()}
 
     def release(self) -> None:
         """Return when the weights may change: as `wait`, and nobody reads them any more. Collective."""
@@ -112,6 +113,11 @@ class Publisher:
         self._open = None
         if self._sender:
             self.last |= {f"sync/{name}": value for name, value in self._sender.close_version().items()}
+
+    def pop(self) -> dict[str, float]:
+        """The numbers of rounds since the last call."""
+        numbers, self.last = self.last, {}
+        return numbers
 
     def close(self) -> None:
         if self._sender:

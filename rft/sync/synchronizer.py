@@ -133,6 +133,12 @@ class Synchronizer:
         await self._tell()
         return self._numbers(time.monotonic() - began)
 
+    async def probe(self, request: bytes) -> list[bytes]:
+        """What every admitted engine answers to the same request; one that dies meanwhile has no answer."""
+        asked = [self.handles[name].generate.remote(request) for name in self._admitted]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, bytes)]
+
     async def version(self) -> int | None:
         """The version that every engine of its round has confirmed; None before the first."""
         return self._state.published[1] if self._state.published else None

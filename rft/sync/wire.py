@@ -210,9 +210,13 @@ def machine() -> str:
     return f"{boot.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/net')}"
 
 
-def own_address(peer: str) -> str:
-    """This machine's address on the way to `peer`: loopback for loopback. Sends nothing (UDP connect only routes)."""
-    if peer == "localhost" or ipaddress.ip_address(peer).is_loopback:
+def own_address(cluster: str | None) -> str:
+    """Where engines find this rank: loopback with a private Ray, else this machine's address on the way to the cluster's
+    head, "host:port". Sends nothing (UDP connect only routes)."""
+    if cluster is None:
+        return "127.0.0.1"
+    peer = socket.gethostbyname(cluster.rpartition(":")[0])
+    if ipaddress.ip_address(peer).is_loopback:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))

@@ -29,7 +29,11 @@ class Parts:
             mark=lambda: 0, retain=lambda loop: None,
         )  # fmt: skip
         self.publisher = SimpleNamespace(
-            start=self.publish, wait=lambda: note("published"), release=lambda: note("published"), last={}, version=None
+            start=self.publish,
+            wait=lambda: note("published"),
+            release=lambda: note("published"),
+            pop=dict,
+            version=None,
         )
         self.checkpoints = SimpleNamespace(
             requested=None, save=lambda step, *_: note(f"save {step}"), before_update=lambda: note("copied"), poll=list,
