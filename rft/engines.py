@@ -157,7 +157,7 @@ class Engines:
                 row |= {**ray.get(reference), **row}
             except ray.exceptions.RayError as error:  # its own thread hears of it too
                 row["cause"] = control.cause(error)
-        return [{"name": name, **row} for name, row in rows.items()]
+        return [{**row, "name": name} for name, row in rows.items()]
 
     def handles(self) -> list[Any]:
         return [engine.handle for engine in self.engines.values()]

@@ -1,5 +1,6 @@
 """`rft engines` against a supervisor that only writes down what it is asked."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rft.control_socket import NAME, ControlSocket
+from rft.control_socket import ControlSocket, _address
 from rft.tools.engines import main
 
 Said = pytest.CaptureFixture[str]
@@ -48,9 +49,8 @@ def test_lists_engines_of_the_one_run_there(supervisor: Supervisor, job: Path, u
     assert main([str([job, *job.parents][up])]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.split()[:3] == ["name", "state", "version"]
-    assert second.split() == [
-        *"engine_0 serving 17 1 40 900 3 EngineDied: engine_0: EngineCore was killed by SIGKILL".split()
-    ]
+    assert second.split()[:7] == ["engine_0", "serving", "17", "1", "40", "900", "3"]
+    assert second.endswith("EngineDied: engine_0: EngineCore was killed by SIGKILL")
     assert third.split() == ["engine_1", "starting", "-", "0", "-", "-", "-"]
     assert supervisor.asked == [{}]
 
@@ -92,11 +92,10 @@ def test_nobody_there_is_one_line(tmp_path: Path, job: Path, supervisor: Supervi
     supervisor.door.close()
     assert main([str(job)]) == 2
     assert "no run is under way here" in capsys.readouterr().err
-    killed = Supervisor(job)
-    killed.door._listener.bind(str(job / "control" / NAME)) if len(str(job)) < 80 else pytest.skip("a long directory")
+    with socket.socket(socket.AF_UNIX) as killed, _address(job / "control") as address:
+        killed.bind(address)
     assert main([str(job)]) == 2
     assert "nothing answers at" in capsys.readouterr().err
-    killed.door.close()
 
 
 def test_as_a_command(tmp_path: Path) -> None:
