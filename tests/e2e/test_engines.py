@@ -27,7 +27,7 @@ class Vllm:
     async def start(self) -> dict[str, Any]:
         if os.environ["RFT_FAKE_START"] == "fails":
             raise RuntimeError("CUDA out of memory")
-        self.child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        self.child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
         self.broken = self.broken_or_not()
         return {"pid": os.getpid(), "child": self.child.pid}
 
