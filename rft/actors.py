@@ -90,9 +90,8 @@ class Actors:
 
         engines, synchronizer = self.engines.create(config.explorer.rollout_model.engine_num), None
         if config.mode == "both":
-            synchronizer = self._spawn(
-                "synchronizer", "synchronizer", Synchronizer, 1, {}, buffer, config.synchronizer.sync_timeout
-            )
+            timeout = config.synchronizer.sync_timeout
+            synchronizer = self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, timeout)
             engines = {}  # the explorer follows those that the synchronizer admits
         explorer = self._spawn("explorer", config.explorer.name, *_explorer(config, engines, buffer, synchronizer))
         self.engines.run(synchronizer, explorer, config.explorer.max_timeout + control.REPLY_S)

@@ -295,12 +295,14 @@ class Engines:
         """Its thread: an engine whose rounds fail again and again lives, and yet another one must take its place."""
         import ray
 
+        seen = 0
         while True:
             try:
-                failures = ray.get(self.synchronizer.failures.remote())
+                lost = ray.get(self.synchronizer.failures.remote(seen))
             except ray.exceptions.RayError:
                 return
-            for name, cause in failures.items():
+            news, seen = lost[seen:], len(lost)
+            for name, cause in news:
                 with self._lock:
                     engine = self.engines.get(name)
                     if engine is None or not engine.is_alive or self.closing:

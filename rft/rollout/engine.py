@@ -23,7 +23,6 @@ import xxhash
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.device import thread_environment
 from rft.experience import Completion, GenerateRequest, StopReason, VersionSpan, decode, encode
-from rft.rollout.unavailable import EngineDied, EngineUnavailable
 
 if TYPE_CHECKING:
     from vllm import AsyncLLM, SamplingParams
@@ -43,6 +42,14 @@ QUIET = {  # what vLLM must not do: phone home, talk on the user's terminal, res
     "TOKENIZERS_PARALLELISM": "false",
 }
 SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
+
+
+class EngineUnavailable(RuntimeError):
+    """This engine does not serve; another one may."""
+
+
+class EngineDied(EngineUnavailable):
+    """The engine's processes or its actor are gone; the message names the engine and the cause."""
 
 
 class RolloutEngine:
@@ -164,7 +171,7 @@ class RolloutEngine:
         if self.llm is None:
             raise RuntimeError(f"{self.name} is not started")
         if self.poisoned:
-            raise EngineUnavailable(
+            raise RuntimeError(
                 f"{self.name} holds mixed weights and serves nothing until a full round: {self.poisoned}"
             )
         return self.llm

@@ -27,10 +27,10 @@ from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
 from rft.rollout import workflows
+from rft.rollout.engine import EngineUnavailable
 from rft.rollout.pool import EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import RewardResult
-from rft.rollout.unavailable import EngineUnavailable
 
 log = logging.getLogger(__name__)
 EVAL_SAMPLES = 8  # rollouts of each evaluation kept for reading

@@ -18,8 +18,8 @@ from typing import Any
 from weakref import WeakSet
 
 from rft.experience import Completion, GenerateRequest, decode, encode
+from rft.rollout.engine import EngineDied, EngineUnavailable
 from rft.rollout.slots import Slots
-from rft.rollout.unavailable import EngineDied, EngineUnavailable
 
 
 @dataclass(eq=False)

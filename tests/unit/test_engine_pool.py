@@ -8,9 +8,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.rollout.engine import EngineDied, EngineUnavailable
 from rft.rollout.pool import EnginePool
 from rft.rollout.slots import Slots
-from rft.rollout.unavailable import EngineDied, EngineUnavailable
 
 
 class Handle:
