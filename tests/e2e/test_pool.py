@@ -51,16 +51,11 @@ def states(job: Path) -> dict[str, str]:
     return {line.split()[0]: line.split()[1] for line in said.splitlines()[1:]}
 
 
-def cores(run: Run) -> list[psutil.Process]:
-    """The engines' processes, in the order in which they were started."""
-    return sorted(
-        (p for p in run.family() if "VLLM::EngineCore" in " ".join(p.cmdline())), key=lambda p: p.create_time()
-    )
-
-
 def core_of(run: Run, engine: str) -> psutil.Process:
     """The process with this engine's model: the one that writes to its log."""
-    found = [core for core in cores(run) if core.environ()["RFT_LOG_FILE"].endswith(f"{engine}.log")]
+    found = [
+        core for core in run.find_all("VLLM::EngineCore") if core.environ()["RFT_LOG_FILE"].endswith(f"{engine}.log")
+    ]
     assert len(found) == 1, (engine, found)
     return found[0]
 
@@ -94,7 +89,9 @@ def test_engines_come_and_go_while_the_run_goes_on(command: list[str], job: Path
         run.wait_for("^engine_0: removed$")
         step = further(run)
         assert states(job) == {"engine_1": "serving", "engine_2": "serving"}
-        assert cores(run) == [kept, core_of(run, "engine_2")], "the other engines were not left alone"
+        assert run.find_all("VLLM::EngineCore") == [kept, core_of(run, "engine_2")], (
+            "the other engines were not left alone"
+        )
 
         run.process.terminate()
         assert run.process.wait(GRACE_S) == 128 + signal.SIGTERM
