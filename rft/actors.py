@@ -125,7 +125,6 @@ class Actors:
 
         self.closing = True
         self.engines.close()
-        self.socket.close()
         if not ray.is_initialized():
             return
         deadline = time.monotonic() + grace_s
@@ -139,6 +138,7 @@ class Actors:
         # each ends with its actor; Ray aborts the process when it is shut down under a waiting call
         for thread in self.threads + self.engines.threads:
             thread.join(max(0.1, deadline - time.monotonic()))
+        self.socket.close(max(0.1, deadline - time.monotonic()))
         ray.shutdown()
 
     def _start_ray(self) -> None:

@@ -52,11 +52,12 @@ class ControlSocket:
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
-    def close(self) -> None:
+    def close(self, timeout: float = LINE_S) -> None:
+        """Whoever is being answered has `timeout` seconds."""
         with contextlib.suppress(OSError):  # never opened
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         if self.thread is not None:
-            self.thread.join(LINE_S)
+            self.thread.join(timeout)
             path = self.directory / NAME
             if path.exists() and path.stat().st_ino == self._inode:
                 path.unlink()

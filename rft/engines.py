@@ -160,7 +160,8 @@ class Engines:
         return [{**row, "name": name} for name, row in rows.items()]
 
     def handles(self) -> list[Any]:
-        return [engine.handle for engine in self.engines.values()]
+        with self._lock:
+            return [engine.handle for engine in self.engines.values()]
 
     def close(self) -> None:
         """Start nothing any more. Whoever called ends the actors."""
@@ -184,7 +185,10 @@ class Engines:
 
         handle = engine.handle
         end = handle.watch.remote()
-        facts = ray.get(handle.start.remote(), timeout=control.START_S)
+        try:
+            facts = ray.get(handle.start.remote(), timeout=control.START_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"it did not start in {control.START_S:g} s") from error
         if engine.started.done():
             log.info("%s: %s", engine.name, facts)
         with self._lock:
@@ -248,6 +252,8 @@ class Engines:
             ray.get(self.explorer.drain.remote(engine.name), timeout=self.drain_s)
         except ray.exceptions.RayError as error:  # too slow, or the explorer is gone: its requests run again elsewhere
             log.warning("%s was not drained: %s", engine.name, control.cause(error))
+        if self.closing:
+            return
         self._retire(engine, "removed")
         with self._lock:
             del self.engines[engine.name]
