@@ -30,6 +30,7 @@ from rft.monitor import logs
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 2**20  # batches of tokens, never weights, go through Ray's object store
 GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
+QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported
 RAY_STARTS = 3
 RAY_IS_LATE = "node timed out during startup"
 LAUNCHER_VARIABLES = (
@@ -142,6 +143,7 @@ class Actors:
         ray.shutdown()
 
     def _start_ray(self) -> None:
+        os.environ.update(QUIET)
         import ray
 
         for variable in LAUNCHER_VARIABLES:

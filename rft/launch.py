@@ -246,8 +246,9 @@ def failure(event: Event, log_dir: Path) -> str:
 
 
 def say(line: str) -> None:
-    """A line for the user, among those of the trainer."""
-    print(line, flush=True)
+    """A line for the user, whole among those of other threads and of the trainer."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def describe(config: Config) -> str:
