@@ -111,9 +111,9 @@ class Bench:
         dist.all_gather_object(endpoints, sender.endpoint if sender else None)
         if sender:
             self.sender = sender
-            sender.connect(self.plan, self.rank, ["bench/0"])
+            sender.follow(self.plan, self.rank)
         else:
-            self.receiver = Receiver(0, torch.device("cpu"), "gloo")
+            self.receiver = Receiver(0, torch.device("cpu"))
             self.receiver.connect(
                 {
                     "plan": plans.encode(self.plan),
@@ -140,11 +140,13 @@ class Bench:
     def _ours(self) -> None:
         self.version += 1
         if self.receives:
-            staged = dict(self.receiver.tensors(self.version))
+            staged = self.receiver.stage(self.version)
             assert sum(value.nbytes for value in staged.values()) == self.total
+            dist.barrier()
         else:
-            self.sender.push(self.version)
-            self.sender.wait()
+            self.sender.open(self.version)
+            dist.barrier()
+            self.sender.close_version()
 
     def _gather(self) -> None:
         mine = {block.name: values for block, values in self.source.parts} if self.source else {}

@@ -267,9 +267,11 @@ class CriticConfig:
 
 @dataclass
 class SynchronizerConfig:
-    sync_method: str = "nccl"  # streams over NCCL, or gloo on CPU
-    sync_interval: int = 1
-    max_staleness: int = 1  # 0: synchronous; n: rollouts may be n versions behind
+    sync_method: str = "nccl"  # streams over NCCL, or gloo on CPU (alias online)
+    sync_style: str = "fixed"  # fixed | dynamic_by_explorer (alias explorer_driven) | trainer_driven | fully_async
+    sync_interval: int = 1  # steps from one published version to the next
+    sync_offset: int = 0  # no version is published up to this step, and intervals are counted from it
+    max_staleness: Optional[int] = None  # 0: synchronous; n: rollouts may be n versions behind; default: by the style
     sync_timeout: float = 600.0  # seconds for one round
     bucket_bytes: int = 16 * 2**20
 

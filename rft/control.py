@@ -80,6 +80,9 @@ class QueueSource:
         """Let a `take` that waits, and every later one, return an empty batch; from any thread, does not wait."""
         self.buffer.stop.remote()
 
+    def wants_weights(self, interval: int) -> bool:
+        return self._call("wants_weights", interval)
+
     def mark(self) -> int:
         return self._call("position")
 
@@ -112,15 +115,21 @@ class PoolNumbers:
 class Evaluations:
     """When to evaluate, and what came out. In-loop ones run beside training and are reported when they are ready.
 
-    `alone`: training waits for them instead, so that no answer mixes two versions (deterministic runs). `reported`: versions
-    that an earlier attempt evaluated; one that was due and is not among them was lost with it, and is done at the start.
+    A version that is due is published, whatever the style of synchronization says, and its evaluation begins when the engines
+    serve it: `served(version)` makes a Ray reference that is ready then. `alone`: training waits for evaluations, so that no
+    answer mixes two versions (deterministic runs). `reported`: versions that an earlier attempt evaluated; one that was due and
+    is not among them was lost with it, and is done at the start.
     """
 
-    def __init__(self, explorer: Any | None, config: ExplorerConfig, report: Callable[[EvalResult], None], alone: bool):
+    def __init__(
+        self, explorer: Any | None, config: ExplorerConfig, report: Callable[[EvalResult], None], alone: bool,
+        served: Callable[[int], Any] = lambda version: version,
+    ):  # fmt: skip
         self.explorer = explorer
         self.config = config
         self.report = report
         self.alone = alone
+        self.served = served
         self.reported: set[int] = set()
         self.pending: list[Any] = []
         self.newest: int | None = None
@@ -149,14 +158,14 @@ class Evaluations:
             return
         import ray
 
-        due = self._is_due(version) if version else self.config.eval_on_startup
+        due = self.is_due(version) if version else self.config.eval_on_startup
         if due and version not in self.reported and not self.stopped:
             self._start(version)
             self._collect(wait=True)
         ray.get(self.explorer.explore.remote(), timeout=REPLY_S)
 
     def if_due(self, version: int) -> None:
-        if self.explorer is not None and self._is_due(version):
+        if self.explorer is not None and self.is_due(version):
             self._start(version)
         self._collect(wait=self.alone)
 
@@ -165,11 +174,13 @@ class Evaluations:
             self._start(version)
         self._collect(wait=True)
 
-    def _is_due(self, version: int) -> bool:
+    def is_due(self, version: int) -> bool:
+        """The same on every rank."""
         return self.config.eval_interval > 0 and version % self.config.eval_interval == 0
 
     def _start(self, version: int) -> None:
-        self.pending.append(self.explorer.evaluate.remote(version))  # type: ignore[union-attr]
+        served = self.served(version)  # Ray calls `evaluate` when this is ready, and nobody waits for it meanwhile
+        self.pending.append(self.explorer.evaluate.remote(version, served))  # type: ignore[union-attr]
         self.newest = version
 
     def _collect(self, wait: bool) -> None:

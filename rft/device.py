@@ -5,7 +5,8 @@ handed to whoever needs it and printed once at start. No other file of rft may n
 """
 
 import ctypes
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -170,6 +171,22 @@ def choose(kind: str = "auto", index: int = 0, threads: int = 1) -> Device:
         if kind == "cuda":
             raise ValueError("device=cuda: torch sees no CUDA device here; use device=auto or device=cpu")
     return Device("cpu", 0, "gloo", threads, pin_memory=False)
+
+
+@contextmanager
+def beside(device: "torch.device") -> Iterator[None]:
+    """What is done inside goes on beside the computation of this device, and sees what that has computed until now. On leaving,
+    it is done. Host memory: nothing special."""
+    if device.type != "cuda":
+        yield
+        return
+    import torch
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def peak_of(name: str) -> float | None:

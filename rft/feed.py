@@ -19,6 +19,7 @@ class Source(Protocol):
 
     def take(self, step: int) -> Batch: ...
     def consumed(self, step: int) -> None: ...
+    def wants_weights(self, interval: int) -> bool: ...
     def mark(self) -> int: ...
     def retain(self, loop: dict[str, Any]) -> None: ...
 
@@ -67,6 +68,11 @@ class Feed:
     def consumed(self, step: int) -> None:
         if self.source:
             self.source.consumed(step)
+
+    def wants_weights(self, interval: int) -> bool:
+        """Whether explorers ask for newer weights, at the latest after `interval` steps' worth of groups; a collective."""
+        asked: bool = self.ranks.broadcast(self.source.wants_weights(interval) if self.source else None)
+        return asked
 
     def mark(self) -> int | None:
         """Where the source's journal stands: a checkpoint stores it."""

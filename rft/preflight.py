@@ -33,6 +33,7 @@ from rft.config import (
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
 
@@ -75,7 +76,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
     "trainer.max_restarts", "explorer.rollout_model.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
-    "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
+    "synchronizer.sync_offset", "synchronizer.max_staleness", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
     "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",
     "trainer.checkpoint.max_gb", "trainer.critic_warmup", "critic.grad_clip", "critic.optim.weight_decay",
@@ -103,6 +104,7 @@ def fill(config: Config) -> Config:
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
     _fill_tasksets(config)
     _fill_template(config.model)
+    fill_sync(config)
     if config.deterministic:
         _fill_deterministic(config)
     return config
@@ -124,7 +126,7 @@ def check(config: Config) -> None:
     _check_algorithm(config)
     _check_data(config)
     _check_deterministic(config)
-    _check_staleness(config)
+    check_sync(config)
     _check_places(config)
     if config.trainer.total_steps is None:
         config.trainer.total_steps = count_steps(config)
@@ -313,20 +315,11 @@ def _check_data(config: Config) -> None:
 def _check_deterministic(config: Config) -> None:
     if not config.deterministic:
         return
-    for key, only in (("device", "cpu"), ("synchronizer.sync_interval", 1)):
+    for key, only in (("device", "cpu"), ("synchronizer.sync_interval", 1), ("synchronizer.sync_offset", 0)):
         if get(config, key) != only:
             raise ConfigError(
                 f"deterministic=true with {key}={get(config, key)}: it is only kept with {key}={only}, set that"
             )
-
-
-def _check_staleness(config: Config) -> None:
-    sync = config.synchronizer
-    if config.mode == "both" and sync.max_staleness < sync.sync_interval - 1:
-        raise ConfigError(
-            f"synchronizer.max_staleness={sync.max_staleness} with sync_interval={sync.sync_interval} can never be kept: set "
-            f"max_staleness to at least {sync.sync_interval - 1}, or sync_interval lower"
-        )
 
 
 def _check_places(config: Config) -> None:

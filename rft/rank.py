@@ -198,6 +198,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     from rft.profiler import Profiler
     from rft.skips import SkippedSteps
     from rft.sync.publisher import Publisher
+    from rft.sync.style import Cadence
     from rft.trainer import Trainer
 
     config, policy = rank.config, models.policy
@@ -216,16 +217,20 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         models=models,
         feed=feed,
         publisher=Publisher(mesh, policy, synchronizer, config.synchronizer, epoch, enabled=rollouts),
+        cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
         checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
         evaluations=control.Evaluations(
-            explorer, config.explorer, report=lambda result: None, alone=config.deterministic
-        ),
+            explorer,
+            config.explorer,
+            report=lambda result: None,
+            alone=config.deterministic,
+            served=synchronizer.wait_for.remote if synchronizer is not None else lambda version: version,
+        ),  # fmt: skip
         skips=SkippedSteps(rank.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier),
         profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
         token_loss=recipe.policy_loss(config.algorithm),
-        sync_interval=config.synchronizer.sync_interval,
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),

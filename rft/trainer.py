@@ -1,12 +1,14 @@
-"""The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ only in max_staleness.
+"""The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ in two numbers only: how old
+rollouts may become, and which versions are published.
 
     feed.next ──► models.score ──► models.train_step ──► publisher.start ──► metrics ──► evaluate, checkpoint if due
     (waits for     (where the       (before an optimizer    (weights of version step+1
      its batch)     algorithm        changes weights: waits   stream out while the
                     needs it)        for the last push)       next step computes)
 
-Consumes one batch per step, produces policy version step+1. Two waits only: for the batch, and, just before the
-optimizer changes weights, for the previous push of those weights and the copies of the previous checkpoint.
+Consumes one batch per step, produces policy version step+1; `cadence` decides whether the engines get it. Two waits only: for the
+batch, and, just before the optimizer changes weights, for the previous push of those weights and the copies of the previous
+checkpoint.
 Invariant: `step` is the policy version on every rank, in the engines, in the checkpoint and on the metrics' axis.
 What a step tells is written down before its checkpoint can exist: a process that dies between the two resumes before
 the step and tells it again, instead of never.
@@ -27,6 +29,7 @@ from rft.monitor.metrics import Timer
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
 from rft.sync.publisher import Publisher
+from rft.sync.style import Cadence
 
 if TYPE_CHECKING:
     from rft.megatron.mesh import Mesh
@@ -44,13 +47,13 @@ class Trainer:
     models: "Models"
     feed: Feed
     publisher: Publisher
+    cadence: Cadence  # which versions are published
     checkpoints: CheckpointManager
     evaluations: Evaluations
     skips: SkippedSteps
     profiler: Profiler
     log_step: Callable[[int, dict[str, float], list[Any]], None]  # does something at rank 0 only
     token_loss: Callable[..., Any]
-    sync_interval: int
     run_epoch: int
     stopping: Callable[[], bool]  # rank 0: has somebody asked for a clean end?
     on_phase: Callable[[str], None]  # hears what this rank does now: a killed one cannot tell any more
@@ -80,8 +83,8 @@ class Trainer:
             metrics |= self.skips.after(step, metrics, batch.experiences)
             if not metrics["skipped"]:
                 self.recent_losses.append(metrics["loss"])
-            if step % self.sync_interval == 0:
-                self._publish(step)
+            # only what is served can be evaluated
+            self._publish(step, due=self.cadence.is_due(step) or self.evaluations.is_due(step))
             self.feed.consumed(step - 1)
             self.log_step(
                 step,
@@ -95,14 +98,16 @@ class Trainer:
         self.profiler.close(step)
         return self._finish(step)
 
-    def _publish(self, step: int) -> None:
+    def _publish(self, step: int, due: bool = True) -> None:
         self._enter(f"publishing version {step}")
-        self.publisher.start(step)
+        self.publisher.start(step, due)
+        if due:
+            self.cadence.published = step
 
     def _before_update(self) -> None:
         """Weights may change now: the last push and the copies of the last checkpoint must be done with them."""
         with self._doing("sync_wait"):
-            self.publisher.wait()
+            self.publisher.release()
         with self._doing("staging_wait"):
             self.checkpoints.before_update()
 

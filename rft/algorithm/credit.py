@@ -77,6 +77,7 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
         groups = np.array([e.group for e in rollouts])
         spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
         ages = np.array([step - e.oldest_version for e in rollouts if e.oldest_version is not None])
+        versions = [len({span.version for span in e.versions}) for e in rollouts]
         found |= {
             "reward/mean": rewards.mean(),
             "reward/std": rewards.std(),
@@ -84,6 +85,25 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
             "reward/failed_frac": np.mean([e.reward_outcome in ("timeout", "error") for e in rollouts]),
             "staleness/mean": ages.mean() if len(ages) else 0.0,
             "staleness/max": ages.max() if len(ages) else 0.0,
+            "staleness/tokens_mixed_frac": np.mean(np.array(versions) > 1),
+            **token_staleness(rollouts, step),
             "sample/groups": len(spreads),
         }
     return {name: float(value) for name, value in found.items()}
+
+
+def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
+    """Of every trained token on its own: how many versions ago it was sampled, and how many tokens nobody knows that of."""
+    ages, counts, trained = [], [], 0
+    for experience in rollouts:
+        before = np.concatenate(([0], np.cumsum(experience.action_mask)))  # trained tokens in front of each position
+        trained += int(before[-1])
+        for span in experience.versions:
+            ages.append(step - span.version)
+            counts.append(int(before[span.end] - before[span.start]))
+    aged = [age for age, count in zip(ages, counts, strict=True) if count]
+    return {
+        "staleness/token_mean": float(np.dot(ages, counts)) / max(1, sum(counts)),
+        "staleness/token_max": max(aged, default=0),
+        "staleness/unversioned_tokens": trained - sum(counts),
+    }

@@ -61,6 +61,7 @@ class ExperienceBuffer:
         self._ledger = Ledger(directory, segment_bytes)
         self._progress = self._ledger.progress
         self._published: int | None = None  # unknown until a trainer says where it begins
+        self._stored_before = 0  # groups stored when that version was published
         self._attached: set[str] = set()
         self._stopped = ""  # why no more batches are given out
         self._stop_is_failure = False
@@ -169,18 +170,12 @@ class ExperienceBuffer:
         """Begin or resume at `step` = policy version: batches already leased from there on come again, the same."""
         self._progress.check_resume(step)
         self._attempt += 1
-        self._published = step
+        self._published, self._stored_before = step, self._progress.num_stored
         self._stopped = self._stopped if self._stop_is_failure else ""  # a plain stop was meant for the trainer before
         await self._record(Resumed(step=step, run_epoch=run_epoch))
         replays = self._progress.replays(step)
-        logger.info(
-            "%s begins at step %d in run epoch %d: %d batches are replayed, %d groups wait",
-            trainer,
-            step,
-            run_epoch,
-            len(replays),
-            len(self._progress.waiting),
-        )
+        told = f"{len(replays)} batches are replayed, {len(self._progress.waiting)} groups wait"
+        logger.info("%s begins at step %d in run epoch %d: %s", trainer, step, run_epoch, told)
         return {
             "replay": replays,
             "next_step": self._progress.next_step,
@@ -236,16 +231,21 @@ class ExperienceBuffer:
 
         With `run_epoch`, a late call of an earlier attempt is ignored.
         """
-        if run_epoch is not None and run_epoch != self._progress.run_epoch:
-            logger.warning(
-                "version %d of run epoch %d came late: the trainer is in run epoch %d",
-                version,
-                run_epoch,
-                self._progress.run_epoch,
-            )
+        epoch = self._progress.run_epoch
+        if run_epoch is not None and run_epoch != epoch:
+            logger.warning("version %d of run epoch %d came late: the trainer is in %d", version, run_epoch, epoch)
             return
-        self._published = max(version, self._published or 0)
+        if self._published is None or version > self._published:
+            self._published, self._stored_before = version, self._progress.num_stored
         await self._notify()
+
+    async def wants_weights(self, interval: int) -> bool:
+        """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer after a step."""
+        if self._published is None:
+            return False
+        return self._progress.asks(
+            self._published, self._stored_before, interval, self.tasks_per_step, self.max_staleness
+        )
 
     # Checkpoints
 

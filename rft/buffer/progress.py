@@ -207,6 +207,17 @@ class Progress:
         """How many more groups the steps before `total_steps` need, if none of those that wait fails."""
         return (total_steps - self.next_step) * tasks_per_step - len(self.waiting)
 
+    def asks(
+        self, published: int, stored_before: int, interval: int, tasks_per_step: int, max_staleness: int | None
+    ) -> bool:
+        """Whether explorers want a version after `published`: they have finished `interval` steps' worth of groups since, or all
+        that they may start with it. `stored_before`: `num_stored` when it was published.
+        """
+        if self.num_stored - stored_before >= interval * tasks_per_step:
+            return True
+        no_slots = max_staleness is not None and self.slots(published, tasks_per_step, max_staleness) <= 0
+        return no_slots and not self.has_running()
+
     # Steps
 
     def wanted(self, step: int, tasks_per_step: int, max_staleness: int | None) -> list[Group]:

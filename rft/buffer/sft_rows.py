@@ -106,6 +106,10 @@ class SupervisedRows:
         chosen = self._order[1][index * self.batch_size : (index + 1) * self.batch_size]
         return Batch(step=step, experiences=[self._experience(epoch, *self._rows[i]) for i in chosen])
 
+    def wants_weights(self, interval: int) -> bool:
+        """Nobody explores."""
+        return False
+
     def consumed(self, step: int) -> None:
         """Nothing to note: the step number says it all (as for `mark` and `retain`)."""
 

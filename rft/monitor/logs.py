@@ -5,6 +5,7 @@ the user) is in that file and not on the user's terminal.
 """
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STACKS_SIGNAL = signal.SIGUSR2
 
 
 def redirect(path: Path, level: str, keep_stdout: bool = False) -> None:
@@ -25,6 +27,12 @@ def redirect(path: Path, level: str, keep_stdout: bool = False) -> None:
         os.dup2(file, 1)
     os.close(file)
     logging.basicConfig(level=level.upper(), format=FORMAT, stream=sys.stderr, force=True)
+    show_stacks_on_signal()
+
+
+def show_stacks_on_signal() -> None:
+    """STACKS_SIGNAL makes this process write every thread's stack to its stderr, even when it hangs in a library."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
 def flush() -> None:

@@ -1,12 +1,14 @@
 """One vLLM instance as a service: token ids in, token ids with log-probabilities and weight versions out.
 
     generate(GenerateRequest) ──► AsyncLLM ──ZMQ──► EngineCore process (model, KV cache, plug-in) ──► [Completion]
-    update_weights(version)   ──► pause keep ─► start ─► update ─► finish(version) ─► resume
+    stage(version)            ──► workers receive, decoding goes on
+    commit(version)           ──► pause keep ─► start ─► update ─► finish(version) ─► resume
 
 The supervisor wraps the class as a Ray actor; every method is a coroutine on the actor's event loop. Consumes encoded
 requests and weight rounds, produces encoded completions. Invariants: every returned token carries the version of exactly
 the weights that produced it, and an engine whose weights are neither wholly old nor wholly new (`poisoned`) answers no
-request until a full round commits.
+request until a full round commits. How the key-value cache outlives a commit is told with the streams (`kv`): "recompute"
+drops it, also of requests in flight; "keep" keeps it for these, and salts the prefix cache, so that no new request meets it.
 """
 
 import asyncio
@@ -18,22 +20,25 @@ import time
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
-import xxhash
+import psutil
 
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.device import thread_environment
-from rft.experience import Completion, GenerateRequest, StopReason, VersionSpan, decode, encode
+from rft.experience import Completion, GenerateRequest, decode, encode
+from rft.monitor.logs import STACKS_SIGNAL
+from rft.names import Dims, architecture_of, hf_names, read_hf_config
+from rft.rollout.stage_reports import StageReports
+from rft.rollout.vllm_requests import completion, sampling_params
 
 if TYPE_CHECKING:
     from vllm import AsyncLLM, SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
 
 log = logging.getLogger(__name__)
 GIB = 2**30
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-STOPS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 QUIET = {  # what vLLM must not do: phone home, talk on the user's terminal, resolve this machine's public address
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -50,6 +55,17 @@ class EngineUnavailable(RuntimeError):
 
 class EngineDied(EngineUnavailable):
     """The engine's processes or its actor are gone; the message names the engine and the cause."""
+
+
+class RoundFailed(RuntimeError):
+    """A round of weights that was not installed. `kind`: "unreachable" (no bytes came), "broken" or "damaged" (poisoned)."""
+
+    def __init__(self, message: str, kind: str = "broken"):
+        super().__init__(message, kind)  # both, so that it can be pickled
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class RolloutEngine:
@@ -70,8 +86,12 @@ class RolloutEngine:
         self.poisoned: str | None = None
         self.requests = 0
         self.tokens = 0
+        self.cached = 0  # prompt tokens whose keys and values were there already
         self._version = 0
+        self._kv = "recompute"
         self._round = asyncio.Lock()
+        self._open = asyncio.Event()  # closed while weights are installed: a request belongs to one side of that
+        self._open.set()
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
 
@@ -145,6 +165,7 @@ class RolloutEngine:
         output = await self._run(asked, sampling_params(asked, room))
         completions = [completion(self.name, made) for made in output.outputs]
         self.requests += 1
+        self.cached += output.num_cached_tokens or 0
         self.tokens += sum(len(made.tokens) for made in completions)
         return encode(completions)
 
@@ -152,10 +173,14 @@ class RolloutEngine:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        await self._open.wait()
         llm = self._healthy()
+        prompt = TokensPrompt(prompt_token_ids=asked.prompt)
+        if self._kv == "keep":
+            prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
         try:
-            async for made in llm.generate(TokensPrompt(prompt_token_ids=asked.prompt), params, asked.request_id):
+            async for made in llm.generate(prompt, params, asked.request_id):
                 output = made
         except EngineDeadError as error:
             raise EngineDied(f"{self.name} died while it served {asked.request_id}") from error
@@ -169,35 +194,83 @@ class RolloutEngine:
 
     def _healthy(self) -> "AsyncLLM":
         if self.llm is None:
-            raise RuntimeError(f"{self.name} is not started")
+            raise EngineUnavailable(f"{self.name} is not started, or has ended")
         if self.poisoned:
-            raise RuntimeError(
+            raise EngineUnavailable(
                 f"{self.name} holds mixed weights and serves nothing until a full round: {self.poisoned}"
             )
         return self.llm
 
     # --- weights ------------------------------------------------------------------------------------------------
 
+    async def check_plan(self, plan: dict[str, Any]) -> None:
+        """Raises ValueError listing what this engine's model and the plan of a trainer's streams do not have in common."""
+        hf = read_hf_config(self.model.model_path)
+        ours = hf_names(Dims.of(hf), architecture_of(hf))
+        theirs = {block["name"]: tuple(block["shape"]) for stream in plan["streams"] for block in stream["blocks"]}
+        problems = [f"{name} is missing" for name in ours if name not in theirs]
+        problems += [f"{name} is not of this model" for name in theirs if name not in ours]
+        problems += [
+            f"{name} is {list(theirs[name])}, here {list(shape)}"
+            for name, shape in ours.items() if name in theirs and theirs[name] != tuple(shape)
+        ]  # fmt: skip
+        if problems:
+            raise ValueError(
+                f"the trainer's weights are not those of the model of {self.name}, {self.model.model_path}: "
+                + "; ".join(problems)
+            )
+
     async def init_weights(self, info: dict[str, Any]) -> None:
         """Join the trainer's weight streams: `info` as made by `rft.sync.synchronizer` (plan, streams, epoch, ...)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         assert self.llm is not None, "init_weights before start"
+        await self.check_plan(info["plan"])
         async with self._round:
-            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"info": info}))
+            self._kv = info.get("kv", "recompute")
+            try:
+                await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"info": info}))
+            except Exception as error:
+                lost = any(state["unreachable"] for state in await self._states())
+                raise RoundFailed(
+                    f"{self.name} did not join the weight streams: {first_line(error)}",
+                    "unreachable" if lost else "broken",
+                ) from error
 
-    async def update_weights(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
-        """One whole round to `version`. In-flight requests freeze, lose their KV, and go on under the new weights.
+    async def stage(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+        """Receive `version` beside the decoding. Returns the first worker's numbers, or {"missed": why} if the trainer has
+        moved on. With `update["direct"]` nothing is received before `commit`."""
+        assert self.llm is not None, "stage before start"
+        if update.get("direct"):
+            return {}
+        async with self._round, StageReports(self.workers) as reports:
+            await self.llm.collective_rpc("rft_stage", args=({**plain(update), "version": version}, reports.path))
+            found = await reports.all(update["timeout"])
+        failure = next((report for report in found if "error" in report), None)
+        if failure is None:
+            return found[0]
+        if failure["kind"] == "missed":
+            return {"missed": failure["error"]}
+        raise RoundFailed(f"{self.name} did not receive version {version}: {failure['error']}", failure["kind"])
 
-        Raises when the round failed; then the engine serves the old version again if every worker still holds exactly
-        those weights, and is `poisoned` (and stays paused) if not.
+    async def commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+        """Install what was staged (or, direct, receive it now); see `_install`."""
+        source = "direct" if update.get("direct") else "staged"
+        return await self._install(version, {**plain(update), "source": source})
+
+    async def _install(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+        """From pause to resume. In-flight requests freeze and go on under the new weights.
+
+        Raises RoundFailed; then the engine serves the old version again if every worker still holds exactly those
+        weights, and is `poisoned` (and stays paused) if not.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        assert self.llm is not None, "update_weights before start"
+        assert self.llm is not None, "commit before start"
         async with self._round:
             began = time.monotonic()
-            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            self._open.clear()
+            await self.llm.pause_generation(mode="keep", clear_cache=self._kv != "keep")
             paused = time.monotonic()
             try:
                 await self.llm.start_weight_update()
@@ -208,16 +281,20 @@ class RolloutEngine:
                 self._version, self.poisoned = version, None
             except Exception as error:
                 self.poisoned = await self._damage(error)
-                raise RuntimeError(f"{self.name}: round to version {version} failed: {first_line(error)}") from error
+                kind = "damaged" if self.poisoned else "broken"
+                raise RoundFailed(
+                    f"{self.name}: version {version} was not installed: {first_line(error)}", kind
+                ) from error
             finally:
                 if self.poisoned is None:
                     await self.llm.resume_generation()
+                self._open.set()
             done = time.monotonic()
         return {**report, "version": version, "pause_s": done - began, "install_s": done - paused}
 
     async def load_weights_from(self, path: str, version: int) -> None:
         """Install the safetensors of a Hugging Face directory as `version`: the same round, from files."""
-        await self.update_weights(version, {"source": "files", "path": path})
+        await self._install(version, {"source": "files", "path": path})
 
     async def weight_version(self) -> int:
         return self._version
@@ -231,7 +308,10 @@ class RolloutEngine:
         if wrong:
             raise RuntimeError(f"workers do not hold version {version} after finish: {wrong}")
         first = states[0]
-        return {"digest": first["digest"], "bytes": sum(s["bytes"] for s in states), "receive_s": first["receive_s"]}
+        return {
+            "digest": first["digest"], "bytes": sum(s["bytes"] for s in states), "receive_s": first["receive_s"],
+            "again": sum(s["again"] for s in states),
+        }  # fmt: skip
 
     async def _damage(self, error: Exception) -> str | None:
         """None when every worker still holds the weights from before the round, else why the engine is unusable."""
@@ -275,11 +355,20 @@ class RolloutEngine:
 
         threading.Thread(target=sleep_until_one_ends, name=f"{self.name}-watch", daemon=True).start()
 
+    async def dump_stacks(self) -> None:
+        """Every thread of this engine's processes, into their logs: asked for when one does not answer."""
+        os.kill(os.getpid(), STACKS_SIGNAL)
+        if self.llm is not None:
+            cores = [psutil.Process(core.pid) for core in self.llm.engine_core.resources.engine_manager.processes]
+            for process in [*cores, *(child for core in cores for child in core.children(recursive=True))]:
+                if "VLLM::" in " ".join(process.cmdline()):  # others do not listen to this signal, and would end
+                    process.send_signal(STACKS_SIGNAL)
+
     async def stats(self) -> dict[str, Any]:
         active = self.llm.output_processor.get_num_unfinished_requests() if self.llm else 0
         return {
             "name": self.name, "workers": self.workers, "version": self._version, "poisoned": self.poisoned,
-            "requests": self.requests, "tokens": self.tokens, "active": active,
+            "requests": self.requests, "tokens": self.tokens, "active": active, "cached": self.cached,
         }  # fmt: skip
 
     async def shutdown(self) -> None:
@@ -301,46 +390,6 @@ def cpu_environment(threads: int, workers: int) -> dict[str, str]:
     }
 
 
-def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
-    """Our request as vLLM's; `room` is what the context leaves for the response."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = asked.sampling
-    return SamplingParams(
-        n=asked.n,
-        stop_token_ids=asked.stop_token_ids,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=min(sampling.max_tokens, room),
-        min_tokens=min(sampling.min_tokens, room),
-        seed=None if sampling.seed is None else spread(sampling.seed),
-        logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def spread(seed: int) -> int:
-    """A 62-bit seed: vLLM gives sample i the seed + i, so neighbouring request seeds must not be neighbours there."""
-    return xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little", signed=True)) >> 2
-
-
-def completion(engine: str, made: "CompletionOutput") -> Completion:
-    """vLLM's output as our record; raises when vLLM reports an error or leaves a token without version."""
-    stop = STOPS.get(made.finish_reason)
-    if stop is None:
-        raise RuntimeError(f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}")
-    tokens = list(made.token_ids)
-    spans = [VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in made.weight_versions or []]
-    logprobs = list(made.logprobs.logprobs) if tokens else []  # type: ignore[union-attr]
-    if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
-        raise RuntimeError(f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions {spans}")
-    return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
-
-
 def await_exit_code(process: Any) -> None:
     """Return once an ended process's exit code is known, or after a second: vLLM waits for the same process in a thread of
     its own, and whichever of the two the kernel did not tell sees None until the other one has noted it."""
@@ -354,6 +403,11 @@ def ending(code: int | None) -> str:
     if code is None:
         return "ended, how is not known"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def plain(update: dict[str, Any]) -> dict[str, Any]:
+    """What workers compare a round by."""
+    return {"digest": update["digest"], "epoch": update["epoch"]}
 
 
 def first_line(error: Exception) -> str:

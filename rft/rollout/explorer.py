@@ -253,8 +253,11 @@ class Explorer:
 
     # --- evaluating ---------------------------------------------------------------------------------------------
 
-    async def evaluate(self, version: int) -> list[bytes]:
-        """Run every evaluation set once; encoded `EvalResult`s labelled with `version`."""
+    async def evaluate(self, version: int, served: int | None = None) -> list[bytes]:
+        """Run every evaluation set once; encoded `EvalResult`s labelled with `version`.
+
+        `served`: what the synchronizer said when the engines had it, so that this is not called earlier.
+        """
         try:
             return [encode(await self._evaluate_set(taskset, version)) for taskset in self.eval_tasksets]
         except AllTasksFail as error:
@@ -364,9 +367,16 @@ def summarise(
         "response_length/mean": float(np.mean([e.response_length for e in flat])),
         "truncated_frac": float(np.mean([e.stop == "length" for e in flat])),
         "failed_frac": 1 - len(done) / asked,
+        **versions_of(flat, version),
     }
     samples = [sample_row(task, group[0], tokenizer) for task, group in done[:EVAL_SAMPLES]]
     return EvalResult(taskset=name, version=version, num_tasks=asked, metrics=metrics, samples=samples)
+
+
+def versions_of(experiences: list[Experience], version: int) -> dict[str, float]:
+    """Who was really evaluated as `version`: newer weights may come while an evaluation is under way."""
+    found = [span.version for experience in experiences for span in experience.versions] or [version]
+    return {"oldest_version": float(min(found)), "newest_version": float(max(found))}
 
 
 def sample_row(task: Task, experience: Experience, tokenizer: Any) -> dict[str, Any]:

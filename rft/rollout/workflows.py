@@ -121,6 +121,12 @@ def check(task: Task, experiences: list[Experience]) -> None:
                     f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "
                     f"for {made.response_length} response tokens"
                 )
+        for span in made.versions:
+            if not 0 <= span.start <= span.end <= made.response_length:
+                raise ValueError(
+                    f"workflow {task.workflow!r}, experience {position}: version {span.version} of tokens {span.start} to "
+                    f"{span.end}, but the response has {made.response_length}"
+                )
 
 
 class _Function:

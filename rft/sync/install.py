@@ -1,17 +1,21 @@
-"""The part of weight sync that lives inside vLLM: installs received tensors into the model, or leaves it as it was.
+"""The part of weight sync that lives inside vLLM: receives weights beside the decoding, installs them between two steps of it.
 
-vLLM calls `start_weight_update`, `update_weights`, `finish_weight_update` on every worker, between pause and resume (nothing
-decodes meanwhile). One round:
+    stage (a thread, while the engine decodes)        update_weights (between pause and resume: nothing decodes)
+    receive + verify everything ──► told, by a socket ──► open layer-wise reload ──► load, one generator ──► close, re-packed
+    fails: nothing was touched                            fails from here on: reload aborted, `mixed` until a round succeeds
 
-    receive + verify everything ──► open layer-wise reload ──► load, one generator ──► close (re-packed in place)
-    fails: nothing was touched      fails from here on: reload aborted, `mixed` until a full round succeeds
-
-Always through layer-wise reload: on CPU vLLM re-packs linear weights and a raw copy would land nowhere. Invariant: `version`
-names exactly the weights in the model unless `mixed` is set.
+`direct` rounds receive inside `update_weights`, without staging memory: what fails there has touched the model. Always through
+layer-wise reload: on CPU vLLM re-packs linear weights and a raw copy would land nowhere. Invariant: `version` names exactly
+the weights in the model unless `mixed` is set; a round is loaded only when it was staged whole.
 """
 
+import itertools
+import json
 import logging
+import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +35,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from rft import device as devices
 from rft.sync.receiver import Receiver, file_tensors
+from rft.sync.sender import Link
+from rft.sync.wire import Lost, Refused, Wire
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +48,8 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`update`: version, and either digest and epoch of the streams or source "files" with a path."""
+    """`update`: version, and where its bytes come from: `source` is "staged", "direct" (digest and epoch of the streams) or
+    "files" (path)."""
 
     update: dict[str, Any]
 
@@ -56,58 +63,105 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
-        backend = devices.choose(device.type).backend
-        self.receiver = Receiver(vllm_config.parallel_config.rank, device, backend)
+        self.receiver = Receiver(vllm_config.parallel_config.rank, device, link_maker(device))
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False
+        self.unreachable = False  # the last failure was that no bytes came: the model and this worker are all right
         self.round: dict[str, Any] = {}
+        self.staged: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None  # an update, and what it brought
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
 
     def state(self) -> dict[str, Any]:
         """What this worker holds and what its last round took: asked for by the engine actor after every round."""
-        return {"version": self.version, "mixed": self.mixed, "digest": "", "bytes": 0, "receive_s": 0.0, **self.round}
+        facts = {"version": self.version, "mixed": self.mixed, "unreachable": self.unreachable}
+        return {**facts, "digest": "", "bytes": 0, "receive_s": 0.0, "again": 0, **self.round}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.receiver.connect(init_info.info)
+        self.staged, self.unreachable = None, False
+        try:
+            self.receiver.connect(init_info.info)
+        except (Lost, Refused):
+            self.unreachable = True
+            raise
+
+    def stage(self, update: dict[str, Any], tell: str) -> None:
+        """Begin to receive; what became of it goes to the Unix socket `tell`, whose other end also notices our death."""
+        self.staged = None
+        listener = socket.socket(socket.AF_UNIX)
+        listener.connect(tell)
+        threading.Thread(target=self._stage, args=(update, listener), name="stage", daemon=True).start()
+
+    def _stage(self, update: dict[str, Any], listener: socket.socket) -> None:
+        began = time.monotonic()
+        try:
+            self.receiver.check(update)
+            tensors = self.receiver.stage(update["version"])
+            self.staged = update, tensors
+            self.round = self._numbers(update, tensors, began)
+            told = self.round
+        except Exception as error:
+            self.receiver.close()
+            log.warning("version %s was not staged", update["version"], exc_info=True)
+            told = {"error": str(error), "kind": kind(error)}
+        with listener:
+            listener.sendall(json.dumps({**told, "worker": self.receiver.worker}).encode() + b"\n")
+
+    def _numbers(self, update: dict[str, Any], tensors: dict[str, torch.Tensor], began: float) -> dict[str, Any]:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        seconds = time.monotonic() - began
+        return {"digest": update["digest"], "bytes": size, "receive_s": seconds, "again": self.receiver.again}
 
     def start_weight_update(self) -> None:
         """The reload is opened only once all bytes are there, so a round that never arrives touches nothing."""
-        self.round = {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Overrides vLLM's, which calls `torch.accelerator.synchronize`: on a CPU torch that raises."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        update = update_info.update
         try:
-            self._load(self._received(update_info.update))
+            self._load(self._source(update))
         except BaseException:
             self.receiver.close()
             raise
-        self.round["target"] = update_info.update["version"]
+        finally:
+            self.staged = None
+        self.round["target"] = update["version"]
 
-    def _received(self, update: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """All tensors of the round, verified."""
-        began = time.monotonic()
-        if update.get("source") == "files":
-            tensors = list(file_tensors(update["path"]))
-            self.round["digest"] = ""
-        else:
+    def _source(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The round's tensors. Whatever can be known to be wrong is raised here, before the model is touched."""
+        if update["source"] == "files":
+            tensors = dict(file_tensors(update["path"]))
+            self.round = {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
+            return iter(tensors.items())
+        if update["source"] == "direct":
             self.receiver.check(update)
-            tensors = list(self.receiver.tensors(update["version"]))
-            self.round["digest"] = update["digest"]
-        self.round["bytes"] = sum(tensor.nbytes for _, tensor in tensors)
-        self.round["receive_s"] = time.monotonic() - began
-        return tensors
+            return self._direct(update)
+        here = None if self.staged is None else {**self.staged[0], "source": "staged"}
+        if self.staged is None or here != update:
+            raise RuntimeError(f"asked to install {update}, staged is {here}")
+        return iter(self.staged[1].items())
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _direct(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Straight from the streams; counted as they pass."""
+        began, size = time.monotonic(), 0
+        for name, tensor in self.receiver.tensors(update["version"]):
+            size += tensor.nbytes
+            yield name, tensor
+        self.round = {
+            "digest": update["digest"], "bytes": size, "receive_s": time.monotonic() - began, "again": self.receiver.again,
+        }  # fmt: skip
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        first = next(tensors)  # a trainer that is gone already touches nothing
         initialize_layerwise_reload(self.model)
         self.mixed = True
         for method in self.experts:
             method.moe_kernel = None
         try:
-            self.model.load_weights(iter(tensors))
+            self.model.load_weights(itertools.chain([first], tensors))
             empty = [name for name in unfilled(self.model) if name not in self.tied]
             if empty:
                 raise ValueError(f"the stream has no weights for {empty[:10]}")
@@ -125,6 +179,22 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.receiver.close()
+
+
+def link_maker(device: torch.device) -> Callable[[Wire], Link] | None:
+    """How packed buckets come to this worker; None: it takes them from the wire, straight into host memory."""
+    if devices.choose(device.type).backend != "nccl":
+        return None
+    from rft.sync.nccl_link import join_link
+
+    return join_link
+
+
+def kind(error: Exception) -> str:
+    """Whom a failed round blames: "missed" nobody (the version is over), "unreachable" the way to the trainer, "broken" us."""
+    if isinstance(error, Refused):
+        return "missed"
+    return "unreachable" if isinstance(error, Lost | TimeoutError) else "broken"
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Weight publication as the training loop sees it, on every rank: connect once, then start and wait per version.
 
-    connect: every rank's blocks ─gather─► rank 0 plans ─broadcast─► senders and engines form their links
-    start:   owners push their streams in threads; rank 0 asks the synchronizer for the round
-    wait:    owners join their push; rank 0 takes the synchronizer's answer
+    connect: every rank's blocks ─gather─► rank 0 plans ─broadcast─► senders serve; the synchronizer hears of them
+    start:   every owner opens the version for whoever asks; rank 0 asks the synchronizer for the round, or only offers
+    wait:    rank 0 takes the synchronizer's answer ─broadcast─► every rank knows that the engines serve it
+    release: as wait; then owners close the version, as soon as nobody reads it any more
 
 Consumes versions, produces `version` (the last one that all engines serve) and `last` (its numbers, rank 0). Invariant: after
-`wait` returns, this rank's weights may change; between `start` and `wait` they must not.
+`release` returns, this rank's weights may change; between `start` and `release` they must not.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -16,8 +18,9 @@ from rft import device as devices
 from rft.config import SynchronizerConfig
 from rft.protocols import Block, WeightSource
 from rft.sync import plan as plans
-from rft.sync.sender import WeightSender
+from rft.sync.sender import Link, WeightSender
 from rft.sync.synchronizer import reason
+from rft.sync.wire import Wire
 
 REPLY_S = 30.0  # on top of sync_timeout: the synchronizer raises the better error first
 
@@ -49,83 +52,103 @@ class Publisher:
         self.address = address
         self.version: int | None = None
         self.last: dict[str, float] = {}
+        self.digest = ""  # of the plan
         self._sender: WeightSender | None = None
-        self._pending: int | None = None
+        self._open: int | None = None  # the version that these weights are offered as
+        self._due = False
         self._reply: Any = None
 
     def connect(self) -> None:
-        """Plan the streams and connect every owner with every engine. Collective; raises on every rank if planning fails."""
+        """Plan the streams and let the engines know. Collective; raises on every rank if planning fails."""
         if not self.enabled:
             return
         blocks = self.source.blocks()
         if blocks:
-            backend = devices.choose(next(iter(self.source.read_blocks())).device.type).backend
-            self._sender = WeightSender(self.source, self.epoch, self.config.sync_timeout, self.address, backend)
+            kind = next(iter(self.source.read_blocks())).device.type
+            self._sender = WeightSender(
+                self.source, self.epoch, self.config.sync_timeout, self.address, link_maker(kind, self.address)
+            )
         endpoint = self._sender.endpoint if self._sender else None
         offers = self.mesh.gather((blocks, endpoint))  # over the wire a record becomes a plain dictionary
         decision = self.mesh.broadcast(self._decide(offers) if offers is not None else None)
         if "error" in decision:
             raise ValueError(decision["error"])
         plan = plans.decode(decision["plan"])
-        if self.synchronizer is not None:
-            self._reply = self.synchronizer.connect.remote(decision["plan"], decision["streams"], self.epoch)
+        self.digest = plan.digest
         if self._sender:
             owners = [stream.rank for stream in plan.streams]
-            self._sender.connect(plan, owners.index(self.mesh.rank), decision["peers"])
-        self._take_reply()
-        self.mesh.barrier("weight streams connected")
-
-    def start(self, version: int) -> None:
-        """Begin publishing the current weights as `version`; does not block."""
-        assert self._pending is None, f"version {self._pending} was not waited for"
-        self._pending = version
-        if self._sender:
-            self._sender.push(version)
+            self._sender.follow(plan, owners.index(self.mesh.rank))
         if self.synchronizer is not None:
-            self._reply = self.synchronizer.publish.remote(version, self.epoch)
+            self._reply = self.synchronizer.connect.remote(decision["plan"], decision["streams"], self.epoch)
+        self._agree(self._outcome())
 
-    def wait(self) -> dict[str, float] | None:
-        """Return when the started version is sent and, at rank 0, served by all engines; None if nothing was started."""
-        if self._pending is None:
-            return None
-        sent = self._join()
-        self.version, self._pending = self._pending, None
-        self.last = {f"sync/{name}": value for name, value in sent.items()}
-        return self.last
+    def start(self, version: int, due: bool = True) -> None:
+        """Begin publishing the current weights as `version`; does not block. Not `due`: they are only there for engines that
+        have come back without any. What was started before is released first."""
+        self.release()
+        self._open, self._due = version, due
+        if self._sender:
+            self._sender.open(version)
+        if self.synchronizer is None:
+            return
+        if due:
+            self._reply = self.synchronizer.publish.remote(version, self.epoch)
+        else:
+            self.synchronizer.offer.remote(version, self.epoch)
+
+    def wait(self) -> None:
+        """Return when the started version, if it was due, is served by all engines. Collective."""
+        if self._open is None or not self._due:
+            return
+        numbers = self._agree(self._outcome()) if self.enabled else {}
+        self._due, self.version = False, self._open
+        self.last = {f"sync/{name}": value for name, value in numbers.items()}
+
+    def release(self) -> None:
+        """Return when the weights may change: as `wait`, and nobody reads them any more. Collective."""
+        self.wait()
+        if self._open is None:
+            return
+        self._open = None
+        if self._sender:
+            self.last |= {f"sync/{name}": value for name, value in self._sender.close_version().items()}
 
     def close(self) -> None:
         if self._sender:
             self._sender.close()
 
     def _decide(self, offers: list[tuple[list[Block], dict[str, Any] | None]]) -> dict[str, Any]:
-        """Rank 0: the plan, who serves which stream, and whom to serve; or the error that all ranks raise."""
-        import ray
-
-        assert self.synchronizer is not None, "rank 0 needs the synchronizer's handle"
+        """Rank 0: the plan and who serves which stream; or the error that all ranks raise."""
         try:
             plan = plans.build([msgspec.convert(blocks, list[Block]) for blocks, _ in offers], self.config.bucket_bytes)
         except ValueError as error:
             return {"error": str(error)}
-        peers = ray.get(self.synchronizer.peers.remote(), timeout=REPLY_S)
-        streams = [offers[stream.rank][1] for stream in plan.streams]
-        return {"plan": plans.encode(plan), "streams": streams, "peers": peers}
+        return {"plan": plans.encode(plan), "streams": [offers[stream.rank][1] for stream in plan.streams]}
 
-    def _join(self) -> dict[str, float]:
-        """The round's numbers. When both ends failed, the engines' reason comes first: they saw the bytes."""
-        try:
-            sent = self._sender.wait() if self._sender else {}
-        except RuntimeError as failure:
-            try:
-                self._take_reply()
-            except Exception as cause:
-                raise RuntimeError(f"version {self._pending}: {reason(cause)}; {failure}") from cause
-            raise
-        return {**(self._take_reply() or {}), **sent}
-
-    def _take_reply(self) -> Any:
+    def _outcome(self) -> dict[str, Any]:
+        """Rank 0: what the synchronizer answered; its failure becomes one of all ranks."""
         if self._reply is None:
-            return None
+            return {}
         import ray
 
         reply, self._reply = self._reply, None
-        return ray.get(reply, timeout=self.config.sync_timeout + REPLY_S)
+        try:
+            return {"numbers": ray.get(reply, timeout=self.config.sync_timeout + REPLY_S) or {}}
+        except Exception as error:  # raised on every rank, after these have heard of it
+            return {"error": reason(error)}
+
+    def _agree(self, outcome: dict[str, Any]) -> dict[str, float]:
+        """Rank 0's outcome, on every rank."""
+        outcome = self.mesh.broadcast(outcome)
+        if "error" in outcome:
+            raise RuntimeError(f"weight sync failed: {outcome['error']}")
+        return dict(outcome.get("numbers", {}))
+
+
+def link_maker(kind: str, address: str) -> Callable[[Wire], Link] | None:
+    """How packed buckets leave this rank; None: its weights lie in host memory and go over the wire as they lie there."""
+    if devices.choose(kind).backend != "nccl":
+        return None
+    from rft.sync.nccl_link import host_link
+
+    return lambda wire: host_link(wire, address)

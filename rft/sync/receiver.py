@@ -1,40 +1,44 @@
 """The engine end of the weight stream, without vLLM: streams (or files) in, whole Hugging Face tensors out.
 
-    stream 0 ──thread─┐
-    stream 1 ──thread─┼─► inbox ──► assemble blocks ──► (name, tensor), each name once
-    ...               ┘   (checksum verified in the thread, memory fresh per bucket)
+    stream 0 ──thread─┐  bytes land in the tensor that they belong to,
+    stream 1 ──thread─┼─► every bucket is checked, wrong ones come again ──► (name, tensor), each name once
+    ...               ┘
 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through `register`, the package's
 `vllm.general_plugins` entry point. Invariants: a tensor is handed out only when all its bytes have come and their checksums
-fit; whatever a receiving thread meets is raised to the consumer; after a failed round every link is closed.
+fit; whatever a receiving thread meets is raised to the consumer; after a failed round every wire is closed.
 """
 
+import logging
 import multiprocessing
 import os
 import queue
 import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rft import device as devices
 from rft.monitor import logs
-from rft.protocols import Block
+from rft.sync import checksum
 from rft.sync import plan as plans
 from rft.sync.plan import Bucket, Plan
-from rft.sync.sender import CHECKSUM_BYTES, bucket_seed, checksum, digest_key, link_name
-from rft.sync.transport import RECEIVER, Link, join_store
+from rft.sync.sender import Link
+from rft.sync.staging import Staging
+from rft.sync.wire import CHUNK, Refused, Wire, knock
 
+log = logging.getLogger(__name__)
 BACKEND = "rft"
+TRIES = 3  # of one bucket: a bit may flip on the way, a faulty machine flips them all
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: make "rft" a weight transfer backend. Called in every vLLM process, repeatedly."""
     if "RFT_LOG_FILE" in os.environ and multiprocessing.parent_process() is not None:
         logs.die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
+    logs.show_stacks_on_signal()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -48,50 +52,48 @@ class WorkerExtension:
         """What this worker holds; see `rft.sync.install.StreamedWeights.state`."""
         return self.weight_transfer_engine.state()  # type: ignore[attr-defined, no-any-return]
 
-
-@dataclass(frozen=True)
-class _Arrival:
-    stream: int
-    bucket: int
-    data: torch.Tensor
+    def rft_stage(self, update: dict[str, Any], tell: str) -> None:
+        """Begin to receive a round beside the decoding; the outcome is told to the socket at `tell`."""
+        self.weight_transfer_engine.stage(update, tell)  # type: ignore[attr-defined]
 
 
 class Receiver:
     """Joins the streams of one trainer epoch and turns each round into tensors. One per engine worker."""
 
-    def __init__(self, worker: int, device: torch.device, backend: str):
+    def __init__(self, worker: int, device: torch.device, make_link: Callable[[Wire], Link] | None = None):
         self.worker = worker
         self.device = device
-        self.backend = backend
+        self.make_link = make_link
         self.plan: Plan | None = None
         self.epoch = -1
         self.timeout = 0.0
-        self._links: list[Link] = []
+        self.again = 0  # buckets of the last round that had to be sent again
+        self._wires: list[Wire] = []
+        self._links: list[Link | None] = []
+        self._kept: Staging | None = None
 
     def connect(self, info: dict[str, Any]) -> None:
-        """Leave the last epoch's streams, if any, and join these. `info`: plan, streams, epoch, timeout, engine."""
+        """Join these streams instead of those of before, if any. `info`: plan, streams, epoch, timeout, engine."""
         plan, epoch = plans.decode(info["plan"]), int(info["epoch"])
-        if epoch <= self.epoch:
+        if epoch < self.epoch:
             raise ValueError(f"weight streams of epoch {epoch} cannot be joined: epoch {self.epoch} was here before")
         if len(info["streams"]) != len(plan.streams):
             raise ValueError(f"the plan has {len(plan.streams)} streams, the trainer offers {len(info['streams'])}")
         self.close()
+        if self.plan is None or self.plan.digest != plan.digest:
+            self._kept = None
         self.plan, self.epoch, self.timeout = plan, epoch, float(info["timeout"])
+        hello = {"epoch": epoch, "digest": plan.digest, "peer": f"{info['engine']}/{self.worker}"}
         for index, endpoint in enumerate(info["streams"]):
-            self._links.append(self._join(index, endpoint, f"{info['engine']}/{self.worker}"))
-
-    def _join(self, index: int, endpoint: dict[str, Any], peer: str) -> Link:
-        assert self.plan is not None
-        store = join_store(endpoint["host"], endpoint["port"], self.timeout)
-        theirs = store.get(digest_key(self.epoch)).decode()
-        if theirs != self.plan.digest:
-            raise ValueError(f"stream {index} follows plan {theirs}, this engine was told {self.plan.digest}")
-        return Link(store, link_name(self.epoch, index, peer), RECEIVER, self.backend, endpoint["host"], self.timeout)
+            name = f"stream {index} from trainer rank {plan.streams[index].rank}"
+            wire = knock(endpoint, hello, name, self.timeout)
+            self._wires.append(wire)
+            self._links.append(self.make_link(wire) if self.make_link else None)
 
     def check(self, update: dict[str, Any]) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
-        if self.plan is None or not self._links:
-            raise RuntimeError("no weight streams are connected: connect with a new epoch first")
+        if self.plan is None or not self._wires:
+            raise RuntimeError("no weight streams are connected")
         if update["digest"] != self.plan.digest:
             raise ValueError(
                 f"round follows plan {update['digest']}, this engine was connected with {self.plan.digest}"
@@ -99,103 +101,139 @@ class Receiver:
         if update["epoch"] != self.epoch:
             raise ValueError(f"round belongs to epoch {update['epoch']}, this engine was connected in {self.epoch}")
 
-    def tensors(self, version: int, window: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """One round: every tensor of the plan, in order of completion. `window`: most buckets per stream in memory."""
+    def stage(self, version: int) -> dict[str, torch.Tensor]:
+        """All tensors of one round. They lie in memory that the next `stage` overwrites."""
         assert self.plan is not None
-        inbox: queue.SimpleQueue[_Arrival | Exception] = queue.SimpleQueue()
-        room = [threading.Semaphore(window or len(stream.buckets)) for stream in self.plan.streams]
-        for index in range(len(self.plan.streams)):
-            arguments = (version, index, inbox, room[index])
-            threading.Thread(target=self._receive, args=arguments, name=f"stream-{index}", daemon=True).start()
-        deadline = time.monotonic() + self.timeout
-        assembly = Assembly(self.plan, self.device)
-        for _ in range(sum(len(stream.buckets) for stream in self.plan.streams)):
-            try:
-                arrival = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError(f"weights of version {version} incomplete after {self.timeout} s") from None
-            if isinstance(arrival, Exception):
-                raise arrival
-            yield from assembly.add(arrival.stream, arrival.bucket, arrival.data)
-            room[arrival.stream].release()
-        assembly.check_complete()
+        self._kept = self._kept or Staging(self.plan, self.device, kept=True, timeout=self.timeout)
+        return dict(self._round(version, self._kept))
 
-    def _receive(self, version: int, index: int, inbox: "queue.SimpleQueue[Any]", room: threading.Semaphore) -> None:
-        """Body of one stream's thread: the consumer gets every verified bucket, or the exception that ended the stream."""
+    def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """One round without staging memory: every tensor in order of completion, in memory of its own."""
         assert self.plan is not None
-        stream, link = self.plan.streams[index], self._links[index]
+        return self._round(version, Staging(self.plan, self.device, kept=False, timeout=self.timeout))
+
+    def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.plan is not None
+        inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
+        self.again = 0
+        staging.begin()
+        for index in range(len(self.plan.streams)):
+            arguments = (version, index, staging, inbox)
+            threading.Thread(target=self._receive, args=arguments, name=f"stream-{index}", daemon=True).start()
+        expected = sum(len(stream.buckets) for stream in self.plan.streams)
+        for number in range(expected):
+            try:
+                arrived = inbox.get(timeout=self.timeout)
+            except queue.Empty:
+                raise TimeoutError(self._what_is_missing(version, staging, number, expected)) from None
+            if isinstance(arrived, Exception):
+                raise arrived
+            yield from staging.arrived(*arrived)
+        staging.check_complete()
+
+    def _what_is_missing(self, version: int, staging: Staging, number: int, expected: int) -> str:
+        late = ", ".join(self._wires[index].name for index in staging.late())
+        return (
+            f"weights of version {version}: nothing came for {self.timeout:g} s after {number} of {expected} buckets, "
+            f"{staging.bytes} of {self.plan.nbytes if self.plan else 0} bytes; waiting for {late}"
+        )
+
+    def _receive(self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]") -> None:
+        """Body of one stream's thread: the consumer hears of every good bucket, or of what ended the stream."""
+        assert self.plan is not None
+        stream, wire, link = self.plan.streams[index], self._wires[index], self._links[index]
+        take = self._take if link is None else self._take_packed
         try:
-            for number, bucket in enumerate(stream.buckets):
-                if not room.acquire(timeout=self.timeout):
-                    raise TimeoutError(f"bucket {number} of stream {index} found no room in {self.timeout} s")
-                data = torch.empty(bucket.nbytes + CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
-                link.receive(data)
-                self._verify(version, index, number, bucket, data)
-                inbox.put(_Arrival(index, number, data))
+            wire.send_record({"version": version})
+            answer = wire.receive_record()
+            if "refused" in answer:
+                raise Refused(f"{wire.name}: {answer['refused']}")
+            wanted = list(range(len(stream.buckets)))
+            for _ in range(TRIES):
+                good = take(version, index, wanted, staging, inbox)
+                wanted = [number for number in wanted if number not in good]
+                self.again += len(wanted)
+                wire.send_record({"again": wanted})
+                if not wanted:
+                    return
+                log.warning("%s", self._wrong(version, index, wanted))
+            raise ValueError(f"{self._wrong(version, index, wanted)}, {TRIES} times")
         except Exception as error:
-            error.add_note(f"stream {index}, from trainer rank {stream.rank}")
             inbox.put(error)
 
-    def _verify(self, version: int, index: int, number: int, bucket: Bucket, data: torch.Tensor) -> None:
+    def _wrong(self, version: int, index: int, numbers: list[int]) -> str:
         assert self.plan is not None
-        seed = bucket_seed(self.plan.digest, version, index, number)
-        if checksum(data[: bucket.nbytes], seed) != data[bucket.nbytes :].cpu().numpy().tobytes():
-            blocks = self.plan.streams[index].blocks
-            names = f"{blocks[bucket.pieces[0].block].name} .. {blocks[bucket.pieces[-1].block].name}"
-            raise ValueError(
-                f"checksum of bucket {number} of stream {index} ({names}) is wrong: its bytes are not those of version {version}"
-            )
+        stream = self.plan.streams[index]
+        pieces = stream.buckets[numbers[0]].pieces
+        names = f"{stream.blocks[pieces[0].block].name} .. {stream.blocks[pieces[-1].block].name}"
+        more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+        return (
+            f"checksum of bucket {numbers[0]}{more} of stream {index} ({names}) is wrong: its bytes are not those of "
+            f"version {version}"
+        )
+
+    def _take(
+        self, version: int, index: int, wanted: list[int], staging: Staging, inbox: "queue.SimpleQueue[Any]"
+    ) -> set[int]:
+        """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
+        assert self.plan is not None
+        stream, wire, good = self.plan.streams[index], self._wires[index], set()
+        theirs = bytearray(checksum.SIZE)
+        for number in wanted:
+            staging.reserve(index)
+            digest = checksum.host(checksum.seed_of(self.plan.digest, version, index, number))
+            for piece in stream.buckets[number].pieces:
+                with staging.place(stream.blocks[piece.block], piece.start, piece.stop) as memory:
+                    for at in range(0, len(memory), CHUNK):
+                        part = memory[at : at + CHUNK]
+                        wire.receive(part)
+                        digest.update(part)
+            wire.receive(memoryview(theirs))
+            if theirs == digest.digest():
+                good.add(number)
+                inbox.put((index, number))
+            else:
+                staging.release(index)
+        return good
+
+    def _take_packed(
+        self, version: int, index: int, wanted: list[int], staging: Staging, inbox: "queue.SimpleQueue[Any]"
+    ) -> set[int]:
+        """The same for packed buckets: bytes from the link, each one's checksum from the wire."""
+        assert self.plan is not None
+        stream, wire, link = self.plan.streams[index], self._wires[index], self._links[index]
+        assert link is not None
+        theirs, good = bytearray(checksum.SIZE), set()
+        with devices.beside(self.device):
+            memory = torch.empty(max(b.nbytes for b in stream.buckets), dtype=torch.uint8, device=self.device)
+            for number in wanted:
+                staging.reserve(index)
+                message = memory[: stream.buckets[number].nbytes]
+                link.receive(message)
+                ours = checksum.device(message, checksum.seed_of(self.plan.digest, version, index, number))
+                self._unpack(index, stream.buckets[number], message, staging)
+                wire.receive(memoryview(theirs))
+                if theirs == ours:
+                    good.add(number)
+                    inbox.put((index, number))
+                else:
+                    staging.release(index)
+        return good
+
+    def _unpack(self, index: int, bucket: Bucket, message: torch.Tensor, staging: Staging) -> None:
+        assert self.plan is not None
+        for piece in bucket.pieces:
+            block = self.plan.streams[index].blocks[piece.block]
+            size = (piece.stop - piece.start) * plans.row_bytes(block)
+            staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
 
     def close(self) -> None:
-        """Drop all links; senders that still send fail at once. Only a new epoch can follow."""
-        links, self._links = self._links, []
-        for link in links:
+        """Drop all wires; senders that still send notice at once. Only `connect` can follow."""
+        wires, self._wires, links, self._links = self._wires, [], self._links, []
+        for wire in wires:
+            wire.close()
+        for link in filter(None, links):
             link.close()
-
-
-class Assembly:
-    """Puts buckets together to tensors: whole ones are views of their bucket, cut ones are copied to their place."""
-
-    def __init__(self, plan: Plan, device: torch.device):
-        self.plan = plan
-        self.device = device
-        self.partial: dict[str, torch.Tensor] = {}
-        self.missing: dict[str, int] = {}
-
-    def add(self, stream: int, number: int, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that this bucket completes."""
-        blocks, bucket = self.plan.streams[stream].blocks, self.plan.streams[stream].buckets[number]
-        for piece in bucket.pieces:
-            block = blocks[piece.block]
-            rows = piece.stop - piece.start
-            stop = piece.offset + rows * plans.row_bytes(block)
-            values = data[piece.offset : stop].view(getattr(torch, block.dtype)).view(rows, *block.block_shape[1:])
-            if values.shape == block.shape:
-                yield block.name, values
-                continue
-            place(self._whole(block), block, piece.start, values)
-            self.missing[block.name] -= values.numel()
-            if not self.missing[block.name]:
-                del self.missing[block.name]
-                yield block.name, self.partial.pop(block.name)
-
-    def _whole(self, block: Block) -> torch.Tensor:
-        if block.name not in self.partial:
-            whole = torch.empty(block.shape, dtype=getattr(torch, block.dtype), device=self.device)
-            self.partial[block.name], self.missing[block.name] = whole, whole.numel()
-        return self.partial[block.name]
-
-    def check_complete(self) -> None:
-        if self.missing:
-            raise RuntimeError(f"tensors still incomplete after the last bucket: {sorted(self.missing)}")
-
-
-def place(whole: torch.Tensor, block: Block, start: int, values: torch.Tensor) -> None:
-    """Write rows [start, ...) of `block` where they belong in the whole tensor."""
-    if block.dim == 0:
-        whole[block.start + start : block.start + start + len(values)] = values
-    else:
-        whole[start : start + len(values), block.start : block.stop] = values
 
 
 def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

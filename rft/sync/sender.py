@@ -1,155 +1,245 @@
 """The trainer end of the weight stream: one `WeightSender` on each rank that owns blocks.
 
-    read_blocks() ──► pack bucket i ──► send to every engine worker (own link each) ──► pack bucket i+1 while i travels
+    open(v) ──► whoever asks for v gets this rank's stream ──► close_version: the weights may change again
+                (one thread per engine worker; bytes go from the weights' own memory to the socket)
 
-In: the rank's `WeightSource` and the plan. Out: its stream, once per `push`. Contract: the weights must not change between
-`push` and the end of `wait`; the trainer keeps it by waiting just before its optimizer writes. Invariants: every message ends
-with the checksum of its payload, seeded with plan, version, stream and bucket, so bytes of another round are refused too; a
-link that failed is closed, and the other engines still get the whole stream.
+In: the rank's `WeightSource` and the plan. Out: its stream, to every engine worker that asks while a version is open, however
+often and from whenever on: an engine that comes back is served like the others. Contract: the weights must not change between
+`open` and the end of `close_version`. Invariants: every bucket is followed by its checksum, seeded with plan, version, stream
+and bucket; a worker that is slow, wrong or gone costs the others nothing but the time until its deadline.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-import xxhash
 
+from rft import device as devices
 from rft.protocols import WeightSource
+from rft.sync import checksum
 from rft.sync.plan import Bucket, Plan, Stream, row_bytes
-from rft.sync.transport import SENDER, Link, host_store
+from rft.sync.wire import CHUNK, Door, Lost, Refused, Wire
 
 log = logging.getLogger(__name__)
-CHECKSUM_BYTES = 16  # xxh3-128, at the end of every message
-BUFFERS = 2  # one is packed while the other travels
+BUFFERS = 2  # of packed buckets: one is filled while the other travels
+
+
+class Link(Protocol):
+    """Two verbs for buckets that must be packed first, because they lie on a device."""
+
+    def send(self, data: torch.Tensor) -> Any: ...
+    def receive(self, data: torch.Tensor) -> None: ...
+    def close(self) -> None: ...
 
 
 class WeightSender:
-    """Life: hosting -> connected -> (push -> wait)*. After a failed round its broken links stay closed: connect anew."""
+    """Life: hosting ──► planned ──► (open ──► close_version)* ──► closed. `make_link`: how packed buckets travel, if they must."""
 
     def __init__(
-        self, source: WeightSource, epoch: int, timeout: float, address: str = "127.0.0.1", backend: str = "gloo"
-    ):
+        self, source: WeightSource, epoch: int, timeout: float, address: str = "127.0.0.1",
+        make_link: Callable[[Wire], Link] | None = None,
+    ):  # fmt: skip
         self.source = source
         self.epoch = epoch
         self.timeout = timeout
-        self.address = address
-        self.backend = backend
-        self._store, self._port = host_store(address, timeout)
-        self._links: dict[str, Link] = {}
-        self._round: _Round | None = None
+        self.make_link = make_link
+        self.window = Window(timeout)
+        self.failure: Exception | None = None
+        self.sent = 0  # bytes of payload, to all workers together
+        self._planned = threading.Event()
+        self._wires: set[Wire] = set()
+        self._door = Door(address, timeout, self._welcome, self._serve)
 
     @property
     def endpoint(self) -> dict[str, Any]:
-        """Where engine workers find this rank's store."""
-        return {"host": self.address, "port": self._port}
+        """Where engine workers knock."""
+        return self._door.endpoint
 
-    def connect(self, plan: Plan, index: int, peers: list[str]) -> None:
-        """Form one link per engine worker, in the order of `peers`: every rank must use the same order."""
-        self.plan = plan
-        self.stream = plan.streams[index]
-        self._check_source()
-        self.index = index
-        self._store.set(digest_key(self.epoch), plan.digest)
-        for peer in peers:
-            name = link_name(self.epoch, index, peer)
-            self._links[peer] = Link(self._store, name, SENDER, self.backend, self.address, self.timeout)
+    def follow(self, plan: Plan, index: int) -> None:
+        """Serve stream `index` of `plan` from now on. Raises ValueError when its blocks are not this rank's."""
+        stream = plan.streams[index]
+        if tuple(self.source.blocks()) != stream.blocks:
+            raise ValueError(f"trainer rank {stream.rank}: the plan's blocks are not those of this rank's policy")
+        self.plan, self.index, self.stream = plan, index, stream
+        self._planned.set()
 
-    def push(self, version: int) -> None:
-        """Start sending the current weights as `version`, in a thread. They must not change until `wait` returns."""
-        assert self._round is None, "push while the last one was not waited for"
-        thread = threading.Thread(target=self._run, args=(version,), name=f"push-{version}", daemon=True)
-        self._round = _Round(thread)
-        thread.start()
+    def open(self, version: int) -> None:
+        """The current weights are `version`: serve them. They must not change until `close_version` returns."""
+        self.window.open(version)
 
-    def wait(self) -> dict[str, float]:
-        """Return when every engine has the last push's bytes; raises what kept one from getting them."""
-        if self._round is None:
-            return {}
-        this, self._round = self._round, None
-        this.thread.join()  # ends: every send in it has the link's deadline
-        if this.failures:
-            causes = "; ".join(f"{peer}: {error}" for peer, error in this.failures.items())
-            raise RuntimeError(f"weight stream {self.index} did not reach {len(this.failures)} peer(s): {causes}")
-        return {"send_s": this.seconds}
+    def close_version(self) -> dict[str, float]:
+        """Serve nobody new; return when those who are being served have everything, or their deadline has passed.
+
+        Raises what kept this rank from reading its own weights; what became of an engine is not its business.
+        """
+        late = self.window.close()
+        for wire in [wire for wire in self._wires if wire.name in late]:
+            log.warning("%s did not take its weights in %g s and is cut off", wire.name, self.timeout)
+            wire.close()
+        if self.failure is not None:
+            raise RuntimeError(f"weight stream {self.index} could not be read: {self.failure}") from self.failure
+        return {"send_s": self.window.seconds}
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+        self._door.close()
+        for wire in list(self._wires):
+            wire.close()
 
-    def _check_source(self) -> None:
-        if tuple(self.source.blocks()) != self.stream.blocks:
-            raise ValueError(f"trainer rank {self.stream.rank}: the plan's blocks are not those of this rank's policy")
-
-    def _run(self, version: int) -> None:
-        """Body of the push thread; whatever goes wrong ends up in the round's failures and closes the links."""
-        this = self._round
-        assert this is not None
-        began = time.monotonic()
-        try:
-            self._send_all(version, this.failures)
-        except Exception as error:
-            this.failures["trainer"] = error
-            self.close()  # peers must not wait for buckets that will never come
-        this.seconds = time.monotonic() - began
-
-    def _send_all(self, version: int, failures: dict[str, Exception]) -> None:
-        links = dict(self._links)
-        device = next(iter(self.source.read_blocks())).device
-        largest = max(bucket.nbytes for bucket in self.stream.buckets) + CHECKSUM_BYTES
-        memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        travelling: list[dict[str, Any]] = [{} for _ in range(BUFFERS)]
-        for number, message in enumerate(self._messages(version, memory, travelling, links, failures)):
-            travelling[number % BUFFERS] = _each(links, failures, lambda link, message=message: link.send(message))
-        for works in travelling:
-            _settle(works, links, failures)
-
-    def _messages(
-        self, version: int, memory: list[torch.Tensor], travelling: list[dict[str, Any]], links: dict[str, Link],
-        failures: dict[str, Exception],
-    ) -> Iterator[torch.Tensor]:  # fmt: skip
-        """Each bucket, packed and sealed, in one of the buffers; waits until the buffer's last message has left."""
-        packer = _Packer(self.stream, self.source.read_blocks())
-        for number, bucket in enumerate(self.stream.buckets):
-            _settle(travelling[number % BUFFERS], links, failures)
-            message = memory[number % BUFFERS][: bucket.nbytes + CHECKSUM_BYTES]
-            packer.fill(bucket, message)
-            seed = bucket_seed(self.plan.digest, version, self.index, number)
-            message[bucket.nbytes :] = torch.frombuffer(
-                bytearray(checksum(message[: bucket.nbytes], seed)), dtype=torch.uint8
+    def _welcome(self, hello: dict[str, Any]) -> str:
+        if not self._planned.wait(self.timeout):
+            raise Refused(f"this trainer rank has had no plan for {self.timeout:g} s")
+        if (hello["epoch"], hello["digest"]) != (self.epoch, self.plan.digest):
+            raise Refused(
+                f"stream {self.index} is of epoch {self.epoch} and plan {self.plan.digest}, {hello['peer']} was told epoch "
+                f"{hello['epoch']} and plan {hello['digest']}"
             )
-            yield message
+        return f"stream {self.index} to {hello['peer']}"
+
+    def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
+        """Body of a worker's thread: answers what it asks until one of the two goes."""
+        self._wires.add(wire)
+        link = None
+        try:
+            link = self.make_link(wire) if self.make_link else None
+            while True:
+                self._answer(wire, link, int(wire.receive_record(patient=True)["version"]))
+        except Lost as gone:
+            log.info("%s", gone)
+        except Exception as error:
+            log.exception("%s", wire.name)
+            self.failure = error
+        finally:
+            self._wires.discard(wire)
+            wire.close()
+            if link is not None:
+                link.close()
+
+    def _answer(self, wire: Wire, link: Link | None, version: int) -> None:
+        try:
+            with self.window.reading(version, wire.name):
+                wire.send_record({"version": version})
+                wanted = list(range(len(self.stream.buckets)))
+                while wanted:
+                    send = self._send if link is None else self._send_packed
+                    send(wire, link, version, wanted)
+                    wanted = wire.receive_record()["again"]
+                    if wanted:
+                        log.warning("%s: buckets %s of version %d arrived wrong, again", wire.name, wanted, version)
+        except Refused as no:
+            wire.send_record({"refused": str(no)})
+
+    def _send(self, wire: Wire, _link: None, version: int, wanted: list[int]) -> None:
+        """Buckets from where they lie in host memory."""
+        blocks = _Blocks(self.stream, self.source)
+        for number in wanted:
+            digest = checksum.host(checksum.seed_of(self.plan.digest, version, self.index, number))
+            for piece in self.stream.buckets[number].pieces:
+                data = blocks.rows(piece.block, piece.start, piece.stop).numpy().data
+                for at in range(0, len(data), CHUNK):
+                    part = data[at : at + CHUNK]
+                    digest.update(part)
+                    wire.send(part)
+                self.sent += len(data)
+            wire.send(memoryview(digest.digest()))
+
+    def _send_packed(self, wire: Wire, link: Link, version: int, wanted: list[int]) -> None:
+        """Buckets from device memory: packed into one buffer while the other one travels; checksums go over the wire."""
+        blocks = _Blocks(self.stream, self.source)
+        device = blocks.rows(0, 0, 1).device
+        largest = max(bucket.nbytes for bucket in self.stream.buckets)
+        travelling: list[Any] = [None] * BUFFERS
+        with devices.beside(device):
+            memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+            for turn, number in enumerate(wanted):
+                slot, bucket = turn % BUFFERS, self.stream.buckets[number]
+                if travelling[slot] is not None:
+                    travelling[slot].wait()
+                message = memory[slot][: bucket.nbytes]
+                _pack(bucket, blocks, message)
+                digest = checksum.device(message, checksum.seed_of(self.plan.digest, version, self.index, number))
+                travelling[slot] = link.send(message)
+                wire.send(memoryview(digest))
+                self.sent += bucket.nbytes
+            for work in filter(None, travelling):
+                work.wait()
 
 
-@dataclass
-class _Round:
-    thread: threading.Thread
-    failures: dict[str, Exception] = field(default_factory=dict)
-    seconds: float = 0.0
+class Window:
+    """Which version may be read now, and who reads. Versions only grow here: a trainer that goes back is another epoch."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.seconds = 0.0  # from the last opening to the end of the last reading
+        self._now: int | None = None
+        self._newest: int | None = None
+        self._readers: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def open(self, version: int) -> None:
+        with self._changed:
+            assert self._now is None, f"version {self._now} is still open"
+            assert self._newest is None or version >= self._newest, f"version {version} after {self._newest}"
+            self._now = self._newest = version
+            self._opened, self.seconds = time.monotonic(), 0.0
+            self._changed.notify_all()
+
+    def close(self) -> list[str]:
+        """Wait for the readers; returns those that are not through when the timeout is over."""
+        with self._changed:
+            self._now = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._readers, self.timeout)
+            return list(self._readers)
+
+    @contextmanager
+    def reading(self, version: int, name: str) -> Iterator[None]:
+        """Wait until `version` is open and keep it so. Raises Refused when it is over, or does not come in time."""
+        with self._changed:
+            here = self._changed.wait_for(lambda: self._now == version or not self._may_come(version), self.timeout)
+            if self._now != version:
+                newest = "nothing yet" if self._newest is None else f"version {self._newest}"
+                raise Refused(f"version {version} is {'over' if here else 'not here'}: this trainer offers {newest}")
+            self._readers[name] = version
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._readers[name]
+                self.seconds = time.monotonic() - self._opened
+                self._changed.notify_all()
+
+    def _may_come(self, version: int) -> bool:
+        return self._newest is None or version > self._newest
 
 
-class _Packer:
-    """Copies a stream's blocks, read once and in order, into one bucket after the other."""
+class _Blocks:
+    """A stream's blocks as bytes, read once and in order; going back starts again."""
 
-    def __init__(self, stream: Stream, blocks: Iterator[torch.Tensor]):
+    def __init__(self, stream: Stream, source: WeightSource):
         self.stream = stream
-        self.blocks = enumerate(blocks)
+        self.source = source
+        self._start()
+
+    def _start(self) -> None:
         self.number = -1
+        self.blocks = self.source.read_blocks()
         self.flat = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, bucket: Bucket, message: torch.Tensor) -> None:
-        for piece in bucket.pieces:
-            while self.number < piece.block:
-                self._next()
-            rows = row_bytes(self.stream.blocks[piece.block])
-            part = self.flat[piece.start * rows : piece.stop * rows]
-            message[piece.offset : piece.offset + len(part)].copy_(part)
+    def rows(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a block, as a flat uint8 tensor."""
+        if number < self.number:
+            self._start()
+        while self.number < number:
+            self._next()
+        size = row_bytes(self.stream.blocks[number])
+        return self.flat[start * size : stop * size]
 
     def _next(self) -> None:
-        self.number, tensor = next(self.blocks)
+        self.number, tensor = self.number + 1, next(self.blocks)
         block = self.stream.blocks[self.number]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if (dtype, tuple(tensor.shape)) != (block.dtype, block.block_shape):
@@ -159,47 +249,12 @@ class _Packer:
         self.flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _each(links: dict[str, Link], failures: dict[str, Exception], act: Any) -> dict[str, Any]:
-    """`act` on every live link; a link that fails is closed, remembered, and left out from now on."""
-    results: dict[str, Any] = {}
-    for peer, link in list(links.items()):
-        try:
-            results[peer] = act(link)
-        except RuntimeError as error:
-            _drop(peer, links, failures, error)
-    return results
-
-
-def _settle(works: dict[str, Any], links: dict[str, Link], failures: dict[str, Exception]) -> None:
-    """Wait for sends under way."""
-    for peer, work in works.items():
-        try:
-            work.wait()
-        except RuntimeError as error:
-            _drop(peer, links, failures, error)
-    works.clear()
-
-
-def _drop(peer: str, links: dict[str, Link], failures: dict[str, Exception], error: Exception) -> None:
-    failures.setdefault(peer, error)
-    if peer in links:
-        log.warning("weight stream to %s failed: %s", peer, error)
-        links.pop(peer).close()
-
-
-def checksum(data: torch.Tensor, seed: int) -> bytes:
-    """xxh3-128 of a uint8 tensor's bytes (device tensors go through host memory)."""
-    return xxhash.xxh3_128_digest(data.cpu().numpy().data, seed)
-
-
-def bucket_seed(digest: str, version: int, stream: int, bucket: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{digest}/{version}/{stream}/{bucket}".encode())
-
-
-def link_name(epoch: int, stream: int, peer: str) -> str:
-    """Prefix of a pair's keys in the store: a member of another epoch never meets this one's."""
-    return f"{epoch}/{stream}/{peer}"
-
-
-def digest_key(epoch: int) -> str:
-    return f"{epoch}/digest"
+def _pack(bucket: Bucket, blocks: _Blocks, message: torch.Tensor) -> None:
+    """Fill `message`; what lies between the pieces is 0, so that both ends hash the same."""
+    end = 0
+    for piece in bucket.pieces:
+        part = blocks.rows(piece.block, piece.start, piece.stop)
+        message[end : piece.offset].zero_()
+        end = piece.offset + len(part)
+        message[piece.offset : end].copy_(part)
+    message[end:].zero_()

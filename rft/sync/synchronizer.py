@@ -1,132 +1,275 @@
-"""Who holds which policy version: leads every engine through each round and tells when all of them have a version.
+"""Who holds which policy version: leads every engine to the trainer's weights and tells when all of them have a version.
 
-    disconnected ── connect(plan, streams, epoch) ──► connected ── publish(v) ──► publishing
-         ▲                                              ▲  ▲                         │  │
-         │                                              │  └── every engine echoed ──┘  │
-         └────── one failed, or the deadline passed ────┼───────────────────────────────┘
-                                                        └── connect with a higher epoch, from any state
+    trainer rank 0 ── connect, offer, publish ─►┐                ┌─► init_weights, stage, commit ── engines (one task each)
+    supervisor     ── join, leave ─────────────►│ Members (pure) │
+    explorer       ◄─ admitted (long poll) ─────┘                └─► published ── experience buffer
 
-Consumes plans and version numbers from trainer rank 0, produces published versions for the experience buffer and for
-`wait_for`. An engine may answer a higher version than the trainer's, after a resume from a checkpoint: the next publish
-overwrites it, so versions may go back. Invariants: `version()` names a version that every engine has confirmed, with the plan's
-digest; a trainer of a lower epoch can neither connect nor publish.
+`rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a task of its own that brings it to
+the target as fast as it can: none waits for another. Engines may come and go at any time; one is admitted when it has confirmed
+the published version with the plan's digest. Invariants: `version()` names a version that every engine of its round has
+confirmed; a trainer of a lower epoch can neither connect nor publish; every change wakes who waits, nothing is polled.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable
 from typing import Any
 
+from rft.sync.members import Members
+
 log = logging.getLogger(__name__)
+RECEIVE_SHARE = 0.8  # of sync_timeout: who receives gives up first, and can say what was missing
+
+
+class Superseded(RuntimeError):
+    """A newer trainer has attached."""
 
 
 class Synchronizer:
-    """Runs as one Ray actor; every method is a coroutine on its event loop."""
+    """Runs as one Ray actor; every method is a coroutine on its event loop. `settings`: what engines are told of each round."""
 
-    def __init__(self, engines: dict[str, Any], buffer: Any, timeout: float):
-        self.engines = engines
+    def __init__(self, buffer: Any, timeout: float, settings: dict[str, Any] | None = None):
         self.buffer = buffer
         self.timeout = timeout
-        self.epoch = -1
-        self.phase = "disconnected"
-        self._digest: str | None = None
-        self._version: int | None = None
-        self._round = asyncio.Lock()
-        self._published = asyncio.Condition()
+        self.settings = settings or {}
+        self.handles: dict[str, Any] = {}
+        self.reports: dict[str, dict[str, Any]] = {}  # of each engine's last round
+        self.lost: list[tuple[str, str]] = []  # engines to be replaced, and why
+        self._state = Members()
+        self._generation = 0
+        self._admitted: list[str] = []
+        self._info: dict[str, Any] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Condition()
+        self._broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
-    async def peers(self) -> list[str]:
-        """Every engine worker that gets its own copy of the streams, in the order in which senders must connect."""
-        stats = await self._all("telling their workers", {n: e.stats.remote() for n, e in self.engines.items()})
-        return [f"{name}/{worker}" for name, facts in stats.items() for worker in range(facts["workers"])]
+    # --- engines come and go ------------------------------------------------------------------------------------
+
+    async def join(self, name: str, handle: Any) -> None:
+        """A started engine is here; it gets its weights as soon as a trainer offers some."""
+        self._state.join(name)
+        self.handles[name] = handle
+        self._tasks[name] = asyncio.create_task(self._keep_up(name, handle))
+        self._tasks[name].add_done_callback(self._settle)
+        await self._tell()
+
+    async def leave(self, name: str, reason: str) -> None:
+        """An engine is gone, or shall get no more requests."""
+        log.warning("%s leaves: %s", name, reason)
+        self._state.leave(name, reason)
+        self.handles.pop(name, None)
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+        await self._tell()
+
+    async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
+        """(generation, handles by name) of the engines that requests may go to, once the generation is not `seen`."""
+        await self._until(lambda: self._generation != seen, None)
+        return self._generation, {name: self.handles[name] for name in self._admitted}
+
+    async def failures(self, seen: int = 0) -> list[tuple[str, str]]:
+        """(name, reason) of engines that live and take no weights any more, once there are more than `seen`."""
+        await self._until(lambda: len(self.lost) > seen, None)
+        return self.lost
+
+    async def stream_info(self) -> dict[str, Any]:
+        """What an engine must know to join the trainer's streams."""
+        return self._info
+
+    async def states(self) -> dict[str, dict[str, Any]]:
+        """What is known of every engine, for people."""
+        return {
+            name: {
+                "state": member.state, "version": member.held[1] if member.held else None, "admitted": name in self._admitted,
+                "reason": member.reason,
+            }
+            for name, member in self._state.all.items()
+        }  # fmt: skip
+
+    # --- the trainer --------------------------------------------------------------------------------------------
 
     async def connect(self, plan: dict[str, Any], streams: list[dict[str, Any]], epoch: int) -> None:
-        """Let every engine join the streams of trainer epoch `epoch`. The trainer's senders must connect meanwhile."""
-        if epoch <= self.epoch:
-            raise ValueError(f"a trainer of epoch {epoch} cannot connect: epoch {self.epoch} has been here")
-        self.epoch, self._digest = epoch, None
-        async with self._round:
-            self.phase = f"connecting epoch {epoch}"
-            info = {"plan": plan, "streams": streams, "epoch": epoch, "timeout": self.timeout}
-            asked = {n: e.init_weights.remote({**info, "engine": n}) for n, e in self.engines.items()}
-            await self._all("connecting", asked)
-            self._digest = str(plan["digest"])
-            self.phase = "connected"
+        """A trainer of `epoch` serves these streams from now on; engines connect when they need weights."""
+        self._state.trainer(epoch)
+        self._info = {
+            **self.settings, "plan": plan, "streams": streams, "epoch": epoch, "timeout": self.timeout * RECEIVE_SHARE,
+        }  # fmt: skip
+        await asyncio.gather(*(handle.check_plan.remote(plan) for handle in self.handles.values()))
+        await self._tell()
+
+    async def offer(self, version: int, epoch: int) -> None:
+        """The trainer holds `version` still: engines that have none, or too old ones, may take it."""
+        if epoch == self._state.epoch:
+            self._state.offer(version)
+            await self._tell()
 
     async def publish(self, version: int, epoch: int | None = None) -> dict[str, float]:
-        """One round on all engines at once; returns its numbers when every engine serves `version`."""
-        async with self._round:
-            self._check(version, epoch)
-            began = time.monotonic()
-            self.phase = f"publishing version {version}"
-            update = {"digest": self._digest, "epoch": self.epoch}
-            digest, self._digest = self._digest, None  # a round that fails leaves its links closed
-            asked = {n: e.update_weights.remote(version, update) for n, e in self.engines.items()}
-            reports = await self._all(f"installing version {version}", asked)
-            wrong = {n: r for n, r in reports.items() if (r["version"], r["digest"]) != (version, digest)}
-            if wrong:
-                raise RuntimeError(f"engines confirmed something else than version {version}, plan {digest}: {wrong}")
-            self._digest = digest
-            await self.buffer.published.remote(version, self.epoch)
-            async with self._published:
-                self._version = version
-                self._published.notify_all()
-            self.phase = "connected"
-        return {
-            "pause_s": max(r["pause_s"] for r in reports.values()),
-            "receive_s": max(r["receive_s"] for r in reports.values()),
-            "round_s": time.monotonic() - began,
-            "bytes": float(sum(r["bytes"] for r in reports.values())),
-            "engines": float(len(reports)),
-        }
+        """Returns when every engine that is here, and at least one, serves `version`; those that cannot have been left out.
+
+        Raises when none can, when a newer trainer has attached, and TimeoutError naming who was waited for.
+        """
+        state = self._state
+        if epoch is not None and epoch != state.epoch:
+            raise Superseded(f"version {version} comes from epoch {epoch}, the engines follow epoch {state.epoch}")
+        if not self._info:
+            raise RuntimeError(f"version {version} cannot be published: no trainer is connected")
+        mark, began = (state.epoch, version), time.monotonic()
+        self.reports.clear()
+        state.publish(version)
+        await self._tell()
+        done = await self._until(lambda: state.target != mark or state.is_over() or state.is_hopeless(), self.timeout)
+        if state.target != mark:
+            raise Superseded(f"version {version}: a trainer of epoch {state.epoch} has attached")
+        if not done:
+            await self._cut_off(
+                f"version {version} was not installed everywhere in {self.timeout:g} s: {self._where()}"
+            )
+        if not state.is_over():
+            raise RuntimeError(f"no engine could take version {version}: {self._where()}")
+        state.conclude()
+        await self.buffer.published.remote(version, state.epoch)
+        await self._tell()
+        return self._numbers(time.monotonic() - began)
 
     async def version(self) -> int | None:
-        """The version that every engine has confirmed; None before the first."""
-        return self._version
+        """The version that every engine of its round has confirmed; None before the first."""
+        return self._state.published[1] if self._state.published else None
 
     async def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Return the published version once it is at least `version`; TimeoutError after `timeout` seconds."""
+
+        def is_there() -> bool:
+            return self._state.published is not None and self._state.published[1] >= version
+
         seconds = timeout if timeout is not None else self.timeout
-        try:
-            async with asyncio.timeout(seconds), self._published:
-                await self._published.wait_for(lambda: self._version is not None and self._version >= version)
-        except TimeoutError:
-            raise TimeoutError(
-                f"version {version} not published in {seconds} s: synchronizer is {self.phase}"
-            ) from None
-        assert self._version is not None
-        return self._version
+        if not await self._until(is_there, seconds):
+            raise TimeoutError(f"version {version} not published in {seconds} s: {self._where()}")
+        assert self._state.published is not None
+        return self._state.published[1]
 
     async def watch(self) -> None:
-        """Never returns: a failed round is raised to the trainer that asked for it."""
-        await asyncio.get_running_loop().create_future()
+        """Never returns while all is well: a failed round is raised to the trainer that asked for it."""
+        await asyncio.shield(self._broken)
 
     async def shutdown(self) -> None:
-        self._digest, self.phase = None, "shut down"
+        for task in self._tasks.values():
+            task.cancel()
 
-    def _check(self, version: int, epoch: int | None) -> None:
-        if epoch is not None and epoch != self.epoch:
-            raise ValueError(f"version {version} comes from epoch {epoch}, the engines are connected to {self.epoch}")
-        if self._digest is None:
-            raise RuntimeError(
-                f"version {version} cannot be published: {self.phase} ended without success; connect anew"
-            )
+    # --- inside -------------------------------------------------------------------------------------------------
 
-    async def _all(self, doing: str, asked: dict[str, Awaitable[Any]]) -> dict[str, Any]:
-        """Every engine's answer by name; one error that names all that failed or did not answer in time."""
-        jobs = {name: asyncio.ensure_future(_answer(reference)) for name, reference in asked.items()}
-        _, late = await asyncio.wait(jobs.values(), timeout=self.timeout)
-        problems = [f"{name} did not answer in {self.timeout} s" for name, job in jobs.items() if job in late]
-        problems += [
-            f"{n}: {reason(job.exception())}" for n, job in jobs.items() if job not in late and job.exception()
-        ]
-        if problems:
-            raise RuntimeError(f"engines {doing}: " + "; ".join(problems))
-        return {name: job.result() for name, job in jobs.items()}
+    async def _keep_up(self, name: str, engine: Any) -> None:
+        """One engine's life: connect and take, whenever the state machine says so, until it is gone."""
+        while True:
+            await self._until(lambda: self._state.next_step(name) != "", None)
+            step, epoch = self._state.next_step(name), self._state.epoch
+            if step == "end":
+                return
+            try:
+                if step == "connect":
+                    self._state.connect(name)
+                    await engine.init_weights.remote({**self._info, "engine": name})
+                    self._state.connected(name, epoch)
+                else:
+                    await self._take(name, engine)
+            except (
+                Exception
+            ) as error:  # not swallowed: it decides what becomes of the engine, and is told with the round
+                self._judge(name, epoch, error)
+            await self._tell()
 
+    async def _take(self, name: str, engine: Any) -> None:
+        state = self._state
+        mark = state.begin(name)
+        info = self._info
+        update = {"digest": info["plan"]["digest"], "epoch": mark[0], "timeout": info["timeout"], **self.settings}
+        await self._tell()
+        staged = await engine.stage.remote(mark[1], update)
+        if "missed" in staged:
+            state.missed(name, mark, staged["missed"])
+            return
+        if not state.staged(name, mark):
+            return
+        report = await engine.commit.remote(mark[1], update)
+        if (report["version"], report["digest"]) != (mark[1], update["digest"]):
+            raise RuntimeError(f"confirmed {report} instead of version {mark[1]}, plan {update['digest']}")
+        self.reports[name] = report
+        state.committed(name, mark)
 
-async def _answer(reference: Awaitable[Any]) -> Any:
-    return await reference
+    def _judge(self, name: str, epoch: int, error: Exception) -> None:
+        from ray.exceptions import RayActorError
+
+        text = reason(error)
+        log.warning("%s, epoch %d: %s", name, epoch, text)
+        if isinstance(error, RayActorError):  # the supervisor sees it too, and says so to `leave`
+            self._state.leave(name, text)
+            return
+        kind = getattr(getattr(error, "cause", error), "kind", "broken")
+        if kind == "unreachable":
+            self._state.unreachable(name, epoch, text)
+            return
+        self._state.broken(name, epoch, text, damaged=kind == "damaged")
+        if self._state.next_step(name) == "end":
+            self.lost.append((name, text))
+
+    async def _cut_off(self, late: str) -> None:
+        """Engines that did not answer in time are left behind, with a picture of what they do; TimeoutError if that are all."""
+        log.error("%s", late)
+        for name in [name for name in self._state.round if name in self.handles]:
+            self.handles[name].dump_stacks.remote()
+            self.lost.append((name, late))
+            await self.leave(name, late)
+        if not self._state.is_over():
+            raise TimeoutError(late)
+
+    def _where(self) -> str:
+        """Every engine's state in words."""
+        if not self._state.all:
+            return "no engine is here"
+        told = []
+        for name, member in self._state.all.items():
+            held = f"version {member.held[1]}" if member.held else "no version"
+            told.append(f"{name} is {member.state}, holds {held}" + (f" ({member.reason})" if member.reason else ""))
+        return "; ".join(told)
+
+    def _numbers(self, seconds: float) -> dict[str, float]:
+        reports = list(self.reports.values())
+
+        def most(key: str) -> float:
+            return max((float(report[key]) for report in reports), default=0.0)
+
+        busy = max((r["receive_s"] + r["pause_s"] for r in reports), default=0.0)
+        return {
+            "pause_s": most("pause_s"),
+            "receive_s": most("receive_s"),
+            "round_s": seconds,
+            "control_s": max(0.0, seconds - busy),
+            "bytes": float(sum(report["bytes"] for report in reports)),
+            "again": float(sum(report["again"] for report in reports)),
+            "engines": float(len(self._state.admitted())),
+        }
+
+    async def _tell(self) -> None:
+        """The state has changed: whoever waits looks again."""
+        admitted = self._state.admitted()
+        if admitted != self._admitted:
+            self._admitted, self._generation = admitted, self._generation + 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until `ready()`; False when the time is over. Without a timeout it is the caller's, or the actor's, life."""
+        try:
+            async with asyncio.timeout(timeout), self._changed:
+                await self._changed.wait_for(ready)
+        except TimeoutError:
+            return False
+        return True
+
+    def _settle(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None and not self._broken.done():
+            self._broken.set_exception(task.exception() or RuntimeError("unreachable"))
 
 
 def reason(error: BaseException | None) -> str:

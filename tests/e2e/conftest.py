@@ -46,3 +46,12 @@ def engine(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
     ray.get(handle.start.remote(), timeout=240)
     yield handle
     ray.get(handle.shutdown.remote(), timeout=60)
+
+
+@pytest.fixture
+def first_weights(engine: Any, model_dirs: tuple[Path, Path]) -> Any:
+    """The engine serves the first model as version 0, whatever an earlier test left."""
+    import ray
+
+    ray.get(engine.load_weights_from.remote(str(model_dirs[0]), 0), timeout=60)
+    return engine

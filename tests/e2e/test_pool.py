@@ -98,6 +98,7 @@ def test_engines_come_and_go_while_the_run_goes_on(command: list[str], job: Path
         run.end()
         assert not (job / "control" / "supervisor.sock").exists()
         assert "no run is under way here" in engines(job)[1]
+        assert not any("raylet" in line for line in run.lines), "a paragraph of Ray's own among the lines"
     serving = [row["pool/engines"] for row in step_rows(job) if "pool/engines" in row]
     assert {1.0, 2.0, 3.0} <= set(serving), "nothing was trained while an engine was away, or none came"
     assert step_rows(job)[-1]["step"] >= step
@@ -118,6 +119,7 @@ def test_and_its_history_is_whole(command: list[str], job: Path) -> None:
             assert len(experience.logprobs) == experience.response_length
 
 
+@pytest.mark.verify
 def test_the_last_restart_is_the_last(command: list[str], root: Path) -> None:
     """Two engines, one restart each: the run goes on without the first, and ends when the second is gone as well."""
     job = root / "rft" / "mortal"

@@ -104,3 +104,20 @@ def test_metrics_count_staleness_and_groups_without_signal() -> None:
     found = metrics(batch, step=4)
     assert found["staleness/max"] == 1 and found["staleness/mean"] == 0.25
     assert found["reward/zero_signal_groups"] == 0.5 and found["reward/mean"] == 0.75
+
+
+def test_staleness_is_counted_for_every_trained_token() -> None:
+    """Ten tokens: three of a version that is three steps old, two of the newest; one that was not sampled, and has no age;
+    three more of an older one that is trained on nowhere. One token's version was forgotten."""
+    crossing = Experience(
+        tokens=[9] * 12, prompt_length=2, action_mask=[1] * 5 + [0] + [0] * 3 + [1], logprobs=[0.0] * 10, group=0,
+        versions=[
+            VersionSpan(version=4, start=0, end=3), VersionSpan(version=7, start=3, end=5),
+            VersionSpan(version=1, start=6, end=9),
+        ],
+    )  # fmt: skip
+    found = metrics([crossing, experience(1, 1, version=7)], step=7)
+    own = sum(experience(1, 1, version=7).action_mask)
+    assert found["staleness/token_mean"] == pytest.approx(9 / (5 + own)) and found["staleness/token_max"] == 3
+    assert found["staleness/unversioned_tokens"] == 1 and found["staleness/tokens_mixed_frac"] == 0.5
+    assert found["staleness/max"] == 6

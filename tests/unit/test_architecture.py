@@ -24,6 +24,7 @@ TOP = {
     "train",
     "preflight",
     "preflight_trainer",
+    "preflight_sync",
     "modes",
     "models",
     "reporting",

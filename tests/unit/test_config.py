@@ -89,6 +89,26 @@ def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path
     assert (rollout.max_num_seqs, rollout.enable_prefix_caching, config.synchronizer.max_staleness) == (256, True, 1)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "style", "staleness"),
+    [
+        ("", "fixed", 0),
+        ("sync_interval=3 sync_offset=1", "fixed", 3),
+        ("sync_style=explorer_driven sync_interval=3", "dynamic_by_explorer", 5),
+        ("sync_style=trainer_driven", "trainer_driven", 1),
+        ("sync_style=fully_async sync_interval=2", "fully_async", 3),
+        ("sync_style=fully_async sync_method=online max_staleness=9", "fully_async", 9),
+    ],
+)
+def test_staleness_follows_from_the_style(
+    assets: Path, tmp_path: Path, overrides: str, style: str, staleness: int
+) -> None:
+    keys = [f"synchronizer.{key}" for key in f"max_staleness=null {overrides}".split()]
+    (config,) = grpo(assets, tmp_path, *keys)
+    sync = config.synchronizer
+    assert (sync.sync_method, sync.sync_style, sync.max_staleness) == ("nccl", style, staleness)
+
+
 def test_a_stage_inherits_every_key_it_does_not_set(tmp_path: Path) -> None:
     raw = composed(
         ["experiment=quickstart", "buffer.batch_size=7", "trainer.grad_clip=0.5", f"checkpoint_root_dir={tmp_path}"]
@@ -159,6 +179,7 @@ REFUSED = {  # overrides: what the message must say
     "device=tpu": "device=tpu",
     "deterministic=true": "device=cpu",
     "deterministic=true device=cpu synchronizer.sync_interval=2": "synchronizer.sync_interval=1",
+    "deterministic=true device=cpu synchronizer.sync_offset=1": "synchronizer.sync_offset=0",
     "model.model_path=/nowhere": "model.model_path",
     "model.max_response_tokens=100": "context of 64",
     "model.max_model_len=10": "max_model_len",
@@ -204,7 +225,12 @@ REFUSED = {  # overrides: what the message must say
     "buffer.explorer_input.default_reward_fn_type=exact_mach": "exact_match",
     "buffer.batch_size=100000": "buffer.batch_size",
     "buffer.trainer_input.experience_buffer.storage_type=file": "storage_type",
-    "synchronizer.sync_interval=4": "synchronizer.max_staleness",
+    "synchronizer.sync_interval=4": "set max_staleness to at least 3",
+    "synchronizer.sync_interval=2 synchronizer.sync_offset=2": "set max_staleness to at least 3",
+    "synchronizer.sync_interval=0 synchronizer.max_staleness=null": "synchronizer.sync_interval=0",
+    "synchronizer.sync_offset=-1": "synchronizer.sync_offset=-1",
+    "synchronizer.sync_style=fuly_async": "did you mean `fully_async`",
+    "synchronizer.sync_style=dynamic_by_trainer": "did you mean `dynamic_by_explorer`",
     "synchronizer.sync_method=carrier_pigeon": "sync_method",
     "monitor.monitor_type=wanb": "wandb",
     "checkpoint_root_dir=/proc/nowhere": "checkpoint_root_dir",

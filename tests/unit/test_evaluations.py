@@ -42,7 +42,10 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def evaluations(alone: bool = False, reported: tuple[int, ...] = ()) -> Any:
     found: list[int] = []
-    made = Evaluations(Actor(), ExplorerConfig(eval_interval=5), lambda result: found.append(result.version), alone)
+    made = Evaluations(
+        Actor(), ExplorerConfig(eval_interval=5), lambda result: found.append(result.version), alone,
+        served=lambda version: f"{version} is served",
+    )  # fmt: skip
     made.reported, made.found = set(reported), found  # type: ignore[attr-defined]
     return made
 
@@ -54,11 +57,11 @@ def evaluations(alone: bool = False, reported: tuple[int, ...] = ()) -> Any:
 def test_only_a_lost_one_is_made_again(
     finished: Any, version: int, reported: tuple[int, ...], again: list[int]
 ) -> None:
-    """The explorer is let go afterwards: nothing else runs beside an evaluation at the start."""
+    """Once its version is served. The explorer is let go afterwards: nothing else runs beside an evaluation at the start."""
     made = evaluations(reported=reported)
     made.at_startup(version)
     assert made.found == again
-    assert made.explorer.calls == [*(("evaluate", version) for version in again), ("explore",)]
+    assert made.explorer.calls == [*(("evaluate", version, f"{version} is served") for version in again), ("explore",)]
 
 
 def test_the_last_one_is_not_made_twice(finished: Any) -> None:

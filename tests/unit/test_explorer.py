@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
+from rft.experience import EvalResult, Experience, GenerateRequest, Sampling, Task, VersionSpan, decode, encode
 from rft.rollout import explorer as explorers
 from rft.rollout.engine import EngineDied
 from rft.rollout.explorer import AllTasksFail, Explorer
@@ -293,3 +293,14 @@ def test_a_deterministic_run_gives_every_request_its_own_seed(monkeypatch: pytes
     assert not set(seeds_of(1, monkeypatch, Sampling())) & set(first)
     assert seeds_of(0, monkeypatch, Sampling(seed=7)) == [7] * 4  # a workflow's own choice
     assert seeds_of(None, monkeypatch, Sampling()) == [None] * 4
+
+
+def test_an_evaluation_tells_which_versions_it_was_really_of() -> None:
+    spans = [VersionSpan(version=6, start=0, end=1), VersionSpan(version=7, start=1, end=2)]
+    assert explorers.versions_of(
+        [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1], versions=spans)], 6
+    ) == {
+        "oldest_version": 6,
+        "newest_version": 7,
+    }
+    assert explorers.versions_of(made(), 5) == {"oldest_version": 5, "newest_version": 5}

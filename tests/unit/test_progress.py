@@ -583,6 +583,37 @@ def test_close_ends_every_wait(tmp_path: Path) -> None:
     run(test)
 
 
+def test_explorers_ask_for_weights_after_an_interval_or_when_they_may_do_no_more(tmp_path: Path) -> None:
+    """Two groups a step, slots for three steps: an interval of two steps is over at the fourth group since the last version."""
+
+    async def test() -> None:
+        buffer = make(tmp_path, max_staleness=2)
+        assert not await buffer.wants_weights(1), "nothing is published, nothing can be newer"
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 6)
+        asked = []
+        for group in range(6):
+            await buffer.put(group, rows(1))
+            asked.append((await buffer.wants_weights(2), await buffer.wants_weights(9)))
+        assert asked == [(False, False)] * 3 + [(True, False)] * 2 + [(True, True)]
+        await batch(buffer, 0)
+        await buffer.consumed(0)
+        await buffer.published(1)
+        assert not await buffer.wants_weights(1), "what was finished before that version came does not count"
+        await admitted(buffer, 2)
+        await buffer.put(6, rows(1))
+        assert not await buffer.wants_weights(1)
+        await buffer.published(1)
+        await buffer.abandon(7, "failed")
+        assert not await buffer.wants_weights(1), "a slot is free again"
+        await admitted(buffer, 1)
+        await buffer.put(8, rows(1))
+        assert await buffer.wants_weights(1) and await buffer.wants_weights(9)
+        await buffer.shutdown()
+
+    run(test)
+
+
 def test_without_a_staleness_limit_an_explore_run_collects_all_and_a_later_one_trains_them(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = make(tmp_path, max_staleness=None)

@@ -4,21 +4,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rft.config import TrainerConfig
+from rft.config import SynchronizerConfig, TrainerConfig
 from rft.device import choose
 from rft.feed import StepInput
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
+from rft.sync.style import Cadence
 from rft.trainer import Trainer
 
-STEPS = 2
+STEPS = 5
 
 
 class Parts:
     """All of the trainer's parts; each notes what is asked of it."""
 
-    def __init__(self, alone: bool) -> None:
+    def __init__(self, alone: bool = False, evaluated: int | None = None) -> None:
         self.events: list[str] = []
+        self.asked: list[int] = []
         note = self.note
         self.mesh = SimpleNamespace(broadcast=lambda item: item)
         self.models = SimpleNamespace(score=self.score, train_step=self.train_step)
@@ -27,7 +29,7 @@ class Parts:
             mark=lambda: 0, retain=lambda loop: None,
         )  # fmt: skip
         self.publisher = SimpleNamespace(
-            start=lambda version: note(f"publish {version}"), wait=lambda: note("published"), last={}, version=STEPS
+            start=self.publish, wait=lambda: note("published"), release=lambda: note("published"), last={}, version=None
         )
         self.checkpoints = SimpleNamespace(
             requested=None, save=lambda step, *_: note(f"save {step}"), before_update=lambda: note("copied"), poll=list,
@@ -35,11 +37,21 @@ class Parts:
         )  # fmt: skip
         self.evaluations = SimpleNamespace(
             alone=alone, at_startup=lambda version: None, at_end=lambda version: None,
-            if_due=lambda version: note(f"evaluate {version}"),
+            is_due=lambda version: version == evaluated, if_due=lambda version: note(f"evaluate {version}"),
         )  # fmt: skip
 
     def note(self, event: str) -> None:
         self.events.append(event)
+
+    def publish(self, version: int, due: bool) -> None:
+        self.note(f"{'publish' if due else 'offer'} {version}")
+        if due:
+            self.publisher.version = version
+
+    def ask(self, interval: int) -> bool:
+        """Explorers that want weights after every fourth step."""
+        self.asked.append(interval)
+        return len(self.asked) % 4 == 0
 
     def score(self, part: Any) -> tuple[Any, dict[str, float]]:
         self.note("score")
@@ -51,26 +63,30 @@ class Parts:
         return {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
-def events(alone: bool = False) -> list[str]:
-    """Of the second step."""
-    parts = Parts(alone)
+def trained(parts: Parts, **sync: Any) -> list[str]:
+    """What the parts are asked for while the trainer makes STEPS steps."""
     trainer = Trainer(
         config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"), mesh=parts.mesh,
         models=parts.models, feed=parts.feed, publisher=parts.publisher, checkpoints=parts.checkpoints,
+        cadence=Cadence(SynchronizerConfig(**{"max_staleness": 9, **sync}), ask=parts.ask),
         evaluations=parts.evaluations, skips=SkippedSteps(Path(), 1, True, parts.note),
         profiler=Profiler(TrainerConfig(), 0, choose("cpu"), Path()),
         log_step=lambda step, metrics, experiences: parts.note(f"log {step}"),
-        token_loss=None, sync_interval=1, run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
+        token_loss=None, run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
         export=lambda step: None,
     )  # type: ignore[arg-type]  # fmt: skip
     assert trainer.fit(0) == STEPS
-    begin, end = parts.events.index("save 1") + 1, parts.events.index("save 2") + 1
-    return parts.events[begin:end]
+    return parts.events
+
+
+def second(events: list[str]) -> list[str]:
+    """Those of the second step."""
+    return events[events.index("save 1") + 1 : events.index("save 2") + 1]
 
 
 def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
     """A process killed between the two would resume behind the step, and nobody would ever tell of it."""
-    assert events() == [
+    assert second(trained(Parts())) == [
         "score",
         "published",
         "copied",
@@ -84,5 +100,32 @@ def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
 
 
 def test_a_deterministic_run_evaluates_the_version_it_has_published() -> None:
-    found = events(alone=True)
+    found = second(trained(Parts(alone=True)))
     assert found[found.index("publish 2") + 1 :] == ["consumed 1", "log 2", "published", "evaluate 2", "save 2"]
+
+
+def publications(events: list[str]) -> list[int]:
+    return [int(event.split()[1]) for event in events if event.startswith("publish ")]
+
+
+def test_the_style_decides_what_is_published_and_the_end_is_in_any_case() -> None:
+    assert publications(trained(Parts(), sync_interval=2)) == [0, 2, 4, 5]
+    assert publications(trained(Parts(), sync_interval=2, sync_offset=1)) == [0, 3, 5]
+    assert publications(trained(Parts(), sync_interval=100, max_staleness=1)) == [0, 2, 4, 5]
+
+
+def test_what_is_evaluated_is_published_first() -> None:
+    """Engines that hold version 2 would say what version 3 can do, under its name."""
+    events = trained(Parts(evaluated=3), sync_interval=2)
+    assert publications(events) == [0, 2, 3, 4, 5]
+    assert events.index("publish 3") < events.index("evaluate 3")
+
+
+def test_explorers_are_asked_after_every_step_in_the_one_style_that_does() -> None:
+    """Also after a step that is published for another reason: the answer is a collective of all ranks."""
+    parts = Parts(evaluated=3)
+    assert publications(trained(parts, sync_style="dynamic_by_explorer", sync_interval=7)) == [0, 3, 4, 5]
+    assert parts.asked == [7] * STEPS
+    parts = Parts()
+    trained(parts, sync_style="fully_async")
+    assert parts.asked == []

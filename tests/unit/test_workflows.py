@@ -94,7 +94,7 @@ def test_the_math_workflow_scores_with_math_unless_told_otherwise(named: str, us
 
 
 USER_WORKFLOWS = """
-from rft.experience import Experience
+from rft.experience import Experience, VersionSpan
 class Mine:
     async def run(self, task, ctx):
         return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[-1.0])]
@@ -106,6 +106,10 @@ async def short_mask(task, ctx):
     return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1], logprobs=[-1.0, -1.0])]
 async def no_logprobs(task, ctx):
     return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1])]
+async def long_span(task, ctx):
+    made = await Mine().run(task, ctx)
+    made[0].versions = [VersionSpan(version=3, start=0, end=2)]
+    return made
 def not_async(task, ctx):
     return []
 """
@@ -129,6 +133,7 @@ def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> 
         ("empty", ValueError, "no experience"),
         ("short_mask", ValueError, "1 entries of action_mask for 2 response tokens"),
         ("no_logprobs", ValueError, "0 entries of logprobs for 2 response tokens"),
+        ("long_span", ValueError, "version 3 of tokens 0 to 2, but the response has 1"),
         ("not_async", TypeError, "must be an async function"),
     ],
 )

@@ -1,0 +1,32 @@
+"""What a config asks of weight synchronization: style, interval, offset, staleness. Called by `preflight`.
+
+In: a config whose other sections may not be checked yet (`fill_sync`), then a filled one (`check_sync`). Out: every name is one
+of rft's own and `max_staleness` is set; or a ConfigError for the first thing that cannot work.
+"""
+
+from rft.config import Config, ConfigError, nearest
+from rft.sync import style
+
+METHODS = {"online": "nccl", "offline": "checkpoint"}  # names that other systems use
+
+
+def fill_sync(config: Config) -> None:
+    """Aliases become rft's names, and the staleness follows from the style unless it is given."""
+    sync = config.synchronizer
+    sync.sync_method = METHODS.get(sync.sync_method, sync.sync_method)
+    sync.sync_style = style.ALIASES.get(sync.sync_style, sync.sync_style)
+    if sync.sync_style not in style.STYLES:
+        raise ConfigError(nearest(sync.sync_style, style.STYLES, "synchronizer.sync_style"))
+    if sync.max_staleness is None:
+        sync.max_staleness = style.default_staleness(sync.sync_style, sync.sync_interval, sync.sync_offset)
+
+
+def check_sync(config: Config) -> None:
+    sync = config.synchronizer
+    least = style.least_staleness(sync.sync_interval, sync.sync_offset)
+    if config.mode == "both" and int(sync.max_staleness or 0) < least:
+        raise ConfigError(
+            f"synchronizer.max_staleness={sync.max_staleness} with sync_interval={sync.sync_interval} and "
+            f"sync_offset={sync.sync_offset} can never be kept: set max_staleness to at least {least}, leave it out, or set "
+            "sync_interval or sync_offset lower"
+        )

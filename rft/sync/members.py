@@ -1,0 +1,205 @@
+"""Who holds which version, and what each engine does next: the synchronizer's state machine, pure. No I/O, no clock, no Ray.
+
+A mark is (epoch, version); marks are compared as pairs, so the versions of a trainer that came back from an older checkpoint
+count as newer than those of the trainer before it. Three marks lead: `offered` can be taken from the trainer now, `target` is
+what it asked all engines to take, `published` is what they all hold. Every engine is in one state:
+
+    state        event          then         and
+    -            join           idle         not connected, holds nothing
+    any          leave          gone         its round goes on without it
+    any          trainer        idle         (a new epoch) not connected; what it holds stays, and is served until the first round
+    idle         connect        connecting
+    connecting   connected      idle         connected to the epoch
+    idle         begin          staging      with the offered mark, if it holds less than the target
+    staging      staged         committing
+    staging      missed         idle         the offer was over: waits for the next one, its round goes on without it
+    committing   committed      idle         holds the mark
+    connecting, staging, committing
+                 unreachable    idle         not connected; for the third time in a row as `missed`
+                 broken         idle         not connected; for the third time in a row gone, and to be replaced
+    committing   damaged        idle         as broken, and it holds nothing: its weights are mixed
+
+Invariants (tests/unit/test_members.py walks through every reachable state): an engine is admitted to requests only when it
+holds at least the published mark; something is published only when every engine of the round holds it, is gone or has missed
+it, and at least one holds it; of one epoch, `published` never goes back; what belongs to an older epoch changes nothing.
+"""
+
+from dataclasses import dataclass, field
+
+Mark = tuple[int, int]  # epoch, version
+PATIENCE = 3  # failures in a row
+
+IDLE, CONNECTING, STAGING, COMMITTING, GONE = "idle", "connecting", "staging", "committing", "gone"
+
+
+@dataclass
+class Member:
+    """One engine. `taking`: the mark that it stages or commits; `missed`: an offer that it will not try again."""
+
+    state: str = IDLE
+    connected: int | None = None  # epoch
+    held: Mark | None = None
+    taking: Mark | None = None
+    missed: Mark | None = None
+    failures: int = 0
+    reason: str = ""  # of its last failure
+
+
+@dataclass
+class Members:
+    epoch: int = -1
+    offered: Mark | None = None
+    target: Mark | None = None
+    published: Mark | None = None
+    all: dict[str, Member] = field(default_factory=dict)
+    round: set[str] = field(default_factory=set)  # engines that the target waits for
+
+    # Events of the trainer
+
+    def trainer(self, epoch: int) -> None:
+        """A trainer attaches. Raises ValueError for one that is older than the last."""
+        if epoch <= self.epoch:
+            raise ValueError(f"a trainer of epoch {epoch} cannot connect: epoch {self.epoch} has been here")
+        self.epoch, self.offered, self.target = epoch, None, None
+        self.round = set()
+        for member in self.alive().values():
+            member.connected = member.missed = member.taking = None
+            member.state, member.failures = IDLE, 0
+
+    def offer(self, version: int) -> None:
+        """`version` can be taken now, by whoever needs weights."""
+        self.offered = (self.epoch, version)
+
+    def publish(self, version: int) -> None:
+        """All engines shall take `version`."""
+        self.offered = self.target = (self.epoch, version)
+        self.round = set(self.alive())
+        for member in self.alive().values():
+            member.missed = None
+
+    def conclude(self) -> Mark:
+        """The round is over: its target is published."""
+        assert self.is_over() and self.target is not None
+        self.published, self.round = self.target, set()
+        return self.published
+
+    # Events of an engine
+
+    def join(self, name: str) -> None:
+        if name in self.alive():
+            raise ValueError(f"{name} is here already")
+        self.all[name] = Member()
+
+    def leave(self, name: str, reason: str) -> None:
+        """Gone for good; one that comes back under the name joins as a new one."""
+        if name in self.all:
+            self.all[name] = Member(state=GONE, reason=reason)
+            self.round.discard(name)
+
+    def connect(self, name: str) -> None:
+        self._from(name, IDLE).state = CONNECTING
+
+    def connected(self, name: str, epoch: int) -> None:
+        if epoch == self.epoch:
+            member = self._from(name, CONNECTING)
+            member.state, member.connected = IDLE, epoch
+
+    def begin(self, name: str) -> Mark:
+        member = self._from(name, IDLE)
+        assert self.offered is not None
+        member.state, member.taking = STAGING, self.offered
+        return self.offered
+
+    def staged(self, name: str, mark: Mark) -> bool:
+        """Whether it shall commit: not when a newer trainer has attached meanwhile."""
+        if not self._takes(name, mark):
+            return False
+        self._from(name, STAGING).state = COMMITTING
+        return True
+
+    def missed(self, name: str, mark: Mark, reason: str) -> None:
+        if self._takes(name, mark):
+            member = self._from(name, STAGING)
+            member.state, member.taking, member.reason = IDLE, None, reason
+            self._pass_over(name)
+
+    def committed(self, name: str, mark: Mark) -> None:
+        """It holds `mark`, also when the trainer of that mark is not the newest any more."""
+        member = self.all[name]
+        if member.state == GONE:
+            return
+        member.held = mark
+        if self._takes(name, mark):
+            member.state, member.taking, member.failures, member.reason = IDLE, None, 0, ""
+            if self.target is not None and mark >= self.target:
+                self.round.discard(name)
+
+    def unreachable(self, name: str, epoch: int, reason: str) -> None:
+        """It did not get its bytes from the trainer: whose fault that is, is not known."""
+        if epoch == self.epoch and self._failed(name, reason):
+            self.all[name].failures = 0
+            self._pass_over(name)
+
+    def broken(self, name: str, epoch: int, reason: str, damaged: bool = False) -> None:
+        """It could not take them. `damaged`: and its weights are mixed."""
+        if self.all[name].state == GONE:
+            return
+        if damaged:
+            self.all[name].held = None
+        if epoch == self.epoch and self._failed(name, reason):
+            self.leave(name, reason)
+
+    # Questions
+
+    def alive(self) -> dict[str, Member]:
+        return {name: member for name, member in self.all.items() if member.state != GONE}
+
+    def admitted(self) -> list[str]:
+        """Engines that requests may go to."""
+        if self.published is None:
+            return []
+        return [n for n, m in self.alive().items() if m.held is not None and m.held >= self.published]
+
+    def next_step(self, name: str) -> str:
+        """What this engine shall do: "connect", "take", "" (wait) or "end"."""
+        member = self.all[name]
+        if member.state == GONE:
+            return "end"
+        if member.state != IDLE or self.offered is None or self.target is None or member.missed == self.offered:
+            return ""
+        if member.held is not None and member.held >= self.target:
+            return ""
+        return "connect" if member.connected != self.epoch else "take"
+
+    def is_over(self) -> bool:
+        """Nobody is waited for any more, and somebody holds the target."""
+        return self.target is not None and not self.round and any(self._holds_target(m) for m in self.alive().values())
+
+    def is_hopeless(self) -> bool:
+        """Engines are here, and none of them will ever take this target."""
+        here = self.alive().values()
+        return self.target is not None and not self.round and bool(here) and all(m.missed for m in here)
+
+    def _holds_target(self, member: Member) -> bool:
+        return self.target is not None and member.held is not None and member.held >= self.target
+
+    def _takes(self, name: str, mark: Mark) -> bool:
+        return self.all[name].taking == mark and mark[0] == self.epoch
+
+    def _pass_over(self, name: str) -> None:
+        self.all[name].missed = self.offered
+        self.round.discard(name)
+
+    def _failed(self, name: str, reason: str) -> bool:
+        """Count it; True when patience has come to its end."""
+        member = self.all[name]
+        if member.state == GONE:
+            return False
+        member.state, member.connected, member.taking = IDLE, None, None
+        member.failures, member.reason = member.failures + 1, reason
+        return member.failures >= PATIENCE
+
+    def _from(self, name: str, state: str) -> Member:
+        member = self.all[name]
+        assert member.state == state, f"{name} is {member.state}, not {state}"
+        return member

@@ -1,0 +1,213 @@
+"""Every reachable state of the synchronizer's state machine, for two engines, two trainers and two versions each."""
+
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rft.sync.members import COMMITTING, CONNECTING, GONE, IDLE, PATIENCE, STAGING, Mark, Members
+
+
+class World:
+    """The machine, and what the outside really has: bytes in engines, and calls under way."""
+
+    def __init__(self, engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...]) -> None:
+        self.engines, self.versions, self.epochs = engines, versions, epochs
+        self.members = Members()
+        self.calls: dict[str, tuple[str, int, Mark | None]] = {}  # engine -> what its task is doing: step, epoch, mark
+        self.real: dict[str, Mark | None] = {}  # what an engine's memory holds; None: nothing whole
+        self.joins = dict.fromkeys(engines, 0)
+
+    def copy(self) -> "World":
+        world, state = World(self.engines, self.versions, self.epochs), self.members
+        world.members = replace(state, all={n: replace(m) for n, m in state.all.items()}, round=set(state.round))
+        world.calls, world.real, world.joins = dict(self.calls), dict(self.real), dict(self.joins)
+        return world
+
+    def key(self) -> tuple:
+        state = self.members
+        return (
+            state.epoch, state.offered, state.target, state.published, tuple(sorted(state.round)),
+            tuple((n, astuple(m)[:-1]) for n, m in sorted(state.all.items())), tuple(sorted(self.calls.items())),
+            tuple(sorted(self.real.items())), tuple(self.joins.values()),
+        )  # fmt: skip
+
+
+def moves(world: World) -> Iterator[tuple[str, ...]]:
+    """Everything that can happen next, whoever does it."""
+    state = world.members
+    for epoch in world.epochs:
+        if epoch == state.epoch + 1:
+            yield "trainer", epoch
+    if state.epoch >= 0:
+        concluded = state.target is not None and state.published == state.target
+        if state.target is None or concluded or state.is_hopeless():
+            newest = state.offered[1] if state.offered else -1
+            for version in world.versions:
+                if version > newest:
+                    yield "publish", version
+                    if state.target is not None:
+                        yield "offer", version
+        if state.is_over() and not concluded:
+            yield ("conclude",)
+    for name in world.engines:
+        alive = name in state.alive()
+        if not alive and world.joins[name] < 2 and name not in world.calls:
+            yield "join", name
+        if alive:
+            yield "die", name
+        if name in world.calls:
+            step = world.calls[name][0]
+            if step == "connect":
+                yield from (("connected", name), ("unreachable", name), ("broken", name))
+            elif step == "stage":
+                yield from (("staged", name), ("missed", name), ("unreachable", name), ("broken", name))
+            else:
+                yield from (("committed", name), ("damaged", name), ("broken", name))
+        elif alive and state.next_step(name) in ("connect", "take"):
+            yield "act", name
+
+
+def step(world: World, move: tuple) -> None:
+    state, (what, *rest) = world.members, move
+    name = rest[0] if rest else ""
+    if what == "trainer":
+        state.trainer(rest[0])
+    elif what in ("publish", "offer"):
+        getattr(state, what)(rest[0])
+    elif what == "conclude":
+        before = state.published
+        mark = state.conclude()
+        assert before is None or mark[0] > before[0] or mark[1] >= before[1], "published went back within an epoch"
+        holders = [n for n in state.alive() if world.real.get(n) is not None and world.real[n] >= mark]
+        assert holders, "published, and nobody holds it"
+    elif what == "join":
+        state.join(name)
+        world.joins[name] += 1
+        world.real[name] = None
+    elif what == "die":
+        state.leave(name, "killed")
+        world.calls.pop(name, None)  # its task is cancelled
+        world.real[name] = None
+    elif what == "act":
+        if state.next_step(name) == "connect":
+            state.connect(name)
+            world.calls[name] = ("connect", state.epoch, None)
+        else:
+            mark = state.begin(name)
+            world.calls[name] = ("stage", mark[0], mark)
+    else:
+        finish(world, what, name)
+
+
+def finish(world: World, what: str, name: str) -> None:
+    """The call that an engine's task waits for ends."""
+    state = world.members
+    _, epoch, mark = world.calls.pop(name)
+    if what == "connected":
+        state.connected(name, epoch)
+    elif what == "staged":
+        if state.staged(name, mark):
+            world.calls[name] = ("commit", epoch, mark)
+    elif what == "missed":
+        state.missed(name, mark, "over")
+    elif what == "committed":
+        world.real[name] = mark
+        state.committed(name, mark)
+    elif what == "unreachable":
+        state.unreachable(name, epoch, "lost")
+    elif what == "damaged":
+        world.real[name] = None
+        state.broken(name, epoch, "mixed", damaged=True)
+    else:
+        state.broken(name, epoch, "raised")
+
+
+def check(world: World) -> None:
+    state = world.members
+    for name in state.admitted():
+        assert state.published is not None and world.real[name] is not None, f"{name} serves without weights"
+        assert world.real[name] >= state.published, f"{name} serves older weights than those published"
+    for name, member in state.all.items():
+        assert member.held == world.real[name] or member.held is None, f"{name} is believed to hold what it does not"
+        assert member.state in (IDLE, CONNECTING, STAGING, COMMITTING, GONE)
+        assert (member.taking is not None) == (member.state in (STAGING, COMMITTING))
+        assert member.connected in (None, state.epoch)
+    for name in state.round:
+        assert name in state.alive(), "the round waits for the dead"
+        waits = name in world.calls or state.next_step(name) in ("connect", "take")
+        assert waits, f"the round waits for {name}, which has nothing to do"
+
+
+def explore(engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...]) -> int:
+    """Walk through every state that can be reached; returns how many there are."""
+    first = World(engines, versions, epochs)
+    found, frontier = {first.key()}, [first]
+    while frontier:
+        world = frontier.pop()
+        for move in moves(world):
+            after = world.copy()
+            step(after, move)
+            check(after)
+            if after.key() not in found:
+                found.add(after.key())
+                frontier.append(after)
+    return len(found)
+
+
+def test_one_engine_and_two_trainers_in_every_order() -> None:
+    assert explore(("a",), (0, 1), (0, 1)) > 1500
+
+
+def test_two_engines_and_one_round_in_every_order() -> None:
+    assert explore(("a", "b"), (0,), (0,)) > 5_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_two_engines_and_three_trainers_on_random_ways(data: st.DataObject) -> None:
+    world = World(("a", "b"), (0, 1, 2), (0, 1, 2))
+    for _ in range(80):
+        possible = list(moves(world))
+        if not possible:
+            break
+        step(world, data.draw(st.sampled_from(possible)))
+        check(world)
+
+
+def test_an_older_trainer_cannot_come_back() -> None:
+    members = Members()
+    members.trainer(3)
+    with pytest.raises(ValueError, match="a trainer of epoch 3 cannot connect: epoch 3 has been here"):
+        members.trainer(3)
+
+
+def test_an_engine_that_has_just_started_is_not_admitted_before_it_has_the_published_weights() -> None:
+    """W20: after a resume no engine serves what it was started with."""
+    members = Members()
+    members.join("a")
+    assert members.admitted() == []
+    members.trainer(1)
+    members.publish(40)
+    members.connect("a")
+    members.connected("a", 1)
+    mark = members.begin("a")
+    assert members.admitted() == [] and members.staged("a", mark)
+    members.committed("a", mark)
+    members.conclude()
+    members.join("b")
+    assert members.admitted() == ["a"] and members.next_step("b") == "connect"
+
+
+def test_an_engine_that_fails_three_times_leaves_the_round_to_the_others() -> None:
+    members = Members()
+    members.trainer(0)
+    for name in ("a", "b"):
+        members.join(name)
+    members.publish(1)
+    for _ in range(PATIENCE):
+        members.connect("a")
+        members.broken("a", 0, "raised")
+    assert members.next_step("a") == "end" and members.round == {"b"}
