@@ -1,11 +1,13 @@
 """The elastic parts of a stage as Ray actors: experience buffer, rollout engines, synchronizer, explorer.
 
     start ──► Ray, actors created ──► work: all load at the same time ──► serving ──► close
-                                      (any of them fails: `failed(part, phase, cause)`, from a thread)
+                                      (any of them fails: `failed(part, phase, cause)`, from a thread;
+                                       an engine is first started again: `rft.engines`)
 
-In: a stage's config and a callback for failures. Out: actors under known names in the run's namespace, started with an
-environment cleaned of torch launcher variables, each writing to its own log file. Invariant: no call here waits for an actor
-without a deadline, so the supervisor hears signals at any time; `close` ends every actor and the private Ray.
+In: a stage's config, a callback for failures and one for what the user should read. Out: actors under known names in the
+run's namespace, started with an environment cleaned of torch launcher variables, each writing to its own log file. Invariant:
+no call here waits for an actor without a deadline, so the supervisor hears signals at any time; `close` ends every actor and
+the private Ray.
 """
 
 import logging
@@ -19,13 +21,17 @@ from typing import Any
 from rft import config as configs
 from rft import control
 from rft.adapters import versions_kept
+from rft.checkpoint import fence
 from rft.config import Config, SynchronizerConfig
+from rft.control_socket import ControlSocket
 from rft.device import thread_environment
+from rft.engines import Engines, PartFailed
 from rft.monitor import logs
 
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 2**20  # batches of tokens, never weights, go through Ray's object store
 GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
+QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported
 RAY_STARTS = 3
 RAY_IS_LATE = "node timed out during startup"
 LAUNCHER_VARIABLES = (
@@ -58,21 +64,16 @@ def start_patiently(start: Callable[..., Any], **settings: Any) -> None:
             log.warning("Ray did not come up in its own time; %d more tries", left)
 
 
-class PartFailed(RuntimeError):
-    """What an actor raised while it started."""
-
-    def __init__(self, part: str, message: str):
-        super().__init__(message)
-        self.part = part
-
-
 class Actors:
-    def __init__(self, config: Config, log_dir: Path, failed: Failed):
+    def __init__(self, config: Config, log_dir: Path, failed: Failed, say: Callable[[str], None]):
         self.config = config
         self.log_dir = log_dir
         self.failed = failed
-        self.handles: dict[str, Any] = {}
-        self.engines: dict[str, Any] = {}
+        self.say = say
+        self.handles: dict[str, Any] = {}  # but for the engines'
+        restarts = config.explorer.rollout_model.max_restarts
+        self.engines = Engines(self._spawn_engine, log_dir, restarts, self._fail, say)
+        self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
         self.threads: list[threading.Thread] = []
         self.ready = False
         self.closing = False
@@ -87,28 +88,16 @@ class Actors:
         if self.config.mode == "train":  # an earlier `explore` run has filled the journal; nobody adds to it now
             return
         config, buffer = self.config, self.handles.get("buffer")
-        from rft.rollout.engine import RolloutEngine
         from rft.sync.synchronizer import Synchronizer
 
-        rollout = config.explorer.rollout_model
-        for number in range(rollout.engine_num):
-            name = f"engine_{number}"
-            self.engines[name] = self._spawn(
-                name, name, RolloutEngine, config.cluster.threads_per_engine, name, config.model, rollout,
-                config.cluster.threads_per_engine, config.seed, self._device_kind(), int(config.model.max_model_len or 0),
-                versions_kept(config.synchronizer) if config.mode == "both" else 0, gpus=rollout.tensor_parallel_size,
-            )  # fmt: skip
+        engines, synchronizer = self.engines.create(config.explorer.rollout_model.engine_num), None
         if config.mode == "both":
-            self._spawn(
-                "synchronizer",
-                "synchronizer",
-                Synchronizer,
-                1,
-                buffer,
-                config.synchronizer.sync_timeout,
-                settings(config.synchronizer),
-            )
-        self._spawn("explorer", config.explorer.name, *_explorer(config, self.engines, buffer))
+            timeout, told = config.synchronizer.sync_timeout, settings(config.synchronizer)
+            synchronizer = self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, timeout, told)
+            engines = {}  # the explorer follows those that the synchronizer admits
+        explorer = self._spawn("explorer", config.explorer.name, *_explorer(config, engines, buffer, synchronizer))
+        self.engines.run(synchronizer, explorer, config.explorer.max_timeout + control.REPLY_S)
+        self._listen()
 
     def work(self, done: Callable[[], None]) -> None:
         """In the background: wait until all serve, do what a mode without a trainer does, then call `done`.
@@ -137,23 +126,25 @@ class Actors:
         import ray
 
         self.closing = True
+        self.engines.close()
         if not ray.is_initialized():
             return
         deadline = time.monotonic() + grace_s
         first = [handle for part, handle in self.handles.items() if part == "explorer"]  # it asks the others for things
-        rest = [handle for part, handle in self.handles.items() if part != "explorer"]
+        rest = [handle for part, handle in self.handles.items() if part != "explorer"] + self.engines.handles()
         for handles in filter(None, (first, rest)):
             asked = [handle.shutdown.remote() for handle in handles]
             ray.wait(asked, num_returns=len(asked), timeout=grace_s / 3)
-        for handle in self.handles.values():
+        for handle in first + rest:
             ray.kill(handle)
-        for (
-            thread
-        ) in self.threads:  # each ends with its actor; Ray aborts the process when it is shut down under a waiting call
+        # each ends with its actor; Ray aborts the process when it is shut down under a waiting call
+        for thread in self.threads + self.engines.threads:
             thread.join(max(0.1, deadline - time.monotonic()))
+        self.socket.close(max(0.1, deadline - time.monotonic()))
         ray.shutdown()
 
     def _start_ray(self) -> None:
+        os.environ.update(QUIET)
         import ray
 
         for variable in LAUNCHER_VARIABLES:
@@ -191,16 +182,14 @@ class Actors:
 
     def _await_ready(self) -> None:
         """All parts load at the same time; raises PartFailed for the first that cannot."""
-        starting = {name: engine.start.remote() for name, engine in self.engines.items()}
+        starting = {}
         if "explorer" in self.handles:
             starting["explorer"] = self.handles["explorer"].prepare.remote()
         if self.config.mode == "train":
             starting["buffer"] = self.handles["buffer"].input_done.remote()
         for part, reference in starting.items():
             log.info("%s: %s", part, self._get(part, reference))
-        if "synchronizer" in self.handles:
-            for name, engine in self.engines.items():
-                self._get("synchronizer", self.handles["synchronizer"].join.remote(name, engine))
+        self.engines.await_started()
         self.ready = True
 
     def _begin(self) -> None:
@@ -250,17 +239,55 @@ class Actors:
             else ("cuda" if "CUDA_VISIBLE_DEVICES" in self.rank_environment else "cpu")
         )
 
-    def _spawn(self, part: str, name: str, cls: type, threads: int, *arguments: Any, gpus: int = 0) -> Any:
-        import ray
-
-        environment = thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")}
-        options = {"name": name, "num_cpus": 1, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
-        if gpus and self._device_kind() == "cuda":
-            options["num_gpus"] = gpus
-        handle = ray.remote(hosted(cls, self.config.log.level)).options(**options).remote(*arguments)
+    def _spawn(self, part: str, name: str, cls: type, threads: int, *arguments: Any) -> Any:
+        handle = self._create(part, name, cls, threads, *arguments)
         self.handles[part] = handle
         self._thread(self._watch, part, handle)
         return handle
+
+    def _spawn_engine(self, engine: str, name: str) -> Any:
+        """The actor `name` of `engine`. Only those of the start have a CPU of the private Ray's, which are only bookkeeping."""
+        from rft.rollout.engine import RolloutEngine
+
+        config = self.config
+        rollout, threads = config.explorer.rollout_model, config.cluster.threads_per_engine
+        is_first = int(engine.removeprefix("engine_")) < rollout.engine_num
+        return self._create(
+            engine, name, RolloutEngine, threads, engine, config.model, rollout, threads, config.seed, self._device_kind(),
+            int(config.model.max_model_len or 0), versions_kept(config.synchronizer) if config.mode == "both" else 0,
+            gpus=rollout.tensor_parallel_size, cpus=1 if is_first or config.cluster.ray_address else 0,
+        )  # fmt: skip
+
+    def _create(
+        self, part: str, name: str, cls: type, threads: int, *arguments: Any, gpus: int = 0, cpus: int = 1
+    ) -> Any:
+        import ray
+
+        environment = thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")}
+        options = {"name": name, "num_cpus": cpus, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
+        if gpus and self._device_kind() == "cuda":
+            options["num_gpus"] = gpus
+        return ray.remote(hosted(cls, self.config.log.level)).options(**options).remote(*arguments)
+
+    def _listen(self) -> None:
+        """`rft engines` reaches this run, if its directory can hold a socket."""
+        try:
+            self.socket.open()
+        except OSError as error:
+            self.say(f"warning: `rft engines` cannot reach this run: {error}")
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Of `rft engines`. Ray would wait for ever for GPUs that nobody gives back."""
+        import ray
+
+        if "add" in question and self._device_kind() == "cuda":
+            wanted = int(question["add"]) * self.config.explorer.rollout_model.tensor_parallel_size
+            free = int(ray.available_resources().get("GPU", 0))
+            if free < wanted:
+                return {
+                    "error": f"{wanted} more GPUs are needed (explorer.rollout_model.tensor_parallel_size), {free} are free"
+                }
+        return self.engines.answer(question)
 
     def _thread(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
@@ -299,7 +326,7 @@ def hosted(cls: type, level: str) -> type:
     return Hosted
 
 
-def _explorer(config: Config, engines: dict[str, Any], buffer: Any) -> tuple[Any, ...]:
+def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer: Any) -> tuple[Any, ...]:
     from rft.buffer.taskset import build_tasksets
     from rft.rollout.explorer import Explorer
 
@@ -315,4 +342,5 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any) -> tuple[Any
         buffer,
         config.buffer.batch_size,
         config.seed if config.deterministic else None,
+        synchronizer,
     )

@@ -1,9 +1,11 @@
-"""The `rft` command. `rft train ...` is `python -m rft.train ...`; `rft ckpt ...` looks after checkpoints."""
+"""The `rft` command. `rft train ...` is `python -m rft.train ...`; `rft ckpt ...` looks after checkpoints, `rft engines ...` after
+the engines of a run that is under way."""
 
 import sys
 
 USAGE = """usage: rft train experiment=NAME [section.key=value ...]
-       rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)"""
+       rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
+       rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)"""
 
 
 def main() -> None:
@@ -12,6 +14,10 @@ def main() -> None:
         from rft.tools.ckpt import main as ckpt
 
         sys.exit(ckpt(rest))
+    if command == "engines":
+        from rft.tools.engines import main as engines
+
+        sys.exit(engines(rest))
     if command != "train":
         sys.exit(USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}")
     sys.argv = ["rft train", *rest]

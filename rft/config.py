@@ -84,7 +84,7 @@ class ClusterConfig:
     node_num: int = 1
     gpu_per_node: Optional[int] = None  # default: detected
     ray_address: Optional[str] = None  # an existing cluster; default: a private one on this machine
-    ray_num_cpus: Optional[int] = None  # logical CPUs of the private cluster; default: one per actor
+    ray_num_cpus: Optional[int] = None  # logical CPUs of the private cluster; default: one per actor of the start
     threads_per_rank: int = 1
     threads_per_engine: int = 1
     master_port: int = 0  # 0: any free port
@@ -171,6 +171,7 @@ class RolloutModelConfig:
     kv_cache_gb: float = 1.0  # CPU only
     gpu_memory_utilization: float = 0.9  # GPU only
     enforce_eager: bool = True
+    max_restarts: int = 3  # how often each engine that died is started again; 0: the run ends with the first
 
 
 @dataclass

@@ -95,6 +95,23 @@ class QueueSource:
         return ray.get(getattr(self.buffer, method).remote(*arguments), timeout=timeout)
 
 
+class PoolNumbers:
+    """The engine pool's numbers for the metrics of every step, as fresh as an explorer that is not waited for gives them."""
+
+    def __init__(self, explorer: Any | None):
+        self.explorer = explorer
+        self.last: dict[str, float] = {}
+        self.asked = explorer.stats.remote() if explorer is not None else None
+
+    def metrics(self) -> dict[str, float]:
+        if self.explorer is not None:
+            import ray
+
+            if ray.wait([self.asked], timeout=0)[0]:
+                self.last, self.asked = ray.get(self.asked), self.explorer.stats.remote()
+        return self.last
+
+
 class Evaluations:
     """When to evaluate, and what came out. In-loop ones run beside training and are reported when they are ready.
 

@@ -141,7 +141,7 @@ class Stage:
     def _start(self) -> None:
         """Create all parts; they load at the same time."""
         if not is_supervised(self.config.algorithm) or self.config.mode == "bench":
-            self.actors = Actors(self.config, self.log_dir, self._actor_failed)
+            self.actors = Actors(self.config, self.log_dir, self._actor_failed, say)
             try:
                 self.actors.start()
             except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts
@@ -243,6 +243,12 @@ def kind(event: Event) -> str:
 
 def failure(event: Event, log_dir: Path) -> str:
     return f"{event.part} failed while {event.phase}: {event.cause}; logs in {log_dir}"
+
+
+def say(line: str) -> None:
+    """A line for the user, whole among those of other threads and of the trainer."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def describe(config: Config) -> str:

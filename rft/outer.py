@@ -239,7 +239,12 @@ def sidecar(resolved: str, launcher: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: events.put(launch.Event("rank 0")))
     threading.Thread(target=lambda: (await_end(launcher), events.put(launch.Event("launcher"))), daemon=True).start()
-    actors = Actors(config, log_dir, lambda part, phase, cause: events.put(launch.Event(part, phase, cause)))
+    actors = Actors(
+        config,
+        log_dir,
+        failed=lambda part, phase, cause: events.put(launch.Event(part, phase, cause)),
+        say=lambda line: print(line, file=terminal, flush=True),
+    )
     message = ""
     try:
         actors.start()

@@ -78,7 +78,7 @@ POSITIVE = (
 )  # fmt: skip
 NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
-    "trainer.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
+    "trainer.max_restarts", "explorer.rollout_model.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
     "synchronizer.sync_offset", "synchronizer.max_staleness", "synchronizer.probe_interval", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
     "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",

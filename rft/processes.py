@@ -1,7 +1,8 @@
 """Nobody is left behind: adopt the orphans of this process's descendants, and end all of them.
 
 In: nothing. Out: after `end_descendants` no process is left that this one started, directly or through others, however they
-detached themselves. Linux only; elsewhere orphans are not adopted and only the family tree as it stands is ended.
+detached themselves; `end_marked` ends those of one part of a run. Linux only; elsewhere orphans are not adopted and only the
+family tree as it stands is ended.
 """
 
 import contextlib
@@ -43,6 +44,22 @@ def end_descendants(grace_s: float = 0.0, spare: Iterable[int] = ()) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=KILL_WAIT_S)
+
+
+def end_marked(variable: str, value: str) -> None:
+    """Kill the descendants that were started with this in their environment, whoever their parent is now, and reap them."""
+    found = [process for process in psutil.Process().children(recursive=True) if _is_marked(process, variable, value)]
+    for process in found:
+        log.warning("killing %s", process)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(found, timeout=KILL_WAIT_S)
+
+
+def _is_marked(process: psutil.Process, variable: str, value: str) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or a zombie
+        return process.environ().get(variable) == value
+    return False
 
 
 def _is_spared(process: psutil.Process, spare: set[int]) -> bool:

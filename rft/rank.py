@@ -139,7 +139,8 @@ def _train(rank: Rank, mesh: Any) -> None:
         print(f"trainer: {models.policy.describe()}", flush=True)
         peak = config.trainer.peak_tflops or rank.device.peak_tflops(config.trainer.dtype)
         speed = Speed(trainer.feed.cost, mesh.world, peak, config.trainer.recompute_granularity == "full")
-        monitor = StepReporter(config, rank.job, step, tokenizer_of(config), speed)
+        pool = control.PoolNumbers(trainer.evaluations.explorer)
+        monitor = StepReporter(config, rank.job, step, tokenizer_of(config), speed, pool.metrics)
         trainer.log_step = monitor.step
         trainer.evaluations.report = scoring(monitor.evaluation, trainer.checkpoints)
         trainer.export = lambda step: trainer.checkpoints.export(

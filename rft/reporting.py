@@ -4,6 +4,7 @@ In: the loop's metrics (already global) and the step's experiences. Out: one rec
 run's monitor.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from rft.monitor.speed import Speed
 
 
 class StepReporter:
-    """`tokenizer` (of the model directory) turns sampled ids into text for the samples table; `speed` knows what a token costs."""
+    """`tokenizer` (of the model directory) turns sampled ids into text for the samples table; `speed` knows what a token costs,
+    `pool` how many engines serve."""
 
-    def __init__(self, config: Config, job: Path, step: int, tokenizer: Any, speed: Speed):
+    def __init__(
+        self, config: Config, job: Path, step: int, tokenizer: Any, speed: Speed, pool: Callable[[], dict[str, float]]
+    ):
         self.monitor = build(config.monitor, job, config.project, config.name, config.trainer.total_steps, step)
         self.num_samples = config.monitor.num_samples
         self.tokenizer = tokenizer
         self.speed = speed
+        self.pool = pool
         sets = [f"eval/{taskset.name}/accuracy" for taskset in config.buffer.explorer_input.eval_tasksets]
         rows = read_metrics(job / "metrics.jsonl")  # those of this step and before: `build` has dropped the rest
         self.evaluated = {row["step"]: row for row in rows if sets and all(name in row for name in sets)}
@@ -29,7 +34,8 @@ class StepReporter:
         tokens = sum(len(e.tokens) for e in experiences)
         trained = [len(e.tokens) for e in experiences if any(e.action_mask)]
         speed = self.speed.metrics(trained, metrics["time/train_s"])
-        self.monitor.log({**metrics, **speed, "tokens_per_s": tokens / metrics["time/step_s"]}, version)
+        speed["tokens_per_s"] = tokens / metrics["time/step_s"]
+        self.monitor.log({**metrics, **speed, **self.pool()}, version)
         if self.num_samples and experiences and experiences[0].group >= 0:
             self.monitor.table(
                 "samples", [self._row(e) for e in representative(experiences, self.num_samples)], version

@@ -27,13 +27,14 @@ from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
 from rft.rollout import workflows
-from rft.rollout.engine import EngineDied
+from rft.rollout.engine import EngineUnavailable
 from rft.rollout.pool import EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import RewardResult
 
 log = logging.getLogger(__name__)
 EVAL_SAMPLES = 8  # rollouts of each evaluation kept for reading
+EVALUATED_AT_ONCE = 256  # tasks per engine
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Explorer:
 
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
-        engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None,
+        engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
     ):  # fmt: skip
         self.config = config
         self.model = model
@@ -61,11 +62,12 @@ class Explorer:
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
         self.seed = seed  # of a deterministic run
+        self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.pool = EnginePool(engines)
         self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
-        self.runners = asyncio.Semaphore(config.runner_per_model * len(engines))
+        self.runners = self.pool.slots(config.runner_per_model)
         self.broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
         self.groups: set[asyncio.Task[None]] = set()
         self.sampling: dict[
@@ -74,11 +76,12 @@ class Explorer:
         self.holds = 0  # a group that was admitted before the last one has to be admitted again
         self.may_sample = asyncio.Event()
         self.exploring: asyncio.Task[None] | None = None
+        self.following: asyncio.Task[None] | None = None
         self.is_open = asyncio.Event()
         self.phase = "starting"
 
     async def prepare(self) -> dict[str, Any]:
-        """Load the tokenizer and start the reward workers."""
+        """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(
@@ -87,6 +90,9 @@ class Explorer:
         self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
         self.limits = Limits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
         await self.rewards.start()
+        if self.synchronizer is not None:
+            self.following = asyncio.create_task(self.pool.follow(self.synchronizer))
+            self.following.add_done_callback(self._settle)
         self.phase = "ready"
         return {
             "taskset": len(self.taskset) if self.taskset else 0,
@@ -178,7 +184,9 @@ class Explorer:
         """Run one task with retries inside one total time; store what came out or count the failure."""
         try:
             experiences = await self._sample(group, task, holds)
-        except EngineDied:  # not the task's fault: it stays unfinished, and the next attempt at the run does it again
+        except (
+            EngineUnavailable
+        ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
             raise
         except Exception as error:  # a user's workflow may raise anything: it costs its own group, counted, not the run
             log.warning("task %s failed for good: %s", task.id, one_line(error))
@@ -213,7 +221,7 @@ class Explorer:
                 for attempt in range(self.config.max_retry_times + 1):
                     try:
                         return await self._run_workflow(group, task, attempt)
-                    except EngineDied:
+                    except EngineUnavailable:
                         raise
                     except Exception as error:
                         if attempt == self.config.max_retry_times:
@@ -221,7 +229,10 @@ class Explorer:
                         log.warning("task %s, attempt %d: %s", task.id, attempt + 1, one_line(error))
         except TimeoutError:
             if limit.expired():
-                raise TimeoutError(f"no result in {self.config.max_timeout:g} s (explorer.max_timeout)") from None
+                absence = self.pool.absence()
+                raise TimeoutError(
+                    f"no result in {self.config.max_timeout:g} s (explorer.max_timeout){absence and ': ' + absence}"
+                ) from None
             raise
         raise AssertionError("unreachable: the loop returns or raises")
 
@@ -256,13 +267,13 @@ class Explorer:
     async def _evaluate_set(self, taskset: Taskset, version: int) -> EvalResult:
         taskset.seek({"epoch": 0, "index": 0})
         tasks = list(taskset)
-        limit = asyncio.Semaphore(len(self.pool.engines) * 256)
+        limit = self.pool.slots(EVALUATED_AT_ONCE)
 
         async def run(number: int, task: Task) -> list[Experience] | Exception:
             async with limit:
                 try:
                     return await self._attempts(-1 - number, task)
-                except EngineDied:
+                except EngineUnavailable:
                     raise
                 except Exception as error:  # costs this task, counted as wrong, not the evaluation
                     log.warning("evaluation of task %s failed for good: %s", task.id, one_line(error))
@@ -277,16 +288,24 @@ class Explorer:
 
     async def load_weights(self, path: str, version: int) -> None:
         """Bench mode: every engine loads a Hugging Face directory."""
-        await asyncio.gather(*(e.load_weights_from.remote(path, version) for e in self.pool.engines.values()))
+        await asyncio.gather(*(m.handle.load_weights_from.remote(path, version) for m in self.pool.open()))
 
     # --- life ---------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> dict[str, float]:
+        """The engine pool's numbers, for the metrics of a step."""
+        return self.pool.stats()
+
+    async def drain(self, engine: str) -> None:
+        """Ask this engine for nothing more; return when it has answered all that it was asked for."""
+        await self.pool.drain(engine)
 
     async def watch(self) -> None:
         """Never returns while the explorer is healthy; raises what broke it."""
         await asyncio.shield(self.broken)
 
     async def shutdown(self) -> None:
-        running = [*self.groups, *([self.exploring] if self.exploring else [])]
+        running = [*self.groups, *(job for job in (self.exploring, self.following) if job)]
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)

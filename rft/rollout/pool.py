@@ -1,44 +1,187 @@
-"""Many engines as one: each request goes to the engine with the fewest sequences in flight.
+"""Many engines as one, while they come and go: a request goes to the engine with the fewest sequences in flight.
 
-In: `GenerateRequest`s from workflows, engine actor handles by name. Out: `Completion`s. Invariant: a request runs on exactly
-one engine; when its caller gives up (is cancelled), the engine is told to stop working on it.
+    follow(synchronizer) ──admitted engines──► members ◄── generate(request): the least busy one
+                                                  │          └── it died or refuses: another one, or wait for one
+                                                  └──► slots: as many as the engines can use
+
+In: `GenerateRequest`s from workflows; engine actor handles by name, all at once (`engines`: they are fixed, and a death is the
+caller's failure) or as the synchronizer admits them (`follow`). Out: `Completion`s. Invariants: a request runs on one engine at
+a time, from the start again on another one when that dies, and what it answers is of one engine; an engine that died or
+refused is asked again only after the synchronizer has admitted it anew; when the caller of a request gives up (is cancelled),
+the engine is told to stop working on it.
 """
 
 import asyncio
+import time
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from rft.experience import Completion, GenerateRequest, decode, encode
-from rft.rollout.engine import EngineDied
+from rft.rollout.engine import EngineDied, EngineUnavailable
+from rft.rollout.slots import Slots
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine that was admitted. `out`: why it gets no new requests, empty while it does."""
+
+    name: str
+    handle: Any
+    load: int = 0  # sequences in flight
+    out: str = ""
+    is_dead: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, count: int) -> None:
+        self.load += count
+        self.idle.set() if self.load == 0 else self.idle.clear()
 
 
 class EnginePool:
     def __init__(self, engines: dict[str, Any]):
-        if not engines:
-            raise ValueError("an engine pool needs at least one engine")
-        self.engines = dict(engines)
-        self.load = dict.fromkeys(self.engines, 0)  # sequences in flight
-        self._where: dict[str, str] = {}  # request id -> engine
+        self.members: dict[str, Member] = {}
+        self.generation = -1  # of the admitted engines, as the synchronizer counts
+        self.is_fixed = bool(engines)
+        self.requeued = 0  # requests that ran again on another engine
+        self.deaths = 0
+        self._leaving: set[str] = set()  # they finish what they have
+        self._where: dict[str, Member] = {}  # by request id
+        self._slots: WeakSet[Slots] = WeakSet()
+        self._serving = asyncio.Event()
+        self._alone_since = time.monotonic()
+        self._reasons: dict[str, str] = {}  # of those that do not serve
+        for name, handle in engines.items():
+            self.add(name, handle)
+
+    # --- who serves ---------------------------------------------------------------------------------------------
+
+    async def follow(self, synchronizer: Any) -> None:
+        """Take over who is admitted, change by change; never returns."""
+        while True:
+            self._apply(*await synchronizer.members.remote(self.generation))
+
+    def add(self, name: str, handle: Any) -> None:
+        """Give it requests from now on; under a known name it takes the place of the one before."""
+        self.members[name] = Member(name, handle)
+        self.members[name].idle.set()
+        self._changed()
+
+    def remove(self, name: str) -> None:
+        """Give it no more requests; those that it has go on, for as long as it does."""
+        member = self.members.pop(name)
+        self._leave(member, member.out or f"{name} is no longer admitted")
+
+    async def drain(self, name: str) -> None:
+        """Give it no more requests, whoever admits it; return when it has none left."""
+        self._leaving.add(name)
+        if member := self.members.get(name):
+            self._leave(member, f"{name} was asked to leave")
+            await member.idle.wait()
+
+    def open(self) -> list[Member]:
+        """Those that get requests."""
+        return [member for member in self.members.values() if not member.out]
+
+    def slots(self, each: int) -> Slots:
+        """`each` slots per engine that serves, now and later."""
+        slots = Slots(each, len(self.open()))
+        self._slots.add(slots)
+        return slots
+
+    def absence(self) -> str:
+        """Since when nobody serves, and why; empty while somebody does."""
+        if self.open():
+            return ""
+        why = "; ".join(self._reasons.values()) or "none was admitted before"
+        return f"no engine has been admitted for {time.monotonic() - self._alone_since:.1f} s ({why})"
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "pool/engines": float(len(self.open())),
+            "pool/requeued": float(self.requeued),
+            "pool/deaths": float(self.deaths),
+        }
+
+    def _apply(self, generation: int, admitted: dict[str, Any]) -> None:
+        """What is listed was admitted, known ones maybe anew: whatever they were out for, they are asked again."""
+        self._leaving &= set(admitted)
+        for name in [name for name in self.members if name not in admitted]:
+            self.remove(name)
+        for name, handle in admitted.items():
+            known = self.members.get(name)
+            if name in self._leaving or (known and known.is_dead and known.handle == handle):
+                continue
+            if known and known.handle == handle:
+                known.out = ""
+            else:
+                self.add(name, handle)
+        self.generation = generation
+        self._changed()
+
+    def _leave(self, member: Member, reason: str) -> None:
+        member.out = self._reasons[member.name] = reason
+        self._changed()
+
+    def _changed(self) -> None:
+        open_ = self.open()
+        for member in open_:
+            self._reasons.pop(member.name, None)
+        if open_:
+            self._serving.set()
+        elif self._serving.is_set():
+            self._serving.clear()
+            self._alone_since = time.monotonic()
+        for slots in self._slots:
+            slots.resize(len(open_))
+
+    # --- serving ------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """n completions; raises EngineDied naming the engine when its process ended, RuntimeError when it refuses."""
+        """n completions, of one engine; waits for one if none serves, for as long as the caller likes.
+
+        Of fixed engines it raises EngineUnavailable, naming the engine, when that died or refuses.
+        """
         from ray.exceptions import RayActorError
 
-        name = min(self.load, key=self.load.__getitem__)
-        self.load[name] += request.n
-        self._where[request.request_id] = name
-        try:
-            return decode(await self.engines[name].generate.remote(encode(request)), list[Completion])
-        except RayActorError as error:
-            raise EngineDied(f"{name} died while it served {request.request_id}") from error
-        except asyncio.CancelledError:
-            self.engines[name].abort.remote(request.request_id)
-            raise
-        finally:
-            self.load[name] -= request.n
-            del self._where[request.request_id]
+        while True:
+            await self._serving.wait()
+            member, asked = min(self.open(), key=lambda member: member.load), self.generation
+            try:
+                return await self._ask(member, request)
+            except RayActorError as error:
+                lost = EngineDied(f"{member.name} died while it served {request.request_id}")
+                lost.__cause__ = error
+            except EngineUnavailable as error:
+                lost = error
+            if self.is_fixed:
+                raise lost
+            self._lost(member, lost, asked)
+            self.requeued += 1
 
     async def abort(self, request_id: str) -> None:
         """Stop a running request; its `generate` returns what there is, with stop "abort". Unknown ids are finished ones."""
-        name = self._where.get(request_id)
-        if name is not None:
-            await self.engines[name].abort.remote(request_id)
+        member = self._where.get(request_id)
+        if member is not None:
+            await member.handle.abort.remote(request_id)
+
+    async def _ask(self, member: Member, request: GenerateRequest) -> list[Completion]:
+        member.take(request.n)
+        self._where[request.request_id] = member
+        try:
+            return decode(await member.handle.generate.remote(encode(request)), list[Completion])
+        except asyncio.CancelledError:
+            member.handle.abort.remote(request.request_id)
+            raise
+        finally:
+            member.take(-request.n)
+            del self._where[request.request_id]
+
+    def _lost(self, member: Member, error: EngineUnavailable, asked: int) -> None:
+        """Ask it no more until it is admitted anew; a refusal from before its last admission says nothing of now."""
+        is_new_death = isinstance(error, EngineDied) and not member.is_dead
+        if is_new_death:
+            member.is_dead = True
+            self.deaths += 1
+        if is_new_death or (asked == self.generation and not member.out):
+            self._leave(member, str(getattr(error, "cause", None) or error).splitlines()[0])

@@ -17,7 +17,7 @@ from rft.experience import Experience, decode
 from runs import START_S, History, Run, metrics, overrides, train
 
 # What a run takes depends on the machine, and whether it was killed; all else must be the same number.
-OWN = ("time", "sync/", "checkpoint/", "perf/", "tokens_per_s", "sample/replayed")
+OWN = ("time", "sync/", "pool/", "checkpoint/", "perf/", "tokens_per_s", "sample/replayed")
 RANK, EVERYTHING = "rank", "everything"
 
 

@@ -115,9 +115,14 @@ class Run:
 
     def find(self, title: str) -> psutil.Process:
         """The one process of the run whose command line contains `title`."""
-        found = [process for process in self.family() if title in _title(process)]
+        found = self.find_all(title)
         assert len(found) == 1, (title, found)
         return found[0]
+
+    def find_all(self, title: str) -> list[psutil.Process]:
+        """The oldest first."""
+        found = [process for process in self.family() if title in _title(process)]
+        return sorted(found, key=psutil.Process.create_time)
 
     def await_extinction(self, timeout: float, but: tuple[str, ...] = ()) -> None:
         """All processes of the run, `but` those of these names, end by themselves within `timeout`."""

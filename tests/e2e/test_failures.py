@@ -85,9 +85,22 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
     ids=["engine", "explorer", "rank"],
 )
 def test_part_killed(command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]) -> None:
-    with Attempt(command, job) as run:
+    with Attempt([*command, "explorer.rollout_model.max_restarts=0"], job) as run:
         run.find(title).kill()
         check_failed(run, code, *words)
+
+
+@pytest.mark.parametrize("title", ["VLLM::EngineCore", "ray::RolloutEngine"])
+def test_the_only_engine_is_started_again(command: list[str], job: Path, title: str) -> None:
+    with Attempt(command, job) as run:
+        survivors = [run.find("ray::Explorer"), run.find("rft.rank ")]
+        run.find(title).kill()
+        run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
+        run.wait_for("^engine_0: serves$")
+        step = run.wait_step(0)
+        run.wait_step(step + 2)
+        assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in survivors)
+        run.find("VLLM::EngineCore")  # there is one
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)

@@ -14,6 +14,8 @@ TOP = {
     "trainer",
     "feed",
     "control",
+    "control_socket",
+    "engines",
     "rank",
     "ranks",
     "launch",

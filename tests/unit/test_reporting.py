@@ -26,7 +26,7 @@ def evaluated(job: Path, resumed_at: int, names: tuple[str, ...] = ("a", "b")) -
     (job / "metrics.jsonl").write_text("".join(json.dumps(line | {"time_s": 1.0}) + "\n" for line in LINES))
     config = Config(name="x", monitor=MonitorConfig(monitor_type="none"))
     config.buffer.explorer_input = ExplorerInputConfig(eval_tasksets=[TasksetConfig(name=n, path="-") for n in names])
-    reporter = StepReporter(config, job, resumed_at, tokenizer=None, speed=Speed(sum, 1, None, False))
+    reporter = StepReporter(config, job, resumed_at, tokenizer=None, speed=Speed(sum, 1, None, False), pool=dict)
     reporter.close()
     return {version: found["eval/a/accuracy"] for version, found in reporter.evaluated.items()}
 

@@ -1,0 +1,91 @@
+"""`rft engines`: which engines a run that is under way has; add one, remove one.
+
+In: the directory of a run, or of one of its stages. Out: a table, or what was begun; exit code 1 when the run refuses, 2 when
+nothing answers there or the input is wrong. Everything is done by the run's supervisor (`rft.control_socket`).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rft.checkpoint import fence
+from rft.control_socket import NAME, NobodyAnswers, ask
+
+ANSWER_S = 30.0  # the supervisor asks its engines, those that load do not answer it, and another caller may come first
+COLUMNS = ("name", "state", "version", "restarts", "requests", "tokens", "active", "last end")
+DEPTH = 3  # directories between what is typed and `control`: <root>/<project>/<name>/<stage>
+MOST = 64  # engines added at once: more is a slip of the finger
+
+
+class InputError(ValueError):
+    """One line for the user."""
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 good, 1 refused by the run, 2 wrong input or nobody there."""
+    options = _parser().parse_args(arguments)
+    try:
+        reply = ask(find_control(options.run_dir), question(options), ANSWER_S)
+    except (InputError, NobodyAnswers, TimeoutError, PermissionError) as error:
+        why = f"no answer in {ANSWER_S:g} s" if isinstance(error, TimeoutError) else error
+        print(f"rft engines: {why}", file=sys.stderr)
+        return 2
+    if "error" in reply:
+        print(f"rft engines: {reply['error']}", file=sys.stderr)
+        return 1
+    for line in table(reply["engines"]) if "engines" in reply else begun(options, reply["begun"]):
+        print(line)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rft engines",
+        description="The engines of a run that is under way, with `python -m rft.train` or under torchrun.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run, or of the stage that is under way")
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument("--add", metavar="N", type=int, help="start so many more")
+    change.add_argument("--remove", metavar="NAME", help="let this one finish what it has, and end it")
+    return parser
+
+
+def question(options: argparse.Namespace) -> dict[str, Any]:
+    if options.add is not None:
+        if not 1 <= options.add <= MOST:
+            raise InputError(f"--add {options.add}: give a number from 1 to {MOST}")
+        return {"add": options.add}
+    return {"remove": options.remove} if options.remove is not None else {}
+
+
+def find_control(text: str) -> Path:
+    """The directory with the socket of the one run at or below `text`; raises InputError when there is none or more."""
+    path = Path(text).resolve()
+    if not path.is_dir():
+        raise InputError(f"{text}: no such directory")
+    jobs = [path, *(job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth))))]
+    found = [control for control in map(fence.control_dir, jobs) if (control / NAME).is_socket()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InputError(f"{text} holds {len(found)} runs, give one: {', '.join(str(c.parent) for c in found[:8])}")
+    raise InputError(f"{text}: no run is under way here; give the directory of one that is, like runs/rft/quickstart")
+
+
+def table(engines: list[dict[str, Any]]) -> list[str]:
+    rows = [COLUMNS, *(tuple(str(_value(engine, column)) for column in COLUMNS) for engine in engines)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _value(engine: dict[str, Any], column: str) -> Any:
+    if column == "last end":
+        return engine.get("poisoned") or engine["cause"]
+    return engine.get(column, "-")
+
+
+def begun(options: argparse.Namespace, names: list[str]) -> list[str]:
+    if options.add is not None:
+        return [f"{name}: starting; it gets requests when it holds the run's version" for name in names]
+    return [f"{name}: leaving; it ends when its requests are finished" for name in names]

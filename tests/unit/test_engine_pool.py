@@ -1,0 +1,290 @@
+"""The engine pool against engines that come, refuse, die and leave while it serves; the synchronizer is one list of names."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.rollout.engine import EngineDied, EngineUnavailable
+from rft.rollout.pool import EnginePool
+from rft.rollout.slots import Slots
+
+
+class Handle:
+    """Calls the coroutines of `target` as Ray calls an actor's."""
+
+    def __init__(self, target: Any):
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return Remote(getattr(self.target, name))
+
+
+class Remote:
+    def __init__(self, method: Callable[..., Awaitable[Any]]):
+        self.remote = lambda *arguments: asyncio.ensure_future(method(*arguments))
+
+
+class Engine:
+    """Answers when it may go on, or fails for as long as there are `errors`."""
+
+    def __init__(self, name: str, at_once: bool = True):
+        self.name = name
+        self.handle = Handle(self)
+        self.asked: list[str] = []
+        self.aborted: list[str] = []
+        self.errors: list[Exception] = []
+        self.going_on = asyncio.Event()
+        if at_once:
+            self.going_on.set()
+
+    async def generate(self, request: bytes) -> bytes:
+        asked = decode(request, GenerateRequest)
+        self.asked.append(asked.request_id)
+        await self.going_on.wait()
+        if self.errors:
+            raise self.errors.pop()
+        return encode([Completion(tokens=[1], logprobs=[0.0], versions=[], stop="stop")] * asked.n)
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def fail(self, error: Exception, times: int = 100) -> None:
+        """What it works on, and later requests."""
+        self.errors = [error] * times
+        self.going_on.set()
+
+
+class Members:
+    """The synchronizer's long poll."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.admitted: dict[str, Any] = {}
+        self.changed = asyncio.Condition()
+
+    async def members(self, seen: int) -> tuple[int, dict[str, Any]]:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.generation != seen)
+            return self.generation, dict(self.admitted)
+
+    async def admit(self, pool: EnginePool, *engines: Engine) -> None:
+        """These and no others; return when the pool knows."""
+        async with self.changed:
+            self.generation += 1
+            self.admitted = {engine.name: engine.handle for engine in engines}
+            self.changed.notify_all()
+        while pool.generation != self.generation:
+            await asyncio.sleep(0)
+
+
+def request(name: str, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt=[1], n=n, sampling=Sampling(), stop_token_ids=[0])
+
+
+def scenario(test: Callable[[EnginePool, Members], Awaitable[None]]) -> None:
+    """Run `test` with a pool that follows a synchronizer."""
+
+    async def run() -> None:
+        pool, synchronizer = EnginePool({}), Members()
+        following = asyncio.create_task(pool.follow(Handle(synchronizer)))
+        async with asyncio.timeout(20):
+            await test(pool, synchronizer)
+        following.cancel()
+
+    asyncio.run(run())
+
+
+async def turns(count: int = 50) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_the_least_busy_engine_is_asked() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first, second = Engine("engine_0", at_once=False), Engine("engine_1", at_once=False)
+        await synchronizer.admit(pool, first, second)
+        jobs = [asyncio.ensure_future(pool.generate(request(str(i), n=8 if i == 0 else 2))) for i in range(5)]
+        await turns()
+        assert first.asked == ["0"] and second.asked == ["1", "2", "3", "4"]
+        second.going_on.set()
+        await asyncio.gather(*jobs[1:])
+        assert {member.name: member.load for member in pool.open()} == {"engine_0": 8, "engine_1": 0}
+        first.going_on.set()
+        assert len(await jobs[0]) == 8
+
+    scenario(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "deaths"),
+    [(RayActorError(), 1), (EngineDied("engine_0: EngineCore was killed"), 1), (EngineUnavailable("mixed weights"), 0)],
+    ids=["actor", "core", "poisoned"],
+)
+def test_requests_of_an_engine_that_fails_run_again_on_another(error: Exception, deaths: int) -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first, second = Engine("engine_0", at_once=False), Engine("engine_1")
+        second.going_on.clear()
+        await synchronizer.admit(pool, first, second)
+        jobs = [asyncio.ensure_future(pool.generate(request(str(i)))) for i in range(6)]
+        await turns()
+        assert first.asked == ["0", "2", "4"] and second.asked == ["1", "3", "5"]
+        second.going_on.set()
+        first.fail(error)
+        await asyncio.gather(*jobs)
+        assert first.asked == ["0", "2", "4"] and sorted(second.asked) == ["0", "1", "2", "3", "4", "5"]
+        await pool.generate(request("later"))
+        assert "later" not in first.asked, "asked again without having been admitted anew"
+        assert pool.stats() == {"pool/engines": 1.0, "pool/requeued": 3.0, "pool/deaths": float(deaths)}
+
+    scenario(test)
+
+
+def test_a_refusal_ends_with_the_next_admission_and_a_death_with_the_next_actor() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first, second = Engine("engine_0"), Engine("engine_1")
+        first.fail(EngineUnavailable("engine_0 holds mixed weights"))
+        second.fail(RayActorError())
+        await synchronizer.admit(pool, first, second)
+        waiting = asyncio.ensure_future(pool.generate(request("0")))
+        await turns()
+        assert not waiting.done() and pool.open() == []
+        assert "(engine_0 holds mixed weights" in pool.absence()
+        assert "; engine_1 died while it served 0" in pool.absence()
+        second.errors.clear()  # nobody may learn of it: its actor is gone
+        await synchronizer.admit(pool, second)
+        await turns()
+        assert not waiting.done() and pool.open() == []
+        first.errors.clear()
+        await synchronizer.admit(pool, first, second)
+        await waiting
+        assert [member.name for member in pool.open()] == ["engine_0"]
+        again = Engine("engine_1")
+        await synchronizer.admit(pool, first, again)
+        assert {member.handle.target for member in pool.open()} == {first, again} and pool.absence() == ""
+
+    scenario(test)
+
+
+def test_a_refusal_from_before_the_last_admission_does_not_keep_an_engine_out() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first = Engine("engine_0", at_once=False)
+        await synchronizer.admit(pool, first)
+        job = asyncio.ensure_future(pool.generate(request("0")))
+        await turns()
+        await synchronizer.admit(pool, first)  # it left and came back between two answers of the long poll
+        first.fail(EngineUnavailable("of before"), times=1)
+        await job
+        assert first.asked == ["0", "0"] and pool.requeued == 1
+
+    scenario(test)
+
+
+def test_a_request_waits_for_an_engine_and_says_why_there_is_none() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        assert "none was admitted before" in pool.absence()
+        waiting = asyncio.ensure_future(pool.generate(request("0")))
+        first = Engine("engine_0")
+        await synchronizer.admit(pool, first)
+        await waiting
+        await synchronizer.admit(pool)
+        assert "(engine_0 is no longer admitted)" in pool.absence()
+        waiting = asyncio.ensure_future(pool.generate(request("1")))
+        await turns()
+        assert not waiting.done() and first.asked == ["0"]
+        await synchronizer.admit(pool, first)
+        await waiting
+
+    scenario(test)
+
+
+def test_draining_lets_running_requests_finish_and_gives_no_new_ones() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first, second = Engine("engine_0", at_once=False), Engine("engine_1")
+        await synchronizer.admit(pool, first)
+        running = asyncio.ensure_future(pool.generate(request("0")))
+        await turns()
+        await synchronizer.admit(pool, first, second)
+        drained = asyncio.ensure_future(pool.drain("engine_0"))
+        await pool.generate(request("1"))
+        await synchronizer.admit(pool, first, second)  # a new version: it is admitted for as long as it works
+        await pool.generate(request("2"))
+        await turns()
+        assert first.asked == ["0"] and not drained.done() and len(pool.open()) == 1
+        first.going_on.set()
+        await running
+        await drained
+        assert pool.requeued == 0
+        await synchronizer.admit(pool, second)
+        await synchronizer.admit(pool, second, Engine("engine_0"))  # the name is free again
+        assert len(pool.open()) == 2
+        await pool.drain("nobody")
+
+    scenario(test)
+
+
+def test_a_caller_that_gives_up_stops_the_engine() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        first = Engine("engine_0", at_once=False)
+        await synchronizer.admit(pool, first)
+        job = asyncio.ensure_future(pool.generate(request("0")))
+        await turns()
+        await pool.abort("0")
+        job.cancel()
+        await turns()
+        await pool.abort("0")  # finished: nobody is told
+        assert first.aborted == ["0", "0"] and pool.open()[0].load == 0 and job.cancelled()
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("error", [RayActorError(), EngineUnavailable("engine_0 ends")])
+def test_fixed_engines_fail_their_caller(error: Exception) -> None:
+    async def test() -> None:
+        engine = Engine("engine_0")
+        engine.fail(error)
+        with pytest.raises(EngineUnavailable, match="engine_0"):
+            await EnginePool({"engine_0": engine.handle}).generate(request("0"))
+
+    asyncio.run(test())
+
+
+def test_slots_follow_the_engines() -> None:
+    async def test(pool: EnginePool, synchronizer: Members) -> None:
+        slots = pool.slots(2)
+        first, second = Engine("engine_0"), Engine("engine_1")
+        jobs = [asyncio.ensure_future(slots.acquire()) for _ in range(5)]
+        for engines, given in (((), 0), ((first,), 2), ((first, second), 4), ((first,), 4)):
+            await synchronizer.admit(pool, *engines)
+            await turns()
+            assert [job.done() for job in jobs] == [True] * given + [False] * (5 - given)
+        for left in (3, 2):  # two were given up, and two are as many as one engine can use
+            slots.release()
+            await turns()
+            assert slots.taken == left and not jobs[4].done()
+        slots.release()
+        await jobs[4]
+
+    scenario(test)
+
+
+def test_a_slot_is_not_lost_by_who_gives_up() -> None:
+    async def test() -> None:
+        slots = Slots(1, 1)
+        await slots.acquire()
+        early, late = asyncio.ensure_future(slots.acquire()), asyncio.ensure_future(slots.acquire())
+        await turns()
+        early.cancel()
+        await turns()
+        slots.release()
+        late.cancel()  # it was given the slot, and does not know yet
+        await turns()
+        assert slots.taken == 0
+        async with slots:
+            assert slots.taken == 1
+        assert slots.taken == 0
+
+    asyncio.run(test())
