@@ -121,11 +121,11 @@ class LoopRun:
         return []
 
     def pin(self) -> None:
-        """Every thread of every process to its core."""
-        for process in self.family():
-            core = RANK_CORE if part_of(process) == "trainer" else OTHER_CORE
-            for thread in os.listdir(f"/proc/{process.pid}/task"):
-                os.sched_setaffinity(int(thread), {core})
+        """Every thread of every process to its core; then again, for those that one not yet pinned started meanwhile."""
+        for _ in range(2):
+            for process in self.family():
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                    pin(process.pid, RANK_CORE if part_of(process) == "trainer" else OTHER_CORE)
 
     def busy(self) -> dict[str, float]:
         """Processor seconds so far, by part."""
@@ -150,6 +150,12 @@ class LoopRun:
             reader.join(10)
         os.close(self.pipe)
         self.errors.close()
+
+
+def pin(process: int, core: int) -> None:
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), {core})
 
 
 def part_of(process: psutil.Process) -> str:
