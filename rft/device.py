@@ -202,6 +202,16 @@ def torch_dtype(name: str) -> "torch.dtype":
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
+def attention_dtype(tensor: "torch.Tensor") -> "torch.dtype":
+    """What attention over `tensor` computes in: on a CPU always fp32.
+
+    There torch's own backward of it in bf16 takes up to ten times as long, the more the shorter the sequences are.
+    """
+    import torch
+
+    return torch.float32 if tensor.device.type == "cpu" else tensor.dtype
+
+
 def collective_timeout(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from rft.device import attention_dtype
 from rft.packing import cp_positions
 
 
@@ -134,8 +135,9 @@ class PackedAttention(nn.Module):
         query = q.index_select(0, batch.queries).view(b, rows, heads, size).transpose(1, 2)
         key = k.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
         value = v.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
+        dtype = attention_dtype(q)
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.scale,
+            query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.scale,
             enable_gqa=heads != groups,
         )  # fmt: skip
-        return out.transpose(1, 2).reshape(b * rows, heads * size)
+        return out.to(q.dtype).transpose(1, 2).reshape(b * rows, heads * size)

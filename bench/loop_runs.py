@@ -1,0 +1,251 @@
+"""One run of rft for `bench.loop`: started as a user starts it, pinned to cores when its clock starts, and read afterwards.
+
+    python -m rft.train ... ──stdout: a line per step──┐
+    its rollouts ──pipe: when each began and ended──── ┴──► events ──► pin at the first, processor time there and at the last
+
+In: a model, a task file, the sizes of a run and its way. Out: `Measured`. Pinning is done from outside, thread by thread: the
+trainer ranks to core 0, everything else (engine, explorer and its rewards, buffer, synchronizer, Ray) to core 1, in every way
+the same. What a run starts afterwards inherits the core of whoever starts it.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import report
+from rft import processes
+from rft.monitor.sinks import read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TASKS_FILE = Path(__file__).with_name("loop_tasks.py")
+ASYNC, SYNC, ROLLOUT, TRAINING = "async", "sync", "rollout alone", "training alone"
+MODES = {ASYNC: "both", SYNC: "both", ROLLOUT: "explore", TRAINING: "train"}
+STALENESS = {ASYNC: 1, SYNC: 0}
+TASKS, REPEATS = 16, 8  # of one step
+RANK_CORE, OTHER_CORE = 0, 1
+EVENT_S = 300.0  # a start on a busy machine takes a minute; no step takes that long
+PARTS = {  # what a process's title tells of who it is; the first that fits counts
+    "rft.rank": "trainer", "RolloutEngine": "engine", "EngineCore": "engine", "Explorer": "explorer", "rewards": "explorer",
+    "reward_worker": "explorer", "ExperienceBuffer": "buffer", "Synchronizer": "synchronizer",
+}  # fmt: skip
+SPANS = ("wait_batch", "score", "train", "sync_wait", "staging_wait")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all ways of a comparison have in common."""
+
+    tokens: int  # of every response
+    steps: int
+    dtype: str
+
+
+@dataclass
+class Measured:
+    """Seconds of the clock of `bench.loop`; of steps those after the first, which warms up, as medians."""
+
+    wall: float
+    busy: dict[str, float]  # processor seconds by part
+    steps: list[float] = field(default_factory=list)
+    spans: dict[str, float] = field(default_factory=dict)
+    rollouts: float = 0.0  # seconds in which at least one group was in work
+    tokens: int = 0
+
+
+class LoopRun:
+    """`python -m rft.train` under way; with everything it started it is ended when the block is left."""
+
+    def __init__(self, arguments: list[str], pipe: Path):
+        processes.adopt_orphans()
+        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.pipe = os.open(
+            pipe, os.O_RDWR
+        )  # also for writing: no writer is the last one, and `end` can say that it is over
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with this object
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rft.train", *arguments], cwd=REPOSITORY, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=self.errors,
+        )  # fmt: skip
+        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read_lines, self._read_groups)]
+        for reader in self.readers:
+            reader.start()
+
+    def _read_lines(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.put(("line", line.rstrip("\n")))
+        self.events.put(("ended", None))
+
+    def _read_groups(self) -> None:
+        with os.fdopen(self.pipe, "r", closefd=False) as lines:
+            for line in iter(lines.readline, "\n"):
+                self.events.put(("group", json.loads(line)))
+
+    def next(self, waited_for: str) -> tuple[str, Any]:
+        """The next event; raises when the run has ended or nothing happens for too long."""
+        try:
+            kind, what = self.events.get(timeout=EVENT_S)
+        except queue.Empty:
+            raise TimeoutError(f"{waited_for}: nothing happened for {EVENT_S:g} s") from None
+        if kind == "ended":
+            raise RuntimeError(f"{waited_for}: the run ended first, with code {self.process.wait()}\n{self._said()}")
+        return kind, what
+
+    def finish(self) -> None:
+        """Wait for a good end."""
+        code = self.process.wait(EVENT_S)
+        if code:
+            raise RuntimeError(f"the run ended with code {code}\n{self._said()}")
+
+    def _said(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()
+
+    def family(self) -> list[psutil.Process]:
+        """All its processes; some have left their parents, so everything that this process started counts."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mine = psutil.Process(self.process.pid)
+            return [mine, *mine.children(recursive=True)]
+        return []
+
+    def pin(self) -> None:
+        """Every thread of every process to its core; then again, for those that one not yet pinned started meanwhile."""
+        for _ in range(2):
+            for process in self.family():
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                    pin(process.pid, RANK_CORE if part_of(process) == "trainer" else OTHER_CORE)
+
+    def busy(self) -> dict[str, float]:
+        """Processor seconds so far, by part."""
+        found: dict[str, float] = {}
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spent = process.cpu_times()
+                name = part_of(process)
+                found[name] = found.get(name, 0.0) + spent.user + spent.system
+        return found
+
+    def __enter__(self) -> "LoopRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self.family()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(10)
+        os.write(self.pipe, b"\n")
+        for reader in self.readers:
+            reader.join(10)
+        os.close(self.pipe)
+        self.errors.close()
+
+
+def pin(process: int, core: int) -> None:
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), {core})
+
+
+def part_of(process: psutil.Process) -> str:
+    title = " ".join(process.cmdline())
+    return next((part for mark, part in PARTS.items() if mark in title), "other")
+
+
+def overrides(root: Path, name: str, way: str, sizes: Sizes, pipe: Path) -> list[str]:
+    """The command line of a run. `root` holds the model and the tasks; runs of one `name` share their journal."""
+    return [
+        "experiment=grpo", f"mode={MODES[way]}", f"name={name}", f"checkpoint_root_dir={root / 'runs'}", "device=cpu",
+        "monitor=none", "monitor.num_samples=0", f"model.model_path={root / 'model'}", "model.max_prompt_tokens=16",
+        f"model.max_response_tokens={sizes.tokens}", f"model.min_response_tokens={sizes.tokens - 1}",
+        f"algorithm.repeat_times={REPEATS}", "algorithm.optimizer.lr=1e-6",
+        f"buffer.batch_size={TASKS}", "buffer.total_epochs=1000",
+        f"buffer.explorer_input.default_workflow_type={TASKS_FILE}:Timed",
+        f"buffer.explorer_input.default_reward_fn_type={TASKS_FILE}:reward",
+        f"buffer.explorer_input.taskset.path={root / 'train.jsonl'}",
+        f"+buffer.explorer_input.taskset.workflow_args.pipe={pipe}",
+        f"synchronizer.max_staleness={STALENESS.get(way, 1)}", f"explorer.runner_per_model={2 * TASKS}",
+        "explorer.eval_on_startup=false", "explorer.rollout_model.kv_cache_gb=1.0",
+        f"explorer.rollout_model.max_num_seqs={2 * TASKS * REPEATS}",
+        f"trainer.dtype={sizes.dtype}", f"trainer.total_steps={sizes.steps}", "trainer.max_token_len_per_gpu=8192",
+        "trainer.save_interval=0", "trainer.save_hf_checkpoint=never",
+    ]  # fmt: skip
+
+
+def measure(root: Path, name: str, way: str, sizes: Sizes) -> Measured:
+    """Run one way from its start to its end. `training alone` wants an earlier `rollout alone` of the same name."""
+    pipe = root / f"{name}-{MODES[way]}.pipe"
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    groups: list[dict[str, Any]] = []
+    begins: dict[str, float] = {}
+    with LoopRun(overrides(root, name, way, sizes, pipe), pipe) as run:
+        while True:
+            kind, what = run.next(f"{way}: {'its last step' if begins else 'its first step'}")
+            groups += [what] if kind == "group" else []
+            if not begins and is_first(way, kind, what):
+                run.pin()
+                begins = run.busy()
+            if is_last(way, sizes, kind, what, groups):
+                break
+        busy = {part: spent - begins.get(part, 0.0) for part, spent in run.busy().items()}
+        run.finish()
+    return read(root / "runs" / "rft" / name, way, sizes, groups, busy)
+
+
+def is_first(way: str, kind: str, what: Any) -> bool:
+    """Rank 0 says `trainer: ...` just before its first step; rollouts alone begin with the first group."""
+    return kind == "group" if way == ROLLOUT else kind == "line" and what.startswith("trainer: ")
+
+
+def is_last(way: str, sizes: Sizes, kind: str, what: Any, groups: list[dict[str, Any]]) -> bool:
+    if way == ROLLOUT:
+        return sum("tokens" in group for group in groups) == sizes.steps * TASKS
+    step = re.match(r"\[ *(\d+)/", what) if kind == "line" else None
+    return step is not None and int(step.group(1)) == sizes.steps
+
+
+def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]], busy: dict[str, float]) -> Measured:
+    """Put together what the run said and wrote; raises when it did other work than was asked for."""
+    ended = [group for group in groups if "tokens" in group]
+    tokens = sum(group["tokens"] for group in ended)
+    if way != TRAINING and tokens != sizes.steps * TASKS * REPEATS * sizes.tokens:
+        raise RuntimeError(f"{way}: {len(ended)} groups with {tokens} tokens are not what {sizes} asks for")
+    working = in_work(groups)
+    if way == ROLLOUT:
+        return Measured(groups[-1]["at"] - groups[0]["at"], busy, rollouts=working, tokens=tokens)
+    rows = [row for row in read_metrics(job / "metrics.jsonl") if "time/step_s" in row]
+    lengths = {row["response_length/mean"] for row in rows}
+    if (
+        len(rows) != sizes.steps
+        or lengths != {float(sizes.tokens)}
+        or {row["sample/groups"] for row in rows} != {TASKS}
+    ):
+        raise RuntimeError(f"{way}: {len(rows)} steps with responses of {lengths} tokens are not what {sizes} asks for")
+    steps = [row["time/step_s"] for row in rows]
+    spans = {span: report.median([row.get(f"time/{span}_s", 0.0) for row in rows[1:]]) for span in SPANS}
+    return Measured(sum(steps), busy, steps, spans, working, tokens)
+
+
+def in_work(groups: list[dict[str, Any]]) -> float:
+    """Seconds in which at least one group had begun and not ended."""
+    total, running, since = 0.0, 0, 0.0
+    for group in sorted(groups, key=lambda group: group["at"]):
+        if "tokens" in group:
+            running -= 1
+            total += group["at"] - since if not running else 0.0
+        else:
+            since = since if running else group["at"]
+            running += 1
+    return total
