@@ -274,12 +274,8 @@ class SynchronizerConfig:
     max_staleness: Optional[int] = None  # 0: synchronous; n: rollouts may be n versions behind; default: by the style
     sync_timeout: float = 600.0  # seconds for one round
     bucket_bytes: int = 16 * 2**20
-    receive: str = (
-        "staged"  # beside the decoding, in memory for one more copy of the model | direct: while engines pause
-    )
-    kv: str = (
-        "recompute"  # of requests in flight, when weights change | keep: their spans tell; nobody else meets old keys
-    )
+    receive: str = "staged"  # beside the decoding, into memory of its own | direct: while engines pause
+    kv: str = "recompute"  # dropped when weights change | keep: requests in flight go on over it, nobody else
     probe_interval: int = 25  # published versions from one comparison of log-probabilities to the next; 0: none
     lora_sync: Optional[str] = None  # adapter: engines get the adapter alone | merged; default: adapter where vLLM can
 
