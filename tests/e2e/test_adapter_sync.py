@@ -138,9 +138,12 @@ def test_requests_in_flight_keep_their_version_while_new_ones_take_the_next(
     answer(ask(engine, max_tokens=20, min_tokens=20))  # when it is done, the long ones have as many tokens
     new = install(engine, base, 2, tmp_path)
     between = answer(ask(engine, n=2, max_tokens=30, min_tokens=30, seed=6))  # in one batch with the old ones
+    newest = install(engine, base, 3, tmp_path)  # now the old one is kept for its requests alone
+    last = answer(ask(engine, max_tokens=30, min_tokens=30, seed=6))
     assert not ray.wait([running], timeout=0)[0]
     for made, seed, version, length in [
-        *((one, 2, new, 30) for one in between), *((one, 1, old, 900) for one in answer(running))
+        *((one, 2, new, 30) for one in between), *((one, 3, newest, 30) for one in last),
+        *((one, 1, old, 900) for one in answer(running)),
     ]:  # fmt: skip
         assert spans(made) == [(version, 0, length)]
         assert error_of(base, seed, made, min_tokens=length) < TOLERANCE
