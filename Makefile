@@ -45,6 +45,7 @@ bench: setup
 	$(RUN) -m bench.packing --quick
 	$(RUN) -m bench.logprobs --quick
 	$(RUN) -m bench.train_step --quick
+	$(RUN) -m bench.weight_sync --quick
 	$(RUN) -m bench.loop --quick
 
 clean:

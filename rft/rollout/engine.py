@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GIB = 2**30
-ROOM_S = 600.0  # for requests of old adapters to end, before a new one has a place
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -93,6 +92,7 @@ class RolloutEngine:
         self.cached = 0  # prompt tokens whose keys and values were there already
         self._version = 0
         self._kv = "recompute"
+        self._room_s = 600.0  # for requests of old adapters to end, before a new one has a place
         self._round = asyncio.Lock()
         self._open = asyncio.Event()  # closed while weights are installed: a request belongs to one side of that
         self._open.set()
@@ -234,7 +234,7 @@ class RolloutEngine:
         assert self.llm is not None, "init_weights before start"
         await self.check_plan(info["plan"])
         async with self._round:
-            self._kv = info.get("kv", "recompute")
+            self._kv, self._room_s = info.get("kv", "recompute"), info["timeout"]
             try:
                 await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"info": info}))
             except Exception as error:
@@ -314,9 +314,14 @@ class RolloutEngine:
 
         async with self._round:
             try:
-                report = await self.adapters.install(version, ask, ROOM_S)
+                report = await self.adapters.install(version, ask, self._room_s)
             except Exception as error:
-                raise RoundFailed(f"{self.name}: version {version} was not installed: {first_line(error)}") from error
+                kind = (
+                    "unreachable" if isinstance(error, TimeoutError) else "broken"
+                )  # busy with rollouts is not broken
+                raise RoundFailed(
+                    f"{self.name}: version {version} was not installed: {first_line(error)}", kind
+                ) from error
             self._version = version
         return report
 
@@ -338,7 +343,7 @@ class RolloutEngine:
         first = states[0]
         return {
             "digest": first["digest"], "bytes": sum(s["bytes"] for s in states), "receive_s": first["receive_s"],
-            "again": sum(s["again"] for s in states),
+            "again": sum(s["again"] for s in states), "load_s": max(s["load_s"] for s in states),
         }  # fmt: skip
 
     async def _damage(self, error: Exception) -> str | None:

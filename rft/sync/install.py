@@ -76,7 +76,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def state(self) -> dict[str, Any]:
         """What this worker holds and what its last round took: asked for by the engine actor after every round."""
         facts = {"version": self.version, "mixed": self.mixed, "unreachable": self.unreachable}
-        return {**facts, "digest": "", "bytes": 0, "receive_s": 0.0, "again": 0, **self.round}
+        return {**facts, "digest": "", "bytes": 0, "receive_s": 0.0, "load_s": 0.0, "again": 0, **self.round}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.staged, self.unreachable = None, False
@@ -121,7 +121,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        update = update_info.update
+        update, began = update_info.update, time.monotonic()
         try:
             self._load(self._source(update))
         except BaseException:
@@ -129,7 +129,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         finally:
             self.staged = None
-        self.round["target"] = update["version"]
+        self.round |= {"target": update["version"], "load_s": time.monotonic() - began}
 
     def install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
         """Register a staged round beside the adapters of before, whose requests go on. The base weights stay."""
@@ -181,12 +181,14 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
+        began = time.monotonic()
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.tied.values():  # got no weights of its own, but keeps a packed copy of the shared ones on CPU
             layer.quant_method.process_weights_after_loading(layer)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self.version, self.mixed = self.round["target"], False
+        self.round["load_s"] += time.monotonic() - began
 
     def shutdown(self) -> None:
         self.receiver.close()

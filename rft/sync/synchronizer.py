@@ -245,7 +245,7 @@ class Synchronizer:
         def most(key: str) -> float:
             return max((float(report[key]) for report in reports), default=0.0)
 
-        busy = max((r["receive_s"] + r["pause_s"] for r in reports), default=0.0)
+        busy = max((r["receive_s"] + r["load_s"] for r in reports), default=0.0)
         return {
             "pause_s": most("pause_s"),
             "receive_s": most("receive_s"),
