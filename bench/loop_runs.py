@@ -68,6 +68,7 @@ class LoopRun:
 
     def __init__(self, arguments: list[str], pipe: Path):
         processes.adopt_orphans()
+        self.before = {process.pid for process in psutil.Process().children(recursive=True)}
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.pipe = os.open(
             pipe, os.O_RDWR
@@ -114,7 +115,7 @@ class LoopRun:
         return self.errors.read()
 
     def family(self) -> list[psutil.Process]:
-        """All its processes; some have left their parents, so everything that this process started counts."""
+        """All its live processes: the supervisor adopts those that have left their parents."""
         with contextlib.suppress(psutil.NoSuchProcess):
             mine = psutil.Process(self.process.pid)
             return [mine, *mine.children(recursive=True)]
@@ -141,9 +142,11 @@ class LoopRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self.family()):
+        left = [p for p in psutil.Process().children(recursive=True) if p.pid not in self.before]
+        for process in left:  # those of a supervisor that failed, and what it has left to this process
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(left, timeout=10)
         self.process.wait(10)
         os.write(self.pipe, b"\n")
         for reader in self.readers:
