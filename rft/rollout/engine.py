@@ -382,7 +382,7 @@ class RolloutEngine:
         def sleep_until_one_ends() -> None:
             ended = connection.wait([process.sentinel for process in processes])
             for process in processes:
-                if process.sentinel in ended:
+                if process.sentinel in ended and not self._stopping:  # the loop may be gone when we end it ourselves
                     await_exit_code(process)
                     loop.call_soon_threadsafe(report, process)
 
