@@ -96,8 +96,17 @@ class Synchronizer:
         self._info = {
             **self.settings, "plan": plan, "streams": streams, "epoch": epoch, "timeout": self.timeout * RECEIVE_SHARE,
         }  # fmt: skip
-        await asyncio.gather(*(handle.check_plan.remote(plan) for handle in self.handles.values()))
+        await self._check_plan(plan)
         await self._tell()
+
+    async def _check_plan(self, plan: dict[str, Any]) -> None:
+        """Raises what the engines have against it; one that is gone has nothing."""
+        from ray.exceptions import RayActorError
+
+        asked = [handle.check_plan.remote(plan) for handle in self.handles.values()]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, RayActorError):
+                raise answer
 
     async def offer(self, version: int, epoch: int) -> None:
         """The trainer holds `version` still: engines that have none, or too old ones, may take it."""
