@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from rft.experience import Record
+from rft.names import Dims
 from rft.protocols import Block
 from rft.sync import plan as plans
 from rft.sync.plan import Plan, Stream
@@ -49,12 +50,37 @@ class Part(Record, frozen=True):
         return sum(plans.row_bytes(block) * block.block_shape[0] for block in self.stream.blocks)
 
 
+def obstacle(dims: Dims, workers: int) -> str | None:
+    """Why vLLM cannot hold a model of these sizes on so many tensor-parallel workers, and what to use; None when it can."""
+    if not (found := _obstacle(dims, workers)):
+        return None
+    possible = [str(number) for number in range(1, dims.heads + 1) if not _obstacle(dims, number)]
+    return f"{found}; use {', '.join(possible)}"
+
+
+def _obstacle(dims: Dims, workers: int) -> str:
+    width, what = (dims.expert_ffn, "experts") if dims.experts else (dims.ffn, "MLPs")
+    if dims.heads % workers:
+        return f"does not divide the model's {dims.heads} heads"
+    if dims.groups % workers and workers % dims.groups:
+        return f"neither divides nor is a multiple of the model's {dims.groups} key/value heads"
+    if width % workers:
+        return f"does not divide the width {width} of the model's {what}"
+    if _padded(dims.vocab) % workers:
+        return f"does not divide the model's vocabulary, which vLLM pads to {_padded(dims.vocab)} rows"
+    return f"is more than the model's {dims.experts} experts" if dims.experts and workers > dims.experts else ""
+
+
+def _padded(vocabulary: int) -> int:
+    return -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 def needed(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int, int]:
     """(dim, start, stop): the rows or columns of the HF tensor `name` that vLLM uses on this worker."""
     *_, layer, last = ("", "", *name.split("."))
     worker, workers = share.worker, share.workers
     if last in TENSORS and layer in VOCABULARY:
-        rows = -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // workers
+        rows = _padded(shape[0]) // workers
         start, stop = min(worker * rows, shape[0] - 1), min((worker + 1) * rows, shape[0])
         return 0, start, stop  # a worker whose rows are all padding gets the last one, and leaves it
     dim, parts = 0, 1

@@ -12,7 +12,7 @@ from rft.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
 from rft.protocols import Block
 from rft.sync import plan as plans
 from rft.sync import receiver as receivers
-from rft.sync.narrow import WHOLE, Part, Share, needed, part_of
+from rft.sync.narrow import WHOLE, Part, Share, needed, obstacle, part_of
 from rft.sync.plan import Plan
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
@@ -129,6 +129,26 @@ def test_digests_differ_between_streams_and_shares() -> None:
     assert len(set(digests)) == len(digests)
     across = part_of(plan, 1, Share(worker=0, workers=2, kv_heads=2)).stream.blocks
     assert {block.name for block in across} == {"model.embed_tokens.weight"}, "which vLLM and Megatron pad differently"
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "text"),
+    [
+        ({}, 3, "does not divide the model's 8 heads; use 1, 2, 4, 8"),
+        (
+            {"heads": 12, "groups": 4},
+            6,
+            "neither divides nor is a multiple of the model's 4 key/value heads; use 1, 2, 4",
+        ),
+        ({"ffn": 68}, 8, "does not divide the width 68 of the model's MLPs; use 1, 2, 4"),
+        ({"experts": 8, "expert_ffn": 12}, 8, "does not divide the width 12 of the model's experts; use 1, 2, 4"),
+        ({"heads": 6, "ffn": 96}, 6, "does not divide the model's vocabulary, which vLLM pads to 128 rows; use 1, 2"),
+        ({"experts": 2, "expert_ffn": 16}, 4, "is more than the model's 2 experts; use 1, 2"),
+    ],
+)
+def test_sizes_that_vllm_cannot_cut_are_refused(changes: dict[str, int], workers: int, text: str) -> None:
+    assert obstacle(dataclasses.replace(DENSE, **changes), workers) == text  # type: ignore[arg-type]
+    assert obstacle(dataclasses.replace(DENSE, **changes), 2) is None  # type: ignore[arg-type]
 
 
 # --- over the wire -----------------------------------------------------------------------------------------------------
