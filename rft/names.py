@@ -141,8 +141,8 @@ def is_expert(hf_name: str) -> bool:
 class Place:
     """One rank, as far as it decides which weights are there; pipeline stages show in the layers of a model.
 
-    Experts: rank `ep_rank` of `ep` has every E/ep of them, cut `etp` ways. `first_copy`: no rank before this one holds the same
-    shards (of dense layers, of experts).
+    Experts: rank `ep_rank` of `ep` has every E/ep of them, cut `etp` ways. `copy` of `copies` ranks that hold the same shards, of
+    dense layers (data and context parallelism) and of experts (which have fewer).
     """
 
     tp: int = 1
@@ -151,8 +151,10 @@ class Place:
     ep_rank: int = 0
     etp: int = 1
     etp_rank: int = 0
-    first_copy: bool = True
-    first_expert_copy: bool = True
+    copy: int = 0
+    copies: int = 1
+    expert_copy: int = 0
+    expert_copies: int = 1
 
     def first_expert(self, dims: Dims) -> int:
         return self.ep_rank * (dims.experts // self.ep)
@@ -161,11 +163,12 @@ class Place:
         rank, size = (self.etp_rank, self.etp) if bound.is_expert else (self.tp_rank, self.tp)
         return segments(bound.kind, bound.hf[0], dims, rank, size)
 
-    def is_first_copy(self, bound: Bound) -> bool:
-        """Whether this rank is the first of those that hold the same shard of the parameter."""
+    def copy_of(self, bound: Bound) -> tuple[int, int] | None:
+        """Which of how many ranks that hold this shard of the parameter this one is; None: a rank of another shard counts for it,
+        as it does for what tensor parallelism does not cut."""
         if bound.is_expert:
-            return self.first_expert_copy
-        return self.first_copy and (bound.kind != "replicated" or self.tp_rank == 0)
+            return self.expert_copy, self.expert_copies
+        return (self.copy, self.copies) if bound.kind != "replicated" or self.tp_rank == 0 else None
 
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")

@@ -36,6 +36,7 @@ from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, 
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
+from rft.sync import narrow
 
 MODES = ("both", "train", "explore", "bench")
 CHOICES = {
@@ -202,9 +203,9 @@ def _check_model(config: Config) -> None:
     if config.device == "cpu" or lora:
         why = "this is device=cpu" if config.device == "cpu" else "adapters are layers of rft's own"
         overrides.refuse_transformer_engine(config.trainer, why)
-    heads, tp = hf["num_attention_heads"], config.explorer.rollout_model.tensor_parallel_size
-    if heads % tp:
-        raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} does not divide the model's {heads} heads")
+    tp = config.explorer.rollout_model.tensor_parallel_size
+    if problem := narrow.obstacle(Dims.of(hf), tp):
+        raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} {problem}")
     _check_lengths(model, int(hf["max_position_embeddings"]))
     if config.trainer.max_token_len_per_gpu is None:  # row I14
         cp = config.trainer.megatron.context_parallel_size

@@ -79,7 +79,8 @@ class Mesh:
         copies = parallel_state.get_expert_data_parallel_group()
         self.place = Place(
             self.tp, self.tp_rank, experts.size(), experts.rank(), shards.size(), shards.rank(),
-            first_copy=self.dp_rank == self.cp_rank == 0, first_expert_copy=copies.rank() == 0,
+            copy=self.dp_rank * self.cp + self.cp_rank, copies=self.dp * self.cp,
+            expert_copy=copies.rank(), expert_copies=copies.size(),
         )  # fmt: skip
         self.sequence_parallel = config.sequence_parallel and self.tp > 1
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)

@@ -39,7 +39,8 @@ class Policy(Learner):
         super().__init__(
             model.model_path, trainer, optimizer, trainer.grad_clip, mesh, total_steps, model.lora_configs, seed
         )
-        self._slabs = weights.slabs(self.model, self.hf_config, mesh.place)
+        held = weights.slabs(self.model, self.hf_config, mesh.place)
+        self._sent, self._exported = weights.shared(held, mesh.place), weights.first_copies(held, mesh.place)
         self._path = paths.describe(mesh, trainer, self.optimizer, self.lora)
 
     def describe(self) -> str:
@@ -73,22 +74,24 @@ class Policy(Learner):
             state.set_random_state(state.decode(small["generators"]), self.mesh)
 
     def blocks(self) -> list[Block]:
-        return [slab.block for slab in self._slabs]
+        return [slab.block for slab in self._sent]
 
     def read_blocks(self) -> Iterator[Tensor]:
-        return (slab.read() for slab in self._slabs)
+        return (slab.read() for slab in self._sent)
 
     def adapter_source(self) -> WeightSource:
         """The adapter alone, in PEFT's names, for engines that keep the base model. The policy itself shows it merged."""
         assert self.lora is not None, "a policy without adapter has no blocks of one"
-        return weights.AdapterSource(weights.adapter_slabs(self.model, self.hf_config, self.mesh.place, self.lora))
+        place = self.mesh.place
+        held = weights.adapter_slabs(self.model, self.hf_config, place, self.lora)
+        return weights.AdapterSource(weights.shared(held, place))
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) at rank 0; every rank must exhaust the iterator."""
-        return weights.export_hf(self._slabs, self.hf_config, self.mesh)
+        return weights.export_hf(self._exported, self.hf_config, self.mesh)
 
     def close(self) -> None:
-        self._slabs = []
+        self._sent, self._exported = [], []
         super().close()
 
 

@@ -6,6 +6,7 @@ loading reads only the rows and columns that this rank keeps.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -163,34 +164,61 @@ def initialise_adapters(model: Sequence[nn.Module], dims: Dims, place: Place, se
 
 
 def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[Slab]:
-    """What this rank sends in a weight sync: every shard of which it holds the first copy. No collective.
+    """Every shard of this rank as it looks from outside, adapters merged. No collective.
 
     All ranks list tensors in the order of `hf_names`: a rank may lack some (with more shards than key/value heads a shard
     can be queries only), and whoever receives from several ranks needs one order for all.
     """
     dims = Dims.of(hf)
     own = [shard for shard in shards(model, dims, place) if not shard.is_adapter and not shard.is_tied_copy]
-    return _slabs(own, place, list(hf_names(dims, architecture_of(hf))), deltas(model))
+    return _slabs(own, list(hf_names(dims, architecture_of(hf))), deltas(model))
 
 
 def adapter_slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place, lora: Lora) -> list[Slab]:
     """The same of the adapter alone, in PEFT's names: what an engine that holds the base model lacks."""
     dims = Dims.of(hf)
     own = [shard for shard in shards(model, dims, place) if shard.is_adapter]
-    return _slabs(own, place, list(adapter_names(dims, architecture_of(hf), lora)), {})
+    return _slabs(own, list(adapter_names(dims, architecture_of(hf), lora)), {})
 
 
-def _slabs(
-    own: list[Shard], place: Place, names: list[str], merged: dict[int, Callable[[Segment], Tensor]]
-) -> list[Slab]:
+def _slabs(own: list[Shard], names: list[str], merged: dict[int, Callable[[Segment], Tensor]]) -> list[Slab]:
     order = {name: i for i, name in enumerate(names)}
     found = [
         Slab(_block(shard, runs), shard, runs, merged.get(id(shard.parameter)))
         for shard in own
-        if place.is_first_copy(shard.bound)
         for runs in _joined(shard.segments)
     ]
     return sorted(found, key=lambda slab: (order[slab.block.name], slab.block.start))
+
+
+def first_copies(held: list[Slab], place: Place) -> list[Slab]:
+    """Of all ranks together every element once, from the first rank that holds it: what is exported."""
+    return [slab for slab in held if (copy := place.copy_of(slab.shard.bound)) is not None and copy[0] == 0]
+
+
+def shared(held: list[Slab], place: Place) -> list[Slab]:
+    """Of all ranks together every element once, each copy of a shard giving as much as the others: what is streamed.
+
+    Ranks that hold the same shards deal them out alike without asking each other: the largest first, each to the copy that has
+    the fewest bytes by then. Experts have copies of their own. Two copies differ by one block at most.
+    """
+    mine = set()
+    for expert in (False, True):
+        kind = [(n, slab) for n, slab in enumerate(held) if slab.shard.bound.is_expert == expert]
+        given: dict[int, int] = {}
+        for number, slab in sorted(kind, key=lambda item: -_size(item[1].block)):
+            copy = place.copy_of(slab.shard.bound)
+            if copy is None:
+                continue
+            least = min(range(copy[1]), key=lambda index: given.get(index, 0))
+            given[least] = given.get(least, 0) + _size(slab.block)
+            if least == copy[0]:
+                mine.add(number)
+    return [slab for number, slab in enumerate(held) if number in mine]
+
+
+def _size(block: Block) -> int:
+    return math.prod(block.block_shape)
 
 
 class AdapterSource:

@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from rft import device as devices
 from rft.sync import adapter_install
+from rft.sync.narrow import WHOLE, Share
 from rft.sync.receiver import Receiver, file_tensors
 from rft.sync.sender import Link
 from rft.sync.wire import Lost, Refused, Wire
@@ -64,7 +65,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
-        self.receiver = Receiver(vllm_config.parallel_config.rank, device, link_maker(device))
+        rank = vllm_config.parallel_config.rank
+        self.receiver = Receiver(rank, device, link_maker(device), share_of(vllm_config))
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False
         self.unreachable = False  # the last failure was that no bytes came: the model and this worker are all right
@@ -99,7 +101,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.receiver.check(update)
             tensors = self.receiver.stage(update["version"])
             self.staged = update, tensors
-            self.round = self._numbers(update, tensors, began)
+            self.round = self._numbers(update, began)
             told = self.round
         except Exception as error:
             self.receiver.close()
@@ -108,9 +110,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         with listener:
             listener.sendall(json.dumps({**told, "worker": self.receiver.worker}).encode() + b"\n")
 
-    def _numbers(self, update: dict[str, Any], tensors: dict[str, torch.Tensor], began: float) -> dict[str, Any]:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        seconds = time.monotonic() - began
+    def _numbers(self, update: dict[str, Any], began: float) -> dict[str, Any]:
+        size, seconds = self.receiver.payload, time.monotonic() - began
         return {"digest": update["digest"], "bytes": size, "receive_s": seconds, "again": self.receiver.again}
 
     def start_weight_update(self) -> None:
@@ -153,17 +154,13 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         here = None if self.staged is None else {**self.staged[0], "source": "staged"}
         if self.staged is None or here != update:
             raise RuntimeError(f"asked to install {update}, staged is {here}")
-        return iter(self.staged[1].items())
+        return self.receiver.whole(self.staged[1])
 
     def _direct(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Straight from the streams; counted as they pass."""
-        began, size = time.monotonic(), 0
-        for name, tensor in self.receiver.tensors(update["version"]):
-            size += tensor.nbytes
-            yield name, tensor
-        self.round = {
-            "digest": update["digest"], "bytes": size, "receive_s": time.monotonic() - began, "again": self.receiver.again,
-        }  # fmt: skip
+        """Straight from the streams."""
+        began = time.monotonic()
+        yield from self.receiver.tensors(update["version"])
+        self.round = self._numbers(update, began)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         first = next(tensors)  # a trainer that is gone already touches nothing
@@ -201,6 +198,15 @@ def link_maker(device: torch.device) -> Callable[[Wire], Link] | None:
     from rft.sync.nccl_link import join_link
 
     return join_link
+
+
+def share_of(vllm_config: Any) -> Share:
+    """What this worker needs of the weights: its tensor-parallel part, where vLLM cuts the model in that way alone."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.enable_expert_parallel:
+        return WHOLE
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    return Share(worker=parallel.rank, workers=parallel.tensor_parallel_size, kv_heads=heads)
 
 
 def kind(error: Exception) -> str:

@@ -7,6 +7,7 @@ differently refuse each other. Invariant: the blocks of a plan cover every eleme
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 import xxhash
@@ -66,7 +67,7 @@ def build(blocks_by_rank: list[list[Block]], bucket_bytes: int) -> Plan:
     if errors:
         raise ValueError(f"weight plan, {len(errors)} error(s): " + "; ".join(errors[:20]))
     streams = tuple(
-        Stream(rank=rank, blocks=tuple(blocks), buckets=tuple(_buckets(blocks, bucket_bytes)))
+        Stream(rank=rank, blocks=tuple(blocks), buckets=tuple(buckets(blocks, bucket_bytes)))
         for rank, blocks in enumerate(blocks_by_rank)
         if blocks
     )
@@ -125,16 +126,16 @@ def row_bytes(block: Block) -> int:
     return math.prod(block.block_shape[1:]) * ITEM_BYTES[block.dtype]
 
 
-def _buckets(blocks: list[Block], limit: int) -> list[Bucket]:
+def buckets(blocks: Sequence[Block], limit: int) -> list[Bucket]:
     """Fill buckets up to `limit` bytes; a block that does not fit goes on in the next one. At least one row each."""
-    buckets: list[Bucket] = []
+    found: list[Bucket] = []
     pieces: list[Piece] = []
     end = 0
 
     def close() -> None:
         nonlocal pieces, end
         if pieces:
-            buckets.append(Bucket(pieces=tuple(pieces), nbytes=end))
+            found.append(Bucket(pieces=tuple(pieces), nbytes=end))
         pieces, end = [], 0
 
     for number, block in enumerate(blocks):
@@ -151,7 +152,7 @@ def _buckets(blocks: list[Block], limit: int) -> list[Bucket]:
             end += -(-(stop - start) * size // ALIGNMENT) * ALIGNMENT
             start = stop
     close()
-    return buckets
+    return found
 
 
 def _digest(streams: tuple[Stream, ...]) -> str:

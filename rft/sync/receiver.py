@@ -5,8 +5,10 @@
     ...               ┘
 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through `register`, the package's
-`vllm.general_plugins` entry point. Invariants: a tensor is handed out only when all its bytes have come and their checksums
-fit; whatever a receiving thread meets is raised to the consumer; after a failed round every wire is closed.
+`vllm.general_plugins` entry point. A tensor-parallel worker takes only its part of the streams (`rft.sync.narrow`); the tensors
+have their whole shape all the same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
+only when all its bytes have come and their checksums fit; whatever a receiving thread meets is raised to the consumer; after a
+failed round every wire is closed.
 """
 
 import logging
@@ -18,13 +20,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from rft import device as devices
 from rft.monitor import logs
 from rft.sync import checksum
 from rft.sync import plan as plans
-from rft.sync.plan import Bucket, Plan
+from rft.sync.narrow import WHOLE, Part, Share, part_of
+from rft.sync.plan import Bucket, Plan, Stream
 from rft.sync.sender import Link
 from rft.sync.staging import Staging
 from rft.sync.wire import CHUNK, Refused, Wire, knock
@@ -64,15 +68,19 @@ class WorkerExtension:
 class Receiver:
     """Joins the streams of one trainer epoch and turns each round into tensors. One per engine worker."""
 
-    def __init__(self, worker: int, device: torch.device, make_link: Callable[[Wire], Link] | None = None):
+    def __init__(
+        self, worker: int, device: torch.device, make_link: Callable[[Wire], Link] | None = None, share: Share = WHOLE
+    ):  # fmt: skip
         self.worker = worker
         self.device = device
         self.make_link = make_link
+        self.share = share
         self.plan: Plan | None = None
         self.epoch = -1
         self.timeout = 0.0
         self.again = 0  # buckets of the last round that had to be sent again
-        self._wires: list[Wire] = []
+        self._parts: list[Part] = []  # of the streams that hold anything for this worker
+        self._wires: list[Wire] = []  # one per part
         self._links: list[Link | None] = []
         self._kept: Staging | None = None
 
@@ -87,12 +95,25 @@ class Receiver:
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
         self.plan, self.epoch, self.timeout = plan, epoch, float(info["timeout"])
-        hello = {"epoch": epoch, "digest": plan.digest, "peer": f"{info['engine']}/{self.worker}"}
+        self._parts = []
+        hello = {
+            "epoch": epoch, "digest": plan.digest, "peer": f"{info['engine']}/{self.worker}",
+            "share": msgspec.to_builtins(self.share),
+        }  # fmt: skip
         for index, endpoint in enumerate(info["streams"]):
-            name = f"stream {index} from trainer rank {plan.streams[index].rank}"
-            wire = knock(endpoint, hello, name, self.timeout)
+            part = part_of(plan, index, self.share)
+            if not part.stream.blocks:
+                continue
+            name = f"stream {index} from trainer rank {part.stream.rank}"
+            wire = knock(endpoint, {**hello, "part": part.digest}, name, self.timeout)
+            self._parts.append(part)
             self._wires.append(wire)
             self._links.append(self.make_link(wire) if self.make_link else None)
+
+    @property
+    def payload(self) -> int:
+        """Bytes of one round."""
+        return sum(part.payload for part in self._parts)
 
     def check(self, update: dict[str, Any]) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
@@ -106,25 +127,30 @@ class Receiver:
             raise ValueError(f"round belongs to epoch {update['epoch']}, this engine was connected in {self.epoch}")
 
     def stage(self, version: int) -> dict[str, torch.Tensor]:
-        """All tensors of one round. They lie in memory that the next `stage` overwrites."""
-        assert self.plan is not None
-        self._kept = self._kept or Staging(self.plan, self.device, kept=True, timeout=self.timeout)
+        """What came in one round, to be read through `whole`. It lies in memory that the next `stage` overwrites."""
+        self._kept = self._kept or Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
         return dict(self._round(version, self._kept))
+
+    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
+        assert self._kept is not None
+        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order of completion, in memory of its own."""
-        assert self.plan is not None
-        return self._round(version, Staging(self.plan, self.device, kept=False, timeout=self.timeout))
+        return self._round(version, Staging(self._streams(), self.device, kept=False, timeout=self.timeout))
+
+    def _streams(self) -> list[Stream]:
+        return [part.stream for part in self._parts]
 
     def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self.plan is not None
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
         self.again = 0
         staging.begin()
-        for index in range(len(self.plan.streams)):
+        for index in range(len(self._parts)):
             arguments = (version, index, staging, inbox)
             threading.Thread(target=self._receive, args=arguments, name=f"stream-{index}", daemon=True).start()
-        expected = sum(len(stream.buckets) for stream in self.plan.streams)
+        expected = sum(len(part.stream.buckets) for part in self._parts)
         for number in range(expected):
             try:
                 arrived = inbox.get(timeout=self.timeout)
@@ -139,13 +165,12 @@ class Receiver:
         late = ", ".join(self._wires[index].name for index in staging.late())
         return (
             f"weights of version {version}: nothing came for {self.timeout:g} s after {number} of {expected} buckets, "
-            f"{staging.bytes} of {self.plan.nbytes if self.plan else 0} bytes; waiting for {late}"
+            f"{staging.bytes} of {sum(part.stream.nbytes for part in self._parts)} bytes; waiting for {late}"
         )
 
     def _receive(self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]") -> None:
         """Body of one stream's thread: the consumer hears of every good bucket, or of what ended the stream."""
-        assert self.plan is not None
-        stream, wire, link = self.plan.streams[index], self._wires[index], self._links[index]
+        stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
             wire.send_record({"version": version})
@@ -166,13 +191,12 @@ class Receiver:
             inbox.put(error)
 
     def _wrong(self, version: int, index: int, numbers: list[int]) -> str:
-        assert self.plan is not None
-        stream = self.plan.streams[index]
+        stream = self._parts[index].stream
         pieces = stream.buckets[numbers[0]].pieces
         names = f"{stream.blocks[pieces[0].block].name} .. {stream.blocks[pieces[-1].block].name}"
         more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
         return (
-            f"checksum of bucket {numbers[0]}{more} of stream {index} ({names}) is wrong: its bytes are not those of "
+            f"checksum of bucket {numbers[0]}{more} from trainer rank {stream.rank} ({names}) is wrong: its bytes are not those of "
             f"version {version}"
         )
 
@@ -180,18 +204,17 @@ class Receiver:
         self, version: int, index: int, wanted: list[int], staging: Staging, inbox: "queue.SimpleQueue[Any]"
     ) -> set[int]:
         """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
-        assert self.plan is not None
-        stream, wire, good = self.plan.streams[index], self._wires[index], set()
+        part, wire, good = self._parts[index], self._wires[index], set()
         theirs = bytearray(checksum.SIZE)
         for number in wanted:
             staging.reserve(index)
-            digest = checksum.host(checksum.seed_of(self.plan.digest, version, index, number))
-            for piece in stream.buckets[number].pieces:
-                with staging.place(stream.blocks[piece.block], piece.start, piece.stop) as memory:
+            digest = checksum.host(checksum.seed_of(part.digest, version, part.stream.rank, number))
+            for piece in part.stream.buckets[number].pieces:
+                with staging.place(part.stream.blocks[piece.block], piece.start, piece.stop) as memory:
                     for at in range(0, len(memory), CHUNK):
-                        part = memory[at : at + CHUNK]
-                        wire.receive(part)
-                        digest.update(part)
+                        data = memory[at : at + CHUNK]
+                        wire.receive(data)
+                        digest.update(data)
             wire.receive(memoryview(theirs))
             if theirs == digest.digest():
                 good.add(number)
@@ -204,8 +227,8 @@ class Receiver:
         self, version: int, index: int, wanted: list[int], staging: Staging, inbox: "queue.SimpleQueue[Any]"
     ) -> set[int]:
         """The same for packed buckets: bytes from the link, each one's checksum from the wire."""
-        assert self.plan is not None
-        stream, wire, link = self.plan.streams[index], self._wires[index], self._links[index]
+        part, wire, link = self._parts[index], self._wires[index], self._links[index]
+        stream = part.stream
         assert link is not None
         theirs, good = bytearray(checksum.SIZE), set()
         with devices.beside(self.device):
@@ -214,7 +237,7 @@ class Receiver:
                 staging.reserve(index)
                 message = memory[: stream.buckets[number].nbytes]
                 link.receive(message)
-                ours = checksum.device(message, checksum.seed_of(self.plan.digest, version, index, number))
+                ours = checksum.device(message, checksum.seed_of(part.digest, version, stream.rank, number))
                 self._unpack(index, stream.buckets[number], message, staging)
                 wire.receive(memoryview(theirs))
                 if theirs == ours:
@@ -225,9 +248,8 @@ class Receiver:
         return good
 
     def _unpack(self, index: int, bucket: Bucket, message: torch.Tensor, staging: Staging) -> None:
-        assert self.plan is not None
         for piece in bucket.pieces:
-            block = self.plan.streams[index].blocks[piece.block]
+            block = self._parts[index].stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
 

@@ -4,9 +4,10 @@
                 (one thread per engine worker; bytes go from the weights' own memory to the socket)
 
 In: the rank's `WeightSource` and the plan. Out: its stream, to every engine worker that asks while a version is open, however
-often and from whenever on: an engine that comes back is served like the others. Contract: the weights must not change between
-`open` and the end of `close_version`. Invariants: every bucket is followed by its checksum, seeded with plan, version, stream
-and bucket; a worker that is slow, wrong or gone costs the others nothing but the time until its deadline.
+often and from whenever on: an engine that comes back is served like the others. A tensor-parallel worker gets its part of the
+stream. Contract: the weights must not change between `open` and the end of `close_version`. Invariants: every bucket is followed
+by its checksum, seeded with plan, version, stream and bucket; a worker that is slow, wrong or gone costs the others nothing but
+the time until its deadline.
 """
 
 import logging
@@ -14,13 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from rft import device as devices
 from rft.protocols import WeightSource
-from rft.sync import checksum
+from rft.sync import checksum, narrow
+from rft.sync.narrow import Part, Share
 from rft.sync.plan import Bucket, Plan, Stream, row_bytes
 from rft.sync.wire import CHUNK, Door, Lost, Refused, Wire
 
@@ -51,6 +55,7 @@ class WeightSender:
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
         self._planned = threading.Event()
+        self._parts: dict[Share, Part] = {}
         self._wires: set[Wire] = set()
         self._door = Door(address, timeout, self._welcome, self._serve)
 
@@ -97,16 +102,27 @@ class WeightSender:
                 f"stream {self.index} is of epoch {self.epoch} and plan {self.plan.digest}, {hello['peer']} was told epoch "
                 f"{hello['epoch']} and plan {hello['digest']}"
             )
+        if self._part(hello).digest != hello["part"]:
+            raise Refused(
+                f"stream {self.index}: {hello['peer']} would cut its part of the blocks otherwise; use one rft"
+            )
         return f"stream {self.index} to {hello['peer']}"
+
+    def _part(self, hello: dict[str, Any]) -> Part:
+        """What this worker needs; engines of one shape ask for the same parts."""
+        share = msgspec.convert(hello["share"], Share)
+        if share not in self._parts:
+            self._parts[share] = narrow.part_of(self.plan, self.index, share)
+        return self._parts[share]
 
     def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
         self._wires.add(wire)
-        link = None
+        link, part = None, self._part(hello)
         try:
             link = self.make_link(wire) if self.make_link else None
             while True:
-                self._answer(wire, link, int(wire.receive_record(patient=True)["version"]))
+                self._answer(wire, link, part, int(wire.receive_record(patient=True)["version"]))
         except Lost as gone:
             log.info("%s", gone)
         except Exception as error:
@@ -118,49 +134,48 @@ class WeightSender:
             if link is not None:
                 link.close()
 
-    def _answer(self, wire: Wire, link: Link | None, version: int) -> None:
+    def _answer(self, wire: Wire, link: Link | None, part: Part, version: int) -> None:
         try:
             with self.window.reading(version, wire.name):
                 wire.send_record({"version": version})
-                wanted = list(range(len(self.stream.buckets)))
+                wanted = list(range(len(part.stream.buckets)))
                 while wanted:
                     send = self._send if link is None else self._send_packed
-                    send(wire, link, version, wanted)
+                    send(wire, link, part, version, wanted)
                     wanted = wire.receive_record()["again"]
                     if wanted:
                         log.warning("%s: buckets %s of version %d arrived wrong, again", wire.name, wanted, version)
         except Refused as no:
             wire.send_record({"refused": str(no)})
 
-    def _send(self, wire: Wire, _link: None, version: int, wanted: list[int]) -> None:
+    def _send(self, wire: Wire, _link: None, part: Part, version: int, wanted: list[int]) -> None:
         """Buckets from where they lie in host memory."""
-        blocks = _Blocks(self.stream, self.source)
+        blocks = _Blocks(self.stream, part, self.source)
         for number in wanted:
-            digest = checksum.host(checksum.seed_of(self.plan.digest, version, self.index, number))
-            for piece in self.stream.buckets[number].pieces:
-                data = blocks.rows(piece.block, piece.start, piece.stop).numpy().data
-                for at in range(0, len(data), CHUNK):
-                    part = data[at : at + CHUNK]
-                    digest.update(part)
-                    wire.send(part)
-                self.sent += len(data)
+            digest = checksum.host(checksum.seed_of(part.digest, version, self.stream.rank, number))
+            for piece in part.stream.buckets[number].pieces:
+                for data in blocks.chunks(piece.block, piece.start, piece.stop):
+                    digest.update(data)
+                    wire.send(data)
+                    self.sent += len(data)
             wire.send(memoryview(digest.digest()))
 
-    def _send_packed(self, wire: Wire, link: Link, version: int, wanted: list[int]) -> None:
+    def _send_packed(self, wire: Wire, link: Link, part: Part, version: int, wanted: list[int]) -> None:
         """Buckets from device memory: packed into one buffer while the other one travels; checksums go over the wire."""
-        blocks = _Blocks(self.stream, self.source)
+        blocks = _Blocks(self.stream, part, self.source)
         device = blocks.rows(0, 0, 1).device
-        largest = max(bucket.nbytes for bucket in self.stream.buckets)
+        largest = max(bucket.nbytes for bucket in part.stream.buckets)
         travelling: list[Any] = [None] * BUFFERS
         with devices.beside(device):
             memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
             for turn, number in enumerate(wanted):
-                slot, bucket = turn % BUFFERS, self.stream.buckets[number]
+                slot, bucket = turn % BUFFERS, part.stream.buckets[number]
                 if travelling[slot] is not None:
                     travelling[slot].wait()
                 message = memory[slot][: bucket.nbytes]
                 _pack(bucket, blocks, message)
-                digest = checksum.device(message, checksum.seed_of(self.plan.digest, version, self.index, number))
+                seed = checksum.seed_of(part.digest, version, self.stream.rank, number)
+                digest = checksum.device(message, seed)
                 travelling[slot] = link.send(message)
                 wire.send(memoryview(digest))
                 self.sent += bucket.nbytes
@@ -217,36 +232,50 @@ class Window:
 
 
 class _Blocks:
-    """A stream's blocks as bytes, read once and in order; going back starts again."""
+    """The blocks of a part as bytes, read once and in order from those of the whole stream; going back starts again."""
 
-    def __init__(self, stream: Stream, source: WeightSource):
+    def __init__(self, stream: Stream, part: Part, source: WeightSource):
         self.stream = stream
+        self.part = part
         self.source = source
         self._start()
 
     def _start(self) -> None:
-        self.number = -1
+        self.number = -1  # of the part's block that `values` are
+        self.read = -1  # of the stream's block that was read last
         self.blocks = self.source.read_blocks()
-        self.flat = torch.empty(0, dtype=torch.uint8)
+        self.values = torch.empty(0)
 
     def rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a block, as a flat uint8 tensor."""
+        """Rows [start, stop) of a block, as a flat uint8 tensor: in place where they lie together."""
+        self._seek(number)
+        return self.values[start:stop].contiguous().reshape(-1).view(torch.uint8)
+
+    def chunks(self, number: int, start: int, stop: int) -> Iterator[memoryview]:
+        """The same on the host, in lengths that stay in the cache; of columns, so many rows are copied together at a time."""
+        self._seek(number)
+        size = row_bytes(self.part.stream.blocks[number])
+        step = stop - start if self.values.is_contiguous() else max(1, CHUNK // size)
+        for first in range(start, stop, step):
+            data = self.rows(number, first, min(first + step, stop)).numpy().data
+            yield from (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
+
+    def _seek(self, number: int) -> None:
+        if number == self.number:
+            return
         if number < self.number:
             self._start()
-        while self.number < number:
-            self._next()
-        size = row_bytes(self.stream.blocks[number])
-        return self.flat[start * size : stop * size]
-
-    def _next(self) -> None:
-        self.number, tensor = self.number + 1, next(self.blocks)
-        block = self.stream.blocks[self.number]
+        source, cut = self.part.sources[number], self.part.stream.blocks[number]
+        tensor = next(islice(self.blocks, source - self.read - 1, None))
+        self.read = source
+        block = self.stream.blocks[source]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if (dtype, tuple(tensor.shape)) != (block.dtype, block.block_shape):
             raise ValueError(
                 f"{block.name}: plan says {block.dtype} {block.block_shape}, got {dtype} {tuple(tensor.shape)}"
             )
-        self.flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        first = cut.start - (block.start if block.dim == cut.dim else 0)
+        self.number, self.values = number, tensor.detach().contiguous().narrow(cut.dim, first, cut.stop - cut.start)
 
 
 def _pack(bucket: Bucket, blocks: _Blocks, message: torch.Tensor) -> None:

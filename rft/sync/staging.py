@@ -1,32 +1,42 @@
-"""Memory that a round of weights arrives in: one whole Hugging Face tensor per name, filled by several streams at once.
+"""Memory that a round of weights arrives in: one Hugging Face tensor per name, filled by several streams at once.
 
 In: pieces of blocks, by any thread. Out: the tensors that are complete. `kept`: the memory stays for the next round, so that
 no page has to be cleared by the kernel again; otherwise every tensor has memory of its own, which its consumer frees.
+
+Where the streams bring a part of a tensor only, the loaders want its whole shape all the same. On the CPU the tensor has it, and
+what does not come is memory that nobody ever touches: the kernel gives none for it (of columns it does, where a row is shorter
+than a page, or than 2 MiB with transparent huge pages "always"). Pinned memory is given at once, so there just the part is kept,
+and `whole` makes the rest, on the device, for as long as the loader needs it.
+
 Invariant: a tensor comes out once per round, when every bucket with a piece of it was reported as good.
 """
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from rft.protocols import Block
-from rft.sync import plan as plans
-from rft.sync.plan import Plan
+from rft.sync.plan import Stream
 
 AHEAD = 4  # buckets of a stream that may wait for the consumer, where the memory is not kept
 
 
 class Staging:
-    def __init__(self, plan: Plan, device: torch.device, kept: bool, timeout: float):
-        self.plan = plan
+    def __init__(self, streams: Sequence[Stream], device: torch.device, kept: bool, timeout: float):
+        self.streams = streams
         self.device = device
         self.kept = kept
         self.timeout = timeout
-        self._room = [threading.Semaphore(AHEAD) for _ in plan.streams]
+        self.dense = kept and device.type != "cpu"
+        self._room = [threading.Semaphore(AHEAD) for _ in streams]
         self.bytes = 0  # of good buckets, this round
+        self._spans = spans(streams)
+        self._elements = elements(streams)
         self._tensors: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}  # elements, of tensors that have begun to arrive
         self._buckets: Counter[int] = Counter()  # of a stream, that are good
@@ -51,22 +61,22 @@ class Staging:
 
     def arrived(self, stream: int, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """A bucket is good: the tensors that it completes."""
-        blocks, bucket = self.plan.streams[stream].blocks, self.plan.streams[stream].buckets[number]
+        blocks, bucket = self.streams[stream].blocks, self.streams[stream].buckets[number]
         self._buckets[stream] += 1
         self.bytes += bucket.nbytes
         for piece in bucket.pieces:
             block = blocks[piece.block]
-            whole = self._whole(block)
-            elements = (piece.stop - piece.start) * plans.row_bytes(block) // whole.element_size()
-            self._missing[block.name] = self._missing.get(block.name, whole.numel()) - elements
+            held = self._held(block)
+            came = (piece.stop - piece.start) * math.prod(block.block_shape[1:])
+            self._missing[block.name] = self._missing.get(block.name, self._elements[block.name]) - came
             if not self._missing[block.name]:
                 del self._missing[block.name]
-                yield block.name, whole if self.kept else self._tensors.pop(block.name)
+                yield block.name, held if self.kept else self._tensors.pop(block.name)
         self.release(stream)
 
     def late(self) -> list[int]:
         """Streams that have not delivered all of their buckets."""
-        return [i for i, stream in enumerate(self.plan.streams) if self._buckets[i] < len(stream.buckets)]
+        return [i for i, stream in enumerate(self.streams) if self._buckets[i] < len(stream.buckets)]
 
     def check_complete(self) -> None:
         if self._missing:
@@ -88,24 +98,52 @@ class Staging:
         target = self._target(block, start, stop)
         target.copy_(data.view(target.dtype).view(target.shape), non_blocking=target.is_pinned())
 
-    def _target(self, block: Block, start: int, stop: int) -> torch.Tensor:
-        whole = self._whole(block)
-        if block.dim == 0:
-            return whole[block.start + start : block.start + stop]
-        return whole[start:stop, block.start : block.stop]
+    def whole(self, name: str, held: torch.Tensor) -> torch.Tensor:
+        """A tensor that came out of here, in its whole shape."""
+        span = self._spans[name]
+        if held.shape == span.shape:
+            return held
+        made = torch.empty(span.shape, dtype=held.dtype, device=self.device)
+        made.narrow(span.dim, span.start, span.stop - span.start).copy_(held, non_blocking=True)
+        return made
 
-    def _whole(self, block: Block) -> torch.Tensor:
+    def _target(self, block: Block, start: int, stop: int) -> torch.Tensor:
+        held, first = self._held(block), block.start
+        if self.dense:
+            first -= self._spans[block.name].start
+        if block.dim == 0:
+            return held[first + start : first + stop]
+        return held[start:stop, first : first + block.stop - block.start]
+
+    def _held(self, block: Block) -> torch.Tensor:
         with self._making:
             if block.name not in self._tensors:
-                self._tensors[block.name] = self._memory(block)
+                self._tensors[block.name] = self._memory(self._spans[block.name])
             return self._tensors[block.name]
 
-    def _memory(self, block: Block) -> torch.Tensor:
+    def _memory(self, span: Block) -> torch.Tensor:
         """On the device if the tensors are to be used at once; a copy of the whole model waits in pinned host memory."""
-        dtype = getattr(torch, block.dtype)
-        if self.device.type == "cpu" or not self.kept:
-            return torch.empty(block.shape, dtype=dtype, device=self.device)
-        return torch.empty(block.shape, dtype=dtype, pin_memory=True)
+        dtype, pinned = getattr(torch, span.dtype), self.device.type != "cpu"
+        if self.dense:
+            return torch.empty(span.block_shape, dtype=dtype, pin_memory=pinned)
+        return torch.empty(span.shape, dtype=dtype, device=self.device)
+
+
+def spans(streams: Sequence[Stream]) -> dict[str, Block]:
+    """Per tensor the smallest block around all that comes of it. All of its blocks are cut in the same dim."""
+    found: dict[str, Block] = {}
+    for block in (block for stream in streams for block in stream.blocks):
+        known = found.setdefault(block.name, block)
+        found[block.name] = replace(known, start=min(known.start, block.start), stop=max(known.stop, block.stop))
+    return found
+
+
+def elements(streams: Sequence[Stream]) -> Counter[str]:
+    """Per tensor, how many come."""
+    found: Counter[str] = Counter()
+    for block in (block for stream in streams for block in stream.blocks):
+        found[block.name] += math.prod(block.block_shape)
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

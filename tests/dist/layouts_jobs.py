@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from rft.megatron import weights
 from rft.names import RULES, SUPPORTED, Dims, Place, Rule, applies, architecture_of, hf_shape, is_expert, read_hf_config
+from rft.sync.plan import coverage_errors
 
 
 class Part:
@@ -72,15 +74,16 @@ def chunks(layers: int, pp: int, vpp: int, rank: int) -> list[range]:
 
 
 def ranks_of(
-    hf: dict[str, Any], tp: int, pp: int, vpp: int, ep: int, etp: int, spec: int
+    hf: dict[str, Any], tp: int, pp: int, vpp: int, ep: int, etp: int, spec: int, times: int = 1
 ) -> Iterator[tuple[Place, list[Part]]]:
-    """One rank for each different content: the first copies, and what it takes that every expert is on one of them."""
+    """As many ranks as it takes that every shard and every expert is on one of them, or so many times that."""
     for stage in range(pp):
         found = chunks(Dims.of(hf).layers, pp, vpp, stage)
-        for number in range(max(tp, ep * etp)):
+        count = math.lcm(tp, ep * etp) * times
+        for number in range(count):
             place = Place(
-                tp, number % tp, ep, number // etp % ep, etp, number % etp,
-                first_copy=number < tp, first_expert_copy=number < ep * etp,
+                tp, number % tp, ep, number // etp % ep, etp, number % etp, copy=number // tp, copies=count // tp,
+                expert_copy=number // (ep * etp), expert_copies=count // (ep * etp),
             )  # fmt: skip
             parts = [
                 Part(hf, place, part, stage == 0 and index == 0, stage == pp - 1 and index == vpp - 1, spec)
@@ -100,7 +103,7 @@ def round_trip(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
             weights.load_hf(parts, path, hf, place)  # type: ignore[arg-type]
             if any(value.isnan().any() for part in parts for _, value in part.named_parameters()):
                 problems.append(f"{layout}: {place} is not filled")
-            for slab in weights.slabs(parts, hf, place):  # type: ignore[arg-type]
+            for slab in weights.shared(weights.slabs(parts, hf, place), place):  # type: ignore[arg-type]
                 block = slab.block
                 view = shown[block.name].narrow(block.dim, block.start, block.stop - block.start)
                 if not view.isnan().all():
@@ -108,6 +111,34 @@ def round_trip(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
                 view.copy_(slab.read())
         problems += [
             f"{layout}: {name} differs" for name, value in wanted.items() if not torch.equal(shown[name], value)
+        ]
+    return problems
+
+
+def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
+    """What is wrong, per layout, with how the copies of a shard share it: coverage, balance, and the first copies alone."""
+    hf = read_hf_config(path)
+    problems = []
+    for layout in layouts:
+        sent: list[Any] = []
+        exported: list[Any] = []
+        totals: dict[Any, list[int]] = {}
+        largest: dict[Any, int] = {}
+        for number, (place, parts) in enumerate(ranks_of(hf, *layout)):
+            held = weights.slabs(parts, hf, place)  # type: ignore[arg-type]
+            given = weights.shared(held, place)
+            sent += [slab.block for slab in given]
+            exported += [slab.block for slab in weights.first_copies(held, place)]
+            stage = number // (place.tp * place.copies)
+            for group, expert in (((stage, place.tp_rank), False), ((stage, place.ep_rank, place.etp_rank), True)):
+                sizes = [math.prod(s.block.block_shape) for s in given if s.shard.bound.is_expert == expert]
+                totals.setdefault((group, expert), []).append(sum(sizes))
+                largest[group, expert] = max([largest.get((group, expert), 0), *sizes])
+        problems += [f"{layout}: {error}" for blocks in (sent, exported) for error in coverage_errors(blocks)]
+        problems += [
+            f"{layout}: copies of {group} send {found}"
+            for group, found in totals.items()
+            if max(found) - min(found) > largest[group]
         ]
     return problems
 

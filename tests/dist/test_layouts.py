@@ -36,6 +36,14 @@ def test_every_layout_keeps_every_byte(ranks: Ranks, checkpoints: dict[str, Path
     assert ranks.run("layouts_jobs:round_trip", 1, path=str(path), layouts=layouts)[0] == []
 
 
+@pytest.mark.parametrize("family", SINGLE)
+def test_copies_of_a_shard_share_what_is_sent(ranks: Ranks, checkpoints: dict[str, Path], family: str) -> None:
+    """Two and three of each rank, as data or context parallelism makes them, and fewer copies of experts than of the rest."""
+    path = checkpoints[SINGLE[family]]
+    layouts = [(*layout, times) for layout in legal(path) if layout[-1] == 0 for times in (1, 2, 3)]
+    assert ranks.run("layouts_jobs:dealt", 1, path=str(path), layouts=layouts)[0] == []
+
+
 @pytest.mark.parametrize(
     ("family", "world", "sizes"),
     [

@@ -38,7 +38,7 @@ EXPERTS = {
 }
 CASES = [("qwen2", layout) for layout in LAYOUTS] + [("qwen3-untied", layout) for layout in ("tp4", "tp2-pp2")]
 CASES += [("moe", layout) for layout in EXPERTS]
-LAYOUTS |= EXPERTS
+LAYOUTS |= EXPERTS | {"tp2-dp2": (4, {"tp": 2, "sp": True})}
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3-untied", "moe")
 
 
@@ -196,6 +196,10 @@ def test_every_layout_gives_the_same_gradient_and_the_same_steps(
         ("qwen3", "pp2-vpp2"),
         ("moe", "tp2-ep2"),
         ("moe", "pp2-vpp2-ep2"),
+        ("qwen3", "dp2"),
+        ("qwen3", "cp2"),
+        ("qwen2", "tp2-dp2"),
+        ("moe", "dp2"),
     ],
 )
 def test_import_export_and_blocks_keep_every_byte(
@@ -208,6 +212,7 @@ def test_import_export_and_blocks_keep_every_byte(
     assert exported.keys() == wanted.keys()
     assert all(np.array_equal(exported[name], value.numpy()) for name, value in wanted.items())
     assert not any(result["export"] for result in results[1:])
+    assert all(result["blocks"] for result in results), "every rank sends"
     assembled = {name: np.full(value.shape, np.nan, dtype=np.float32) for name, value in wanted.items()}
     for result in results:
         for (name, dtype, shape, dim, start, stop), value in result["blocks"]:

@@ -1,0 +1,133 @@
+"""A tensor-parallel engine takes its part of the weights only: against vLLM's own loaders, and through a real engine of two."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from miniature import Trainer, answer, ask, assert_sampled_from
+from safetensors.torch import load_file
+
+from rft.config import ModelConfig, RolloutModelConfig
+from rft.rollout.engine import RolloutEngine
+from rft.sync.narrow import Share, needed
+from rft.sync.synchronizer import Synchronizer
+
+HIDDEN, HEADS, HEAD, FFN, VOCABULARY = 32, 8, 4, 64, 91
+LAYER = "model.layers.0"
+
+
+def given(name: str, shape: tuple[int, ...], share: Share) -> torch.Tensor:
+    """The whole tensor, of which only what is said to be needed is there."""
+    dim, start, stop = needed(f"{LAYER}.{name}", shape, share)
+    whole = torch.full(shape, torch.nan)
+    part = whole.narrow(dim, start, stop - start)
+    part.copy_(torch.arange(part.numel()).view(part.shape))
+    return whole
+
+
+def assert_takes_exactly(parameter: torch.Tensor, *sources: torch.Tensor) -> None:
+    """No element that was not there, and, but for padding, all that were."""
+    assert not parameter.isnan().any()
+    for source in sources:
+        there = source[~source.isnan()]
+        assert set(there.tolist()) <= set(parameter.flatten().tolist())
+    assert parameter.numel() <= sum(int((~source.isnan()).sum()) for source in sources) + parameter.eq(0).sum()
+
+
+@pytest.mark.parametrize(("worker", "workers"), [(0, 1), (1, 2), (0, 4), (3, 4), (5, 8)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_vllms_loaders_read_what_is_needed_and_no_more(
+    worker: int, workers: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    share = Share(worker=worker, workers=workers, kv_heads=kv_heads)
+    for module in (linear, vocab_parallel_embedding, parameter):  # as if this process were that worker
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: worker)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: workers)
+    kinds: dict[str, Any] = {"params_dtype": torch.float32}
+    with set_current_vllm_config(VllmConfig()):
+        qkv = linear.QKVParallelLinear(HIDDEN, HEAD, HEADS, kv_heads, bias=True, **kinds)
+        gate_up = linear.MergedColumnParallelLinear(HIDDEN, [FFN] * 2, bias=False, **kinds)
+        row = linear.RowParallelLinear(FFN, HIDDEN, bias=False, **kinds)
+        embedding = vocab_parallel_embedding.VocabParallelEmbedding(VOCABULARY, HIDDEN, **kinds)
+    for last, width in (("weight", (HIDDEN,)), ("bias", ())):
+        heads = {"q": HEADS, "k": kv_heads, "v": kv_heads}
+        loaded = {n: given(f"self_attn.{n}_proj.{last}", (rows * HEAD, *width), share) for n, rows in heads.items()}
+        target = getattr(qkv, last)
+        for name, tensor in loaded.items():
+            target.weight_loader(target, tensor, name)
+        assert_takes_exactly(target.data, *loaded.values())
+    parts = [given(f"mlp.{name}_proj.weight", (FFN, HIDDEN), share) for name in ("gate", "up")]
+    for number, tensor in enumerate(parts):
+        gate_up.weight.weight_loader(gate_up.weight, tensor, number)
+    assert_takes_exactly(gate_up.weight.data, *parts)
+    down = given("mlp.down_proj.weight", (HIDDEN, FFN), share)
+    row.weight.weight_loader(row.weight, down)
+    assert_takes_exactly(row.weight.data, down)
+    table = given("embed_tokens.weight", (VOCABULARY, HIDDEN), share)
+    embedding.weight.weight_loader(embedding.weight, table)
+    assert not embedding.weight.isnan().any()
+
+
+@pytest.mark.parametrize(("worker", "workers"), [(0, 1), (1, 2), (3, 4)])
+def test_vllms_expert_loader_reads_what_is_needed_and_no_more(worker: int, workers: int) -> None:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    share = Share(worker=worker, workers=workers, kv_heads=2)
+    cut = SimpleNamespace(tp_size=workers)
+    layer: Any = SimpleNamespace(
+        moe_config=SimpleNamespace(is_act_and_mul=True, moe_parallel_config=cut),
+        _get_hidden_dim=RoutedExperts._get_hidden_dim,
+        _narrow_expert_data_for_padding=RoutedExperts._narrow_expert_data_for_padding,
+    )
+    w13, w2 = torch.empty(2 * FFN // workers, HIDDEN), torch.empty(HIDDEN, FFN // workers)
+    gate, up = (given(f"mlp.experts.3.{name}_proj.weight", (FFN, HIDDEN), share) for name in ("gate", "up"))
+    down = given("mlp.experts.3.down_proj.weight", (HIDDEN, FFN), share)
+    for shard, tensor in (("w1", gate), ("w3", up)):
+        RoutedExperts._load_w13(layer, w13, 0, shard, tensor, worker)
+    RoutedExperts._load_w2(layer, w2, 1, down, worker)
+    assert_takes_exactly(w13, gate, up)
+    assert_takes_exactly(w2, down)
+
+
+@pytest.fixture(scope="module")
+def engine_of_two(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
+    """An engine whose two workers hold half of the model each, with the first weights."""
+    rollout = RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25, tensor_parallel_size=2)
+    actor = ray.remote(RolloutEngine).options(max_concurrency=1000)
+    handle = actor.remote("engine_0", ModelConfig(model_path=str(model_dirs[0])), rollout, 1, 0, "cpu", 256)
+    ray.get(handle.start.remote(), timeout=300)
+    yield handle
+    ray.get(handle.shutdown.remote(), timeout=60)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("direct", [False, True])
+def test_an_engine_of_two_takes_the_model_once(engine_of_two: Any, model_dirs: tuple[Path, Path], direct: bool) -> None:
+    class Buffer:  # local: travels by value, Ray's workers cannot import test modules
+        async def published(self, version: int, run_epoch: int) -> None:
+            self.version = version
+
+    ray.get(engine_of_two.load_weights_from.remote(str(model_dirs[0]), 0), timeout=60)
+    assert_sampled_from(model_dirs[0], answer(ask(engine_of_two, max_tokens=20, seed=1))[0], 1.0)
+    leader = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01)
+    synchronizer = leader.remote(ray.remote(Buffer).remote(), 60.0, {"direct": direct})
+    ray.get(synchronizer.join.remote("engine_0", engine_of_two))
+    trainer = Trainer(synchronizer, model_dirs[1]).connect()
+    trainer.start(1)
+    numbers = trainer.wait()
+    made = answer(ask(engine_of_two, max_tokens=20, seed=1))[0]
+    assert {span.version for span in made.versions} == {1}
+    assert_sampled_from(model_dirs[1], made, 1.0)
+    tensors = load_file(model_dirs[1] / "model.safetensors")
+    replicated = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
+    once = sum(tensor.nbytes for tensor in tensors.values())
+    assert numbers["sync/bytes"] == once + replicated
+    assert sum(publisher._sender.sent for publisher in trainer.publishers) == once + replicated  # type: ignore[union-attr]

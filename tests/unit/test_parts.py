@@ -1,0 +1,226 @@
+"""What each tensor-parallel worker takes of a stream: nothing is lost, nothing comes twice, both ends cut alike, and bytes fit."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from rft.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
+from rft.protocols import Block
+from rft.sync import plan as plans
+from rft.sync import receiver as receivers
+from rft.sync.narrow import WHOLE, Part, Share, needed, obstacle, part_of
+from rft.sync.plan import Plan
+from rft.sync.receiver import Receiver
+from rft.sync.sender import WeightSender
+from rft.sync.staging import Staging
+from rft.sync.wire import Refused
+
+DENSE = Dims(hidden=32, heads=8, groups=2, head_size=4, ffn=64, vocab=91, layers=2, tied=True)
+FAMILIES = {
+    "LlamaForCausalLM": dataclasses.replace(DENSE, tied=False, groups=8),
+    "Qwen2ForCausalLM": DENSE,
+    "Qwen3ForCausalLM": dataclasses.replace(DENSE, groups=1, vocab=130, tied=False),
+    "Qwen3MoeForCausalLM": dataclasses.replace(DENSE, experts=4, expert_ffn=16, tied=False),
+}
+BUCKET = 512
+
+
+def shares(dims: Dims, workers: int) -> list[Share]:
+    return [Share(worker=worker, workers=workers, kv_heads=dims.groups) for worker in range(workers)]
+
+
+def blocks_of(dims: Dims, architecture: str, tp: int, etp: int) -> list[list[Block]]:
+    """Per rank of a trainer with these sizes, as Megatron's shards lie in the HF tensors."""
+    found: list[list[Block]] = [[] for _ in range(max(tp, etp))]
+    kinds = {}
+    for rule in RULES:
+        if applies(rule, SUPPORTED[architecture], dims.tied):
+            for layer in range(dims.layers):
+                for expert in range(max(1, dims.experts)):
+                    for part, name in enumerate(rule.hf):
+                        kinds[name.format(layer=layer, expert=expert)] = rule, part
+    for name, shape in hf_names(dims, architecture).items():
+        rule, part = kinds[name]
+        size = etp if ".experts." in name else tp
+        for rank in range(1 if rule.kind == "replicated" else size):
+            for cut in segments(rule.kind, name, dims, rank, size):
+                if cut.part == part:
+                    found[rank].append(Block(name, "float32", shape, cut.dim, cut.start, cut.stop))
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_workers_together_use_every_element(architecture: str, workers: int) -> None:
+    dims = FAMILIES[architecture]
+    for name, shape in hf_names(dims, architecture).items():
+        uses = torch.zeros(shape, dtype=torch.int32)
+        for share in shares(dims, workers):
+            dim, start, stop = needed(name, shape, share)
+            assert 0 <= start < stop <= shape[dim]
+            uses.narrow(dim, start, stop - start).add_(1)
+        copies = workers
+        if ".k_proj." in name or ".v_proj." in name:
+            copies = max(1, workers // dims.groups)
+        elif "proj." in name:
+            copies = 1
+        elif "embed" in name or "lm_head" in name:
+            assert uses[:-1].eq(1).all(), name  # the last row also goes where all others are padding
+            continue
+        assert uses.eq(copies).all(), name
+
+
+@pytest.mark.parametrize(("tp", "etp"), [(1, 1), (2, 2), (4, 1), (2, 4), (8, 2)])
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_parts_bring_what_is_needed_and_nothing_else(architecture: str, workers: int, tp: int, etp: int) -> None:
+    dims = FAMILIES[architecture]
+    plan = plans.build(blocks_of(dims, architecture, tp, etp), BUCKET)
+    for share in shares(dims, workers):
+        came = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in hf_names(dims, architecture).items()}
+        for index, stream in enumerate(plan.streams):
+            part = part_of(plan, index, share)
+            assert [stream.blocks[number].name for number in part.sources] == [b.name for b in part.stream.blocks]
+            assert all(bucket.nbytes <= max(b.nbytes for b in stream.buckets) for bucket in part.stream.buckets)
+            assert part.payload == sum(4 * math.prod(block.block_shape) for block in part.stream.blocks)
+            for block in part.stream.blocks:
+                came[block.name].narrow(block.dim, block.start, block.stop - block.start).add_(1)
+        for name, count in came.items():
+            dim, start, stop = needed(name, tuple(count.shape), share)
+            wanted = torch.zeros_like(count)
+            wanted.narrow(dim, start, stop - start).add_(1)
+            assert torch.equal(count, wanted), name
+
+
+def test_one_worker_takes_the_streams_as_they_are() -> None:
+    plan = plans.build(blocks_of(DENSE, "Qwen2ForCausalLM", 2, 2), BUCKET)
+    for index, stream in enumerate(plan.streams):
+        part = part_of(plan, index, WHOLE)
+        assert (part.stream, part.digest) == (stream, plan.digest)
+        assert part.sources == tuple(range(len(stream.blocks)))
+
+
+def test_a_block_that_is_cut_the_other_way_comes_whole() -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    rows = [[Block(name, "float32", (8, 8), 0, 0, 4)], [Block(name, "float32", (8, 8), 0, 4, 8)]]
+    plan = plans.build(rows, BUCKET)
+    for index, blocks in enumerate(rows):
+        assert part_of(plan, index, Share(worker=1, workers=2, kv_heads=2)).stream.blocks == tuple(blocks)
+
+
+def test_adapters_come_whole() -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    assert needed(name, (32, 8), Share(worker=1, workers=2, kv_heads=2)) == (0, 0, 32)
+
+
+def test_digests_differ_between_streams_and_shares() -> None:
+    plan = plans.build(blocks_of(DENSE, "Qwen2ForCausalLM", 2, 2), BUCKET)
+    other = plans.build(blocks_of(DENSE, "Qwen2ForCausalLM", 2, 2), 2 * BUCKET)
+    asked = [
+        Share(worker=0, workers=4, kv_heads=2),
+        Share(worker=1, workers=4, kv_heads=2),
+        Share(worker=0, workers=2, kv_heads=1),
+    ]
+    digests = [part_of(p, 0, share).digest for p in (plan, other) for share in asked]
+    assert len(set(digests)) == len(digests)
+    across = part_of(plan, 1, Share(worker=0, workers=2, kv_heads=2)).stream.blocks
+    assert {block.name for block in across} == {"model.embed_tokens.weight"}, "which vLLM and Megatron pad differently"
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "text"),
+    [
+        ({}, 3, "does not divide the model's 8 heads; use 1, 2, 4, 8"),
+        (
+            {"heads": 12, "groups": 4},
+            6,
+            "neither divides nor is a multiple of the model's 4 key/value heads; use 1, 2, 4",
+        ),
+        ({"ffn": 68}, 8, "does not divide the width 68 of the model's MLPs; use 1, 2, 4"),
+        ({"experts": 8, "expert_ffn": 12}, 8, "does not divide the width 12 of the model's experts; use 1, 2, 4"),
+        ({"heads": 6, "ffn": 96}, 6, "does not divide the model's vocabulary, which vLLM pads to 128 rows; use 1, 2"),
+        ({"experts": 2, "expert_ffn": 16}, 4, "is more than the model's 2 experts; use 1, 2"),
+    ],
+)
+def test_sizes_that_vllm_cannot_cut_are_refused(changes: dict[str, int], workers: int, text: str) -> None:
+    assert obstacle(dataclasses.replace(DENSE, **changes), workers) == text  # type: ignore[arg-type]
+    assert obstacle(dataclasses.replace(DENSE, **changes), 2) is None  # type: ignore[arg-type]
+
+
+# --- over the wire -----------------------------------------------------------------------------------------------------
+
+
+class Values:
+    """WeightSource of given blocks, whose values are their place in the whole tensor."""
+
+    def __init__(self, blocks: list[Block], whole: dict[str, torch.Tensor]):
+        self._blocks, self.whole = blocks, whole
+
+    def blocks(self) -> list[Block]:
+        return self._blocks
+
+    def read_blocks(self) -> Iterator[torch.Tensor]:
+        return (self.whole[b.name].narrow(b.dim, b.start, b.stop - b.start).contiguous() for b in self._blocks)
+
+
+def received(share: Share, dense: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """A trainer of two ranks, a worker: (what the model is, what the worker has in whole shapes, bytes)."""
+    architecture, dims = "Qwen3MoeForCausalLM", FAMILIES["Qwen3MoeForCausalLM"]
+    by_rank = blocks_of(dims, architecture, 2, 2)
+    whole = {name: torch.randn(shape) for name, shape in hf_names(dims, architecture).items()}
+    plan = plans.build(by_rank, BUCKET)
+    senders = [WeightSender(Values(blocks, whole), 1, 10.0) for blocks in by_rank]
+    for index, sender in enumerate(senders):
+        sender.follow(plan, index)
+        sender.open(1)
+    receiver = Receiver(share.worker, torch.device("cpu"), share=share)
+    try:
+        receiver.connect({
+            "plan": plans.encode(plan), "streams": [sender.endpoint for sender in senders], "epoch": 1, "timeout": 10.0,
+            "engine": "engine_0",
+        })  # fmt: skip
+        receiver._kept = Staging([part.stream for part in receiver._parts], receiver.device, kept=True, timeout=10.0)
+        receiver._kept.dense = dense  # as where host memory is pinned
+        staged = receiver.stage(1)
+        held = sum(value.nbytes for value in staged.values())
+        found = dict(receiver.whole(staged))
+        assert held == (receiver.payload if dense else sum(value.nbytes for value in whole.values()))
+        for sender in senders:
+            sender.close_version()
+        assert sum(sender.sent for sender in senders) == receiver.payload
+        return whole, found, receiver.payload
+    finally:
+        receiver.close()
+        for sender in senders:
+            sender.close()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_what_is_needed_arrives_in_its_place(workers: int, dense: bool) -> None:
+    total = 0
+    for share in shares(FAMILIES["Qwen3MoeForCausalLM"], workers):
+        whole, found, payload = received(share, dense)
+        total += payload
+        assert found.keys() == whole.keys()
+        for name, value in whole.items():
+            dim, start, stop = needed(name, tuple(value.shape), share)
+            assert found[name].shape == value.shape
+            assert torch.equal(found[name].narrow(dim, start, stop - start), value.narrow(dim, start, stop - start)), (
+                name
+            )
+    once = sum(value.nbytes for value in whole.values())
+    assert once <= total < 1.5 * once
+
+
+def test_ends_that_would_cut_otherwise_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(plan: Plan, index: int, share: Share) -> Part:
+        return msgspec.structs.replace(part_of(plan, index, share), digest="0" * 32)
+
+    monkeypatch.setattr(receivers, "part_of", other)
+    with pytest.raises(Refused, match="engine_0/1 would cut its part of the blocks otherwise"):
+        received(Share(worker=1, workers=2, kv_heads=2))
