@@ -73,6 +73,7 @@ class Trainer:
                 batch = self.feed.next(step, self.stopping())
             if batch is None:
                 break
+            self.publisher.rest()
             self.profiler.begin(step + 1)
             with self._doing("score"):
                 part, scored = self.models.score(batch.part)

@@ -1,9 +1,10 @@
 """Packed buckets between two devices: a private NCCL group of two, one trainer rank and one engine worker.
 
-In: the wire of the pair, over which the trainer rank tells where its store listens. Out: a `Link`, the two verbs. The group
-lives beside torch's default group, which both sides need for themselves. Invariant: every operation ends within the timeout.
+In: the wire of the pair, over which the trainer rank tells where its store listens. Out: a `Link`. The group lives beside torch's
+default group, which both sides need for themselves. Invariant: every operation ends within the timeout.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,38 +14,60 @@ from rft.device import collective_timeout
 from rft.sync.wire import Wire
 
 SENDER, RECEIVER = 0, 1  # ranks in a pair
+BUFFERS = 2  # one is filled while the other travels
 
 
 class NcclLink:
-    def __init__(self, store: TCPStore, side: int, timeout: float):
+    def __init__(self, store: TCPStore, side: int, timeout: float, device: torch.device):
         options = ProcessGroupNCCL.Options()
         options._timeout = collective_timeout(timeout)
         self._store = store  # the group keeps no reference of its own
         self._group: Any = ProcessGroupNCCL(store, side, 2, options)
         self._peer = 1 - side
+        self._device = device
+        self._memory: dict[int, torch.Tensor] = {}
+        self._travelling: dict[int, Any] = {}  # work, by buffer
+        self._turn = 0
 
-    def send(self, data: torch.Tensor) -> Any:
-        """Start sending a contiguous uint8 tensor; returns a work object to `wait` on. Keep `data` unchanged until then."""
-        return self._group.send([data], self._peer, 0)
+    def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
+        turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
+        if turn in self._travelling:
+            self._travelling.pop(turn).wait()
+        message = self._room(turn, size)
+        made = fill(message)
+        self._travelling[turn] = self._group.send([message], self._peer, 0)
+        return made
 
-    def receive(self, data: torch.Tensor) -> None:
-        """Fill a contiguous uint8 tensor, on the current stream."""
-        self._group.recv([data], self._peer, 0).wait()
+    def flush(self) -> None:
+        for work in self._travelling.values():
+            work.wait()
+        self._travelling.clear()
+        self._memory.clear()
+
+    def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
+        message = self._room(0, size)
+        self._group.recv([message], self._peer, 0).wait()
+        return use(message)
 
     def close(self) -> None:
         self._group.abort()
 
+    def _room(self, number: int, size: int) -> torch.Tensor:
+        if number not in self._memory or len(self._memory[number]) < size:
+            self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory[number][:size]
 
-def host_link(wire: Wire, address: str) -> NcclLink:
+
+def host_link(wire: Wire, address: str, device: torch.device) -> NcclLink:
     """The trainer's end: a store for this pair alone, so that a pair can form at any time and end without others."""
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=collective_timeout(wire.timeout))
     wire.send_record({"host": address, "port": store.port})
-    return NcclLink(store, SENDER, wire.timeout)
+    return NcclLink(store, SENDER, wire.timeout, device)
 
 
-def join_link(wire: Wire) -> NcclLink:
+def join_link(wire: Wire, device: torch.device) -> NcclLink:
     """The engine worker's end."""
     where = wire.receive_record()
     timeout = collective_timeout(wire.timeout)
     store = TCPStore(where["host"], where["port"], is_master=False, wait_for_workers=False, timeout=timeout)
-    return NcclLink(store, RECEIVER, wire.timeout)
+    return NcclLink(store, RECEIVER, wire.timeout, device)
