@@ -20,6 +20,7 @@ import torch
 from rft.sync.wire import Lost, Wire
 
 SLOTS = 2  # one is filled while the other is read
+GRAIN = 2 * 2**20  # bytes: buckets differ a little in size, and the device's allocator gives no less
 
 
 class CardMemory(Protocol):
@@ -81,7 +82,7 @@ class IpcLink:
     def _room(self, slot: int, size: int) -> torch.Tensor:
         """The slot's memory, which stays: made and shared when it is first used, or has become too small."""
         if slot not in self._slots or len(self._slots[slot]) < size:
-            self._slots[slot] = self.memory.room(size)
+            self._slots[slot] = self.memory.room(-(-size // GRAIN) * GRAIN)
             self.wire.send_record({"slot": slot, "memory": self.memory.share(self._slots[slot])})
         return self._slots[slot]
 

@@ -1,7 +1,7 @@
 """How the packed buckets of one trainer rank reach one engine worker: over CUDA IPC on the same card, else over NCCL.
 
 In: the wire of the pair and each end's device. Out: the same kind of `Link` at both ends. The worker says which card it is on, the
-trainer rank decides and tells. Invariant: the choice is the first that goes over the wire, so both ends agree or part with an error.
+trainer rank decides and tells. Invariant: the choice is the first that goes over the wire, so both agree or part with an error.
 """
 
 import torch

@@ -177,7 +177,7 @@ class Window:
         self.seconds = 0.0  # from the last opening to the end of the last reading
         self._now: int | None = None
         self._newest: int | None = None
-        self._readers: dict[str, int] = {}
+        self._readers: list[str] = []  # a name is here twice when a worker has come back before its end was noticed
         self._changed = threading.Condition()
 
     def open(self, version: int) -> None:
@@ -204,12 +204,12 @@ class Window:
             if self._now != version:
                 newest = "nothing yet" if self._newest is None else f"version {self._newest}"
                 raise Refused(f"version {version} is {'over' if here else 'not here'}: this trainer offers {newest}")
-            self._readers[name] = version
+            self._readers.append(name)
         try:
             yield
         finally:
             with self._changed:
-                del self._readers[name]
+                self._readers.remove(name)
                 self.seconds = time.monotonic() - self._opened
                 self._changed.notify_all()
 

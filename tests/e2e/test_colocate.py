@@ -11,7 +11,7 @@ from runs import History, metrics, overrides, step_rows, train, write_assets
 
 STEPS = 4
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 def test_the_engine_sleeps_through_every_step_of_the_trainer(tmp_path: Path) -> None:
@@ -25,6 +25,7 @@ def test_the_engine_sleeps_through_every_step_of_the_trainer(tmp_path: Path) -> 
         "synchronizer.max_staleness=null",
     ]  # fmt: skip
     with train(*overrides(tmp_path, "turns", assets, *command)) as run:
+        run.wait_step(1)
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "turns"
     rows = step_rows(job)
