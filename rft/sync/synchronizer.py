@@ -1,13 +1,16 @@
 """Who holds which policy version: leads every engine to the trainer's weights and tells when all of them have a version.
 
     trainer rank 0 ── connect, offer, publish ─►┐                ┌─► init_weights, stage, commit ── engines (one task each)
+                      rest                      │                │   sleep
     supervisor     ── join, leave ─────────────►│ Members (pure) │
     explorer       ◄─ admitted (long poll) ─────┘                └─► published ── experience buffer
 
 `rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a task of its own that brings it to
 the target as fast as it can: none waits for another. Engines may come and go at any time; one is admitted when it has confirmed
-the published version with the plan's digest. Invariants: `version()` names a version that every engine of its round has
-confirmed; a trainer of a lower epoch can neither connect nor publish; every change wakes who waits, nothing is polled.
+the published version with the plan's digest. Where they share devices with the trainer, `rest` puts them to sleep until the next
+version is published, and until then none is given anything to do. Invariants: `version()` names a version that every engine of
+its round has confirmed; a trainer of a lower epoch can neither connect nor publish; every change wakes who waits, nothing is
+polled.
 """
 
 import asyncio

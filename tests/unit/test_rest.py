@@ -83,6 +83,18 @@ def test_an_engine_that_comes_while_the_trainer_works_sleeps_too_and_takes_the_n
     asyncio.run(run())
 
 
+def test_a_trainer_that_comes_back_wakes_the_engines_that_slept_for_the_one_before() -> None:
+    async def run() -> None:
+        engine = Engine()
+        synchronizer = await connected(a=engine)
+        await synchronizer.rest()
+        await synchronizer.connect(PLAN, [], 2)
+        await synchronizer.publish(0, 2)
+        assert engine.asked == ["connect", "wake with 0", "sleep", "connect", "wake with 0"]
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_takes_weights_as_the_others_go_to_sleep_follows_them() -> None:
     async def run() -> None:
         class Slow(Engine):
