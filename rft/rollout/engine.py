@@ -277,7 +277,10 @@ class RolloutEngine:
 
         assert self.llm is not None, "commit before start"
         if self.adapters:
-            return await self._install_adapter(version, update)
+            try:
+                return await self._install_adapter(version, update)
+            finally:
+                self.turns.open()
         async with self._round:
             began = time.monotonic()
             self.turns.close()
@@ -317,13 +320,11 @@ class RolloutEngine:
             return {**self._committed(version, states), **numbers}
 
         async with self._round:
+            await self.turns.wake(llm, WEIGHTS, CACHE)  # requests of old adapters may have to make room first
             try:
-                await self.turns.wake(llm, WEIGHTS, CACHE)  # requests of old adapters may have to make room first
                 report = await self.adapters.install(version, ask, ROOM_S)
             except Exception as error:
                 raise RoundFailed(f"{self.name}: version {version} was not installed: {first_line(error)}") from error
-            finally:
-                self.turns.open()
             self._version = version
         return report
 

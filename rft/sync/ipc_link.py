@@ -65,8 +65,7 @@ class IpcLink:
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
         record = self.wire.receive_record()
         while "memory" in record:
-            self._slots[record["slot"]] = self.memory.open(record["memory"])
-            self.opened += 1
+            self._slots[record["slot"]] = self._opened(record["memory"])
             record = self.wire.receive_record()
         slot = record.get("full")
         if slot not in self._slots or len(self._slots[slot]) < size:
@@ -78,6 +77,14 @@ class IpcLink:
 
     def close(self) -> None:
         self._slots.clear()
+
+    def _opened(self, told: dict[str, Any]) -> torch.Tensor:
+        try:
+            memory = self.memory.open(told)
+        except (RuntimeError, OSError) as error:  # the driver, or the kernel: it ended after it had said so
+            raise Lost(f"{self.wire.name}: its memory cannot be opened: {error}") from error
+        self.opened += 1
+        return memory
 
     def _room(self, slot: int, size: int) -> torch.Tensor:
         """The slot's memory, which stays: made and shared when it is first used, or has become too small."""

@@ -32,7 +32,7 @@ class Engine:
 
     async def do_commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(f"wake with {version}")
-        return {"version": version, "digest": "plan", "pause_s": 0, "receive_s": 0, "bytes": 1, "again": 0}
+        return {"version": version, "digest": "plan", "pause_s": 0, "receive_s": 0, "load_s": 0, "bytes": 1, "again": 0}
 
     async def do_sleep(self, patience: float) -> dict[str, Any]:
         if self.fail is not None:
