@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rft import cards, control
 from rft import config as configs
-from rft import control
 from rft.adapters import versions_kept
 from rft.checkpoint import fence
 from rft.config import Config, SynchronizerConfig
@@ -78,6 +78,7 @@ class Actors:
         self.ready = False
         self.closing = False
         self.address = ""
+        self.cards: cards.Cards | None = None
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -215,22 +216,12 @@ class Actors:
 
     def _split_gpus(self) -> dict[str, int]:
         """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split once, here)."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        count = self.config.cluster.gpu_per_node or len([d for d in visible.split(",") if d])
-        if self.config.device == "cpu" or not count or self.config.mode != "both":
+        self.cards = cards.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        if self.cards is None:
             return {}
-        devices = visible.split(",") if visible else [str(i) for i in range(count)]
-        ranks = int(self.config.trainer.num_ranks or 1)
-        rollout = self.config.explorer.rollout_model
-        wanted = ranks + rollout.engine_num * rollout.tensor_parallel_size
-        if wanted > len(devices):
-            raise configs.ConfigError(
-                f"trainer.num_ranks={ranks} plus engine_num x tensor_parallel_size = {wanted} GPUs, but {len(devices)} are "
-                "visible: lower explorer.rollout_model.engine_num or the trainer's layout"
-            )
-        self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:ranks])
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[ranks:])
-        return {"num_gpus": len(devices) - ranks}
+        self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.ranks)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.engines)
+        return {"num_gpus": self.cards.for_ray}
 
     def _device_kind(self) -> str:
         return (
@@ -255,7 +246,7 @@ class Actors:
         return self._create(
             engine, name, RolloutEngine, threads, engine, config.model, rollout, threads, config.seed, self._device_kind(),
             int(config.model.max_model_len or 0), versions_kept(config.synchronizer) if config.mode == "both" else 0,
-            gpus=rollout.tensor_parallel_size, cpus=1 if is_first or config.cluster.ray_address else 0,
+            config.cluster.colocate, gpus=rollout.tensor_parallel_size, cpus=1 if is_first or config.cluster.ray_address else 0,
         )  # fmt: skip
 
     def _create(
@@ -265,7 +256,9 @@ class Actors:
 
         environment = thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")}
         options = {"name": name, "num_cpus": cpus, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
-        if gpus and self._device_kind() == "cuda":
+        if gpus and self.cards is not None and self.cards.shared:
+            environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(int(part.removeprefix("engine_")))
+        elif gpus and self._device_kind() == "cuda":
             options["num_gpus"] = gpus
         return ray.remote(hosted(cls, self.config.log.level)).options(**options).remote(*arguments)
 

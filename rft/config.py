@@ -85,6 +85,7 @@ class ClusterConfig:
     gpu_per_node: Optional[int] = None  # default: detected
     ray_address: Optional[str] = None  # an existing cluster; default: a private one on this machine
     ray_num_cpus: Optional[int] = None  # logical CPUs of the private cluster; default: one per actor of the start
+    colocate: bool = False  # trainer and engines share GPUs, or cores, and take turns: docs/weight_sync.md
     threads_per_rank: int = 1
     threads_per_engine: int = 1
     master_port: int = 0  # 0: any free port
@@ -169,7 +170,7 @@ class RolloutModelConfig:
     max_num_seqs: int = 256
     enable_prefix_caching: bool = True
     kv_cache_gb: float = 1.0  # CPU only
-    gpu_memory_utilization: float = 0.9  # GPU only
+    gpu_memory_utilization: Optional[float] = None  # GPU only; default: 0.9, or 0.5 with cluster.colocate
     enforce_eager: bool = True
     max_restarts: int = 3  # how often each engine that died is started again; 0: the run ends with the first
 
@@ -393,6 +394,14 @@ def nearest(value: str, choices: Any, key: str) -> str:
     match = difflib.get_close_matches(value, list(choices), n=1)
     hint = f"; did you mean `{match[0]}`?" if match else "."
     return f"{key}={value} is unknown{hint} Known: {', '.join(sorted(choices))}."
+
+
+def get(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
 
 
 def job_dir(config: Config) -> Path:

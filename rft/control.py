@@ -95,6 +95,14 @@ class QueueSource:
         return ray.get(getattr(self.buffer, method).remote(*arguments), timeout=timeout)
 
 
+def await_engines(explorer: str | None) -> None:
+    """Return when every part of the run serves. None: another rank waits."""
+    if explorer is not None:
+        import ray
+
+        ray.get(actor(explorer).opened.remote(), timeout=START_S)
+
+
 class PoolNumbers:
     """The engine pool's numbers for the metrics of every step, as fresh as an explorer that is not waited for gives them."""
 

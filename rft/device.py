@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,9 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989.4, "NVIDIA H800": 989.4, "NVIDIA H20": 148.0, "NVIDIA B200": 2250.0, "NVIDIA GB200": 2500.0,
     "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA A10": 125.0,
 }  # fmt: skip
+HANDLE = (  # what torch tells of shared memory of a GPU, in its order: numbers, bytes and one truth value
+    "device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_is_needed",
+)  # fmt: skip
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -187,6 +190,47 @@ def beside(device: "torch.device") -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+def settle(device: "torch.device") -> None:
+    """Return when all that this thread has asked of the device is done."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
+class SharedCard:
+    """Memory of one GPU, handed to another process on the same one by CUDA's own handles (`rft.sync.ipc_link`). Whoever shared
+    memory keeps it; it is given back when both sides have let it go. What a process that was killed had opened stays taken."""
+
+    def __init__(self, device: "torch.device"):
+        self.device = device
+
+    def uuid(self) -> str:
+        import torch
+
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def room(self, size: int) -> "torch.Tensor":
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def share(self, memory: "torch.Tensor") -> dict[str, Any]:
+        return dict(zip(HANDLE, memory.untyped_storage()._share_cuda_(), strict=True))
+
+    def open(self, told: dict[str, Any]) -> "torch.Tensor":
+        import torch
+
+        torch.cuda.init()
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        fields = {**told, "device": index}  # the other process may count its devices in another way
+        storage = torch.UntypedStorage._new_shared_cuda(*(fields[name] for name in HANDLE))
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (told["size"],))
+
+    def settle(self) -> None:
+        settle(self.device)
 
 
 def peak_of(name: str) -> float | None:

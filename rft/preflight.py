@@ -10,7 +10,6 @@ import uuid
 from itertools import pairwise
 from math import ceil, lcm, prod
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
@@ -28,11 +27,13 @@ from rft.config import (
     MegatronConfig,
     ModelConfig,
     TasksetConfig,
+    get,
     job_dir,
     nearest,
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
@@ -109,6 +110,7 @@ def fill(config: Config) -> Config:
     _fill_tasksets(config)
     _fill_template(config.model)
     fill_sync(config)
+    fill_colocate(config)
     if config.deterministic:
         _fill_deterministic(config)
     return config
@@ -131,6 +133,7 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_deterministic(config)
     check_sync(config)
+    check_colocate(config)
     _check_places(config)
     if config.trainer.total_steps is None:
         config.trainer.total_steps = count_steps(config)
@@ -146,13 +149,6 @@ def check_stages(stages: list[Config]) -> None:
                 f"stages: {config.stage_name} would go on from {before.stage_name}, which exports an adapter and no model: "
                 f"give {config.stage_name} a model.model_path of its own, or train {before.stage_name} without model.lora_configs"
             )
-
-
-def get(config: Config, key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def _check_values(config: Config) -> None:

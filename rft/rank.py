@@ -125,6 +125,11 @@ def _train(rank: Rank, mesh: Any) -> None:
     from rft.monitor.speed import Speed
 
     config = rank.config
+    if config.cluster.colocate:  # engines measure the card's free memory as they start
+        rank.waiting_for = "the engines to start"
+        control.await_engines(config.explorer.name if mesh.rank == 0 else None)
+        mesh.barrier(rank.waiting_for)
+        rank.waiting_for = ""
     models = build_models(config, mesh)
     log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
     monitor = None
@@ -228,6 +233,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
             enabled=rollouts,
             address=own_address(config.cluster.ray_address),
             probe=probe.after,
+            takes_turns=config.cluster.colocate and rollouts,
         ),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
         checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
@@ -235,7 +241,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
             explorer,
             config.explorer,
             report=lambda result: None,
-            alone=config.deterministic,
+            alone=config.deterministic or config.cluster.colocate,  # engines that sleep answer nothing
             served=synchronizer.wait_for.remote if synchronizer is not None else lambda version: version,
         ),  # fmt: skip
         skips=SkippedSteps(rank.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier),

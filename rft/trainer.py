@@ -8,7 +8,7 @@ rollouts may become, and which versions are published.
 
 Consumes one batch per step, produces policy version step+1; `cadence` decides whether the engines get it. Two waits only: for the
 batch, and, just before the optimizer changes weights, for the previous push of those weights and the copies of the previous
-checkpoint.
+checkpoint. Where trainer and engines share devices there is a third one, behind the batch: for the engines to sleep.
 Invariant: `step` is the policy version on every rank, in the engines, in the checkpoint and on the metrics' axis.
 What a step tells is written down before its checkpoint can exist: a process that dies between the two resumes before
 the step and tells it again, instead of never.
@@ -73,6 +73,7 @@ class Trainer:
                 batch = self.feed.next(step, self.stopping())
             if batch is None:
                 break
+            self.publisher.rest()
             self.profiler.begin(step + 1)
             with self._doing("score"):
                 part, scored = self.models.score(batch.part)

@@ -14,7 +14,6 @@ drops it, also of requests in flight; "keep" keeps it for these, and salts the p
 import asyncio
 import logging
 import os
-import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -29,7 +28,9 @@ from rft.experience import Completion, GenerateRequest, decode, encode
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.names import Dims, architecture_of, hf_names, read_hf_config
 from rft.rollout.adapter_serving import AdapterServing, Served
+from rft.rollout.endings import await_exit_code, ending
 from rft.rollout.stage_reports import StageReports
+from rft.rollout.turns import CACHE, WEIGHTS, Turns
 from rft.rollout.vllm_requests import completion, sampling_params
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class RolloutEngine:
 
     def __init__(
         self, name: str, model: ModelConfig, rollout: RolloutModelConfig, threads: int, seed: int, device_kind: str,
-        max_model_len: int, adapters: int = 0,
+        max_model_len: int, adapters: int = 0, colocated: bool = False,
     ):  # fmt: skip
         self.name = name
         self.model = model
@@ -94,8 +95,8 @@ class RolloutEngine:
         self._kv = "recompute"
         self._room_s = 600.0  # for requests of old adapters to end, before a new one has a place
         self._round = asyncio.Lock()
-        self._open = asyncio.Event()  # closed while weights are installed: a request belongs to one side of that
-        self._open.set()
+        self.colocated = colocated  # the trainer has the same devices
+        self.turns = Turns(name)
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
 
@@ -154,6 +155,7 @@ class RolloutEngine:
             arguments["kv_cache_memory_bytes"] = int(self.rollout.kv_cache_gb * GIB)  # explicit: vLLM skips its warm-up
         else:
             arguments["gpu_memory_utilization"] = self.rollout.gpu_memory_utilization
+            arguments["enable_sleep_mode"] = self.colocated
         if self.device_kind != "cpu" or self.workers > 1:
             arguments["distributed_executor_backend"] = "mp"
         return arguments
@@ -167,8 +169,9 @@ class RolloutEngine:
         if room <= 0:
             empty = Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
             return encode([empty] * asked.n)
-        with self.adapters.use() if self.adapters else nullcontext() as served:
-            output = await self._run(asked, sampling_params(asked, room), served)
+        async with self.turns.request():  # it belongs to one side of every change of the weights
+            with self.adapters.use() if self.adapters else nullcontext() as served:
+                output = await self._run(asked, sampling_params(asked, room), served)
         completions = [completion(self.name, made, served) for made in output.outputs]
         self.requests += 1
         self.cached += output.num_cached_tokens or 0
@@ -179,7 +182,6 @@ class RolloutEngine:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        await self._open.wait()
         llm = self._healthy()
         prompt = TokensPrompt(prompt_token_ids=asked.prompt)
         if self._kv == "keep":
@@ -275,13 +277,17 @@ class RolloutEngine:
 
         assert self.llm is not None, "commit before start"
         if self.adapters:
-            return await self._install_adapter(version, update)
+            try:
+                return await self._install_adapter(version, update)
+            finally:
+                self.turns.open()
         async with self._round:
             began = time.monotonic()
-            self._open.clear()
+            self.turns.close()
             await self.llm.pause_generation(mode="keep", clear_cache=self._kv != "keep")
             paused = time.monotonic()
             try:
+                await self.turns.wake(self.llm, WEIGHTS)
                 await self.llm.start_weight_update()
                 request = WeightTransferUpdateRequest(update_info={"update": {**update, "version": version}})
                 await self.llm.update_weights(request)
@@ -296,8 +302,9 @@ class RolloutEngine:
                 ) from error
             finally:
                 if self.poisoned is None:
+                    await self.turns.wake(self.llm, CACHE)
                     await self.llm.resume_generation()
-                self._open.set()
+                self.turns.open()
             done = time.monotonic()
         return {**report, "version": version, "pause_s": done - began, "install_s": done - paused}
 
@@ -313,6 +320,7 @@ class RolloutEngine:
             return {**self._committed(version, states), **numbers}
 
         async with self._round:
+            await self.turns.wake(llm, WEIGHTS, CACHE)  # requests of old adapters may have to make room first
             try:
                 report = await self.adapters.install(version, ask, self._room_s)
             except Exception as error:
@@ -328,6 +336,12 @@ class RolloutEngine:
     async def load_weights_from(self, path: str, version: int) -> dict[str, Any]:
         """Install the safetensors of a Hugging Face directory as `version`: the same round, from files."""
         return await self._install(version, {"source": "files", "path": path})
+
+    async def sleep(self, patience: float) -> dict[str, Any]:
+        """Leave the devices to the trainer until the next round wakes this engine; see `rft.rollout.turns`."""
+        assert self.llm is not None, "sleep before start"
+        async with self._round:
+            return await self.turns.sleep(self.llm, patience)
 
     async def weight_version(self) -> int:
         return self._version
@@ -402,6 +416,7 @@ class RolloutEngine:
         return {
             "name": self.name, "workers": self.workers, "version": self._version, "poisoned": self.poisoned,
             "requests": self.requests, "tokens": self.tokens, "active": active, "cached": self.cached,
+            "asleep": self.turns.asleep,
         }  # fmt: skip
 
     async def shutdown(self) -> None:
@@ -421,21 +436,6 @@ def cpu_environment(threads: int, workers: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if workers == 1 else "1",  # 0: EngineCore runs the worker itself
         "TORCH_COMPILE_DISABLE": "1",  # the sampler's one compiled function costs 17 s of C++ compiler at the first request
     }
-
-
-def await_exit_code(process: Any) -> None:
-    """Return once an ended process's exit code is known, or after a second: vLLM waits for the same process in a thread of
-    its own, and whichever of the two the kernel did not tell sees None until the other one has noted it."""
-    deadline = time.monotonic() + 1
-    while process.exitcode is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def ending(code: int | None) -> str:
-    """How a process ended, in words."""
-    if code is None:
-        return "ended, how is not known"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def plain(update: dict[str, Any]) -> dict[str, Any]:

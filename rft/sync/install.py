@@ -195,9 +195,9 @@ def link_maker(device: torch.device) -> Callable[[Wire], Link] | None:
     """How packed buckets come to this worker; None: it takes them from the wire, straight into host memory."""
     if devices.choose(device.type).backend != "nccl":
         return None
-    from rft.sync.nccl_link import join_link
+    from rft.sync.links import join_link
 
-    return join_link
+    return lambda wire: join_link(wire, device)
 
 
 def share_of(vllm_config: Any) -> Share:

@@ -3,6 +3,7 @@
     connect: every rank's blocks ─gather─► rank 0 plans ─broadcast─► senders serve; the synchronizer hears of them
     start:   every owner opens the version for whoever asks; rank 0 asks the synchronizer for the round, or only offers
     wait:    rank 0 takes the synchronizer's answer ─broadcast─► every rank knows that the engines serve it
+    rest:    where trainer and engines take turns: as wait; then the engines sleep, until the next round wakes them
     release: as wait; then owners close the version, as soon as nobody reads it any more
 
 Consumes versions, produces `version` (the last one that all engines serve) and the rounds' numbers. Invariant: after
@@ -10,7 +11,7 @@ Consumes versions, produces `version` (the last one that all engines serve) and 
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -21,6 +22,9 @@ from rft.sync import plan as plans
 from rft.sync.sender import Link, WeightSender
 from rft.sync.synchronizer import reason
 from rft.sync.wire import Wire
+
+if TYPE_CHECKING:
+    import torch
 
 REPLY_S = 30.0  # on top of sync_timeout: the synchronizer raises the better error first
 
@@ -42,6 +46,7 @@ class Publisher:
     def __init__(
         self, mesh: Ranks, source: WeightSource, synchronizer: Any | None, config: SynchronizerConfig, epoch: int,
         enabled: bool = True, address: str = "127.0.0.1", probe: Callable[[int], dict[str, float]] = lambda version: {},
+        takes_turns: bool = False,
     ):  # fmt: skip
         self.mesh = mesh
         self.source = source
@@ -51,6 +56,7 @@ class Publisher:
         self.enabled = enabled
         self.address = address
         self.probe = probe  # looks at the engines while they serve exactly these weights
+        self.takes_turns = takes_turns  # with engines on the same devices
         self.version: int | None = None
         self.last: dict[str, float] = {}
         self.digest = ""  # of the plan
@@ -65,9 +71,9 @@ class Publisher:
             return
         blocks = self.source.blocks()
         if blocks:
-            kind = next(iter(self.source.read_blocks())).device.type
+            device = next(iter(self.source.read_blocks())).device
             self._sender = WeightSender(
-                self.source, self.epoch, self.config.sync_timeout, self.address, link_maker(kind, self.address)
+                self.source, self.epoch, self.config.sync_timeout, self.address, link_maker(device, self.address)
             )
         endpoint = self._sender.endpoint if self._sender else None
         offers = self.mesh.gather((blocks, endpoint))  # over the wire a record becomes a plain dictionary
@@ -103,6 +109,16 @@ class Publisher:
             return
         numbers = self._agree(self._outcome()) | self.probe(self._open) if self.enabled else {}
         self._due, self.version = False, self._open
+        self.last |= {f"sync/{name}": value for name, value in numbers.items()}
+
+    def rest(self) -> None:
+        """The engines have done their part of the step: return when they sleep, if they share this rank's devices. Collective."""
+        if not self.takes_turns:
+            return
+        self.wait()
+        if self.synchronizer is not None:
+            self._reply = self.synchronizer.rest.remote()
+        numbers = self._agree(self._outcome(), "putting the engines to sleep")
         self.last |= {f"sync/{name}": value for name, value in numbers.items()}
 
     def release(self) -> None:
@@ -143,18 +159,18 @@ class Publisher:
         except Exception as error:  # raised on every rank, after these have heard of it
             return {"error": reason(error)}
 
-    def _agree(self, outcome: dict[str, Any]) -> dict[str, float]:
+    def _agree(self, outcome: dict[str, Any], what: str = "weight sync") -> dict[str, float]:
         """Rank 0's outcome, on every rank."""
         outcome = self.mesh.broadcast(outcome)
         if "error" in outcome:
-            raise RuntimeError(f"weight sync failed: {outcome['error']}")
+            raise RuntimeError(f"{what} failed: {outcome['error']}")
         return dict(outcome.get("numbers", {}))
 
 
-def link_maker(kind: str, address: str) -> Callable[[Wire], Link] | None:
+def link_maker(device: "torch.device", address: str) -> Callable[[Wire], Link] | None:
     """How packed buckets leave this rank; None: its weights lie in host memory and go over the wire as they lie there."""
-    if devices.choose(kind).backend != "nccl":
+    if devices.choose(device.type).backend != "nccl":
         return None
-    from rft.sync.nccl_link import host_link
+    from rft.sync.links import host_link
 
-    return lambda wire: host_link(wire, address)
+    return lambda wire: host_link(wire, device, address)

@@ -17,6 +17,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rft.monitor import logs
 from rft.sync import checksum
 from rft.sync import plan as plans
 from rft.sync.narrow import WHOLE, Part, Share, part_of
-from rft.sync.plan import Bucket, Plan, Stream
+from rft.sync.plan import Plan, Stream
 from rft.sync.sender import Link
 from rft.sync.staging import Staging
 from rft.sync.wire import CHUNK, Refused, Wire, knock
@@ -232,13 +233,10 @@ class Receiver:
         assert link is not None
         theirs, good = bytearray(checksum.SIZE), set()
         with devices.beside(self.device):
-            memory = torch.empty(max(b.nbytes for b in stream.buckets), dtype=torch.uint8, device=self.device)
             for number in wanted:
                 staging.reserve(index)
-                message = memory[: stream.buckets[number].nbytes]
-                link.receive(message)
-                ours = checksum.device(message, checksum.seed_of(part.digest, version, stream.rank, number))
-                self._unpack(index, stream.buckets[number], message, staging)
+                use = partial(self._unpack, version, index, number, staging)
+                ours = link.receive(stream.buckets[number].nbytes, use)
                 wire.receive(memoryview(theirs))
                 if theirs == ours:
                     good.add(number)
@@ -247,11 +245,16 @@ class Receiver:
                     staging.release(index)
         return good
 
-    def _unpack(self, index: int, bucket: Bucket, message: torch.Tensor, staging: Staging) -> None:
-        for piece in bucket.pieces:
-            block = self._parts[index].stream.blocks[piece.block]
+    def _unpack(self, version: int, index: int, number: int, staging: Staging, message: torch.Tensor) -> bytes:
+        """The checksum of what came, and every piece in its place."""
+        part = self._parts[index]
+        ours = checksum.device(message, checksum.seed_of(part.digest, version, part.stream.rank, number))
+        for piece in part.stream.buckets[number].pieces:
+            block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
+        devices.settle(self.device)  # the consumer is another thread, with another stream
+        return ours
 
     def close(self) -> None:
         """Drop all wires; senders that still send notice at once. Only `connect` can follow."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -29,14 +30,21 @@ from rft.sync.plan import Bucket, Plan, Stream, row_bytes
 from rft.sync.wire import CHUNK, Door, Lost, Refused, Wire
 
 log = logging.getLogger(__name__)
-BUFFERS = 2  # of packed buckets: one is filled while the other travels
 
 
 class Link(Protocol):
-    """Two verbs for buckets that must be packed first, because they lie on a device."""
+    """Two verbs for buckets that must be packed first, because they lie on a device: both lend memory of the link's to a function,
+    so that nothing need be copied in between, and return what that made of it."""
 
-    def send(self, data: torch.Tensor) -> Any: ...
-    def receive(self, data: torch.Tensor) -> None: ...
+    def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
+        """`fill` writes `size` bytes; they travel while the next ones are filled."""
+
+    def flush(self) -> None:
+        """Return when the memory of all that was sent may be written to again."""
+
+    def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
+        """`use` reads the next `size` bytes; when it returns, their memory is the link's again."""
+
     def close(self) -> None: ...
 
 
@@ -161,26 +169,18 @@ class WeightSender:
             wire.send(memoryview(digest.digest()))
 
     def _send_packed(self, wire: Wire, link: Link, part: Part, version: int, wanted: list[int]) -> None:
-        """Buckets from device memory: packed into one buffer while the other one travels; checksums go over the wire."""
+        """Buckets from device memory: packed one while another one travels; checksums go over the wire."""
         blocks = _Blocks(self.stream, part, self.source)
-        device = blocks.rows(0, 0, 1).device
-        largest = max(bucket.nbytes for bucket in part.stream.buckets)
-        travelling: list[Any] = [None] * BUFFERS
-        with devices.beside(device):
-            memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-            for turn, number in enumerate(wanted):
-                slot, bucket = turn % BUFFERS, part.stream.buckets[number]
-                if travelling[slot] is not None:
-                    travelling[slot].wait()
-                message = memory[slot][: bucket.nbytes]
-                _pack(bucket, blocks, message)
-                seed = checksum.seed_of(part.digest, version, self.stream.rank, number)
-                digest = checksum.device(message, seed)
-                travelling[slot] = link.send(message)
-                wire.send(memoryview(digest))
-                self.sent += bucket.nbytes
-            for work in filter(None, travelling):
-                work.wait()
+        with devices.beside(blocks.rows(0, 0, 1).device):
+            for number in wanted:
+                size = part.stream.buckets[number].nbytes
+                wire.send(memoryview(link.send(size, partial(self._fill, blocks, part, version, number))))
+                self.sent += size
+            link.flush()
+
+    def _fill(self, blocks: "_Blocks", part: Part, version: int, number: int, message: torch.Tensor) -> bytes:
+        _pack(part.stream.buckets[number], blocks, message)
+        return checksum.device(message, checksum.seed_of(part.digest, version, self.stream.rank, number))
 
 
 class Window:
@@ -191,7 +191,7 @@ class Window:
         self.seconds = 0.0  # from the last opening to the end of the last reading
         self._now: int | None = None
         self._newest: int | None = None
-        self._readers: dict[str, int] = {}
+        self._readers: list[str] = []  # a name is here twice when a worker has come back before its end was noticed
         self._changed = threading.Condition()
 
     def open(self, version: int) -> None:
@@ -218,12 +218,12 @@ class Window:
             if self._now != version:
                 newest = "nothing yet" if self._newest is None else f"version {self._newest}"
                 raise Refused(f"version {version} is {'over' if here else 'not here'}: this trainer offers {newest}")
-            self._readers[name] = version
+            self._readers.append(name)
         try:
             yield
         finally:
             with self._changed:
-                del self._readers[name]
+                self._readers.remove(name)
                 self.seconds = time.monotonic() - self._opened
                 self._changed.notify_all()
 

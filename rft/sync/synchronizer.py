@@ -1,13 +1,16 @@
 """Who holds which policy version: leads every engine to the trainer's weights and tells when all of them have a version.
 
     trainer rank 0 ── connect, offer, publish ─►┐                ┌─► init_weights, stage, commit ── engines (one task each)
+                      rest                      │                │   sleep
     supervisor     ── join, leave ─────────────►│ Members (pure) │
     explorer       ◄─ admitted (long poll) ─────┘                └─► published ── experience buffer
 
 `rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a task of its own that brings it to
 the target as fast as it can: none waits for another. Engines may come and go at any time; one is admitted when it has confirmed
-the published version with the plan's digest. Invariants: `version()` names a version that every engine of its round has
-confirmed; a trainer of a lower epoch can neither connect nor publish; every change wakes who waits, nothing is polled.
+the published version with the plan's digest. Where they share devices with the trainer, `rest` puts them to sleep until the next
+version is published, and until then none is given anything to do. Invariants: `version()` names a version that every engine of
+its round has confirmed; a trainer of a lower epoch can neither connect nor publish; every change wakes who waits, nothing is
+polled.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ from typing import Any
 from rft.sync.members import Members
 
 log = logging.getLogger(__name__)
+STEPS = ("connect", "take", "end")
 RECEIVE_SHARE = 0.8  # of sync_timeout: who receives gives up first, and can say what was missing
 
 
@@ -33,6 +37,7 @@ class Synchronizer:
         self.buffer = buffer
         self.timeout = timeout
         self.settings = settings or {}
+        self.resting = False  # engines sleep until the next version is published
         self.handles: dict[str, Any] = {}
         self.reports: dict[str, dict[str, Any]] = {}  # of each engine's last round
         self.lost: list[tuple[str, str]] = []  # engines to be replaced, and why
@@ -50,6 +55,8 @@ class Synchronizer:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
         self._state.join(name)
         self.handles[name] = handle
+        if self.resting:
+            await self._put_to_sleep(name, handle)
         self._tasks[name] = asyncio.create_task(self._keep_up(name, handle))
         self._tasks[name].add_done_callback(self._settle)
         await self._tell()
@@ -60,7 +67,7 @@ class Synchronizer:
         self._state.leave(name, reason)
         self.handles.pop(name, None)
         task = self._tasks.pop(name, None)
-        if task is not None:
+        if task is not None and task is not asyncio.current_task():  # an engine's own task ends by itself
             task.cancel()
         await self._tell()
 
@@ -125,6 +132,7 @@ class Synchronizer:
         if not self._info:
             raise RuntimeError(f"version {version} cannot be published: no trainer is connected")
         mark, began = (state.epoch, version), time.monotonic()
+        self.resting = False
         self.reports.clear()
         state.publish(version)
         await self._tell()
@@ -141,6 +149,18 @@ class Synchronizer:
         await self.buffer.published.remote(version, state.epoch)
         await self._tell()
         return self._numbers(time.monotonic() - began)
+
+    async def rest(self) -> dict[str, float]:
+        """The trainer takes its turn on the devices: all engines finish what they have been asked, and sleep until the next round
+        wakes them. One that cannot is left out, and is to be replaced."""
+        began, self.resting = time.monotonic(), True
+        found = await asyncio.gather(*(self._put_to_sleep(*each) for each in list(self.handles.items())))
+        reports = [report for report in found if report is not None]
+        return {
+            "rest_s": time.monotonic() - began,
+            "frozen": float(sum(report["frozen"] for report in reports)),
+            "answered_asleep": float(sum(report["answered_asleep"] for report in reports)),
+        }
 
     async def probe(self, request: bytes) -> list[bytes]:
         """What every admitted engine answers to the same request; one that dies meanwhile has no answer."""
@@ -177,7 +197,7 @@ class Synchronizer:
     async def _keep_up(self, name: str, engine: Any) -> None:
         """One engine's life: connect and take, whenever the state machine says so, until it is gone."""
         while True:
-            await self._until(lambda: self._state.next_step(name) != "", None)
+            await self._until(lambda: self._state.next_step(name) in (("end",) if self.resting else STEPS), None)
             step, epoch = self._state.next_step(name), self._state.epoch
             if step == "end":
                 return
@@ -211,6 +231,22 @@ class Synchronizer:
             raise RuntimeError(f"confirmed {report} instead of version {mark[1]}, plan {update['digest']}")
         self.reports[name] = report
         state.committed(name, mark)
+        if self.resting:  # the others went to sleep meanwhile
+            await self._put_to_sleep(name, engine)
+
+    async def _put_to_sleep(self, name: str, engine: Any) -> dict[str, Any] | None:
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await engine.sleep.remote(self.timeout * RECEIVE_SHARE)  # type: ignore[no-any-return]
+        except Exception as error:  # not swallowed: it would keep the memory that the trainer counts on
+            from ray.exceptions import RayActorError
+
+            late = isinstance(error, TimeoutError)
+            why = f"{name} did not sleep" + (f" in {self.timeout:g} s" if late else f": {reason(error)}")
+            if not isinstance(error, RayActorError):  # of a death the supervisor knows
+                self.lost.append((name, why))
+            await self.leave(name, why)
+            return None
 
     def _judge(self, name: str, epoch: int, error: Exception) -> None:
         from ray.exceptions import RayActorError

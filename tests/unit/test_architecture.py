@@ -25,6 +25,8 @@ TOP = {
     "preflight",
     "preflight_trainer",
     "preflight_sync",
+    "preflight_colocate",
+    "cards",
     "modes",
     "models",
     "reporting",

@@ -30,6 +30,7 @@ class Parts:
         )  # fmt: skip
         self.publisher = SimpleNamespace(
             start=self.publish,
+            rest=lambda: note("rest"),
             wait=lambda: note("published"),
             release=lambda: note("published"),
             pop=dict,
@@ -91,6 +92,7 @@ def second(events: list[str]) -> list[str]:
 def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
     """A process killed between the two would resume behind the step, and nobody would ever tell of it."""
     assert second(trained(Parts())) == [
+        "rest",
         "score",
         "published",
         "copied",

@@ -1,0 +1,51 @@
+"""Which GPUs of this machine the trainer ranks see, and which the engines: decided once, by the supervisor.
+
+In: a config and what CUDA_VISIBLE_DEVICES says. Out: `Cards`, or None where there are none to give out. Trainer ranks get the
+first ones, engines the rest through Ray; with `cluster.colocate` both get the same, and Ray, which cannot count a GPU twice,
+hears of none. Invariant: no device is given to two parts unless the config says that they share it.
+"""
+
+from dataclasses import dataclass
+
+from rft.config import Config, ConfigError
+from rft.preflight_colocate import check_same_cards
+
+
+@dataclass(frozen=True)
+class Cards:
+    ranks: list[str]
+    engines: list[str]
+    per_engine: int
+    shared: bool
+
+    @property
+    def for_ray(self) -> int:
+        """How many GPUs Ray has to give out."""
+        return 0 if self.shared else len(self.engines)
+
+    def of_engine(self, number: int) -> str:
+        """What engine `number` sees where Ray does not decide: its workers lie on the cards of as many ranks."""
+        return ",".join(self.engines[number * self.per_engine : (number + 1) * self.per_engine])
+
+
+def split(config: Config, visible: str) -> Cards | None:
+    """`visible`: CUDA_VISIBLE_DEVICES, empty when it is not set."""
+    devices = [device for device in visible.split(",") if device]
+    count = config.cluster.gpu_per_node or len(devices)
+    if config.device == "cpu" or not count or config.mode != "both":
+        return None
+    devices = devices or [str(number) for number in range(count)]
+    ranks, rollout = int(config.trainer.num_ranks or 1), config.explorer.rollout_model
+    wanted = ranks + rollout.engine_num * rollout.tensor_parallel_size
+    if config.cluster.colocate:
+        check_same_cards(config)
+        wanted = ranks
+    if wanted > len(devices):
+        needs = "" if config.cluster.colocate else " plus engine_num x tensor_parallel_size"
+        raise ConfigError(
+            f"trainer.num_ranks={ranks}{needs} = {wanted} GPUs, but {len(devices)} are visible: lower "
+            "explorer.rollout_model.engine_num or the trainer's layout"
+        )
+    if config.cluster.colocate:
+        return Cards(devices[:ranks], devices[:ranks], rollout.tensor_parallel_size, shared=True)
+    return Cards(devices[:ranks], devices[ranks:], rollout.tensor_parallel_size, shared=False)

@@ -1,0 +1,99 @@
+"""What `cluster.colocate` fills in, refuses, and makes of this machine's GPUs."""
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from rft import cards
+from rft.config import Config, ConfigError, to_config
+from rft.preflight_colocate import check_colocate, fill_colocate
+
+
+def config_of(*overrides: str) -> Config:
+    base = OmegaConf.from_dotlist(["name=shared", "synchronizer.max_staleness=0", "model.model_path=/m", *overrides])
+    config = to_config(base)  # type: ignore[arg-type]
+    fill_colocate(config)
+    return config
+
+
+def shared(*overrides: str) -> Config:
+    return config_of("cluster.colocate=true", *overrides)
+
+
+def test_the_engine_gets_half_of_the_card_and_no_memory_for_a_second_model() -> None:
+    config = shared()
+    assert config.explorer.rollout_model.gpu_memory_utilization == 0.5
+    assert config.synchronizer.receive == "direct"
+    alone = config_of()
+    assert alone.explorer.rollout_model.gpu_memory_utilization == 0.9 and alone.synchronizer.receive == "staged"
+    check_colocate(config)
+    check_colocate(alone)
+
+
+REFUSED = {
+    "mode=explore": "set mode=both",
+    "synchronizer.sync_style=fully_async": "set synchronizer.sync_style=fixed",
+    "synchronizer.sync_interval=2": "set synchronizer.sync_interval=1",
+    "synchronizer.max_staleness=1": "no rollout may be ahead; set synchronizer.max_staleness=0, or colocate=false",
+    "synchronizer.sync_method=checkpoint": "set synchronizer.sync_method=nccl",
+    "synchronizer.kv=keep": "set synchronizer.kv=recompute",
+    "cluster.ray_address=10.0.0.1:6379": "leave that out, or colocate=false",
+    "explorer.rollout_model.gpu_memory_utilization=0.9": "stay on the card; set it to at most 0.6, or leave it out for 0.5",
+    "explorer.rollout_model.gpu_memory_utilization=1.5": "at most 1",
+    "device=cuda trainer.num_ranks=2": "trainer.num_ranks=2 and engine_num x tensor_parallel_size = 1",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_refused_with_key_and_fix(overrides: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_colocate(shared(*overrides.split()))
+    assert REFUSED[overrides] in str(refused.value) and "\n" not in str(refused.value)
+    assert overrides.split()[-1] in str(refused.value)
+
+
+def test_on_cpus_shares_and_numbers_are_free() -> None:
+    check_colocate(shared("device=cpu", "explorer.rollout_model.gpu_memory_utilization=0.9", "trainer.num_ranks=2"))
+
+
+def test_ranks_and_engines_see_the_same_cards() -> None:
+    config = shared("trainer.num_ranks=4", "explorer.rollout_model.engine_num=2")
+    config.explorer.rollout_model.tensor_parallel_size = 2
+    found = cards.split(config, "4,5,6,7")
+    assert found is not None
+    assert found.ranks == found.engines == ["4", "5", "6", "7"]
+    assert [found.of_engine(number) for number in range(2)] == ["4,5", "6,7"], (
+        "workers lie where ranks of their number do"
+    )
+    assert found.for_ray == 0, "Ray would not give out a card that it thinks is taken"
+
+
+def test_without_colocate_no_card_is_given_out_twice() -> None:
+    config = config_of("trainer.num_ranks=1", "explorer.rollout_model.engine_num=2")
+    found = cards.split(config, "0,1,2,3")
+    assert found is not None
+    assert (found.ranks, found.engines, found.for_ray) == (["0"], ["1", "2", "3"], 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "visible", "message"),
+    [
+        (["cluster.colocate=true", "trainer.num_ranks=2"], "0,1", "both numbers are equal"),
+        (["cluster.colocate=true"], "", None),
+        (["trainer.num_ranks=2"], "0,1", "plus engine_num x tensor_parallel_size = 3 GPUs, but 2 are visible"),
+        (["device=cpu"], "0,1", None),
+    ],
+)
+def test_what_the_cards_cannot_hold(overrides: list[str], visible: str, message: str | None) -> None:
+    config: Any = config_of(*overrides)
+    if message is None:
+        assert cards.split(config, visible) is None
+        return
+    with pytest.raises(ConfigError, match=message):
+        cards.split(config, visible)
+
+
+def test_more_ranks_than_cards() -> None:
+    with pytest.raises(ConfigError, match="trainer.num_ranks=2 = 2 GPUs, but 1 are visible"):
+        cards.split(shared("trainer.num_ranks=2", "explorer.rollout_model.engine_num=2"), "0")

@@ -1,0 +1,152 @@
+"""Buckets that are packed first, as those of a GPU are, between two real processes; only the memory of the card is a stand-in."""
+
+import multiprocessing
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import packed_sender
+import pytest
+import torch
+from packed_sender import SHAPES, link_of, tensors
+
+from rft.sync.ipc_link import SLOTS
+from rft.sync.links import IPC, NCCL, ask, decide
+from rft.sync.receiver import Receiver
+from rft.sync.wire import Lost, Wire
+
+LONG, SHORT = 60.0, 1.0  # seconds until a wait is given up
+
+
+class Trainer:
+    """The other process, and what the engine worker is told of it."""
+
+    def __init__(self, timeout: float):
+        context = multiprocessing.get_context("spawn")
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(target=packed_sender.serve, args=(theirs, timeout), daemon=True)
+        self.process.start()
+        self.plan, self.endpoint = self.orders.recv()
+
+    def ask(self, *order: Any) -> None:
+        self.orders.send(order)
+        self.orders.recv()
+
+    def worker(self, timeout: float, number: int = 0) -> Receiver:
+        receiver = Receiver(number, torch.device("cpu"), link_of)
+        receiver.connect(
+            {"plan": self.plan, "streams": [self.endpoint], "epoch": 1, "timeout": timeout, "engine": "engine_0"}
+        )
+        return receiver
+
+
+@pytest.fixture
+def trainer() -> Iterator[Callable[[float], Trainer]]:
+    made: list[Trainer] = []
+
+    def make(timeout: float) -> Trainer:
+        made.append(Trainer(timeout))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.process.kill()
+        one.process.join()
+
+
+def assert_is(version: int, found: dict[str, torch.Tensor]) -> None:
+    expected = tensors(version)
+    assert set(found) == set(SHAPES)
+    for name in SHAPES:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_rounds_go_through_two_slots_and_wrong_bits_come_again(trainer: Callable[[float], Trainer]) -> None:
+    there = trainer(LONG)
+    receiver = there.worker(LONG)
+    there.ask("open", 1)
+    assert_is(1, receiver.stage(1))
+    assert receiver.again == 0
+    there.ask("close")
+    there.ask("open", 2)
+    assert_is(2, dict(receiver.tensors(2)))
+    assert sum(len(stream["buckets"]) for stream in there.plan["streams"]) > 2 * SLOTS
+    (link,) = receiver._links
+    assert link.opened == SLOTS, "the memory of a slot is shared once"
+    there.ask("close")
+    there.ask("flip", 2)
+    there.ask("open", 3)
+    assert_is(3, receiver.stage(3))
+    assert receiver.again == 2
+    there.ask("close")
+    there.ask("flip", 10**6)
+    there.ask("open", 4)
+    with pytest.raises(ValueError, match=r"checksum of bucket 0 and \d+ more of stream 0 \(norm .*3 times"):
+        receiver.stage(4)
+
+
+def test_a_sender_that_packs_no_more_is_given_up(trainer: Callable[[float], Trainer]) -> None:
+    there = trainer(LONG)
+    receiver = there.worker(SHORT)
+    there.ask("hang")
+    there.ask("open", 1)
+    with pytest.raises((TimeoutError, Lost), match=f"for {SHORT:g} s"):
+        receiver.stage(1)
+
+
+def test_a_worker_that_reads_no_more_costs_the_trainer_its_deadline_and_nothing_else(
+    trainer: Callable[[float], Trainer],
+) -> None:
+    there = trainer(SHORT)
+    stuck, good = there.worker(LONG), there.worker(LONG, 1)
+    go_on, link = threading.Event(), stuck._links[0]
+    receive = link.receive
+    link.receive = lambda size, use: receive(size, lambda message: use(message) if go_on.wait() else b"")
+    there.ask("open", 1)
+    failed: list[BaseException] = []
+    reader = threading.Thread(target=lambda: failed.append(error_of(stuck)))
+    reader.start()
+    assert_is(1, good.stage(1))
+    there.ask("close")  # returns: the other one was cut off
+    there.ask("open", 2)
+    assert_is(2, good.stage(2))
+    go_on.set()
+    reader.join()
+    assert isinstance(failed[0], Lost)
+
+
+def test_a_sender_that_dies_is_an_error_at_once(trainer: Callable[[float], Trainer]) -> None:
+    there = trainer(LONG)
+    receiver = there.worker(LONG)
+    link = receiver._links[0]
+    receive, seen = link.receive, []
+
+    def dying(size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
+        seen.append(size)
+        if len(seen) == 3:
+            there.process.kill()
+            there.process.join()
+        return receive(size, use)
+
+    link.receive = dying
+    there.ask("open", 1)
+    with pytest.raises(Lost, match="trainer rank 0"):
+        receiver.stage(1)
+
+
+def error_of(receiver: Receiver) -> BaseException:
+    with pytest.raises(Lost) as error:
+        receiver.stage(1)
+    return error.value
+
+
+@pytest.mark.parametrize(("theirs", "kind"), [("this machine GPU-1", IPC), ("this machine GPU-2", NCCL)])
+def test_both_ends_take_the_same_way(theirs: str, kind: str) -> None:
+    here, there = (Wire(end, "the other end", LONG) for end in socket.socketpair())
+    heard: list[str] = []
+    worker = threading.Thread(target=lambda: heard.append(ask(there, theirs)))
+    worker.start()
+    assert decide(here, "this machine GPU-1") == kind
+    worker.join()
+    assert heard == [kind]
