@@ -82,7 +82,7 @@ def test_rounds_go_through_two_slots_and_wrong_bits_come_again(trainer: Callable
     there.ask("close")
     there.ask("flip", 10**6)
     there.ask("open", 4)
-    with pytest.raises(ValueError, match=r"checksum of bucket 0 and \d+ more of stream 0 \(norm .*3 times"):
+    with pytest.raises(ValueError, match=r"checksum of bucket 0 and \d+ more from trainer rank 0 \(norm .*3 times"):
         receiver.stage(4)
 
 
