@@ -235,12 +235,18 @@ def expert_methods(model: torch.nn.Module) -> list[Any]:
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:
-    """Layers of an open reload that wait for weights and got none."""
+    """Layers of an open reload that wait for weights and got none. A vocabulary's part can be padding alone: that has none."""
     names = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         waiting = info.can_load() and info.load_numel == 0 and (info.load_numel_total or 0) > 0
-        if waiting and not is_deferred_attention_layer(layer) and dict(layer.named_parameters(recurse=False)):
+        padding = getattr(layer, "num_org_embeddings_per_partition", None) == 0
+        if (
+            waiting
+            and not padding
+            and not is_deferred_attention_layer(layer)
+            and dict(layer.named_parameters(recurse=False))
+        ):
             names.append(name)
     return names
 

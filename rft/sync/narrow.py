@@ -2,9 +2,8 @@
 
 In: the plan of all streams, and which worker of how many asks (`Share`). Out: a `Part` of a stream: the same blocks, cut to the
 rows and columns that vLLM's own loaders take out of a whole Hugging Face tensor on that worker, in buckets of their own. Its
-digest is told with the first words on a wire, so two sides that would cut differently refuse each other. Invariants: every
-element that the worker's loaders read is in one of its parts, and in one only; every tensor of the plan arrives at every worker
-with one element at least, because a loader that is never called leaves its layer open.
+digest is told with the first words on a wire, so two sides that would cut differently refuse each other. Invariant: every
+element that the worker's loaders read is in one of its parts, and in one only.
 """
 
 from dataclasses import replace
@@ -76,13 +75,13 @@ def _padded(vocabulary: int) -> int:
 
 
 def needed(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int, int]:
-    """(dim, start, stop): the rows or columns of the HF tensor `name` that vLLM uses on this worker."""
+    """(dim, start, stop): the rows or columns of the HF tensor `name` that vLLM uses on this worker. None of the vocabulary
+    where its rows are all padding."""
     *_, layer, last = ("", "", *name.split("."))
     worker, workers = share.worker, share.workers
     if last in TENSORS and layer in VOCABULARY:
         rows = _padded(shape[0]) // workers
-        start, stop = min(worker * rows, shape[0] - 1), min((worker + 1) * rows, shape[0])
-        return 0, start, stop  # a worker whose rows are all padding gets the last one, and leaves it
+        return 0, min(worker * rows, shape[0]), min((worker + 1) * rows, shape[0])
     dim, parts = 0, 1
     if last in TENSORS and layer in ROWS:
         parts = workers
@@ -110,9 +109,8 @@ def part_of(plan: Plan, index: int, share: Share) -> Part:
 def _cut(block: Block, share: Share) -> Block | None:
     """`block` as far as the share needs it. Where one is cut in rows and the other in columns, all of it: a block has one cut."""
     dim, start, stop = needed(block.name, block.shape, share)
-    if (block.start, block.stop) == (0, block.shape[block.dim]):
-        return replace(block, dim=dim, start=start, stop=stop)
-    if dim != block.dim:
+    if dim == block.dim:
+        start, stop = max(start, block.start), min(stop, block.stop)
+    elif (block.start, block.stop) != (0, block.shape[block.dim]):
         return block
-    start, stop = max(start, block.start), min(stop, block.stop)
-    return replace(block, start=start, stop=stop) if start < stop else None
+    return replace(block, dim=dim, start=start, stop=stop) if start < stop else None

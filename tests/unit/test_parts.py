@@ -61,16 +61,13 @@ def test_workers_together_use_every_element(architecture: str, workers: int) -> 
         uses = torch.zeros(shape, dtype=torch.int32)
         for share in shares(dims, workers):
             dim, start, stop = needed(name, shape, share)
-            assert 0 <= start < stop <= shape[dim]
+            assert 0 <= start <= stop <= shape[dim]
             uses.narrow(dim, start, stop - start).add_(1)
         copies = workers
         if ".k_proj." in name or ".v_proj." in name:
             copies = max(1, workers // dims.groups)
-        elif "proj." in name:
+        elif any(part in name for part in ("proj.", "embed", "lm_head")):
             copies = 1
-        elif "embed" in name or "lm_head" in name:
-            assert uses[:-1].eq(1).all(), name  # the last row also goes where all others are padding
-            continue
         assert uses.eq(copies).all(), name
 
 
@@ -188,7 +185,7 @@ def received(share: Share, dense: bool = False) -> tuple[dict[str, torch.Tensor]
         staged = receiver.stage(1)
         held = sum(value.nbytes for value in staged.values())
         found = dict(receiver.whole(staged))
-        assert held == (receiver.payload if dense else sum(value.nbytes for value in whole.values()))
+        assert held == (receiver.payload if dense else sum(value.nbytes for value in found.values()))
         for sender in senders:
             sender.close_version()
         assert sum(sender.sent for sender in senders) == receiver.payload
@@ -206,13 +203,13 @@ def test_what_is_needed_arrives_in_its_place(workers: int, dense: bool) -> None:
     for share in shares(FAMILIES["Qwen3MoeForCausalLM"], workers):
         whole, found, payload = received(share, dense)
         total += payload
-        assert found.keys() == whole.keys()
         for name, value in whole.items():
             dim, start, stop = needed(name, tuple(value.shape), share)
-            assert found[name].shape == value.shape
-            assert torch.equal(found[name].narrow(dim, start, stop - start), value.narrow(dim, start, stop - start)), (
-                name
-            )
+            assert (name in found) == (start < stop)
+            if name in found:
+                assert found[name].shape == value.shape
+                there, wanted = (tensor.narrow(dim, start, stop - start) for tensor in (found[name], value))
+                assert torch.equal(there, wanted), name
     once = sum(value.nbytes for value in whole.values())
     assert once <= total < 1.5 * once
 
