@@ -96,10 +96,11 @@ class Actors:
             self.engines[name] = self._spawn(
                 name, name, RolloutEngine, config.cluster.threads_per_engine, name, config.model, rollout,
                 config.cluster.threads_per_engine, config.seed, self._device_kind(), int(config.model.max_model_len or 0),
-                versions_kept(config.synchronizer) if config.mode == "both" else 0, gpus=rollout.tensor_parallel_size,
+                versions_kept(config.synchronizer) if config.mode != "bench" else 0, gpus=rollout.tensor_parallel_size,
             )  # fmt: skip
-        if config.mode == "both":
-            self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, config.synchronizer.sync_timeout)
+        if config.mode != "bench":
+            told = buffer if config.mode == "both" else None  # slots are only counted where a trainer frees them
+            self._spawn("synchronizer", "synchronizer", Synchronizer, 1, told, config.synchronizer.sync_timeout)
         self._spawn("explorer", config.explorer.name, *_explorer(config, self.engines, buffer))
 
     def work(self, done: Callable[[], None]) -> None:
@@ -204,7 +205,7 @@ class Actors:
         if self.config.mode == "both":
             ray.get(self.handles["explorer"].open.remote())
         elif self.config.mode == "explore":
-            modes.explore(self.config, self.handles["explorer"])
+            modes.explore(self.config, self.handles["explorer"], self.handles["synchronizer"])
         elif self.config.mode == "bench":
             modes.evaluate_checkpoints(self.config, self.handles["explorer"])
 

@@ -1,18 +1,21 @@
 """What a config asks of weight synchronization: style, interval, offset, staleness. Called by `preflight`.
 
 In: a config whose other sections may not be checked yet (`fill_sync`), then a filled one (`check_sync`). Out: every name is one
-of rft's own and `max_staleness` is set; or a ConfigError for the first thing that cannot work.
+of rft's own, `sync_method` and `max_staleness` are set; or a ConfigError for the first thing that cannot work.
 """
 
 from rft.config import Config, ConfigError, nearest
+from rft.feed import is_supervised
 from rft.sync import style
 
 METHODS = {"online": "nccl", "offline": "checkpoint"}  # names that other systems use
+APART = ("train", "explore")  # modes of a trainer without engines, and of engines without a trainer
 
 
 def fill_sync(config: Config) -> None:
     """Aliases become rft's names, and the staleness follows from the style unless it is given."""
     sync = config.synchronizer
+    sync.sync_method = sync.sync_method or ("checkpoint" if config.mode in APART else "nccl")
     sync.sync_method = METHODS.get(sync.sync_method, sync.sync_method)
     sync.sync_style = style.ALIASES.get(sync.sync_style, sync.sync_style)
     if sync.sync_style not in style.STYLES:
@@ -23,6 +26,17 @@ def fill_sync(config: Config) -> None:
 
 def check_sync(config: Config) -> None:
     sync = config.synchronizer
+    if config.mode in APART and sync.sync_method != "checkpoint" and not is_supervised(config.algorithm):
+        other = "trainer" if config.mode == "explore" else "engine"
+        raise ConfigError(
+            f"synchronizer.sync_method={sync.sync_method} with mode={config.mode}: there is no {other} here; set "
+            "synchronizer.sync_method=checkpoint, or leave it out"
+        )
+    if sync.sync_method == "checkpoint" and sync.lora_sync == "merged":
+        raise ConfigError(
+            "synchronizer.sync_method=checkpoint with lora_sync=merged: a checkpoint of this run holds the adapter alone; set "
+            "synchronizer.sync_method=nccl, or synchronizer.lora_sync=adapter"
+        )
     least = style.least_staleness(sync.sync_interval, sync.sync_offset)
     if config.mode == "both" and int(sync.max_staleness or 0) < least:
         raise ConfigError(

@@ -196,7 +196,6 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     from rft.packing import Cost
     from rft.profiler import Profiler
     from rft.skips import SkippedSteps
-    from rft.sync.publisher import Publisher
     from rft.sync.style import Cadence
     from rft.trainer import Trainer
 
@@ -206,6 +205,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
     epoch = mesh.broadcast(take_epoch(rank) if lead else None)
+    checkpoints = checkpoint_manager(rank, mesh, epoch, models.policy.lora)
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
         policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer),
@@ -215,9 +215,9 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         mesh=mesh,
         models=models,
         feed=feed,
-        publisher=Publisher(mesh, shown(policy, config), synchronizer, config.synchronizer, epoch, enabled=rollouts),
+        publisher=build_publisher(config, mesh, policy, checkpoints, synchronizer, epoch),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
-        checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
+        checkpoints=checkpoints,
         evaluations=control.Evaluations(
             explorer,
             config.explorer,
@@ -234,6 +234,22 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
     )
+
+
+def build_publisher(
+    config: Config, mesh: Any, policy: Any, checkpoints: Any, synchronizer: Any | None, epoch: int
+) -> Any:
+    """How weights go to engines, by `synchronizer.sync_method`. `synchronizer`: rank 0's, where engines belong to this run."""
+    from rft.feed import is_supervised
+    from rft.sync.publisher import Publisher
+    from rft.sync.publisher_disk import CheckpointPublisher
+
+    sync, here = config.synchronizer, config.mode == "both"
+    if sync.sync_method == "checkpoint" and not is_supervised(config.algorithm):
+        deadline = 2 * config.trainer.checkpoint.agent_deadline_s
+        return CheckpointPublisher(mesh, checkpoints, synchronizer, sync, epoch, deadline, engines=here)
+    enabled = here and not is_supervised(config.algorithm)
+    return Publisher(mesh, shown(policy, config), synchronizer, sync, epoch, enabled=enabled)
 
 
 def shown(policy: Any, config: Config) -> Any:
@@ -291,15 +307,6 @@ def resume(trainer: Any, config: Config) -> int:
     return step
 
 
-def checkpoint_root(rank: Rank) -> Path | str:
-    """One place per job: beside its other files, or under that name in an object store."""
-    config = rank.config
-    if not config.trainer.checkpoint.storage:
-        return rank.job / "checkpoints"
-    names = filter(None, (config.project, config.name, config.stage_name))
-    return "/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])
-
-
 def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> Any:
     from rft.checkpoint import fence
     from rft.checkpoint.manager import CheckpointManager
@@ -309,7 +316,7 @@ def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> 
     if lora:
         about["adapter"] = lora.as_peft(str(config.model.model_path))
     return CheckpointManager(
-        checkpoint_root(rank), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
+        configs.checkpoint_root(rank.config), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
         device=rank.device, about=about, log_dir=Path(os.environ["RFT_LOG_DIR"]),
     )  # fmt: skip
 
@@ -323,7 +330,7 @@ def take_epoch(rank: Rank) -> int:
     control = fence.control_dir(rank.job)
     fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
-    written = commit.list_entries(open_storage(checkpoint_root(rank)))
+    written = commit.list_entries(open_storage(configs.checkpoint_root(rank.config)))
     return fence.take_epoch(control, above=max((entry.epoch for entry in written), default=0))
 
 

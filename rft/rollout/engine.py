@@ -232,7 +232,8 @@ class RolloutEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         assert self.llm is not None, "init_weights before start"
-        await self.check_plan(info["plan"])
+        if "plan" in info:
+            await self.check_plan(info["plan"])
         async with self._round:
             self._kv = info.get("kv", "recompute")
             try:
@@ -251,7 +252,8 @@ class RolloutEngine:
         if update.get("direct"):
             return {}
         async with self._round, StageReports(self.workers) as reports:
-            await self.llm.collective_rpc("rft_stage", args=({**plain(update), "version": version}, reports.path))
+            told = {**plain(update), "version": version, "origin": update.get("origin")}
+            await self.llm.collective_rpc("rft_stage", args=(told, reports.path))
             found = await reports.all(update["timeout"])
         failure = next((report for report in found if "error" in report), None)
         if failure is None:
@@ -435,7 +437,7 @@ def ending(code: int | None) -> str:
 
 def plain(update: dict[str, Any]) -> dict[str, Any]:
     """What workers compare a round by."""
-    return {"digest": update["digest"], "epoch": update["epoch"]}
+    return {key: update[key] for key in ("digest", "epoch", "method") if key in update}
 
 
 def first_line(error: Exception) -> str:

@@ -80,7 +80,7 @@ class Publisher:
             self._sender.follow(plan, owners.index(self.mesh.rank))
         if self.synchronizer is not None:
             self._reply = self.synchronizer.connect.remote(decision["plan"], decision["streams"], self.epoch)
-        self._agree(self._outcome())
+        agreed(self.mesh, self._outcome())
 
     def start(self, version: int, due: bool = True) -> None:
         """Begin publishing the current weights as `version`; does not block. Not `due`: they are only there for engines that
@@ -96,11 +96,15 @@ class Publisher:
         else:
             self.synchronizer.offer.remote(version, self.epoch)
 
+    def claim_save(self, version: int) -> bool:
+        """Whether `version` goes to the engines as a save; see `rft.sync.publisher_disk`."""
+        return False
+
     def wait(self) -> None:
         """Return when the started version, if it was due, is served by all engines. Collective."""
         if self._open is None or not self._due:
             return
-        numbers = self._agree(self._outcome()) if self.enabled else {}
+        numbers = agreed(self.mesh, self._outcome()) if self.enabled else {}
         self._due, self.version = False, self._open
         self.last = {f"sync/{name}": value for name, value in numbers.items()}
 
@@ -129,20 +133,26 @@ class Publisher:
         """Rank 0: what the synchronizer answered; its failure becomes one of all ranks."""
         if self._reply is None:
             return {}
-        import ray
-
         reply, self._reply = self._reply, None
-        try:
-            return {"numbers": ray.get(reply, timeout=self.config.sync_timeout + REPLY_S) or {}}
-        except Exception as error:  # raised on every rank, after these have heard of it
-            return {"error": reason(error)}
+        return answer(reply, self.config.sync_timeout)
 
-    def _agree(self, outcome: dict[str, Any]) -> dict[str, float]:
-        """Rank 0's outcome, on every rank."""
-        outcome = self.mesh.broadcast(outcome)
-        if "error" in outcome:
-            raise RuntimeError(f"weight sync failed: {outcome['error']}")
-        return dict(outcome.get("numbers", {}))
+
+def answer(reply: Any, timeout: float) -> dict[str, Any]:
+    """What the synchronizer says to rank 0, as an outcome for all ranks: its failure becomes one of theirs."""
+    import ray
+
+    try:
+        return {"numbers": ray.get(reply, timeout=timeout + REPLY_S) or {}}
+    except Exception as error:  # raised on every rank, after these have heard of it
+        return {"error": reason(error)}
+
+
+def agreed(mesh: Ranks, outcome: dict[str, Any]) -> dict[str, float]:
+    """Rank 0's outcome, on every rank; raises on every rank if it is a failure."""
+    outcome = mesh.broadcast(outcome)
+    if "error" in outcome:
+        raise RuntimeError(f"weight sync failed: {outcome['error']}")
+    return dict(outcome.get("numbers", {}))
 
 
 def link_maker(kind: str, address: str) -> Callable[[Wire], Link] | None:

@@ -105,11 +105,11 @@ class Receiver:
         if update["epoch"] != self.epoch:
             raise ValueError(f"round belongs to epoch {update['epoch']}, this engine was connected in {self.epoch}")
 
-    def stage(self, version: int) -> dict[str, torch.Tensor]:
+    def stage(self, update: dict[str, Any]) -> dict[str, torch.Tensor]:
         """All tensors of one round. They lie in memory that the next `stage` overwrites."""
         assert self.plan is not None
         self._kept = self._kept or Staging(self.plan, self.device, kept=True, timeout=self.timeout)
-        return dict(self._round(version, self._kept))
+        return dict(self._round(update["version"], self._kept))
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order of completion, in memory of its own."""
