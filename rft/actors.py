@@ -22,9 +22,10 @@ from rft.adapters import versions_kept
 from rft.config import Config
 from rft.device import thread_environment
 from rft.monitor import logs
+from rft.preflight_sync import stored_bytes
 
 log = logging.getLogger(__name__)
-OBJECT_STORE_BYTES = 256 * 2**20  # batches of tokens, never weights, go through Ray's object store
+OBJECT_STORE_BYTES = 256 * 2**20  # for batches of tokens; weights only where `synchronizer.sync_method=memory`
 GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
 RAY_STARTS = 3
 RAY_IS_LATE = "node timed out during startup"
@@ -160,10 +161,11 @@ class Actors:
                 ray.init(address=cluster.ray_address, **shared)
             else:
                 os.environ.update(GCS_GONE)
+                store = OBJECT_STORE_BYTES + stored_bytes(self.config)
                 actors = 3 + self.config.explorer.rollout_model.engine_num
                 start_patiently(
                     ray.init,
-                    num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                    num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=store,
                     _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
                 )  # fmt: skip
         self.address = ray.get_runtime_context().gcs_address

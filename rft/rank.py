@@ -111,7 +111,8 @@ def run(rank: Rank) -> None:
     from rft.megatron.mesh import Mesh
 
     mesh = Mesh(config.trainer.megatron, device, config.trainer.collective_timeout)
-    if mesh.rank == 0 and "RFT_RAY_ADDRESS" in os.environ:
+    leads = mesh.rank == 0 or config.synchronizer.sync_method == "memory"  # there every rank leaves its own weights
+    if leads and "RFT_RAY_ADDRESS" in os.environ:
         control.connect(os.environ["RFT_RAY_ADDRESS"], os.environ["RFT_RAY_NAMESPACE"])
     try:
         _train(rank, mesh)
@@ -243,12 +244,15 @@ def build_publisher(
     from rft.feed import is_supervised
     from rft.sync.publisher import Publisher
     from rft.sync.publisher_disk import CheckpointPublisher
+    from rft.sync.publisher_memory import MemoryPublisher
 
     sync, here = config.synchronizer, config.mode == "both"
     if sync.sync_method == "checkpoint" and not is_supervised(config.algorithm):
         deadline = 2 * config.trainer.checkpoint.agent_deadline_s
         return CheckpointPublisher(mesh, checkpoints, synchronizer, sync, epoch, deadline, engines=here)
     enabled = here and not is_supervised(config.algorithm)
+    if enabled and sync.sync_method == "memory":
+        return MemoryPublisher(mesh, shown(policy, config), control.actor("synchronizer"), sync, epoch)
     return Publisher(mesh, shown(policy, config), synchronizer, sync, epoch, enabled=enabled)
 
 

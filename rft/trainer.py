@@ -30,6 +30,7 @@ from rft.profiler import Profiler
 from rft.skips import SkippedSteps
 from rft.sync.publisher import Publisher
 from rft.sync.publisher_disk import CheckpointPublisher
+from rft.sync.publisher_memory import MemoryPublisher
 from rft.sync.style import Cadence
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Trainer:
     mesh: "Mesh"
     models: "Models"
     feed: Feed
-    publisher: Publisher | CheckpointPublisher
+    publisher: Publisher | CheckpointPublisher | MemoryPublisher
     cadence: Cadence  # which versions are published
     checkpoints: CheckpointManager
     evaluations: Evaluations

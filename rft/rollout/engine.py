@@ -29,6 +29,7 @@ from rft.experience import Completion, GenerateRequest, decode, encode
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.names import Dims, architecture_of, hf_names, read_hf_config
 from rft.rollout.adapter_serving import AdapterServing, Served
+from rft.rollout.handed_over import handed_over
 from rft.rollout.stage_reports import StageReports
 from rft.rollout.vllm_requests import completion, sampling_params
 
@@ -251,8 +252,8 @@ class RolloutEngine:
         assert self.llm is not None, "stage before start"
         if update.get("direct"):
             return {}
-        async with self._round, StageReports(self.workers) as reports:
-            told = {**plain(update), "version": version, "origin": update.get("origin")}
+        async with self._round, StageReports(self.workers) as reports, handed_over(update, update["timeout"]) as origin:
+            told = {**plain(update), "version": version, "origin": origin}
             await self.llm.collective_rpc("rft_stage", args=(told, reports.path))
             found = await reports.all(update["timeout"])
         failure = next((report for report in found if "error" in report), None)

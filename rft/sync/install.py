@@ -37,6 +37,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from rft import device as devices
 from rft.sync import adapter_install
 from rft.sync.from_checkpoint import SavedWeights
+from rft.sync.from_memory import HandedBuckets
 from rft.sync.receiver import Receiver, file_tensors
 from rft.sync.sender import Link
 from rft.sync.wire import Lost, Refused, Wire
@@ -82,6 +83,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.origins: dict[str, Origin] = {
             "nccl": self.receiver,
             "checkpoint": SavedWeights(vllm_config.model_config.model, device),
+            "memory": HandedBuckets(device),
         }
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False

@@ -3,6 +3,7 @@
     trainer rank 0 ── connect, offer, publish ─►┐                ┌─► init_weights, stage, commit ── engines (one task each)
     supervisor     ── join, leave ─────────────►│ Members (pure) │
     explorer       ◄─ admitted (long poll) ─────┘                └─► published ── experience buffer
+    trainer ranks  ── deposit (method memory)
     supervisor     ── follow (no trainer here: `rft.sync.saved_versions` looks for what one has saved)
 
 `rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a task of its own that brings it to
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rft.sync.deposits import Deposits
 from rft.sync.members import Mark, Members
 from rft.sync.saved_versions import Refusal, Saved, SavedVersions
 
@@ -44,6 +46,7 @@ class Synchronizer:
         self._admitted: list[str] = []
         self._info: dict[str, Any] = {}
         self._brought: dict[Mark, dict[str, Any]] = {}  # where a version's bytes are, if not in the trainer's streams
+        self._deposits = Deposits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
@@ -94,9 +97,13 @@ class Synchronizer:
 
     # --- the trainer --------------------------------------------------------------------------------------------
 
-    async def connect(self, plan: dict[str, Any], streams: list[dict[str, Any]], epoch: int) -> None:
-        """A trainer of `epoch` serves these streams from now on; engines connect when they need weights."""
-        await self.attach(epoch, plan=plan, streams=streams)
+    async def connect(
+        self, plan: dict[str, Any], streams: list[dict[str, Any]], epoch: int, method: str = "nccl"
+    ) -> None:
+        """A trainer of `epoch` serves these streams from now on; engines connect when they need weights. Method "memory": it
+        has no streams, and deposits what they would bring."""
+        await self.attach(epoch, plan=plan, streams=streams, method=method)
+        self._deposits.begin(len(plan["streams"]))
         await asyncio.gather(*(handle.check_plan.remote(plan) for handle in self.handles.values()))
         await self._tell()
 
@@ -112,6 +119,15 @@ class Synchronizer:
         if epoch == self._state.epoch:
             self._state.offer(version)
             await self._tell()
+
+    async def deposit(self, version: int, epoch: int, stream: int, buckets: list[Any]) -> None:
+        """A trainer rank has left its stream of `version` in the object store: (reference, checksum) per bucket."""
+        if epoch == self._state.epoch:
+            await self._deposits.put((epoch, version), stream, buckets)
+
+    async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
+        """As `publish`, when every rank has deposited its stream of `version`."""
+        return await self.publish(version, epoch, await self._deposits.complete((epoch, version), self.timeout))
 
     async def publish(
         self, version: int, epoch: int | None = None, brought: dict[str, Any] | None = None

@@ -1,5 +1,7 @@
 """Weights that reach a real vLLM engine by another way than streams, and whole runs that do so."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,19 @@ from miniature import answer, ask, assert_sampled_from
 from saving import SavingTrainer
 
 from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.storage import open_storage
+from rft.checkpoint.storage import WEIGHTS, committed, open_storage
 from rft.sync.synchronizer import Synchronizer, brought_by
+
+from runs import History, checkpoints, overrides, step_rows, train, write_assets
+
+STEPS = 4
+TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def synchronizer_of(engine: Any) -> Any:
-    actor = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01).remote(None, 30.0)
+def synchronizer_of(engine: Any, name: str | None = None) -> Any:
+    actor = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01, name=name).remote(None, 30.0)
     ray.get(actor.join.remote("engine_0", engine))
     return actor
 
@@ -94,3 +101,69 @@ def test_engines_without_a_trainer_follow_what_one_saves_elsewhere(
         trainer.save(6)
         assert ray.get(late.wait_for.remote(6)) == 6
         assert_serves(first_weights, model_dirs[1], 6)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_left_in_memory_is_taken_also_when_they_are_gone(
+    first_weights: Any, model_dirs: tuple[Path, Path]
+) -> None:
+    """Weights that change after `release`, and a process that ends, are no harm to who has not taken them yet."""
+    synchronizer = synchronizer_of(first_weights, name="depository")
+    context = ray.get_runtime_context()
+    script = Path(__file__).with_name("depositing.py")
+    command = [
+        sys.executable,
+        str(script),
+        context.gcs_address,
+        context.namespace,
+        "depository",
+        str(model_dirs[1]),
+        "8",
+    ]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert made.returncode == 0, made.stderr
+    assert_serves(first_weights, model_dirs[1], 8)
+    ray.get(synchronizer.leave.remote("engine_0", "test"))
+    ray.get(first_weights.load_weights_from.remote(str(model_dirs[0]), 0))
+    ray.get(synchronizer.join.remote("engine_0", first_weights))
+    generation, members = 0, {}
+    while not members:
+        generation, members = ray.get(synchronizer.members.remote(generation), timeout=60)
+    assert_serves(first_weights, model_dirs[1], 8)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def check_run(job: Path) -> None:
+    """Every step trained on what the version before it has sampled, and trainer and engine agree about its probabilities."""
+    rows = step_rows(job)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["staleness/token_max"] for row in rows) == 0
+    assert max(row["logprob_diff/max"] for row in rows) < TOLERANCE
+    assert all(row["staleness/unversioned_tokens"] == 0 for row in rows)
+    History(job / "buffer" / "experience_buffer").check_exactly_once(STEPS)
+
+
+def test_a_run_by_checkpoint(tmp_path: Path) -> None:
+    command = [f"trainer.total_steps={STEPS}", "synchronizer.sync_method=checkpoint", "trainer.save_interval=2"]
+    with train(*overrides(tmp_path, "saving", write_assets(tmp_path / "assets"), *command)) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    job = tmp_path / "rft" / "saving"
+    check_run(job)
+    storage = open_storage(job / "checkpoints")
+    found = [f"weights/v_{step:08d}" for step in (STEPS - 1, STEPS)]
+    assert committed(storage, WEIGHTS) == found, "the two newest stay"
+    assert checkpoints(job) == [2, 4]
+    full, weights = (read_manifest(storage, path) for path in ("step_00000004", found[-1]))
+    assert full.id == weights.id, "one staging for both"
+
+
+def test_a_run_by_memory(tmp_path: Path) -> None:
+    command = [f"trainer.total_steps={STEPS}", "synchronizer.sync_method=memory", "trainer.num_ranks=2"]
+    command += ["trainer.megatron.tensor_model_parallel_size=2"]
+    with train(*overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *command)) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    check_run(tmp_path / "rft" / "memory")
