@@ -1,13 +1,13 @@
 """Publication by `memory`: every trainer rank leaves its own shards in Ray's object store, and engines take them from there.
 
     connect: every rank's blocks ─gather─► rank 0 plans ─broadcast─► the synchronizer checks the plan against its engines
-    start:   a thread packs this rank's stream, bucket by bucket ─► objects that belong to the synchronizer
+    start:   a thread packs this rank's stream, bucket by bucket ─► the synchronizer makes each an object of its own
     release: the thread is through: weights may change, whatever engines do
     wait:    rank 0 takes the synchronizer's answer ─broadcast─► every rank knows that the engines serve the version
 
 The same calls as `rft.sync.publisher.Publisher`, and the same plan and buckets. What was left outlives the trainer: an engine that
-starts later takes it although nobody is there to send. No rank ever holds another's shards, nor more than one bucket beside its
-own. Invariant: a bucket's checksum is that of the weights as they were when it was packed, before they could change.
+starts later takes it although nobody is there to send. No rank ever holds another's shards, nor more than two buckets beside
+its own. Invariant: a bucket's checksum is that of the weights as they were when it was packed, before they could change.
 """
 
 import threading
@@ -25,11 +25,9 @@ from rft.sync import plan as plans
 from rft.sync.plan import Plan, Stream, row_bytes
 from rft.sync.publisher import Ranks, agreed, answer
 
-Keep = Callable[[np.ndarray], Any]  # bytes in, a reference to them out
-
 
 class MemoryPublisher:
-    """Every rank has one, and a handle of the synchronizer: whatever it leaves belongs to that."""
+    """Every rank has one, and a handle of the synchronizer: objects of a rank's own process would be gone with it."""
 
     def __init__(self, mesh: Ranks, source: WeightSource, synchronizer: Any, config: SynchronizerConfig, epoch: int):
         self.mesh = mesh
@@ -110,12 +108,12 @@ class MemoryPublisher:
         import ray
 
         assert self._stream is not None
-        owner = self.synchronizer  # objects of this process would be gone with it
-        found = list(
-            packed(self.plan, self._stream, self.source, version, lambda data: ray.put(data, _owner=owner))
-        )  # fmt: skip
-        timeout = self.config.sync_timeout
-        ray.get(self.synchronizer.deposit.remote(version, self.epoch, self._stream, found), timeout=timeout)
+        under_way = None  # one bucket travels while the next is packed
+        for number, (data, digest) in enumerate(packed(self.plan, self._stream, self.source, version)):
+            if under_way is not None:
+                ray.get(under_way, timeout=self.config.sync_timeout)
+            under_way = self.synchronizer.deposit.remote(version, self.epoch, self._stream, number, data, digest)
+        ray.get(under_way, timeout=self.config.sync_timeout)
 
 
 class Leaving:
@@ -141,8 +139,8 @@ class Leaving:
             self._failure = error
 
 
-def packed(plan: Plan, index: int, source: WeightSource, version: int, keep: Keep) -> Iterator[tuple[Any, str]]:
-    """Stream `index` of the current weights, bucket by bucket: what `keep` makes of the bytes, and their checksum in hex."""
+def packed(plan: Plan, index: int, source: WeightSource, version: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Stream `index` of the current weights, bucket by bucket: the bytes, and their checksum in hex."""
     stream = plan.streams[index]
     rows = block_rows(stream, source)
     for number, bucket in enumerate(stream.buckets):
@@ -152,7 +150,7 @@ def packed(plan: Plan, index: int, source: WeightSource, version: int, keep: Kee
             data[piece.offset : piece.offset + len(part)] = part
         digest = checksum.host(checksum.seed_of(plan.digest, version, index, number))
         digest.update(data)
-        yield keep(data), digest.hexdigest()
+        yield data, digest.hexdigest()
 
 
 def block_rows(stream: Stream, source: WeightSource) -> Callable[[int, int, int], np.ndarray]:

@@ -103,7 +103,7 @@ class Synchronizer:
         """A trainer of `epoch` serves these streams from now on; engines connect when they need weights. Method "memory": it
         has no streams, and deposits what they would bring."""
         await self.attach(epoch, plan=plan, streams=streams, method=method)
-        self._deposits.begin(len(plan["streams"]))
+        self._deposits.begin([len(stream["buckets"]) for stream in plan["streams"]])
         await asyncio.gather(*(handle.check_plan.remote(plan) for handle in self.handles.values()))
         await self._tell()
 
@@ -120,10 +120,13 @@ class Synchronizer:
             self._state.offer(version)
             await self._tell()
 
-    async def deposit(self, version: int, epoch: int, stream: int, buckets: list[Any]) -> None:
-        """A trainer rank has left its stream of `version` in the object store: (reference, checksum) per bucket."""
+    async def deposit(self, version: int, epoch: int, stream: int, number: int, data: Any, digest: str) -> None:
+        """One bucket of a trainer rank's stream of `version`. It becomes an object that lives as long as somebody wants it."""
+        import ray
+
         if epoch == self._state.epoch:
-            await self._deposits.put((epoch, version), stream, buckets)
+            mine = await asyncio.to_thread(ray.put, data)
+            await self._deposits.put((epoch, version), stream, number, (mine, digest))
 
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""

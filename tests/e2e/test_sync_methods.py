@@ -17,6 +17,7 @@ from rft.sync.synchronizer import Synchronizer, brought_by
 from runs import History, checkpoints, overrides, step_rows, train, write_assets
 
 STEPS = 4
+SHORT = [f"trainer.total_steps={STEPS}", "synchronizer.max_staleness=0", "trainer.save_hf_checkpoint=never"]
 TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
 
 pytestmark = pytest.mark.timeout(600)
@@ -148,8 +149,8 @@ def check_run(job: Path) -> None:
 
 
 def test_a_run_by_checkpoint(tmp_path: Path) -> None:
-    command = [f"trainer.total_steps={STEPS}", "synchronizer.sync_method=checkpoint", "trainer.save_interval=2"]
-    with train(*overrides(tmp_path, "saving", write_assets(tmp_path / "assets"), *command)) as run:
+    command = ["synchronizer.sync_method=checkpoint", "trainer.save_interval=2"]
+    with train(*overrides(tmp_path, "saving", write_assets(tmp_path / "assets"), *SHORT, *command)) as run:
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "saving"
     check_run(job)
@@ -162,8 +163,7 @@ def test_a_run_by_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_by_memory(tmp_path: Path) -> None:
-    command = [f"trainer.total_steps={STEPS}", "synchronizer.sync_method=memory", "trainer.num_ranks=2"]
-    command += ["trainer.megatron.tensor_model_parallel_size=2"]
-    with train(*overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *command)) as run:
+    command = ["synchronizer.sync_method=memory", "trainer.megatron.tensor_model_parallel_size=2"]
+    with train(*overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *SHORT, *command)) as run:
         assert (run.end(), run.errors()) == (0, "")
     check_run(tmp_path / "rft" / "memory")

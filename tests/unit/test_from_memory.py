@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -57,7 +56,7 @@ def handed(file: Path, plan: Plan, version: int) -> dict[str, Any]:
     with file.open("wb") as out:
         for index in range(len(plan.streams)):
             streams.append([])
-            for data, digest in packed(plan, index, Half(tensors(version), index), version, np.copy):
+            for data, digest in packed(plan, index, Half(tensors(version), index), version):
                 out.write(data)
                 streams[-1].append((at, len(data), digest))
                 at += len(data)
@@ -98,13 +97,17 @@ def test_a_flipped_bit_and_another_version_are_named(worker: HandedBuckets, tmp_
 def test_a_version_is_complete_when_every_stream_is_there() -> None:
     async def scene() -> None:
         deposits = Deposits()
-        deposits.begin(2)
-        await deposits.put((3, 1), 1, ["b"])
-        with pytest.raises(TimeoutError, match=r"of version 1 stream\(s\) \[0\] were not left in 0.01 s"):
+        deposits.begin([1, 2])
+        await deposits.put((3, 1), 1, 1, "c")
+        with pytest.raises(
+            TimeoutError,
+            match="version 1: after 0.01 s there are 0 of 1 buckets of stream 0, 1 of 2 buckets of stream 1",
+        ):
             await deposits.complete((3, 1), 0.01)
         waiting = asyncio.create_task(deposits.complete((3, 1), 20.0))
-        await deposits.put((3, 1), 0, ["a"])
-        assert (await waiting)["origin"]["streams"] == [["a"], ["b"]]
+        await deposits.put((3, 1), 0, 0, "a")
+        await deposits.put((3, 1), 1, 0, "b")
+        assert (await waiting)["origin"]["streams"] == [["a"], ["b", "c"]]
 
     asyncio.run(scene())
 
