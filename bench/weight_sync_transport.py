@@ -88,7 +88,7 @@ class Bench:
     def _ours(self) -> None:
         self.version += 1
         if self.receives:
-            staged = self.receiver.stage(self.version)
+            staged = self.receiver.stage({"version": self.version})
             assert sum(value.nbytes for value in staged.values()) == self.total
             dist.barrier()
         else:

@@ -27,9 +27,10 @@ from rft.control_socket import ControlSocket
 from rft.device import thread_environment
 from rft.engines import Engines, PartFailed
 from rft.monitor import logs
+from rft.preflight_sync import stored_bytes
 
 log = logging.getLogger(__name__)
-OBJECT_STORE_BYTES = 256 * 2**20  # batches of tokens, never weights, go through Ray's object store
+OBJECT_STORE_BYTES = 256 * 2**20  # for batches of tokens; weights only where `synchronizer.sync_method=memory`
 GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported
 RAY_STARTS = 3
@@ -92,9 +93,10 @@ class Actors:
         from rft.sync.synchronizer import Synchronizer
 
         engines, synchronizer = self.engines.create(config.explorer.rollout_model.engine_num), None
-        if config.mode == "both":
+        if config.mode != "bench":
+            freed = buffer if config.mode == "both" else None  # slots are only counted where a trainer frees them
             timeout, told = config.synchronizer.sync_timeout, settings(config.synchronizer)
-            synchronizer = self._spawn("synchronizer", "synchronizer", Synchronizer, 1, buffer, timeout, told)
+            synchronizer = self._spawn("synchronizer", "synchronizer", Synchronizer, 1, freed, timeout, told)
             engines = {}  # the explorer follows those that the synchronizer admits
         explorer = self._spawn("explorer", config.explorer.name, *_explorer(config, engines, buffer, synchronizer))
         self.engines.run(synchronizer, explorer, config.explorer.max_timeout + control.REPLY_S)
@@ -159,10 +161,11 @@ class Actors:
                 ray.init(address=cluster.ray_address, **shared)
             else:
                 os.environ.update(GCS_GONE)
+                store = OBJECT_STORE_BYTES + stored_bytes(self.config)
                 actors = 3 + self.config.explorer.rollout_model.engine_num
                 start_patiently(
                     ray.init,
-                    num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                    num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=store,
                     _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
                 )  # fmt: skip
         self.address = ray.get_runtime_context().gcs_address
@@ -202,7 +205,7 @@ class Actors:
         if self.config.mode == "both":
             ray.get(self.handles["explorer"].open.remote())
         elif self.config.mode == "explore":
-            modes.explore(self.config, self.handles["explorer"])
+            modes.explore(self.config, self.handles["explorer"], self.handles["synchronizer"])
         elif self.config.mode == "bench":
             modes.evaluate_checkpoints(self.config, self.handles["explorer"])
 
@@ -245,7 +248,7 @@ class Actors:
         is_first = int(engine.removeprefix("engine_")) < rollout.engine_num
         return self._create(
             engine, name, RolloutEngine, threads, engine, config.model, rollout, threads, config.seed, self._device_kind(),
-            int(config.model.max_model_len or 0), versions_kept(config.synchronizer) if config.mode == "both" else 0,
+            int(config.model.max_model_len or 0), versions_kept(config.synchronizer) if config.mode != "bench" else 0,
             config.cluster.colocate, gpus=rollout.tensor_parallel_size, cpus=1 if is_first or config.cluster.ray_address else 0,
         )  # fmt: skip
 

@@ -268,7 +268,7 @@ class CriticConfig:
 
 @dataclass
 class SynchronizerConfig:
-    sync_method: str = "nccl"  # streams over NCCL, or gloo on CPU (alias online)
+    sync_method: Optional[str] = None  # nccl: streams | checkpoint: saves | memory; default: by the mode
     sync_style: str = "fixed"  # fixed | dynamic_by_explorer (alias explorer_driven) | trainer_driven | fully_async
     sync_interval: int = 1  # steps from one published version to the next
     sync_offset: int = 0  # no version is published up to this step, and intervals are counted from it
@@ -408,6 +408,14 @@ def job_dir(config: Config) -> Path:
     """<checkpoint_root_dir>/<project>/<name>[/<stage_name>], absolute."""
     parts = [config.project, config.name, config.stage_name or ""]
     return Path(config.checkpoint_root_dir).absolute().joinpath(*filter(None, parts))
+
+
+def checkpoint_root(config: Config) -> str:
+    """One place per job: beside its other files, or under that name in an object store."""
+    storage = config.trainer.checkpoint.storage
+    if not storage:
+        return str(job_dir(config) / "checkpoints")
+    return "/".join([storage.rstrip("/"), *filter(None, (config.project, config.name, config.stage_name))])
 
 
 def stage_configs(raw: DictConfig) -> list[Config]:

@@ -13,10 +13,16 @@ from rft.config import Config, ConfigError
 from rft.experience import EvalResult, decode
 
 
-def explore(config: Config, explorer: Any) -> None:
-    """Run until the taskset, or total_steps' worth of it, is stored in the buffer."""
+def explore(config: Config, explorer: Any, synchronizer: Any) -> None:
+    """Run until the taskset, or total_steps' worth of it, is stored in the buffer.
+
+    Engines serve the newest weights that a trainer has saved for this job, from the first request on, and those that it saves
+    while this goes on. As long as there are none they serve the model that they were started with.
+    """
     import ray
 
+    version = ray.get(synchronizer.follow.remote(configs.checkpoint_root(config)))
+    print("engines serve " + ("the model as given" if version is None else f"saved version {version}"), flush=True)
     ray.get(explorer.explore.remote())
     ray.get(explorer.finished.remote())
 

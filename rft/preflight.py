@@ -56,7 +56,7 @@ CHOICES = {
     "critic.optim.lr_scheduler_type": schedule.SCHEDULERS,
     "trainer.profiler": (None, "torch", "nsys"),
     "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
-    "synchronizer.sync_method": ("nccl",),
+    "synchronizer.sync_method": ("nccl", "checkpoint", "memory"),
     "synchronizer.lora_sync": (None, "adapter", "merged"),
     "synchronizer.receive": ("staged", "direct"),
     "synchronizer.kv": ("recompute", "keep"),

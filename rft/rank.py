@@ -111,7 +111,8 @@ def run(rank: Rank) -> None:
     from rft.megatron.mesh import Mesh
 
     mesh = Mesh(config.trainer.megatron, device, config.trainer.collective_timeout)
-    if mesh.rank == 0 and "RFT_RAY_ADDRESS" in os.environ:
+    leads = mesh.rank == 0 or config.synchronizer.sync_method == "memory"  # there every rank leaves its own weights
+    if leads and "RFT_RAY_ADDRESS" in os.environ:
         control.connect(os.environ["RFT_RAY_ADDRESS"], os.environ["RFT_RAY_NAMESPACE"])
     try:
         _train(rank, mesh)
@@ -202,10 +203,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     from rft.packing import Cost
     from rft.profiler import Profiler
     from rft.skips import SkippedSteps
-    from rft.sync.probe import Probe
-    from rft.sync.publisher import Publisher
     from rft.sync.style import Cadence
-    from rft.sync.wire import own_address
     from rft.trainer import Trainer
 
     config, policy = rank.config, models.policy
@@ -214,29 +212,19 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
     epoch = mesh.broadcast(take_epoch(rank) if lead else None)
+    checkpoints = checkpoint_manager(rank, mesh, epoch, models.policy.lora)
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
         policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer),
     )  # fmt: skip
-    probe = Probe(policy, mesh, synchronizer, config.synchronizer.probe_interval, policy.dims.vocab)
     return Trainer(
         config=config.trainer,
         mesh=mesh,
         models=models,
         feed=feed,
-        publisher=Publisher(
-            mesh,
-            shown(policy, config),
-            synchronizer,
-            config.synchronizer,
-            epoch,
-            enabled=rollouts,
-            address=own_address(config.cluster.ray_address),
-            probe=probe.after,
-            takes_turns=config.cluster.colocate and rollouts,
-        ),
+        publisher=build_publisher(config, mesh, policy, checkpoints, synchronizer, epoch),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
-        checkpoints=checkpoint_manager(rank, mesh, epoch, models.policy.lora),
+        checkpoints=checkpoints,
         evaluations=control.Evaluations(
             explorer,
             config.explorer,
@@ -253,6 +241,31 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
     )
+
+
+def build_publisher(
+    config: Config, mesh: Any, policy: Any, checkpoints: Any, synchronizer: Any | None, epoch: int
+) -> Any:
+    """How weights go to engines, by `synchronizer.sync_method`. `synchronizer`: rank 0's, where engines belong to this run."""
+    from rft.feed import is_supervised
+    from rft.sync.probe import Probe
+    from rft.sync.publisher import Publisher
+    from rft.sync.publisher_disk import CheckpointPublisher
+    from rft.sync.publisher_memory import MemoryPublisher
+    from rft.sync.wire import own_address
+
+    sync, here = config.synchronizer, config.mode == "both"
+    if sync.sync_method == "checkpoint" and not is_supervised(config.algorithm):
+        deadline = 2 * config.trainer.checkpoint.agent_deadline_s
+        return CheckpointPublisher(mesh, checkpoints, synchronizer, sync, epoch, deadline, engines=here)
+    enabled = here and not is_supervised(config.algorithm)
+    if enabled and sync.sync_method == "memory":
+        return MemoryPublisher(mesh, shown(policy, config), control.actor("synchronizer"), sync, epoch)
+    probe = Probe(policy, mesh, synchronizer, sync.probe_interval, policy.dims.vocab)
+    return Publisher(
+        mesh, shown(policy, config), synchronizer, sync, epoch, enabled, own_address(config.cluster.ray_address), probe.after,
+        takes_turns=config.cluster.colocate and enabled,
+    )  # fmt: skip
 
 
 def shown(policy: Any, config: Config) -> Any:
@@ -310,15 +323,6 @@ def resume(trainer: Any, config: Config) -> int:
     return step
 
 
-def checkpoint_root(rank: Rank) -> Path | str:
-    """One place per job: beside its other files, or under that name in an object store."""
-    config = rank.config
-    if not config.trainer.checkpoint.storage:
-        return rank.job / "checkpoints"
-    names = filter(None, (config.project, config.name, config.stage_name))
-    return "/".join([config.trainer.checkpoint.storage.rstrip("/"), *names])
-
-
 def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> Any:
     from rft.checkpoint import fence
     from rft.checkpoint.manager import CheckpointManager
@@ -328,7 +332,7 @@ def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> 
     if lora:
         about["adapter"] = lora.as_peft(str(config.model.model_path))
     return CheckpointManager(
-        checkpoint_root(rank), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
+        configs.checkpoint_root(rank.config), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
         device=rank.device, about=about, log_dir=Path(os.environ["RFT_LOG_DIR"]),
     )  # fmt: skip
 
@@ -342,7 +346,7 @@ def take_epoch(rank: Rank) -> int:
     control = fence.control_dir(rank.job)
     fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
-    written = commit.list_entries(open_storage(checkpoint_root(rank)))
+    written = commit.list_entries(open_storage(configs.checkpoint_root(rank.config)))
     return fence.take_epoch(control, above=max((entry.epoch for entry in written), default=0))
 
 

@@ -1,7 +1,7 @@
 """The one training loop. Every rank runs it; sync, one-step-off and fully asynchronous runs differ in two numbers only: how old
 rollouts may become, and which versions are published.
 
-    feed.next ──► models.score ──► models.train_step ──► publisher.start ──► metrics ──► evaluate, checkpoint if due
+    feed.next ──► models.score ──► models.train_step ──► publisher.start ──► metrics ──► checkpoint, evaluate if due
     (waits for     (where the       (before an optimizer    (weights of version step+1
      its batch)     algorithm        changes weights: waits   stream out while the
                     needs it)        for the last push)       next step computes)
@@ -29,6 +29,8 @@ from rft.monitor.metrics import Timer
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
 from rft.sync.publisher import Publisher
+from rft.sync.publisher_disk import CheckpointPublisher
+from rft.sync.publisher_memory import MemoryPublisher
 from rft.sync.style import Cadence
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Trainer:
     mesh: "Mesh"
     models: "Models"
     feed: Feed
-    publisher: Publisher
+    publisher: Publisher | CheckpointPublisher | MemoryPublisher
     cadence: Cadence  # which versions are published
     checkpoints: CheckpointManager
     evaluations: Evaluations
@@ -66,6 +68,7 @@ class Trainer:
     def fit(self, step: int) -> int:
         """Train from policy version `step` on; returns the version reached."""
         self._publish(step)
+        self._save(step, due=False)
         self.publisher.wait()
         self._evaluate(step, startup=True)
         while not self._is_done(step):
@@ -92,9 +95,9 @@ class Trainer:
                 batch.metrics | scored | metrics | self.publisher.pop() | self.checkpoints.metrics() | self.timer.pop(),
                 batch.experiences,
             )
-            self._evaluate(step)
             with self._doing("checkpoint"):
                 self._save(step, due=self.config.save_interval > 0 and step % self.config.save_interval == 0)
+            self._evaluate(step)
             self.profiler.end(step)
         self.profiler.close(step)
         return self._finish(step)
@@ -113,13 +116,14 @@ class Trainer:
             self.checkpoints.before_update()
 
     def _save(self, step: int, due: bool) -> None:
-        """Begin to save, unless that was done; and hear what has become of earlier saves."""
-        if due and self.checkpoints.requested != step:
-            self.checkpoints.save(step, self.models, self.loop_state(step))
+        """Begin to save, unless that was done, and what engines take from a save; hear what has become of earlier saves."""
+        full, weights = due and self.checkpoints.requested != step, self.publisher.claim_save(step)
+        if full or weights:
+            self.checkpoints.save(step, self.models, self.loop_state(step), full=full, weights=weights)
         for report in self.checkpoints.poll():
             if isinstance(report, Retained):
                 self.feed.retain(report.oldest)
-            elif isinstance(report, Committed) and self.config.save_hf_checkpoint == "always":
+            elif isinstance(report, Committed) and not report.collection and self.config.save_hf_checkpoint == "always":
                 self.export(report.step)
 
     def loop_state(self, step: int) -> dict[str, Any]:
@@ -149,9 +153,9 @@ class Trainer:
         self.publisher.wait()
         if self.publisher.version != step:
             self._publish(step)
-            self.publisher.wait()
         self._enter("saving")
         self._save(step, due=True)
+        self.publisher.wait()
         self.complete = not self.mesh.broadcast(self.stopping())
         if self.complete:
             self._enter("final evaluation")

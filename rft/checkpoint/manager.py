@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,6 +130,7 @@ class CheckpointManager:
         self.newest: int | None = None  # step of the newest checkpoint that this process has loaded or seen committed
         self.requested: int | None = None  # step of the last save or load
         self.scores: dict[int, float] = {}
+        self.hear: Callable[[Report], None] = lambda report: None  # told by the link's thread, after everything else
         self._agent = agent
         self._saves = 0
         self._outcomes: dict[str, Outcome] = {}
@@ -226,7 +228,7 @@ class CheckpointManager:
             self._outcomes[identity] = Outcome(step, {output.collection for output in outputs})
         self._stager.current.done.wait()
         telling = Telling(self._link, begin)
-        if not self._make_room(telling):
+        if not weights and not self._make_room(telling):  # engines wait for weights: these are never given up
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
         self._stager.start(identity, tensors, telling.window, telling.drop)
@@ -255,7 +257,10 @@ class CheckpointManager:
             return True
         begin = telling.begin
         if self.config.when_busy == "newest_wins":
-            queued = [key for key, outcome in self._outcomes.items() if outcome.open and key != begin.id]
+            queued = [
+                key for key, outcome in self._outcomes.items()
+                if outcome.open and WEIGHTS not in outcome.open and key != begin.id
+            ]  # fmt: skip
             if queued:  # else what holds the slots has ended and is about to give them back
                 self._link.drop(queued[-1], f"given up for the newer save of step {begin.step}")
             return True
@@ -344,6 +349,7 @@ class CheckpointManager:
                 self._failed_export = report.cause or self._failed_export
             self._news.append(report)
             self._changed.notify_all()
+        self.hear(report)
 
     def _on_commit(self, report: Committed) -> None:
         self._outcomes[report.id].open.discard(report.collection)

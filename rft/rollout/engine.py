@@ -29,6 +29,7 @@ from rft.monitor.logs import STACKS_SIGNAL
 from rft.names import Dims, architecture_of, hf_names, read_hf_config
 from rft.rollout.adapter_serving import AdapterServing, Served
 from rft.rollout.endings import await_exit_code, ending
+from rft.rollout.handed_over import handed_over
 from rft.rollout.stage_reports import StageReports
 from rft.rollout.turns import CACHE, WEIGHTS, Turns
 from rft.rollout.vllm_requests import completion, sampling_params
@@ -234,7 +235,8 @@ class RolloutEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         assert self.llm is not None, "init_weights before start"
-        await self.check_plan(info["plan"])
+        if "plan" in info:
+            await self.check_plan(info["plan"])
         async with self._round:
             self._kv, self._room_s = info.get("kv", "recompute"), info["timeout"]
             try:
@@ -252,8 +254,9 @@ class RolloutEngine:
         assert self.llm is not None, "stage before start"
         if update.get("direct"):
             return {}
-        async with self._round, StageReports(self.workers) as reports:
-            await self.llm.collective_rpc("rft_stage", args=({**plain(update), "version": version}, reports.path))
+        async with self._round, StageReports(self.workers) as reports, handed_over(update, update["timeout"]) as origin:
+            told = {**plain(update), "version": version, "origin": origin}
+            await self.llm.collective_rpc("rft_stage", args=(told, reports.path))
             found = await reports.all(update["timeout"])
         failure = next((report for report in found if "error" in report), None)
         if failure is None:
@@ -440,7 +443,7 @@ def cpu_environment(threads: int, workers: int) -> dict[str, str]:
 
 def plain(update: dict[str, Any]) -> dict[str, Any]:
     """What workers compare a round by."""
-    return {"digest": update["digest"], "epoch": update["epoch"]}
+    return {key: update[key] for key in ("digest", "epoch", "method") if key in update}
 
 
 def first_line(error: Exception) -> str:

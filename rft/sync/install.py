@@ -5,7 +5,8 @@
     fails: nothing was touched                            fails from here on: reload aborted, `mixed` until a round succeeds
 
 `direct` rounds receive inside `update_weights`, without staging memory: what fails there has touched the model. Always through
-layer-wise reload: on CPU vLLM re-packs linear weights and a raw copy would land nowhere. Invariant: `version` names exactly
+layer-wise reload: on CPU vLLM re-packs linear weights and a raw copy would land nowhere. Where the bytes come from is the
+round's `method`: each has an `Origin` that stages them, and everything after that is the same. Invariant: `version` names exactly
 the weights in the model unless `mixed` is set; a round is loaded only when it was staged whole.
 """
 
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -35,6 +36,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from rft import device as devices
 from rft.sync import adapter_install
+from rft.sync.from_checkpoint import SavedWeights
+from rft.sync.from_memory import HandedBuckets
 from rft.sync.narrow import WHOLE, Share
 from rft.sync.receiver import Receiver, file_tensors
 from rft.sync.sender import Link
@@ -56,6 +59,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
     update: dict[str, Any]
 
 
+class Origin(Protocol):
+    """How a method's weights come to this worker. `again`: buckets of the last round that had to come twice."""
+
+    again: int
+
+    def connect(self, info: dict[str, Any]) -> None: ...
+    def check(self, update: dict[str, Any]) -> None: ...
+    def stage(self, update: dict[str, Any]) -> dict[str, torch.Tensor]: ...
+    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def close(self) -> None: ...
+
+
 class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     """States: idle -> started -> loaded -> idle (new version); any failure -> idle (old version, or mixed)."""
 
@@ -65,8 +80,13 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
-        rank = vllm_config.parallel_config.rank
-        self.receiver = Receiver(rank, device, link_maker(device), share_of(vllm_config))
+        self.worker = vllm_config.parallel_config.rank
+        self.receiver = Receiver(self.worker, device, link_maker(device), share_of(vllm_config))
+        self.origins: dict[str, Origin] = {
+            "nccl": self.receiver,
+            "checkpoint": SavedWeights(vllm_config.model_config.model, device),
+            "memory": HandedBuckets(device),
+        }
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False
         self.unreachable = False  # the last failure was that no bytes came: the model and this worker are all right
@@ -83,7 +103,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.staged, self.unreachable = None, False
         try:
-            self.receiver.connect(init_info.info)
+            self._origin(init_info.info).connect(init_info.info)
         except (Lost, Refused):
             self.unreachable = True
             raise
@@ -96,23 +116,26 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._stage, args=(update, listener), name="stage", daemon=True).start()
 
     def _stage(self, update: dict[str, Any], listener: socket.socket) -> None:
-        began = time.monotonic()
+        began, origin = time.monotonic(), self._origin(update)
         try:
-            self.receiver.check(update)
-            tensors = self.receiver.stage(update["version"])
-            self.staged = update, tensors
-            self.round = self._numbers(update, began)
+            origin.check(update)
+            tensors = origin.stage(update)
+            self.staged = {key: value for key, value in update.items() if key != "origin"}, tensors
+            self.round = self._numbers(update, sum(tensor.nbytes for tensor in tensors.values()), began)
             told = self.round
         except Exception as error:
-            self.receiver.close()
+            origin.close()
             log.warning("version %s was not staged", update["version"], exc_info=True)
             told = {"error": str(error), "kind": kind(error)}
         with listener:
-            listener.sendall(json.dumps({**told, "worker": self.receiver.worker}).encode() + b"\n")
+            listener.sendall(json.dumps({**told, "worker": self.worker}).encode() + b"\n")
 
-    def _numbers(self, update: dict[str, Any], began: float) -> dict[str, Any]:
-        size, seconds = self.receiver.payload, time.monotonic() - began
-        return {"digest": update["digest"], "bytes": size, "receive_s": seconds, "again": self.receiver.again}
+    def _origin(self, told: dict[str, Any]) -> Origin:
+        return self.origins[told.get("method", "nccl")]
+
+    def _numbers(self, update: dict[str, Any], size: int, began: float) -> dict[str, Any]:
+        seconds = time.monotonic() - began
+        return {"digest": update["digest"], "bytes": size, "receive_s": seconds, "again": self._origin(update).again}
 
     def start_weight_update(self) -> None:
         """The reload is opened only once all bytes are there, so a round that never arrives touches nothing."""
@@ -154,13 +177,13 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         here = None if self.staged is None else {**self.staged[0], "source": "staged"}
         if self.staged is None or here != update:
             raise RuntimeError(f"asked to install {update}, staged is {here}")
-        return self.receiver.whole(self.staged[1])
+        return self._origin(update).whole(self.staged[1])
 
     def _direct(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Straight from the streams."""
         began = time.monotonic()
         yield from self.receiver.tensors(update["version"])
-        self.round = self._numbers(update, began)
+        self.round = self._numbers(update, self.receiver.payload, began)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         first = next(tensors)  # a trainer that is gone already touches nothing
@@ -188,7 +211,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.round["load_s"] += time.monotonic() - began
 
     def shutdown(self) -> None:
-        self.receiver.close()
+        for origin in self.origins.values():
+            origin.close()
 
 
 def link_maker(device: torch.device) -> Callable[[Wire], Link] | None:

@@ -5,7 +5,7 @@ count as newer than those of the trainer before it. Three marks lead: `offered` 
 what it asked all engines to take, `published` is what they all hold. Every engine is in one state:
 
     state        event          then         and
-    -            join           idle         not connected, holds nothing
+    -            join           idle         not connected, holds nothing, or `start`
     any          leave          gone         its round goes on without it
     any          trainer        idle         (a new epoch) not connected; what it holds stays, and is served until the first round
     idle         connect        connecting
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 Mark = tuple[int, int]  # epoch, version
 PATIENCE = 3  # failures in a row
+START = (-1, 0)  # what every engine was started with, where that is to be served until there is something newer
 
 IDLE, CONNECTING, STAGING, COMMITTING, GONE = "idle", "connecting", "staging", "committing", "gone"
 
@@ -53,6 +54,7 @@ class Members:
     published: Mark | None = None
     all: dict[str, Member] = field(default_factory=dict)
     round: set[str] = field(default_factory=set)  # engines that the target waits for
+    start: Mark | None = None  # what an engine holds as it joins
 
     # Events of the trainer
 
@@ -77,6 +79,13 @@ class Members:
         for member in self.alive().values():
             member.missed = None
 
+    def serve_start(self) -> None:
+        """Nothing was ever published: engines serve what they were started with."""
+        assert self.published is None and self.target is None
+        self.start = self.published = START
+        for member in self.alive().values():
+            member.held = START
+
     def conclude(self) -> Mark:
         """The round is over: its target is published."""
         assert self.is_over() and self.target is not None
@@ -88,7 +97,7 @@ class Members:
     def join(self, name: str) -> None:
         if name in self.alive():
             raise ValueError(f"{name} is here already")
-        self.all[name] = Member()
+        self.all[name] = Member(held=self.start)
 
     def leave(self, name: str, reason: str) -> None:
         """Gone for good; one that comes back under the name joins as a new one."""

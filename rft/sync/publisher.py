@@ -40,7 +40,29 @@ class Ranks(Protocol):
     def barrier(self, name: str) -> None: ...
 
 
-class Publisher:
+class Rounds:
+    """What every way to publish has in common."""
+
+    version: int | None = None  # the last one that all engines serve
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self.digest = ""  # of the plan, or of what stands in for it
+
+    def pop(self) -> dict[str, float]:
+        """The numbers of rounds since the last call."""
+        numbers, self.last = self.last, {}
+        return numbers
+
+    def claim_save(self, version: int) -> bool:
+        """Whether `version` is to be saved now, for the engines; see `rft.sync.publisher_disk`."""
+        return False
+
+    def rest(self) -> None:
+        """Called when a step has its batch. Does nothing where engines have devices of their own."""
+
+
+class Publisher(Rounds):
     """Every rank has one and calls it in the same order. `enabled=False` (no engines in this run): versions just count."""
 
     def __init__(
@@ -48,6 +70,7 @@ class Publisher:
         enabled: bool = True, address: str = "127.0.0.1", probe: Callable[[int], dict[str, float]] = lambda version: {},
         takes_turns: bool = False,
     ):  # fmt: skip
+        super().__init__()
         self.mesh = mesh
         self.source = source
         self.synchronizer = synchronizer
@@ -57,9 +80,6 @@ class Publisher:
         self.address = address
         self.probe = probe  # looks at the engines while they serve exactly these weights
         self.takes_turns = takes_turns  # with engines on the same devices
-        self.version: int | None = None
-        self.last: dict[str, float] = {}
-        self.digest = ""  # of the plan
         self._sender: WeightSender | None = None
         self._open: int | None = None  # the version that these weights are offered as
         self._due = False
@@ -87,7 +107,7 @@ class Publisher:
             self._sender.follow(plan, owners.index(self.mesh.rank))
         if self.synchronizer is not None:
             self._reply = self.synchronizer.connect.remote(decision["plan"], decision["streams"], self.epoch)
-        self._agree(self._outcome())
+        agreed(self.mesh, self._outcome())
 
     def start(self, version: int, due: bool = True) -> None:
         """Begin publishing the current weights as `version`; does not block. Not `due`: they are only there for engines that
@@ -107,7 +127,7 @@ class Publisher:
         """Return when the started version, if it was due, is served by all engines. Collective."""
         if self._open is None or not self._due:
             return
-        numbers = self._agree(self._outcome()) | self.probe(self._open) if self.enabled else {}
+        numbers = agreed(self.mesh, self._outcome()) | self.probe(self._open) if self.enabled else {}
         self._due, self.version = False, self._open
         self.last |= {f"sync/{name}": value for name, value in numbers.items()}
 
@@ -118,7 +138,7 @@ class Publisher:
         self.wait()
         if self.synchronizer is not None:
             self._reply = self.synchronizer.rest.remote()
-        numbers = self._agree(self._outcome(), "putting the engines to sleep")
+        numbers = agreed(self.mesh, self._outcome(), "putting the engines to sleep")
         self.last |= {f"sync/{name}": value for name, value in numbers.items()}
 
     def release(self) -> None:
@@ -129,11 +149,6 @@ class Publisher:
         self._open = None
         if self._sender:
             self.last |= {f"sync/{name}": value for name, value in self._sender.close_version().items()}
-
-    def pop(self) -> dict[str, float]:
-        """The numbers of rounds since the last call."""
-        numbers, self.last = self.last, {}
-        return numbers
 
     def close(self) -> None:
         if self._sender:
@@ -151,20 +166,26 @@ class Publisher:
         """Rank 0: what the synchronizer answered; its failure becomes one of all ranks."""
         if self._reply is None:
             return {}
-        import ray
-
         reply, self._reply = self._reply, None
-        try:
-            return {"numbers": ray.get(reply, timeout=self.config.sync_timeout + REPLY_S) or {}}
-        except Exception as error:  # raised on every rank, after these have heard of it
-            return {"error": reason(error)}
+        return answer(reply, self.config.sync_timeout)
 
-    def _agree(self, outcome: dict[str, Any], what: str = "weight sync") -> dict[str, float]:
-        """Rank 0's outcome, on every rank."""
-        outcome = self.mesh.broadcast(outcome)
-        if "error" in outcome:
-            raise RuntimeError(f"{what} failed: {outcome['error']}")
-        return dict(outcome.get("numbers", {}))
+
+def answer(reply: Any, timeout: float) -> dict[str, Any]:
+    """What the synchronizer says to rank 0, as an outcome for all ranks: its failure becomes one of theirs."""
+    import ray
+
+    try:
+        return {"numbers": ray.get(reply, timeout=timeout + REPLY_S) or {}}
+    except Exception as error:  # raised on every rank, after these have heard of it
+        return {"error": reason(error)}
+
+
+def agreed(mesh: Ranks, outcome: dict[str, Any], what: str = "weight sync") -> dict[str, float]:
+    """Rank 0's outcome, on every rank; raises on every rank if it is a failure."""
+    outcome = mesh.broadcast(outcome)
+    if "error" in outcome:
+        raise RuntimeError(f"{what} failed: {outcome['error']}")
+    return dict(outcome.get("numbers", {}))
 
 
 def link_maker(device: "torch.device", address: str) -> Callable[[Wire], Link] | None:

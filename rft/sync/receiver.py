@@ -127,10 +127,10 @@ class Receiver:
         if update["epoch"] != self.epoch:
             raise ValueError(f"round belongs to epoch {update['epoch']}, this engine was connected in {self.epoch}")
 
-    def stage(self, version: int) -> dict[str, torch.Tensor]:
+    def stage(self, update: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What came in one round, to be read through `whole`. It lies in memory that the next `stage` overwrites."""
         self._kept = self._kept or Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
-        return dict(self._round(version, self._kept))
+        return dict(self._round(update["version"], self._kept))
 
     def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""

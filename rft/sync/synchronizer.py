@@ -4,6 +4,8 @@
                       rest                      │                │   sleep
     supervisor     ── join, leave ─────────────►│ Members (pure) │
     explorer       ◄─ admitted (long poll) ─────┘                └─► published ── experience buffer
+    trainer ranks  ── deposit (method memory)
+    supervisor     ── follow (no trainer here: `rft.sync.saved_versions` looks for what one has saved)
 
 `rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a task of its own that brings it to
 the target as fast as it can: none waits for another. Engines may come and go at any time; one is admitted when it has confirmed
@@ -14,12 +16,15 @@ polled.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rft.sync.members import Members
+from rft.sync.deposits import Deposits
+from rft.sync.members import Mark, Members
+from rft.sync.saved_versions import Refusal, Saved, SavedVersions
 
 log = logging.getLogger(__name__)
 STEPS = ("connect", "take", "end")
@@ -33,7 +38,7 @@ class Superseded(RuntimeError):
 class Synchronizer:
     """Runs as one Ray actor; every method is a coroutine on its event loop. `settings`: what engines are told of each round."""
 
-    def __init__(self, buffer: Any, timeout: float, settings: dict[str, Any] | None = None):
+    def __init__(self, buffer: Any | None, timeout: float, settings: dict[str, Any] | None = None):
         self.buffer = buffer
         self.timeout = timeout
         self.settings = settings or {}
@@ -45,6 +50,8 @@ class Synchronizer:
         self._generation = 0
         self._admitted: list[str] = []
         self._info: dict[str, Any] = {}
+        self._brought: dict[Mark, dict[str, Any]] = {}  # where a version's bytes are, if not in the trainer's streams
+        self._deposits = Deposits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
@@ -97,13 +104,21 @@ class Synchronizer:
 
     # --- the trainer --------------------------------------------------------------------------------------------
 
-    async def connect(self, plan: dict[str, Any], streams: list[dict[str, Any]], epoch: int) -> None:
-        """A trainer of `epoch` serves these streams from now on; engines connect when they need weights."""
-        self._state.trainer(epoch)
-        self._info = {
-            **self.settings, "plan": plan, "streams": streams, "epoch": epoch, "timeout": self.timeout * RECEIVE_SHARE,
-        }  # fmt: skip
+    async def connect(
+        self, plan: dict[str, Any], streams: list[dict[str, Any]], epoch: int, method: str = "nccl"
+    ) -> None:
+        """A trainer of `epoch` serves these streams from now on; engines connect when they need weights. Method "memory": it
+        has no streams, and deposits what they would bring."""
+        await self.attach(epoch, plan=plan, streams=streams, method=method)
+        self._deposits.begin([len(stream["buckets"]) for stream in plan["streams"]])
         await self._check_plan(plan)
+        await self._tell()
+
+    async def attach(self, epoch: int, **info: Any) -> None:
+        """A trainer of `epoch` leads from now on. `info`: what engines are told before they take anything of it."""
+        self._state.trainer(epoch)
+        self._brought.clear()
+        self._info = {**self.settings, **info, "epoch": epoch, "timeout": self.timeout * RECEIVE_SHARE}
         await self._tell()
 
     async def _check_plan(self, plan: dict[str, Any]) -> None:
@@ -121,8 +136,23 @@ class Synchronizer:
             self._state.offer(version)
             await self._tell()
 
-    async def publish(self, version: int, epoch: int | None = None) -> dict[str, float]:
+    async def deposit(self, version: int, epoch: int, stream: int, number: int, data: Any, digest: str) -> None:
+        """One bucket of a trainer rank's stream of `version`. It becomes an object that lives as long as somebody wants it."""
+        import ray
+
+        if epoch == self._state.epoch:
+            mine = await asyncio.to_thread(ray.put, data)
+            await self._deposits.put((epoch, version), stream, number, (mine, digest))
+
+    async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
+        """As `publish`, when every rank has deposited its stream of `version`."""
+        return await self.publish(version, epoch, await self._deposits.complete((epoch, version), self.timeout))
+
+    async def publish(
+        self, version: int, epoch: int | None = None, brought: dict[str, Any] | None = None
+    ) -> dict[str, float]:
         """Returns when every engine that is here, and at least one, serves `version`; those that cannot have been left out.
+        `brought`: where its bytes are (method, digest, origin), if they are not in the trainer's streams.
 
         Raises when none can, when a newer trainer has attached, and TimeoutError naming who was waited for.
         """
@@ -134,6 +164,8 @@ class Synchronizer:
         mark, began = (state.epoch, version), time.monotonic()
         self.resting = False
         self.reports.clear()
+        if brought is not None:
+            self._brought[mark] = brought
         state.publish(version)
         await self._tell()
         done = await self._until(lambda: state.target != mark or state.is_over() or state.is_hopeless(), self.timeout)
@@ -144,9 +176,11 @@ class Synchronizer:
                 f"version {version} was not installed everywhere in {self.timeout:g} s: {self._where()}"
             )
         if not state.is_over():
-            raise RuntimeError(f"no engine could take version {version}: {self._where()}")
+            raise Refusal(f"no engine could take version {version}: {self._where()}")
         state.conclude()
-        await self.buffer.published.remote(version, state.epoch)
+        self._brought = {other: found for other, found in self._brought.items() if other >= mark}
+        if self.buffer is not None:
+            await self.buffer.published.remote(version, state.epoch)
         await self._tell()
         return self._numbers(time.monotonic() - began)
 
@@ -167,6 +201,20 @@ class Synchronizer:
         asked = [self.handles[name].generate.remote(request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
+
+    async def follow(self, root: str) -> int | None:
+        """Serve what a trainer elsewhere saves at `root`, now and from now on; returns the version that is served at once.
+
+        None: nothing is saved yet, and engines serve what they were started with. Raises when there are saves, but no good one.
+        """
+        saves = SavedVersions(root, functools.partial(self._publish_saved, root), patience=self.timeout)
+        served = await saves.first()
+        if served is None:
+            self._state.serve_start()
+            await self._tell()
+        self._tasks["saved versions"] = asyncio.create_task(saves.follow())
+        self._tasks["saved versions"].add_done_callback(self._settle)
+        return served
 
     async def version(self) -> int | None:
         """The version that every engine of its round has confirmed; None before the first."""
@@ -194,6 +242,11 @@ class Synchronizer:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
+    async def _publish_saved(self, root: str, saved: Saved) -> None:
+        """Every save comes as a trainer of its own: of two the newer one counts, whatever versions they are."""
+        await self.attach(self._state.epoch + 1, method="checkpoint")
+        await self.publish(saved.version, None, brought_by(root, saved.path, saved.digest))
+
     async def _keep_up(self, name: str, engine: Any) -> None:
         """One engine's life: connect and take, whenever the state machine says so, until it is gone."""
         while True:
@@ -218,7 +271,8 @@ class Synchronizer:
         state = self._state
         mark = state.begin(name)
         info = self._info
-        update = {"digest": info["plan"]["digest"], "epoch": mark[0], "timeout": info["timeout"], **self.settings}
+        update = {"epoch": mark[0], "timeout": info["timeout"], **self.settings, **self._brought.get(mark, {})}
+        update.setdefault("digest", info.get("plan", {}).get("digest", ""))
         await self._tell()
         staged = await engine.stage.remote(mark[1], update)
         if "missed" in staged:
@@ -321,6 +375,11 @@ class Synchronizer:
     def _settle(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and task.exception() is not None and not self._broken.done():
             self._broken.set_exception(task.exception() or RuntimeError("unreachable"))
+
+
+def brought_by(root: str, path: str, digest: str) -> dict[str, Any]:
+    """Tells engines of a save of the weights: a committed directory below `root`, whose manifest has the seal `digest`."""
+    return {"method": "checkpoint", "digest": digest, "origin": {"root": root, "path": path}}
 
 
 def reason(error: BaseException | None) -> str:

@@ -131,12 +131,14 @@ def test_the_export_is_the_model_that_was_trained(whole: Whole) -> None:
 
 
 def test_explore_then_train(tmp_path: Path) -> None:
-    """Two runs of one name meet in the journal; the trainer ends by itself when it has trained on all of it."""
+    """Runs of one name meet in the journal; the trainer ends by itself when it has trained on all of it. What it has saved for
+    explorers is what the next one samples from, from its first request on (W20)."""
     steps = 3
     assets = write_assets(tmp_path / "assets")
     job = tmp_path / "rft" / "apart"
     with train(*overrides(tmp_path, "apart", assets, "mode=explore", f"trainer.total_steps={steps}")) as run:
         assert (run.end(), run.errors()) == (0, "")
+    assert "engines serve the model as given" in run.lines
     explored = History(job / "buffer" / "experience_buffer")
     rows = [e for record in explored.of(Stored) for e in decode(record.experiences, list[Experience])]
     with train(*overrides(tmp_path, "apart", assets, "mode=train", "trainer.total_steps=50")) as run:
@@ -147,3 +149,10 @@ def test_explore_then_train(tmp_path: Path) -> None:
     assert [row["step"] for row in step_rows(job)] == list(range(1, steps + 1))
     assert sum(row["num_tokens"] for row in step_rows(job)) == sum(e.response_length for e in rows)
     assert not list((job / "logs" / "latest").glob("engine*"))
+    more = [f"trainer.total_steps={steps + 1}", "mode=explore"]
+    with train(*overrides(tmp_path, "apart", assets, *more)) as run:
+        assert (run.end(), run.errors()) == (0, "")
+    assert f"engines serve saved version {steps}" in run.lines
+    stored = History(job / "buffer" / "experience_buffer").of(Stored)[len(explored.of(Stored)) :]
+    late = [e for record in stored for e in decode(record.experiences, list[Experience])]
+    assert late and {span.version for e in late for span in e.versions} == {steps}

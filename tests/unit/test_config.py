@@ -1,9 +1,11 @@
 """Composition of stages, derived values, and every refusal: one message with the key and the fix, before anything starts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from rft import config as configs
 from rft import preflight, train
 from rft.algorithm import recipe
 from rft.config import Config, ConfigError
+from rft.preflight_sync import stored_bytes
 from rft.tools import config_page
 from rft.tools.toy import write_arithmetic, write_model
 
@@ -107,6 +110,37 @@ def test_staleness_follows_from_the_style(
     (config,) = grpo(assets, tmp_path, *keys)
     sync = config.synchronizer
     assert (sync.sync_method, sync.sync_style, sync.max_staleness) == ("nccl", style, staleness)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "method"),
+    [
+        ("", "nccl"),
+        ("synchronizer.sync_method=offline", "checkpoint"),
+        ("synchronizer.sync_method=memory", "memory"),
+        ("mode=train", "checkpoint"),
+        ("mode=explore", "checkpoint"),
+        ("mode=explore synchronizer.sync_method=checkpoint", "checkpoint"),
+    ],
+)
+def test_the_method_follows_from_the_mode(assets: Path, tmp_path: Path, overrides: str, method: str) -> None:
+    (config,) = grpo(assets, tmp_path, *overrides.split())
+    assert config.synchronizer.sync_method == method
+
+
+def test_memory_holds_two_versions_and_needs_room_for_them(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (config,) = grpo(assets, tmp_path, "synchronizer.sync_method=memory")
+    (half,) = grpo(assets, tmp_path, "synchronizer.sync_method=memory", "trainer.dtype=bf16")
+    model = (assets / "model" / "model.safetensors").stat().st_size
+    assert 2 * 0.99 * model < stored_bytes(config) < 2.2 * model
+    assert stored_bytes(half) == pytest.approx(stored_bytes(config) / 2, rel=1e-3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=stored_bytes(config) - 1))
+    with pytest.raises(
+        ConfigError, match="sync_method=memory holds 2 versions of the weights.*/dev/shm.*set synchroni"
+    ):
+        grpo(assets, tmp_path, "synchronizer.sync_method=memory")
 
 
 def test_a_stage_inherits_every_key_it_does_not_set(tmp_path: Path) -> None:
@@ -232,6 +266,9 @@ REFUSED = {  # overrides: what the message must say
     "synchronizer.sync_style=fuly_async": "did you mean `fully_async`",
     "synchronizer.sync_style=dynamic_by_trainer": "did you mean `dynamic_by_explorer`",
     "synchronizer.sync_method=carrier_pigeon": "sync_method",
+    "synchronizer.sync_method=nccl mode=explore": "there is no trainer here; set synchronizer.sync_method=checkpoint",
+    "synchronizer.sync_method=memory mode=train": "there is no engine here; set synchronizer.sync_method=checkpoint",
+    "synchronizer.sync_method=checkpoint synchronizer.lora_sync=merged model.lora_configs=[{lora_rank:4}]": "lora_sync=adapter",
     "monitor.monitor_type=wanb": "wandb",
     "checkpoint_root_dir=/proc/nowhere": "checkpoint_root_dir",
     "cluster.ray_address=127.0.0.1:1": "cluster.ray_address",

@@ -86,7 +86,7 @@ def step(world: World, move: tuple) -> None:
     elif what == "join":
         state.join(name)
         world.joins[name] += 1
-        world.real[name] = None
+        world.real[name] = state.start
     elif what == "die":
         state.leave(name, "killed")
         world.calls.pop(name, None)  # its task is cancelled
@@ -141,9 +141,13 @@ def check(world: World) -> None:
         assert waits, f"the round waits for {name}, which has nothing to do"
 
 
-def explore(engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...]) -> int:
+def explore(
+    engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...], serve_start: bool = False
+) -> int:
     """Walk through every state that can be reached; returns how many there are."""
     first = World(engines, versions, epochs)
+    if serve_start:
+        first.members.serve_start()
     found, frontier = {first.key()}, [first]
     while frontier:
         world = frontier.pop()
@@ -163,6 +167,10 @@ def test_one_engine_and_two_trainers_in_every_order() -> None:
 
 def test_two_engines_and_one_round_in_every_order() -> None:
     assert explore(("a", "b"), (0,), (0,)) > 5_000
+
+
+def test_engines_that_serve_what_they_were_started_with_until_there_is_a_version() -> None:
+    assert explore(("a",), (0, 1), (0,), serve_start=True) > 300
 
 
 @settings(max_examples=200, deadline=None)
@@ -199,6 +207,29 @@ def test_an_engine_that_has_just_started_is_not_admitted_before_it_has_the_publi
     members.conclude()
     members.join("b")
     assert members.admitted() == ["a"] and members.next_step("b") == "connect"
+
+
+def test_without_any_version_engines_serve_what_they_have_and_later_ones_do_not() -> None:
+    members = Members()
+    members.join("a")
+    members.serve_start()
+    members.join("b")
+    assert members.admitted() == ["a", "b"]
+    members.trainer(0)
+    members.publish(3)
+    take(members, "a")
+    members.leave("b", "killed")
+    members.conclude()
+    members.join("b")
+    assert members.admitted() == ["a"] and members.next_step("b") == "connect"
+
+
+def take(members: Members, name: str) -> None:
+    members.connect(name)
+    members.connected(name, members.epoch)
+    mark = members.begin(name)
+    assert members.staged(name, mark)
+    members.committed(name, mark)
 
 
 def test_an_engine_that_fails_three_times_leaves_the_round_to_the_others() -> None:

@@ -18,9 +18,10 @@ STEPS = 5
 class Parts:
     """All of the trainer's parts; each notes what is asked of it."""
 
-    def __init__(self, alone: bool = False, evaluated: int | None = None) -> None:
+    def __init__(self, alone: bool = False, evaluated: int | None = None, by_saves: bool = False) -> None:
         self.events: list[str] = []
         self.asked: list[int] = []
+        self.unsaved: dict[int, bool] = {}
         note = self.note
         self.mesh = SimpleNamespace(broadcast=lambda item: item)
         self.models = SimpleNamespace(score=self.score, train_step=self.train_step)
@@ -35,9 +36,10 @@ class Parts:
             release=lambda: note("published"),
             pop=dict,
             version=None,
+            claim_save=lambda step: by_saves and self.unsaved.pop(step, False),
         )
         self.checkpoints = SimpleNamespace(
-            requested=None, save=lambda step, *_: note(f"save {step}"), before_update=lambda: note("copied"), poll=list,
+            requested=None, save=self.save, before_update=lambda: note("copied"), poll=list,
             wait=lambda step: None, wait_exports=lambda: None, metrics=dict,
         )  # fmt: skip
         self.evaluations = SimpleNamespace(
@@ -51,7 +53,11 @@ class Parts:
     def publish(self, version: int, due: bool) -> None:
         self.note(f"{'publish' if due else 'offer'} {version}")
         if due:
-            self.publisher.version = version
+            self.publisher.version, self.unsaved[version] = version, True
+
+    def save(self, step: int, models: Any, loop: dict[str, Any], full: bool, weights: bool) -> None:
+        self.note(" ".join(["save", str(step), *["full"] * full, *["weights"] * weights]))
+        self.checkpoints.requested = step if full else self.checkpoints.requested
 
     def ask(self, interval: int) -> bool:
         """Explorers that want weights after every fourth step."""
@@ -86,7 +92,7 @@ def trained(parts: Parts, **sync: Any) -> list[str]:
 
 def second(events: list[str]) -> list[str]:
     """Those of the second step."""
-    return events[events.index("save 1") + 1 : events.index("save 2") + 1]
+    return events[events.index("evaluate 1") + 1 : events.index("evaluate 2") + 1]
 
 
 def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
@@ -100,14 +106,14 @@ def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
         "publish 2",
         "consumed 1",
         "log 2",
+        "save 2 full",
         "evaluate 2",
-        "save 2",
     ]
 
 
 def test_a_deterministic_run_evaluates_the_version_it_has_published() -> None:
     found = second(trained(Parts(alone=True)))
-    assert found[found.index("publish 2") + 1 :] == ["consumed 1", "log 2", "published", "evaluate 2", "save 2"]
+    assert found[found.index("publish 2") + 1 :] == ["consumed 1", "log 2", "save 2 full", "published", "evaluate 2"]
 
 
 def publications(events: list[str]) -> list[int]:
@@ -135,3 +141,16 @@ def test_explorers_are_asked_after_every_step_in_the_one_style_that_does() -> No
     parts = Parts()
     trained(parts, sync_style="fully_async")
     assert parts.asked == []
+
+
+def saves(events: list[str]) -> list[str]:
+    return [event.removeprefix("save ") for event in events if event.startswith("save ")]
+
+
+def test_weights_for_engines_and_a_checkpoint_of_one_step_are_one_save() -> None:
+    """Row P18. What is due is saved before anybody waits for the engines to have it: they take it from there."""
+    events = trained(Parts(by_saves=True, alone=True), sync_interval=2)
+    assert saves(events) == ["0 weights", "1 full", "2 full weights", "3 full", "4 full weights", "5 full", "5 weights"]
+    assert events.index("save 0 weights") < events.index("published")
+    assert events[events.index("save 2 full weights") :][1] == "published"
+    assert saves(trained(Parts(by_saves=False), sync_interval=2)) == ["1 full", "2 full", "3 full", "4 full", "5 full"]

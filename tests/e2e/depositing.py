@@ -1,0 +1,44 @@
+"""A trainer in miniature that publishes by memory: python depositing.py RAY NAMESPACE SYNCHRONIZER MODEL VERSION; then it is gone.
+
+Two ranks as threads of one process, which is no actor of Ray's, as a trainer rank is none.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import ray
+from miniature import BUCKET_BYTES, Shards, ThreadMesh
+
+from rft import control
+from rft.config import SynchronizerConfig
+from rft.sync.publisher_memory import MemoryPublisher
+
+
+def publish(publisher: MemoryPublisher, version: int) -> dict[str, float]:
+    publisher.connect()
+    publisher.start(version)
+    publisher.release()
+    for _, tensor in publisher.source.parts:  # type: ignore[attr-defined]
+        tensor.zero_()  # they may change now
+    publisher.wait()
+    return publisher.last
+
+
+def deposit(synchronizer: Any, path: Path, version: int, epoch: int) -> dict[str, float]:
+    slots, barrier = [None, None], Barrier(2)
+    config = SynchronizerConfig(sync_timeout=60.0, bucket_bytes=BUCKET_BYTES)
+    publishers = [
+        MemoryPublisher(ThreadMesh(rank, slots, barrier), Shards(path, rank), synchronizer, config, epoch)
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        return [job.result() for job in [pool.submit(publish, one, version) for one in publishers]][0]
+
+
+if __name__ == "__main__":
+    address, namespace, name, path, version = sys.argv[1:]
+    control.connect(address, namespace)
+    print(deposit(ray.get_actor(name), Path(path), int(version), epoch=1))

@@ -1,0 +1,125 @@
+"""Saved weights as an engine worker and a synchronizer without a trainer find them."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from states import State, managed, save
+
+from rft.checkpoint.commit import read_manifest
+from rft.checkpoint.storage import open_storage
+from rft.sync.from_checkpoint import SavedWeights
+from rft.sync.saved_versions import Refusal, Saved, SavedVersions, find
+from rft.sync.wire import Refused
+from rft.tools.toy import write_model
+
+SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("saved") / "qwen3", "qwen3", **SHAPE)
+
+
+def tensors_of(model: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: value.to(dtype) for name, value in load_file(model / "model.safetensors").items()}
+
+
+def saved(root: Path, tensors: dict[str, torch.Tensor], *steps: int, epoch: int = 1) -> None:
+    """Weights-only saves whose numbers are those of `tensors` plus the step."""
+    state = State({f"model/{name}": torch.empty_like(value) for name, value in tensors.items()})
+    with managed(root, state, epoch=epoch) as manager:
+        for step in steps:
+            for name, value in tensors.items():
+                state.tensors[f"model/{name}"].copy_(value + step)
+            save(manager, step, state, full=False, weights=True)
+
+
+def update_of(root: Path, step: int) -> dict:
+    path = f"weights/v_{step:08d}"
+    return {
+        "digest": read_manifest(open_storage(root), path).seal, "version": step,
+        "origin": {"root": str(root), "path": path},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_worker_gets_every_tensor_as_it_was_saved(model: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    wanted = tensors_of(model, dtype)
+    saved(tmp_path / "root", wanted, 3, 4)
+    reader = SavedWeights(str(model), torch.device("cpu"))
+    for step in (3, 4):
+        found = reader.stage(update_of(tmp_path / "root", step))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value + step) for name, value in wanted.items())
+    again = reader.stage(update_of(tmp_path / "root", 3))
+    assert all(again[name].data_ptr() == found[name].data_ptr() for name in found), "the memory is kept"
+
+
+def test_what_is_not_the_announced_save_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    saved(root, tensors_of(model), 1, 2)
+    reader = SavedWeights(str(model), torch.device("cpu"))
+    with pytest.raises(Refused, match="is save .* of version 2, not the one that was announced as version 2"):
+        reader.stage({**update_of(root, 2), "digest": update_of(root, 1)["digest"]})
+    (file,) = (root / "weights" / "v_00000002").glob("*.bin")
+    data = bytearray(file.read_bytes())
+    data[17] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(Refused, match=r"v_00000002/r00000.bin was changed: chunk 0"):
+        reader.stage(update_of(root, 2))
+    gone = update_of(root, 1)
+    shutil.rmtree(root / "weights" / "v_00000001")
+    with pytest.raises(Refused, match="v_00000001"):
+        reader.stage(gone)
+    other = write_model(tmp_path / "other", "qwen3", **{**SHAPE, "ffn": 32})
+    saved(tmp_path / "another", tensors_of(other), 5)
+    with pytest.raises(Refused, match="is of another model"):
+        reader.stage(update_of(tmp_path / "another", 5))
+
+
+class Engines:
+    """Take every version but those whose file is damaged."""
+
+    def __init__(self, bad: set[int] = frozenset()):
+        self.bad = bad
+        self.took: list[tuple[int, int]] = []
+
+    async def publish(self, save: Saved) -> None:
+        if save.version in self.bad:
+            raise Refusal(f"version {save.version} is damaged")
+        self.took.append((save.epoch, save.version))
+
+
+def looks(root: Path, engines: Engines) -> SavedVersions:
+    return SavedVersions(str(root), engines.publish, patience=1.0)
+
+
+def test_the_newest_version_is_published_once_and_a_bad_one_never(model: Path, tmp_path: Path) -> None:
+    root, tensors = tmp_path / "root", tensors_of(model)
+    engines = Engines()
+    watch = looks(root, engines)
+    assert asyncio.run(watch.first()) is None, "nothing is there yet"
+    saved(root, tensors, 1, 2)
+    assert asyncio.run(watch.look()).version == 2 and asyncio.run(watch.look()) is None
+    saved(root, tensors, 3, epoch=2)
+    engines.bad = {3}
+    assert asyncio.run(watch.look()) is None
+    engines.bad = set()
+    assert asyncio.run(watch.look()) is None, "it is not tried again"
+    saved(root, tensors, 2, epoch=3)
+    asyncio.run(watch.look())
+    assert engines.took == [(1, 2), (3, 2)], "a trainer that went back is newer"
+
+
+def test_the_one_before_serves_at_the_start_when_the_newest_is_bad(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    saved(root, tensors_of(model), 1, 2)
+    assert [save.version for save in find(str(root))] == [2, 1]
+    engines = Engines(bad={2})
+    assert asyncio.run(looks(root, engines).first()) == 1 and engines.took == [(1, 1)]
+    with pytest.raises(RuntimeError, match="none can be served: version 2 is damaged; version 1 is damaged"):
+        asyncio.run(looks(root, Engines(bad={1, 2})).first())
