@@ -49,7 +49,7 @@ class Client:
     async def hold(self) -> dict[str, float]:
         """End the traffic; what is under way ends where it is. Raises what went wrong with any request."""
         self._held = True
-        for request_id in self._asking:
+        for request_id in list(self._asking):
             await self.pool.abort(request_id)
         await asyncio.gather(*self._traffic)
         return self.pool.stats()

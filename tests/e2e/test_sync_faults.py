@@ -9,7 +9,6 @@ import random
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def lose_engine(world: World, dice: random.Random) -> str:
 def lose_synchronizer(world: World, dice: random.Random) -> str:
     """Who asked hears of it. In a run that ends everything; here another one finds the engines in whatever state they are."""
     point = f"{dice.choice(['before', 'after'])} {dice.choice([*EVENTS, *EVENTS, *JOINING, 'message'])}"
-    kind, count = point.split()[1], 1
+    kind = point.split()[1]
     if kind == "message":
         doom = Doom("message", dice.randint(1, 2 * world.ranks.messages), world.pid("synchronizer"))
         world.ranks.doom(dice.randrange(2), doom)
