@@ -12,7 +12,7 @@ import msgspec
 from rft.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.pool import EnginePool
 
-TOKENS = 160  # of one answer: some are always under way when new weights come
+TOKENS = 80  # of one answer: some are always under way when new weights come
 TEMPERATURE = 0.7
 PROMPTS = [[10, 23, 42, 31, 17, 8], [10 + i % 80 for i in range(200)], [12 + i % 70 for i in range(90)]]  # 2: cached
 
@@ -72,7 +72,7 @@ class Client:
             number = next(self._numbers)
             sampling = Sampling(temperature=TEMPERATURE, max_tokens=TOKENS, min_tokens=TOKENS, seed=number)
             request = GenerateRequest(
-                request_id=f"{self.name}/{number}", prompt=PROMPTS[number % len(PROMPTS)], n=2, sampling=sampling
+                request_id=f"{self.name}/{number}", prompt=PROMPTS[number % len(PROMPTS)], n=1, sampling=sampling
             )
             self._asking.add(request.request_id)
             made = await self.pool.generate(request)

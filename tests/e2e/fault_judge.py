@@ -20,7 +20,7 @@ from rft.experience import Completion
 
 CONTRAST = 100 * TOLERANCE  # by how much another version's log-probabilities differ, somewhere in an answer
 LOAD_S = 120.0
-SWEEP = TOKENS + 10
+SWEEP = TOKENS + 10  # tokens: longer than all others that it may meet
 CHECKED = [([30, 31, 70, 71, 12, 13, 14], 7), ([44] * 40 + [45], 8), ([15 + i % 50 for i in range(120)], 9)]
 
 
@@ -44,18 +44,22 @@ class Judge:
                 seen["over a change"] += len(made.versions) > 1
         return seen
 
-    def compare_with_clean(self, engine: Any, version: int) -> None:
-        """Bit by bit what the same engine says when it has loaded the version from a directory."""
-        answer(ask(engine, max_tokens=SWEEP, min_tokens=SWEEP))  # the last one that was under way before ends before it
-        streamed = self._say(engine)
+    def compare_with_clean(self, engines: list[Any], version: int) -> None:
+        """Bit by bit what the same engines say when they have loaded the version from a directory."""
+        for last in [ask(engine, max_tokens=SWEEP, min_tokens=SWEEP) for engine in engines]:
+            answer(last)  # what was under way before, also for a client that is gone, has ended
+        streamed = self._say(engines)
         save_file(weights(self.path, version), self.clean / "model.safetensors")
-        ray.get(engine.load_weights_from.remote(str(self.clean), version), timeout=LOAD_S)
-        assert streamed == self._say(engine), f"version {version} is not what it is after a clean load"
+        ray.get([engine.load_weights_from.remote(str(self.clean), version) for engine in engines], timeout=LOAD_S)
+        assert streamed == self._say(engines), f"version {version} is not what it is after a clean load"
 
-    def _say(self, engine: Any) -> list[Completion]:
+    def _say(self, engines: list[Any]) -> list[list[Completion]]:
         """One request at a time."""
-        made = [answer(ask(engine, prompt=prompt, max_tokens=24, seed=seed)) for prompt, seed in CHECKED]
-        return [one for each in made for one in each]
+        made = []
+        for prompt, seed in CHECKED:
+            asked = [ask(engine, prompt=prompt, max_tokens=16, min_tokens=16, seed=seed) for engine in engines]
+            made += [answer(one) for one in asked]
+        return made
 
     def _judge(self, prompt: list[int], made: Completion) -> None:
         at = 0

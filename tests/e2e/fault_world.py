@@ -23,7 +23,7 @@ from rft.sync import plan as plans
 SYNC_S = 60.0  # sync_timeout
 ANSWER_S = 120.0
 START_S = 400.0  # of an engine, on a crowded machine
-WIDTH = 3  # requests under way
+WIDTH = 4  # requests under way
 CONTEXT = 512
 HERE = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
 ENGINES = ("engine_0", "engine_1")
@@ -161,8 +161,7 @@ class World:
         self.await_everybody()
         self.round()
         self.get(self.client.hold.remote())
-        for name in ENGINES:
-            self.judge.compare_with_clean(self.engines[name], self.version)
+        self.judge.compare_with_clean(list(self.engines.values()), self.version)
         self.hear_client()
         self.get(self.client.go.remote())
 
