@@ -20,6 +20,7 @@ from rft.experience import Completion
 
 CONTRAST = 100 * TOLERANCE  # by how much another version's log-probabilities differ, somewhere in an answer
 LOAD_S = 120.0
+BATCH = 16
 SWEEP = TOKENS + 10  # tokens: longer than all others that it may meet
 CHECKED = [([30, 31, 70, 71, 12, 13, 14], 7), ([44] * 40 + [45], 8), ([15 + i % 50 for i in range(120)], 9)]
 
@@ -33,16 +34,23 @@ class Judge:
 
     def traffic(self, file: Path) -> Counter[str]:
         """All that a client got since the last time. Counts answers, tokens and answers over a change of weights."""
-        seen: Counter[str] = Counter()
         fresh = answers(file)[self.read[file] :]
         self.read[file] += len(fresh)
-        for answered in fresh:
-            for made in answered.completions:
-                self._judge(answered.prompt, made)
-                seen["answers"] += 1
-                seen["tokens"] += len(made.tokens)
-                seen["over a change"] += len(made.versions) > 1
-        return seen
+        pairs = [(answered.prompt, made) for answered in fresh for made in answered.completions]
+        for _, made in pairs:
+            check_spans(made)
+        versions = sorted({span.version for _, made in pairs for span in made.versions})
+        for version in versions:
+            said = [pair for pair in pairs if any(span.version == version for span in pair[1].versions)]
+            for at in range(0, len(said), BATCH):
+                self._judge(version, said[at : at + BATCH])
+        return Counter(
+            {
+                "answers": len(pairs),
+                "tokens": sum(len(made.tokens) for _, made in pairs),
+                "over a change": sum(len(made.versions) > 1 for _, made in pairs),
+            }
+        )
 
     def compare_with_clean(self, engines: list[Any], version: int) -> None:
         """Bit by bit what the same engines say when they have loaded the version from a directory."""
@@ -61,25 +69,31 @@ class Judge:
             made += [answer(one) for one in asked]
         return made
 
-    def _judge(self, prompt: list[int], made: Completion) -> None:
-        at = 0
-        for span in made.versions:
-            assert span.start == at < span.end, made.versions
-            at = span.end
-        assert at == len(made.tokens) == len(made.logprobs), "tokens without version"
-        for span in made.versions:
-            worst = self._difference(span.version, prompt, made)[span.start : span.end].max()
-            assert worst < TOLERANCE, f"{made.versions}: of version {span.version} log-probabilities differ by {worst}"
-        if at > TOKENS // 2 and len(made.versions) == 1:
-            other = self._difference(made.versions[0].version - 1, prompt, made).max()
-            assert other > CONTRAST, "this judge cannot tell versions apart"
+    def _judge(self, version: int, said: list[tuple[list[int], Completion]]) -> None:
+        """The tokens that were sampled under `version`, in answers that have some."""
+        right, wrong = self._logprobs(version, said), self._logprobs(version - 1, said)
+        for (_, made), ours, others in zip(said, right, wrong, strict=True):
+            theirs = torch.tensor(made.logprobs)
+            for span in (span for span in made.versions if span.version == version):
+                worst = (theirs - ours)[span.start : span.end].abs().max()
+                assert worst < TOLERANCE, f"{made.versions}: those of {version} differ by {worst}"
+                if span.end - span.start > TOKENS // 2:
+                    contrast = (theirs - others)[span.start : span.end].abs().max()
+                    assert contrast > CONTRAST, "this judge cannot tell versions apart"
 
-    def _difference(self, version: int, prompt: list[int], made: Completion) -> torch.Tensor:
+    def _logprobs(self, version: int, said: list[tuple[list[int], Completion]]) -> list[torch.Tensor]:
+        """Of every token of each answer, under one version for all."""
+        rows = [torch.tensor(prompt + made.tokens) for prompt, made in said]
         with torch.no_grad():
-            logits = self.model(version)(torch.tensor([prompt + made.tokens])).logits[0, len(prompt) - 1 : -1]
-        logits[:, END] = -torch.inf  # min_tokens
-        ours = (logits / TEMPERATURE).log_softmax(-1).gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
-        return (torch.tensor(made.logprobs) - ours).abs()
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # on the right: nobody looks there
+            logits = self.model(version)(padded).logits
+        logits[:, :, END] = -torch.inf  # min_tokens
+        logprobs = (logits / TEMPERATURE).log_softmax(-1)
+        found = []
+        for (prompt, made), row in zip(said, logprobs, strict=True):
+            at = slice(len(prompt) - 1, len(prompt) - 1 + len(made.tokens))
+            found.append(row[at].gather(1, torch.tensor(made.tokens, dtype=torch.int64)[:, None])[:, 0])
+        return found
 
     def _model(self, version: int) -> Any:
         from transformers import AutoModelForCausalLM
@@ -88,3 +102,12 @@ class Judge:
         left = model.load_state_dict(weights(self.path, version), strict=False)
         assert (left.missing_keys, left.unexpected_keys) == (["lm_head.weight"], [])  # the head is the embedding
         return model
+
+
+def check_spans(made: Completion) -> None:
+    """Every token has one version."""
+    at = 0
+    for span in made.versions:
+        assert span.start == at < span.end, made.versions
+        at = span.end
+    assert at == len(made.tokens) == len(made.logprobs), "tokens without version"

@@ -118,6 +118,7 @@ def lose_client(world: World, dice: random.Random) -> str:
     assert numbers["engines"] == 2
     world.hear_client()
     world.new_client()
+    world.get(world.client.go.remote())
     return str(doom)
 
 
