@@ -40,6 +40,7 @@ class Judge:
         for _, made in pairs:
             check_spans(made)
         versions = sorted({span.version for _, made in pairs for span in made.versions})
+        assert 0 not in versions, "an engine answered from the weights that it was started with"
         for version in versions:
             said = [pair for pair in pairs if any(span.version == version for span in pair[1].versions)]
             for at in range(0, len(said), BATCH):
@@ -105,7 +106,8 @@ class Judge:
 
 
 def check_spans(made: Completion) -> None:
-    """Every token has one version."""
+    """Every token has one version, and they only grow."""
+    assert sorted({span.version for span in made.versions}) == [span.version for span in made.versions]
     at = 0
     for span in made.versions:
         assert span.start == at < span.end, made.versions
