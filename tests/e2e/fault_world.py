@@ -103,9 +103,8 @@ class World:
         self.ends[name] = self.engines[name].watch.remote()
         return self.engines[name].start.remote()
 
-    def new_engine(self, name: str, cause: str) -> None:
-        """As rft.engines does when one has died."""
-        self.get(self.synchronizer.leave.remote(name, cause))
+    def new_engine(self, name: str) -> None:
+        """As rft.engines does when one has died and the synchronizer knows."""
         ray.kill(self.engines[name])
         processes.end_marked("RFT_LOG_FILE", str(self.directory / f"{name}.log"))
         self.get(self.spawn(name), START_S)

@@ -60,9 +60,9 @@ class MortalEngine(RolloutEngine):
     async def die_at(self, doom: Doom) -> None:
         self.llm.doom = doom
 
-    async def die_loading(self, tensors: int) -> None:
+    async def die_loading(self, doom: Doom) -> None:
         """The process with the model dies when so many tensors of the next round are in it."""
-        await self.llm.collective_rpc("die_loading", args=(tensors,))
+        await self.llm.collective_rpc("die_loading", args=(doom.count,))
 
 
 class MortalCalls:
@@ -167,9 +167,9 @@ class MortalSender(WeightSender):
         self.doom.meet("knock")
         return super()._welcome(hello)
 
-    def _answer(self, wire: Wire, link: Any, version: int) -> None:
+    def _answer(self, *arguments: Any) -> None:
         self.doom.meet("asked")
-        super()._answer(wire, link, version)
+        super()._answer(*arguments)
         self.doom.meet("served")
 
     def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fault_ranks import RankDied
 from fault_world import ANSWER_S, World
-from mortal import CALLS, EVENTS, JOINING, Doom
+from mortal import CALLS, EVENTS, JOINING, NEVER, Doom
 
 CLEAR = r"|no engine could take version \d+: engine_0 is .*|version \d+: a trainer of epoch \d+ has attached"
 COUNTS = {"rank": 17, "engine": 9, "synchronizer": 16, "client": 8}
@@ -62,24 +62,28 @@ def lose_rank(world: World, dice: random.Random) -> str:
 def lose_engine(world: World, dice: random.Random) -> str:
     """The round goes on without it; another one under its name takes the version that the trainer still holds."""
     part, how = dice.choice(["actor", "core"]), dice.choice(["stage", "stage", "load", "call", "call", "now"])
-    pid = world.pid(part)
-    engine = world.engines["engine_1"]
+    pid, engine, doom = world.pid(part), world.engines["engine_1"], NEVER
     if how == "stage":
-        what = Doom("message", dice.randint(1, world.ranks.messages), pid)
-        world.ranks.doom(dice.randrange(2), what, "engine_1/")
+        doom = Doom("message", dice.randint(1, world.ranks.messages), pid)
+        world.ranks.doom(dice.randrange(2), doom, "engine_1/")
     elif how == "load":
-        what = dice.randint(1, 20)
-        world.get(engine.die_loading.remote(what))
+        doom = Doom("load", dice.randint(1, 20))
+        world.get(engine.die_loading.remote(doom))
     elif how == "call":
-        what = Doom(f"{dice.choice(['before', 'after'])} {dice.choice(CALLS)}", 1, pid)
-        world.get(engine.die_at.remote(what))
+        doom = Doom(f"{dice.choice(['before', 'after'])} {dice.choice(CALLS)}", 1, pid)
+        world.get(engine.die_at.remote(doom))
     else:
-        what = os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     asked = world.begin()
     world.await_end("engine_1")
+    world.get(world.synchronizer.leave.remote("engine_1", "killed by this test"))  # as the supervisor does at once
     assert world.get(asked)["engines"] == 1
-    world.new_engine("engine_1", "killed by this test")
-    return f"{part}, {how} {what}"
+    late = [
+        why for _, why in world.get(world.synchronizer.failures.remote(-1)) if "was not installed everywhere" in why
+    ]
+    assert late == [], "the round waited for one that was gone"
+    world.new_engine("engine_1")
+    return f"{part}, {how}: {doom}"
 
 
 def lose_synchronizer(world: World, dice: random.Random) -> str:
