@@ -80,9 +80,10 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
     [
         ("VLLM::EngineCore", 11, ("engine_0 failed while serving", "EngineCore", "SIGKILL")),
         ("ray::Explorer", 12, ("explorer failed while exploring", "its process died")),
+        ("ray::Synchronizer", 14, ("synchronizer failed while publishing", "its process died")),
         ("rft.rank ", 10, ("trainer rank 0 failed while", "killed by SIGKILL")),
     ],
-    ids=["engine", "explorer", "rank"],
+    ids=["engine", "explorer", "synchronizer", "rank"],
 )
 def test_part_killed(command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]) -> None:
     with Attempt([*command, "explorer.rollout_model.max_restarts=0"], job) as run:

@@ -1,0 +1,187 @@
+"""Parts of a run that can be told where to die: each kills itself with SIGKILL at a named point of its own work.
+
+Nothing is simulated: these are the real engine, vLLM worker, synchronizer and trainer rank, each with a place in which it ends.
+Ray and vLLM load this module by name, in processes of their own (`fault_world` puts it on their path).
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rft.rollout.engine import RolloutEngine
+from rft.sync.members import Members
+from rft.sync.receiver import WorkerExtension
+from rft.sync.sender import WeightSender
+from rft.sync.synchronizer import Synchronizer
+from rft.sync.wire import Wire
+
+
+@dataclass
+class Doom:
+    """`pid` is killed when `point` is met for the `count`-th time (from 1); 0: whoever meets it."""
+
+    point: str
+    count: int = 1
+    pid: int = 0
+
+    def meet(self, point: str) -> None:
+        if point != self.point:
+            return
+        self.count -= 1
+        if self.count == 0:
+            os.kill(self.pid or os.getpid(), signal.SIGKILL)
+
+
+NEVER = Doom("")
+
+
+# --- a rollout engine ------------------------------------------------------------------------------------------------
+
+
+class MortalEngine(RolloutEngine):
+    """Points: "before X" and "after X", where X is a call to vLLM, as `pause_generation`; see also `MortalWorker`."""
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "worker_extension_cls": "mortal.MortalWorker"}
+
+    async def start(self, version: int = 0) -> dict[str, Any]:
+        facts = await super().start(version)
+        self.llm = MortalCalls(self.llm)
+        return facts
+
+    async def pids(self) -> tuple[int, int]:
+        """Of this actor and of the process that holds the model."""
+        (core,) = self.llm.engine_core.resources.engine_manager.processes
+        return os.getpid(), core.pid
+
+    async def die_at(self, doom: Doom) -> None:
+        self.llm.doom = doom
+
+    async def die_loading(self, doom: Doom) -> None:
+        """The process with the model dies when so many tensors of the next round are in it."""
+        await self.llm.collective_rpc("die_loading", args=(doom.count,))
+
+
+class MortalCalls:
+    """vLLM, with a point before and after every call that is awaited."""
+
+    def __init__(self, llm: Any):
+        self.llm = llm
+        self.doom = NEVER
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.llm, name)
+        if name not in CALLS:
+            return found
+
+        async def call(*arguments: Any, **named: Any) -> Any:
+            self.doom.meet(f"before {name}")
+            answer = await found(*arguments, **named)
+            self.doom.meet(f"after {name}")
+            return answer
+
+        return call
+
+
+CALLS = ("pause_generation", "start_weight_update", "update_weights", "finish_weight_update", "resume_generation")
+
+
+class MortalWorker(WorkerExtension):
+    def die_loading(self, tensors: int) -> None:
+        streamed = self.weight_transfer_engine  # type: ignore[attr-defined]
+        source, doom = streamed._source, Doom("load", tensors)
+
+        def mortal(update: dict[str, Any]) -> Iterator[Any]:
+            return met(source(update))
+
+        def met(pairs: Iterator[Any]) -> Iterator[Any]:
+            for pair in pairs:
+                doom.meet("load")
+                yield pair
+
+        streamed._source = mortal
+
+
+# --- the synchronizer ------------------------------------------------------------------------------------------------
+
+
+class MortalSynchronizer(Synchronizer):
+    """Points: "before X" and "after X", where X is an event of its state machine (`EVENTS`)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._state = MortalMembers()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def die_at(self, doom: Doom) -> None:
+        self._state.doom = doom
+
+
+class MortalMembers(Members):
+    doom = NEVER
+
+
+def _mortal(event: str) -> Callable[..., Any]:
+    found = getattr(Members, event)
+
+    def happen(self: MortalMembers, *arguments: Any) -> Any:
+        self.doom.meet(f"before {event}")
+        answer = found(self, *arguments)
+        self.doom.meet(f"after {event}")
+        return answer
+
+    return happen
+
+
+EVENTS = ("publish", "begin", "staged", "committed", "conclude")  # of a round, in this order
+JOINING = ("join", "connect", "connected")  # of an engine that comes
+for _event in EVENTS + JOINING:
+    setattr(MortalMembers, _event, _mortal(_event))
+
+
+# --- a trainer rank --------------------------------------------------------------------------------------------------
+
+
+class MortalSender(WeightSender):
+    """Points: "knock", "asked", "message" (any part of any message; only half of it is sent), "served", "opened", "closing"."""
+
+    doom = NEVER
+    peer = ""  # whose messages count; "": everybody's
+    _counting = threading.Lock()
+
+    def open(self, version: int) -> None:
+        super().open(version)
+        self.doom.meet("opened")
+
+    def close_version(self) -> dict[str, float]:
+        numbers = super().close_version()
+        self.doom.meet("closing")
+        return numbers
+
+    def _welcome(self, hello: dict[str, Any]) -> str:
+        self.doom.meet("knock")
+        return super()._welcome(hello)
+
+    def _answer(self, *arguments: Any) -> None:
+        self.doom.meet("asked")
+        super()._answer(*arguments)
+        self.doom.meet("served")
+
+    def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
+        send = wire.send
+
+        def halved(data: memoryview) -> None:
+            middle = len(data) // 2
+            send(data[:middle])
+            if hello["peer"].startswith(self.peer):
+                with self._counting:  # one thread per wire
+                    self.doom.meet("message")
+            send(data[middle:])
+
+        wire.send = halved  # type: ignore[method-assign]
+        super()._serve(wire, hello)

@@ -1,0 +1,152 @@
+"""Any part of weight sync is killed at any point of a round: the others go on or say clearly why not, and once it is there again
+everything is as if nothing had been: no token of mixed weights, of old keys or without a version, bits as after a clean load.
+
+Every case draws its point by its seed. Five in `make test`, all in `make verify`.
+"""
+
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fault_ranks import RankDied
+from fault_world import ANSWER_S, World
+from mortal import CALLS, EVENTS, JOINING, NEVER, Doom
+
+CLEAR = r"|no engine could take version \d+: engine_0 is .*|version \d+: a trainer of epoch \d+ has attached"
+COUNTS = {"rank": 17, "engine": 9, "synchronizer": 16, "client": 8}
+ALWAYS = {("rank", 0), ("engine", 0), ("synchronizer", 0), ("synchronizer", 1), ("client", 0)}
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def world(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    from rft.tools.toy import write_model
+
+    directory = tmp_path_factory.mktemp("faults")
+    path = write_model(directory / "model", seed=1, hidden=96, layers=3, heads=3, kv_heads=1, ffn=256, context=512)
+    made = World(path, directory)
+    yield made
+    made.end()
+
+
+def lose_rank(world: World, dice: random.Random) -> str:
+    """Both ranks come back under the next epoch, with the version that was under way."""
+    point = dice.choice(["message"] * 4 + ["knock", "asked", "served", "opened", "closing"])
+    rank, count = dice.randrange(2), {"message": dice.randint(1, 2 * world.ranks.messages), "served": 2}.get(point, 1)
+    if point == "knock":
+        world.new_ranks()  # whom the engines do not know yet
+    world.ranks.doom(rank, Doom(point, count))
+    try:
+        world.begin()
+    except RankDied:
+        assert point in ("opened", "closing", "message", "asked")
+    world.ranks.processes[rank].join(ANSWER_S)
+    assert world.ranks.processes[rank].exitcode == -signal.SIGKILL
+    asked, waits = world.asked, dice.random() < 0.5
+    if waits:
+        assert re.fullmatch(CLEAR, world.outcome(asked))
+    world.new_ranks()
+    if point == "closing":
+        world.version += 1
+    world.get(world.open())
+    if not waits:
+        assert re.fullmatch(CLEAR, world.outcome(asked))
+    return f"rank {rank}, {point} {count}, {'after' if waits else 'before'} its round was told to have ended"
+
+
+def lose_engine(world: World, dice: random.Random) -> str:
+    """The round goes on without it; another one under its name takes the version that the trainer still holds."""
+    part, how = dice.choice(["actor", "core"]), dice.choice(["stage", "stage", "load", "call", "call", "now"])
+    pid, engine, doom = world.pid(part), world.engines["engine_1"], NEVER
+    if how == "stage":
+        doom = Doom("message", dice.randint(1, world.ranks.messages), pid)
+        world.ranks.doom(dice.randrange(2), doom, "engine_1/")
+    elif how == "load":
+        doom = Doom("load", dice.randint(1, 20))
+        world.get(engine.die_loading.remote(doom))
+    elif how == "call":
+        doom = Doom(f"{dice.choice(['before', 'after'])} {dice.choice(CALLS)}", 1, pid)
+        world.get(engine.die_at.remote(doom))
+    else:
+        os.kill(pid, signal.SIGKILL)
+    asked = world.begin()
+    world.await_end("engine_1")
+    world.get(world.synchronizer.leave.remote("engine_1", "killed by this test"))  # as the supervisor does at once
+    assert world.get(asked)["engines"] == 1
+    late = [
+        why for _, why in world.get(world.synchronizer.failures.remote(-1)) if "was not installed everywhere" in why
+    ]
+    assert late == [], "the round waited for one that was gone"
+    world.new_engine("engine_1")
+    return f"{part}, {how}: {doom}"
+
+
+def lose_synchronizer(world: World, dice: random.Random) -> str:
+    """Who asked hears of it. In a run that ends everything; here another one finds the engines in whatever state they are."""
+    point = f"{dice.choice(['before', 'after'])} {dice.choice([*EVENTS, *EVENTS, *JOINING, 'message'])}"
+    kind = point.split()[1]
+    if kind == "message":
+        doom = Doom("message", dice.randint(1, 2 * world.ranks.messages), world.pid("synchronizer"))
+        world.ranks.doom(dice.randrange(2), doom)
+    else:
+        doom = Doom(point, dice.randint(1, 1 if kind in ("publish", "conclude", *JOINING) else 2))
+        world.get(world.synchronizer.die_at.remote(doom))
+    if kind in JOINING:
+        world.synchronizer.leave.remote("engine_1", "to come back")
+        world.synchronizer.join.remote("engine_1", world.engines["engine_1"])
+    asked = world.begin()
+    world.await_end("synchronizer")
+    assert re.search("actor died|The actor is dead|process died", world.outcome(asked).replace("\n", " "))
+    world.new_synchronizer()
+    world.get(world.client.follow.remote(world.synchronizer))
+    if anew := dice.random() < 0.5:
+        world.new_ranks()
+        world.get(world.open())
+    else:
+        world.connect()
+        world.get(world.publish())
+    return f"{doom}, {'another' if anew else 'the same'} trainer"
+
+
+def lose_client(world: World, dice: random.Random) -> str:
+    """Nobody else takes notice."""
+    doom = Doom("message", dice.randint(1, 2 * world.ranks.messages), world.pid("client"))
+    world.ranks.doom(dice.randrange(2), doom)
+    numbers = world.get(world.begin())
+    world.await_end("client")
+    assert numbers["engines"] == 2
+    world.hear_client()
+    world.new_client()
+    world.get(world.client.go.remote())
+    return str(doom)
+
+
+LOSE: dict[str, Any] = {
+    "rank": lose_rank, "engine": lose_engine, "synchronizer": lose_synchronizer, "client": lose_client,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "seed"),
+    [
+        pytest.param(part, seed, id=f"{part}-{seed}", marks=[] if (part, seed) in ALWAYS else pytest.mark.verify)
+        for part, count in COUNTS.items()
+        for seed in range(count)
+    ],
+)
+def test_a_death_leaves_no_trace(world: World, part: str, seed: int) -> None:
+    print(LOSE[part](world, random.Random(f"{part} {seed}")))
+    world.prove()
+    world.seen[f"{part} killed"] += 1
+    print(dict(world.seen))
+
+
+def test_the_faults_hit_something(world: World) -> None:
+    """After those above: there were answers that went over a change of weights."""
+    faults = sum(count for what, count in world.seen.items() if what.endswith("killed"))
+    assert world.seen["over a change"] > faults // 2
