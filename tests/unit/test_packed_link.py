@@ -66,7 +66,7 @@ def test_rounds_go_through_two_slots_and_wrong_bits_come_again(trainer: Callable
     there = trainer(LONG)
     receiver = there.worker(LONG)
     there.ask("open", 1)
-    assert_is(1, receiver.stage(1))
+    assert_is(1, receiver.stage({"version": 1}))
     assert receiver.again == 0
     there.ask("close")
     there.ask("open", 2)
@@ -77,13 +77,13 @@ def test_rounds_go_through_two_slots_and_wrong_bits_come_again(trainer: Callable
     there.ask("close")
     there.ask("flip", 2)
     there.ask("open", 3)
-    assert_is(3, receiver.stage(3))
+    assert_is(3, receiver.stage({"version": 3}))
     assert receiver.again == 2
     there.ask("close")
     there.ask("flip", 10**6)
     there.ask("open", 4)
     with pytest.raises(ValueError, match=r"checksum of bucket 0 and \d+ more from trainer rank 0 \(norm .*3 times"):
-        receiver.stage(4)
+        receiver.stage({"version": 4})
 
 
 def test_a_sender_that_packs_no_more_is_given_up(trainer: Callable[[float], Trainer]) -> None:
@@ -92,7 +92,7 @@ def test_a_sender_that_packs_no_more_is_given_up(trainer: Callable[[float], Trai
     there.ask("hang")
     there.ask("open", 1)
     with pytest.raises((TimeoutError, Lost), match=f"for {SHORT:g} s"):
-        receiver.stage(1)
+        receiver.stage({"version": 1})
 
 
 def test_a_worker_that_reads_no_more_costs_the_trainer_its_deadline_and_nothing_else(
@@ -107,10 +107,10 @@ def test_a_worker_that_reads_no_more_costs_the_trainer_its_deadline_and_nothing_
     failed: list[BaseException] = []
     reader = threading.Thread(target=lambda: failed.append(error_of(stuck)))
     reader.start()
-    assert_is(1, good.stage(1))
+    assert_is(1, good.stage({"version": 1}))
     there.ask("close")  # returns: the other one was cut off
     there.ask("open", 2)
-    assert_is(2, good.stage(2))
+    assert_is(2, good.stage({"version": 2}))
     go_on.set()
     reader.join()
     assert isinstance(failed[0], Lost)
@@ -132,12 +132,12 @@ def test_a_sender_that_dies_is_an_error_at_once(trainer: Callable[[float], Train
     link.receive = dying
     there.ask("open", 1)
     with pytest.raises(Lost, match="trainer rank 0"):
-        receiver.stage(1)
+        receiver.stage({"version": 1})
 
 
 def error_of(receiver: Receiver) -> BaseException:
     with pytest.raises(Lost) as error:
-        receiver.stage(1)
+        receiver.stage({"version": 1})
     return error.value
 
 

@@ -182,7 +182,7 @@ def received(share: Share, dense: bool = False) -> tuple[dict[str, torch.Tensor]
         })  # fmt: skip
         receiver._kept = Staging([part.stream for part in receiver._parts], receiver.device, kept=True, timeout=10.0)
         receiver._kept.dense = dense  # as where host memory is pinned
-        staged = receiver.stage(1)
+        staged = receiver.stage({"version": 1})
         held = sum(value.nbytes for value in staged.values())
         found = dict(receiver.whole(staged))
         assert held == (receiver.payload if dense else sum(value.nbytes for value in found.values()))
