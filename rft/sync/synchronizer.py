@@ -261,9 +261,7 @@ class Synchronizer:
                     self._state.connected(name, epoch)
                 else:
                     await self._take(name, engine)
-            except (
-                Exception
-            ) as error:  # not swallowed: it decides what becomes of the engine, and is told with the round
+            except Exception as error:  # not swallowed: it decides what becomes of the engine
                 self._judge(name, epoch, error)
             await self._tell()
 
