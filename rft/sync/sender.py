@@ -274,7 +274,7 @@ class _Blocks:
             raise ValueError(
                 f"{block.name}: plan says {block.dtype} {block.block_shape}, got {dtype} {tuple(tensor.shape)}"
             )
-        first = cut.start - (block.start if block.dim == cut.dim else 0)
+        first = cut.start - block.start  # which is 0 where the block is whole and was cut in the other dim
         self.number, self.values = number, tensor.detach().contiguous().narrow(cut.dim, first, cut.stop - cut.start)
 
 
