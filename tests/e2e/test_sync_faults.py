@@ -1,7 +1,7 @@
 """Any part of weight sync is killed at any point of a round: the others go on or say clearly why not, and once it is there again
 everything is as if nothing had been: no token of mixed weights, of old keys or without a version, bits as after a clean load.
 
-Every case draws its point by its seed. Five in `make test`, all in `make verify`.
+Every case has its point, and draws the rest by its seed. Five in `make test`, all in `make verify`.
 """
 
 import os
@@ -9,6 +9,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,9 +17,21 @@ from fault_ranks import RankDied
 from fault_world import ANSWER_S, World
 from mortal import CALLS, EVENTS, JOINING, NEVER, Doom
 
+WHEN = ("before", "after")
 CLEAR = r"|no engine could take version \d+: engine_0 is .*|version \d+: a trainer of epoch \d+ has attached"
-COUNTS = {"rank": 17, "engine": 9, "synchronizer": 16, "client": 8}
-ALWAYS = {("rank", 0), ("engine", 0), ("synchronizer", 0), ("synchronizer", 1), ("client", 0)}
+POINTS: dict[str, list[str]] = {  # one per seed; what else there is to choose is thrown with dice
+    "rank": ["message", "served", "closing", "message", "opened", "message", "knock", "message", "asked"] * 2,
+    "engine": [
+        "core, stage", "actor, stage", "core, load", "core, call", "actor, call", "core, now", "core, stage", "actor, call",
+        "actor, now",
+    ],
+    "synchronizer": [
+        "after staged", "before committed", "after committed", *(f"{when} {event}" for event in EVENTS for when in WHEN),
+        "before join", "after connect", "after connected",
+    ],
+    "client": ["message"] * 7,
+}  # fmt: skip
+ALWAYS = {("rank", 0), ("rank", 1), ("engine", 0), ("synchronizer", 0), ("client", 0)}
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,17 +47,14 @@ def world(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     made.end()
 
 
-def lose_rank(world: World, dice: random.Random) -> str:
+def lose_rank(world: World, point: str, dice: random.Random) -> str:
     """Both ranks come back under the next epoch, with the version that was under way."""
-    point = dice.choice(["message"] * 4 + ["knock", "asked", "served", "opened", "closing"])
     rank, count = dice.randrange(2), {"message": dice.randint(1, 2 * world.ranks.messages), "served": 2}.get(point, 1)
     if point == "knock":
         world.new_ranks()  # whom the engines do not know yet
     world.ranks.doom(rank, Doom(point, count))
-    try:
+    with suppress(RankDied):  # or it dies a little later
         world.begin()
-    except RankDied:
-        assert point in ("opened", "closing", "message", "asked")
     world.ranks.processes[rank].join(ANSWER_S)
     assert world.ranks.processes[rank].exitcode == -signal.SIGKILL
     asked, waits = world.asked, dice.random() < 0.5
@@ -59,9 +69,9 @@ def lose_rank(world: World, dice: random.Random) -> str:
     return f"rank {rank}, {point} {count}, {'after' if waits else 'before'} its round was told to have ended"
 
 
-def lose_engine(world: World, dice: random.Random) -> str:
+def lose_engine(world: World, point: str, dice: random.Random) -> str:
     """The round goes on without it; another one under its name takes the version that the trainer still holds."""
-    part, how = dice.choice(["actor", "core"]), dice.choice(["stage", "stage", "load", "call", "call", "now"])
+    part, how = point.split(", ")
     pid, engine, doom = world.pid(part), world.engines["engine_1"], NEVER
     if how == "stage":
         doom = Doom("message", dice.randint(1, world.ranks.messages), pid)
@@ -70,14 +80,14 @@ def lose_engine(world: World, dice: random.Random) -> str:
         doom = Doom("load", dice.randint(1, 20))
         world.get(engine.die_loading.remote(doom))
     elif how == "call":
-        doom = Doom(f"{dice.choice(['before', 'after'])} {dice.choice(CALLS)}", 1, pid)
+        doom = Doom(f"{dice.choice(WHEN)} {dice.choice(CALLS)}", 1, pid)
         world.get(engine.die_at.remote(doom))
     else:
         os.kill(pid, signal.SIGKILL)
     asked = world.begin()
     world.await_end("engine_1")
     world.get(world.synchronizer.leave.remote("engine_1", "killed by this test"))  # as the supervisor does at once
-    assert world.get(asked)["engines"] == 1
+    assert world.get(asked)["engines"] >= 1  # 2: it had just confirmed
     late = [
         why for _, why in world.get(world.synchronizer.failures.remote(-1)) if "was not installed everywhere" in why
     ]
@@ -86,17 +96,14 @@ def lose_engine(world: World, dice: random.Random) -> str:
     return f"{part}, {how}: {doom}"
 
 
-def lose_synchronizer(world: World, dice: random.Random) -> str:
+def lose_synchronizer(world: World, point: str, dice: random.Random) -> str:
     """Who asked hears of it. In a run that ends everything; here another one finds the engines in whatever state they are."""
-    point = f"{dice.choice(['before', 'after'])} {dice.choice([*EVENTS, *EVENTS, *JOINING, 'message'])}"
-    kind = point.split()[1]
-    if kind == "message":
-        doom = Doom("message", dice.randint(1, 2 * world.ranks.messages), world.pid("synchronizer"))
-        world.ranks.doom(dice.randrange(2), doom)
-    else:
-        doom = Doom(point, dice.randint(1, 1 if kind in ("publish", "conclude", *JOINING) else 2))
-        world.get(world.synchronizer.die_at.remote(doom))
-    if kind in JOINING:
+    event = point.split()[1]
+    doom = Doom(
+        point, 1 if event in ("publish", "conclude", *JOINING) else dice.randint(1, 2)
+    )  # the others: per engine
+    world.get(world.synchronizer.die_at.remote(doom))
+    if event in JOINING:
         world.synchronizer.leave.remote("engine_1", "to come back")
         world.synchronizer.join.remote("engine_1", world.engines["engine_1"])
     asked = world.begin()
@@ -113,9 +120,9 @@ def lose_synchronizer(world: World, dice: random.Random) -> str:
     return f"{doom}, {'another' if anew else 'the same'} trainer"
 
 
-def lose_client(world: World, dice: random.Random) -> str:
+def lose_client(world: World, point: str, dice: random.Random) -> str:
     """Nobody else takes notice."""
-    doom = Doom("message", dice.randint(1, 2 * world.ranks.messages), world.pid("client"))
+    doom = Doom(point, dice.randint(1, 2 * world.ranks.messages), world.pid("client"))
     world.ranks.doom(dice.randrange(2), doom)
     numbers = world.get(world.begin())
     world.await_end("client")
@@ -135,12 +142,12 @@ LOSE: dict[str, Any] = {
     ("part", "seed"),
     [
         pytest.param(part, seed, id=f"{part}-{seed}", marks=[] if (part, seed) in ALWAYS else pytest.mark.verify)
-        for part, count in COUNTS.items()
-        for seed in range(count)
+        for part, points in POINTS.items()
+        for seed in range(len(points))
     ],
 )
 def test_a_death_leaves_no_trace(world: World, part: str, seed: int) -> None:
-    print(LOSE[part](world, random.Random(f"{part} {seed}")))
+    print(LOSE[part](world, POINTS[part][seed], random.Random(f"{part} {seed}")))
     world.prove()
     world.seen[f"{part} killed"] += 1
     print(dict(world.seen))
