@@ -65,19 +65,23 @@ class SavedVersions:
         return self.last.version if self.last else None
 
     async def follow(self) -> None:
-        """Go on looking; never returns."""
+        """Go on looking; never returns. Raises what keeps good versions from the engines."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.look()
+                found = await asyncio.to_thread(find, self.root)
             except OSError as error:
                 if time.monotonic() - self._heard > self.patience:
                     raise TimeoutError(f"{self.root} has not answered for {self.patience:g} s: {error}") from error
                 log.warning("%s does not answer, asked again in %g s: %s", self.root, LOOK_S, error)
+                continue
+            await self._take(found)
 
     async def look(self) -> Saved | None:
-        """Publish the newest good version, if it is newer than the last; returns it."""
-        found = await asyncio.to_thread(find, self.root)
+        """One look: publish the newest good version, if it is newer than the last; returns it."""
+        return await self._take(await asyncio.to_thread(find, self.root))
+
+    async def _take(self, found: list[Saved]) -> Saved | None:
         self._heard = time.monotonic()
         for saved in found:
             if self.last is not None and saved <= self.last:

@@ -11,6 +11,7 @@ from states import State, managed, save
 
 from rft.checkpoint.commit import read_manifest
 from rft.checkpoint.storage import open_storage
+from rft.sync import saved_versions
 from rft.sync.from_checkpoint import SavedWeights
 from rft.sync.saved_versions import Refusal, Saved, SavedVersions, find
 from rft.sync.wire import Refused
@@ -123,3 +124,26 @@ def test_the_one_before_serves_at_the_start_when_the_newest_is_bad(model: Path, 
     assert asyncio.run(looks(root, engines).first()) == 1 and engines.took == [(1, 1)]
     with pytest.raises(RuntimeError, match="none can be served: version 2 is damaged; version 1 is damaged"):
         asyncio.run(looks(root, Engines(bad={1, 2})).first())
+
+
+def test_a_medium_that_is_silent_for_too_long_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(root: str) -> list[Saved]:
+        asked.append(root)
+        raise OSError("no route to host")
+
+    asked: list[str] = []
+    monkeypatch.setattr(saved_versions, "LOOK_S", 0.0)
+    monkeypatch.setattr(saved_versions, "find", silent)
+    with pytest.raises(TimeoutError, match="has not answered for 0.05 s: no route to host"):
+        asyncio.run(SavedVersions("s3://bucket", Engines().publish, patience=0.05).follow())
+    assert len(asked) > 1, "it is asked again before that"
+
+
+def test_engines_that_take_too_long_are_not_mistaken_for_a_silent_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def late(saved: Saved) -> None:
+        raise TimeoutError("engine_0 is staging")
+
+    monkeypatch.setattr(saved_versions, "LOOK_S", 0.0)
+    monkeypatch.setattr(saved_versions, "find", lambda root: [Saved(1, 1, "weights/v_00000001", "seal")])
+    with pytest.raises(TimeoutError, match="engine_0 is staging"):
+        asyncio.run(SavedVersions("s3://bucket", late, patience=100.0).follow())
