@@ -46,6 +46,11 @@ def check_sync(config: Config) -> None:
             "synchronizer.sync_method=checkpoint with lora_sync=merged: a checkpoint of this run holds the adapter alone; set "
             "synchronizer.sync_method=nccl, or synchronizer.lora_sync=adapter"
         )
+    if sync.receive == "direct" and sync.sync_method != "nccl":
+        raise ConfigError(
+            f"synchronizer.receive=direct with sync_method={sync.sync_method}: only streams can be received while engines pause; set "
+            "synchronizer.receive=staged"
+        )
     least = style.least_staleness(sync.sync_interval, sync.sync_offset)
     if config.mode == "both" and int(sync.max_staleness or 0) < least:
         raise ConfigError(
