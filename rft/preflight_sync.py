@@ -48,8 +48,8 @@ def check_sync(config: Config) -> None:
         )
     if sync.receive == "direct" and sync.sync_method != "nccl":
         raise ConfigError(
-            f"synchronizer.receive=direct with sync_method={sync.sync_method}: only streams can be received while engines pause; set "
-            "synchronizer.receive=staged"
+            f"synchronizer.receive=direct with sync_method={sync.sync_method}: only streams can be received while engines pause; "
+            "set synchronizer.receive=staged"
         )
     least = style.least_staleness(sync.sync_interval, sync.sync_offset)
     if config.mode == "both" and int(sync.max_staleness or 0) < least:
