@@ -7,7 +7,7 @@ from typing import Any
 
 from rft.sync.synchronizer import Synchronizer
 
-PLAN = {"digest": "plan"}
+PLAN = {"digest": "plan", "streams": []}
 
 
 class Engine:
