@@ -9,9 +9,11 @@ from rft import cards
 from rft.config import Config, ConfigError, to_config
 from rft.preflight_colocate import check_colocate, fill_colocate
 
+FILLED = ("model.model_path=/m", "synchronizer.max_staleness=0", "synchronizer.sync_method=nccl")  # before our checks
+
 
 def config_of(*overrides: str) -> Config:
-    base = OmegaConf.from_dotlist(["name=shared", "synchronizer.max_staleness=0", "model.model_path=/m", *overrides])
+    base = OmegaConf.from_dotlist(["name=shared", *FILLED, *overrides])
     config = to_config(base)  # type: ignore[arg-type]
     fill_colocate(config)
     return config
