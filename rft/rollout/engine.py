@@ -299,10 +299,10 @@ class RolloutEngine:
                 self._version, self.poisoned = version, None
             except Exception as error:
                 self.poisoned = await self._damage(error)
-                kind = "damaged" if self.poisoned else "broken"
-                raise RoundFailed(
-                    f"{self.name}: version {version} was not installed: {first_line(error)}", kind
-                ) from error
+                lost = not self.poisoned and any(state["unreachable"] for state in await self._states())
+                kind = "damaged" if self.poisoned else "unreachable" if lost else "broken"
+                what = f"{self.name}: version {version} was not installed: {first_line(error)}"
+                raise RoundFailed(what, kind) from error
             finally:
                 if self.poisoned is None:
                     await self.turns.wake(self.llm, CACHE)

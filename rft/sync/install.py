@@ -145,10 +145,11 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        update, began = update_info.update, time.monotonic()
+        update, began, self.unreachable = update_info.update, time.monotonic(), False
         try:
             self._load(self._source(update))
-        except BaseException:
+        except BaseException as error:
+            self.unreachable = isinstance(error, Lost | Refused | TimeoutError)
             self.receiver.close()
             raise
         finally:

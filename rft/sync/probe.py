@@ -66,7 +66,7 @@ class Probe:
         import ray
 
         prompt = [(13 + 7919 * i) % self.vocab for i in range(PROMPT_TOKENS)]
-        sampling = Sampling(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=1)
+        sampling = Sampling(temperature=0.0, max_tokens=NEW_TOKENS)
         self.request = GenerateRequest(request_id=f"probe/{version}", prompt=prompt, sampling=sampling)
         answers = ray.get(self.synchronizer.probe.remote(encode(self.request)), timeout=ANSWER_S)  # type: ignore[union-attr]
         return [made for answer in answers for made in decode(answer, list[Completion])]

@@ -210,6 +210,7 @@ def test_an_engine_that_dies_is_started_again_and_nothing_of_it_is_left(made: Ca
     assert [(row["restarts"], row["version"]) for row in rows] == [(2, 3), (0, 3)] and "EngineCore" in rows[0]["cause"]
 
 
+@pytest.mark.verify
 def test_without_restarts_left_the_others_go_on_and_the_last_one_ends_the_run(made: Callable[..., Fleet]) -> None:
     fleet = made(restarts=1).begin(2)
     for name, words in (("engine_0", "the run goes on without it"), ("engine_1", None)):
@@ -233,6 +234,7 @@ def test_a_death_ends_the_run(made: Callable[..., Fleet], followed: bool) -> Non
     assert fleet.hear() == ("engine_0", "serving", "RuntimeError: EngineCore was killed by SIGKILL")
 
 
+@pytest.mark.verify
 def test_one_that_cannot_start_at_the_beginning_ends_the_run_at_once(made: Callable[..., Fleet]) -> None:
     fleet = made()
     fleet.start = "fails"
@@ -241,6 +243,7 @@ def test_one_that_cannot_start_at_the_beginning_ends_the_run_at_once(made: Calla
     assert error.value.part == "engine_0"
 
 
+@pytest.mark.verify
 def test_one_that_cannot_start_later_stays_out(made: Callable[..., Fleet]) -> None:
     fleet = made(restarts=1).begin(1)
     fleet.start = "fails"
@@ -280,6 +283,7 @@ def test_one_that_the_synchronizer_gives_up_on_is_replaced(made: Callable[..., F
     assert fleet.call("engine_0", "pids")[0] != pids[0]
 
 
+@pytest.mark.verify
 def test_fixed_engines_neither_come_nor_go(made: Callable[..., Fleet]) -> None:
     fleet = made(followed=False).begin(1)
     for question in ({"add": 1}, {"remove": "engine_0"}):
@@ -288,6 +292,7 @@ def test_fixed_engines_neither_come_nor_go(made: Callable[..., Fleet]) -> None:
         }
 
 
+@pytest.mark.verify
 def test_nothing_starts_after_the_end(made: Callable[..., Fleet]) -> None:
     fleet = made().begin(1)
     threads = threading.active_count()

@@ -148,6 +148,7 @@ def check_run(job: Path) -> None:
     History(job / "buffer" / "experience_buffer").check_exactly_once(STEPS)
 
 
+@pytest.mark.verify  # `test_loop` has one of two runs that meet through checkpoints
 def test_a_run_by_checkpoint(tmp_path: Path) -> None:
     command = ["synchronizer.sync_method=checkpoint", "trainer.save_interval=2"]
     with train(*overrides(tmp_path, "saving", write_assets(tmp_path / "assets"), *SHORT, *command)) as run:
