@@ -70,6 +70,10 @@ class SavedWeights:
             self._kept[tensor.name] = kept
         return kept
 
+    def size(self, staged: dict[str, torch.Tensor]) -> int:
+        """Bytes that came."""
+        return sum(tensor.nbytes for tensor in staged.values())
+
     def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """What was staged has its whole shape."""
         return iter(staged.items())

@@ -89,6 +89,10 @@ class HandedBuckets:
             return whole[block.start + start : block.start + stop]
         return whole[start:stop, block.start : block.stop]
 
+    def size(self, staged: dict[str, torch.Tensor]) -> int:
+        """Bytes that came."""
+        return sum(tensor.nbytes for tensor in staged.values())
+
     def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """What was staged has its whole shape."""
         return iter(staged.items())

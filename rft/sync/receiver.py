@@ -132,6 +132,10 @@ class Receiver:
         self._kept = self._kept or Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
         return dict(self._round(update["version"], self._kept))
 
+    def size(self, staged: dict[str, torch.Tensor]) -> int:
+        """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
+        return self.payload
+
     def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
         assert self._kept is not None
