@@ -14,6 +14,7 @@ STEPS = 4
 pytestmark = pytest.mark.timeout(500)
 
 
+@pytest.mark.verify  # `test_turns` has the engine's part
 def test_the_engine_sleeps_through_every_step_of_the_trainer(tmp_path: Path) -> None:
     """Between the moment in which the engine says that it sleeps and the round that wakes it lies the whole step, and it
     answers nothing: every token is of the version that is trained next, also those of evaluations in every step."""

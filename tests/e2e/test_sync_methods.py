@@ -163,6 +163,7 @@ def test_a_run_by_checkpoint(tmp_path: Path) -> None:
     assert full.id == weights.id, "one staging for both"
 
 
+@pytest.mark.verify
 def test_a_run_by_memory(tmp_path: Path) -> None:
     command = ["synchronizer.sync_method=memory", "trainer.megatron.tensor_model_parallel_size=2"]
     with train(*overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *SHORT, *command)) as run:
