@@ -28,7 +28,7 @@ from rft.sync import plan as plans
 from rft.sync.sender import WeightSender
 
 TP = 2
-REQUESTS = 8
+REQUESTS, TOKENS = 8, 128
 ALONE_S = 1.0
 START_S = 240.0
 
@@ -41,8 +41,14 @@ class Measured(RolloutEngine):
         self.made = 0
         self.staging = [0, 0.0]  # tokens made, seconds
         self.jobs = [asyncio.create_task(self._request(number)) for number in range(REQUESTS)]
-        while self.made < 10 * REQUESTS:  # they are all under way
-            await asyncio.sleep(0.05)
+        await self._flowing()
+
+    async def _flowing(self) -> None:
+        """Requests in flight have computed their keys anew and make tokens again."""
+        begin = self.made
+        async with asyncio.timeout(START_S):
+            while self.made < begin + 4 * REQUESTS:
+                await asyncio.sleep(0.02)
 
     async def _request(self, number: int) -> None:
         from vllm import SamplingParams
@@ -51,7 +57,7 @@ class Measured(RolloutEngine):
 
         assert self.llm is not None
         params = SamplingParams(
-            max_tokens=CONTEXT // 4, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+            max_tokens=TOKENS, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
         for turn in range(10**6):
             prompt = TokensPrompt(prompt_token_ids=[10 + number, 20, 30, 40])
@@ -59,6 +65,7 @@ class Measured(RolloutEngine):
                 self.made += sum(len(output.token_ids) for output in made.outputs)
 
     async def alone(self) -> tuple[int, float]:
+        await self._flowing()
         before, began = self.made, time.monotonic()
         await asyncio.sleep(ALONE_S)
         return self.made - before, time.monotonic() - began
