@@ -17,8 +17,8 @@ COLUMNS = ("o_proj", "down_proj")  # cut by tensor parallelism in dimension 1
 def write(directory: Path, layers: int = LAYERS, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> Path:
     """The directory of such a model, with weights."""
     return write_model(
-        directory, hidden=hidden, layers=layers, ffn=3 * hidden, heads=16, kv_heads=8, head_dim=max(32, hidden // 8), vocab=vocabulary,
-        tied=False, context=CONTEXT,
+        directory, hidden=hidden, layers=layers, ffn=3 * hidden, heads=16, kv_heads=8, head_dim=max(32, hidden // 8),
+        vocab=vocabulary, tied=False, context=CONTEXT,
     )  # fmt: skip
 
 
