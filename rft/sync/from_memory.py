@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from rft.protocols import Block
 from rft.sync import checksum
 from rft.sync import plan as plans
-from rft.sync.plan import Bucket, Plan, row_bytes
+from rft.sync.plan import Plan, row_bytes
+from rft.sync.staging import Staging
 from rft.sync.wire import Lost
 
 
@@ -30,13 +30,13 @@ class HandedBuckets:
         self.device = device
         self.plan: Plan | None = None
         self.epoch = -1
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: Staging | None = None
 
     def connect(self, info: dict[str, Any]) -> None:
         """Take over the plan; there is nobody to connect to."""
         plan = plans.decode(info["plan"])
         if self.plan is None or self.plan.digest != plan.digest:
-            self._kept = {}
+            self._kept = None
         self.plan, self.epoch = plan, int(info["epoch"])
 
     def check(self, update: dict[str, Any]) -> None:
@@ -50,6 +50,9 @@ class HandedBuckets:
     def stage(self, update: dict[str, Any]) -> dict[str, torch.Tensor]:
         """All tensors of one round. They lie in memory that the next `stage` overwrites."""
         assert self.plan is not None
+        staging = self._kept = self._kept or Staging(self.plan.streams, self.device, kept=True, timeout=0.0)
+        staging.begin()
+        found: dict[str, torch.Tensor] = {}
         origin = update["origin"]
         with Path(origin["path"]).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
             for index, stream in enumerate(self.plan.streams):
@@ -57,8 +60,14 @@ class HandedBuckets:
                     start, size, digest = origin["streams"][index][number]
                     with memoryview(memory)[start : start + size] as data:
                         self._verify(update["version"], index, number, data, digest)
-                        self._place(stream.blocks, bucket, data)
-        return self._kept
+                        for piece in bucket.pieces:
+                            block = stream.blocks[piece.block]
+                            end = piece.offset + (piece.stop - piece.start) * row_bytes(block)
+                            flat = torch.frombuffer(bytearray(data[piece.offset : end]), dtype=torch.uint8)
+                            staging.put(block, piece.start, piece.stop, flat)
+                    found.update(staging.arrived(index, number))
+        staging.check_complete()
+        return found
 
     def _verify(self, version: int, index: int, number: int, data: memoryview, digest: str) -> None:
         assert self.plan is not None
@@ -70,24 +79,6 @@ class HandedBuckets:
             raise Lost(
                 f"checksum of bucket {number} of stream {index} ({name} ..) is wrong: its bytes are not those of version {version}"
             )
-
-    def _place(self, blocks: tuple[Block, ...], bucket: Bucket, data: memoryview) -> None:
-        for piece in bucket.pieces:
-            block = blocks[piece.block]
-            size = (piece.stop - piece.start) * row_bytes(block)
-            flat = torch.frombuffer(bytearray(data[piece.offset : piece.offset + size]), dtype=torch.uint8)
-            target = self._target(block, piece.start, piece.stop)
-            target.copy_(flat.view(target.dtype).view(target.shape))
-
-    def _target(self, block: Block, start: int, stop: int) -> torch.Tensor:
-        whole = self._kept.get(block.name)
-        if whole is None:
-            dtype = getattr(torch, block.dtype)
-            whole = torch.empty(block.shape, dtype=dtype, pin_memory=self.device.type != "cpu")
-            self._kept[block.name] = whole
-        if block.dim == 0:
-            return whole[block.start + start : block.start + stop]
-        return whole[start:stop, block.start : block.stop]
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came."""

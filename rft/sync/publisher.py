@@ -33,11 +33,9 @@ class Ranks(Protocol):
     """What is needed of the trainer's mesh."""
 
     rank: int
-    world: int
 
     def broadcast(self, item: Any) -> Any: ...
     def gather(self, item: Any) -> list[Any] | None: ...
-    def barrier(self, name: str) -> None: ...
 
 
 class Rounds:
@@ -45,7 +43,11 @@ class Rounds:
 
     version: int | None = None  # the last one that all engines serve
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Ranks, synchronizer: Any | None, config: SynchronizerConfig, epoch: int):
+        self.mesh = mesh
+        self.synchronizer = synchronizer
+        self.config = config
+        self.epoch = epoch
         self.last: dict[str, float] = {}
         self.digest = ""  # of the plan, or of what stands in for it
 
@@ -70,12 +72,8 @@ class Publisher(Rounds):
         enabled: bool = True, address: str = "127.0.0.1", probe: Callable[[int], dict[str, float]] = lambda version: {},
         takes_turns: bool = False,
     ):  # fmt: skip
-        super().__init__()
-        self.mesh = mesh
+        super().__init__(mesh, synchronizer, config, epoch)
         self.source = source
-        self.synchronizer = synchronizer
-        self.config = config
-        self.epoch = epoch
         self.enabled = enabled
         self.address = address
         self.probe = probe  # looks at the engines while they serve exactly these weights
@@ -156,11 +154,10 @@ class Publisher(Rounds):
 
     def _decide(self, offers: list[tuple[list[Block], dict[str, Any] | None]]) -> dict[str, Any]:
         """Rank 0: the plan and who serves which stream; or the error that all ranks raise."""
-        try:
-            plan = plans.build([msgspec.convert(blocks, list[Block]) for blocks, _ in offers], self.config.bucket_bytes)
-        except ValueError as error:
-            return {"error": str(error)}
-        return {"plan": plans.encode(plan), "streams": [offers[stream.rank][1] for stream in plan.streams]}
+        found = planned([blocks for blocks, _ in offers], self.config.bucket_bytes)
+        if "error" in found:
+            return found
+        return {**found, "streams": [offers[stream["rank"]][1] for stream in found["plan"]["streams"]]}
 
     def _outcome(self) -> dict[str, Any]:
         """Rank 0: what the synchronizer answered; its failure becomes one of all ranks."""
@@ -168,6 +165,15 @@ class Publisher(Rounds):
             return {}
         reply, self._reply = self._reply, None
         return answer(reply, self.config.sync_timeout)
+
+
+def planned(offers: list[list[Block]], bucket_bytes: int) -> dict[str, Any]:
+    """Rank 0: the plan for ranks that own these blocks; or the error that all ranks raise."""
+    try:
+        plan = plans.build([msgspec.convert(blocks, list[Block]) for blocks in offers], bucket_bytes)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"plan": plans.encode(plan)}
 
 
 def answer(reply: Any, timeout: float) -> dict[str, Any]:

@@ -37,12 +37,8 @@ class CheckpointPublisher(Rounds):
         self, mesh: Ranks, saves: Saves, synchronizer: Any | None, config: SynchronizerConfig, epoch: int,
         deadline_s: float, engines: bool = True,
     ):  # fmt: skip
-        super().__init__()
-        self.mesh = mesh
+        super().__init__(mesh, synchronizer, config, epoch)
         self.saves = saves
-        self.synchronizer = synchronizer
-        self.config = config
-        self.epoch = epoch
         self.deadline_s = deadline_s  # for one save, from its beginning to its commit
         self.engines = engines  # of this run
         self._wanted: int | None = None  # a version that is to be saved

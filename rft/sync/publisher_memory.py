@@ -14,28 +14,25 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from rft.config import SynchronizerConfig
-from rft.protocols import Block, WeightSource
+from rft.protocols import WeightSource
 from rft.sync import checksum
 from rft.sync import plan as plans
-from rft.sync.plan import Plan, Stream, row_bytes
-from rft.sync.publisher import Ranks, Rounds, agreed, answer
+from rft.sync.narrow import WHOLE, part_of
+from rft.sync.plan import Plan
+from rft.sync.publisher import Ranks, Rounds, agreed, answer, planned
+from rft.sync.sender import Blocks, pack
 
 
 class MemoryPublisher(Rounds):
     """Every rank has one, and a handle of the synchronizer: objects of a rank's own process would be gone with it."""
 
     def __init__(self, mesh: Ranks, source: WeightSource, synchronizer: Any, config: SynchronizerConfig, epoch: int):
-        super().__init__()
-        self.mesh = mesh
+        super().__init__(mesh, synchronizer, config, epoch)
         self.source = source
-        self.synchronizer = synchronizer
-        self.config = config
-        self.epoch = epoch
         self._stream: int | None = None
         self._open: int | None = None
         self._reply: Any = None
@@ -44,7 +41,7 @@ class MemoryPublisher(Rounds):
     def connect(self) -> None:
         """Plan who leaves what. Collective; raises on every rank if that fails."""
         offers = self.mesh.gather(self.source.blocks())
-        decision = self.mesh.broadcast(self._decide(offers) if offers is not None else None)
+        decision = self.mesh.broadcast(planned(offers, self.config.bucket_bytes) if offers is not None else None)
         if "error" in decision:
             raise ValueError(decision["error"])
         self.plan = plans.decode(decision["plan"])
@@ -90,14 +87,6 @@ class MemoryPublisher(Rounds):
     def close(self) -> None:
         """What was left stays, for as long as the synchronizer wants it."""
 
-    def _decide(self, offers: list[list[Block]]) -> dict[str, Any]:
-        """Rank 0: the plan, or the error that all ranks raise."""
-        try:
-            plan = plans.build([msgspec.convert(blocks, list[Block]) for blocks in offers], self.config.bucket_bytes)
-        except ValueError as error:
-            return {"error": str(error)}
-        return {"plan": plans.encode(plan)}
-
     def _leave(self, version: int) -> None:
         import ray
 
@@ -135,29 +124,12 @@ class Leaving:
 
 def packed(plan: Plan, index: int, source: WeightSource, version: int) -> Iterator[tuple[np.ndarray, str]]:
     """Stream `index` of the current weights, bucket by bucket: the bytes, and their checksum in hex."""
-    stream = plan.streams[index]
-    rows = block_rows(stream, source)
-    for number, bucket in enumerate(stream.buckets):
-        data = np.zeros(bucket.nbytes, dtype=np.uint8)  # what lies between the pieces is 0: it is hashed too
-        for piece in bucket.pieces:
-            part = rows(piece.block, piece.start, piece.stop)
-            data[piece.offset : piece.offset + len(part)] = part
+    part = part_of(plan, index, WHOLE)
+    blocks = Blocks(plan.streams[index], part, source)
+    for number, bucket in enumerate(part.stream.buckets):
+        message = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        pack(bucket, blocks, message)
+        data = message.numpy()
         digest = checksum.host(checksum.seed_of(plan.digest, version, index, number))
         digest.update(data)
         yield data, digest.hexdigest()
-
-
-def block_rows(stream: Stream, source: WeightSource) -> Callable[[int, int, int], np.ndarray]:
-    """Rows [start, stop) of block `number` as bytes on the host; blocks are read once, in their order."""
-    blocks = iter(source.read_blocks())
-    read, flat = -1, np.empty(0, dtype=np.uint8)
-
-    def rows(number: int, start: int, stop: int) -> np.ndarray:
-        nonlocal read, flat
-        while read < number:
-            read, tensor = read + 1, next(blocks)
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        size = row_bytes(stream.blocks[number])
-        return flat[start * size : stop * size]
-
-    return rows

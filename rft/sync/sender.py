@@ -158,7 +158,7 @@ class WeightSender:
 
     def _send(self, wire: Wire, _link: None, part: Part, version: int, wanted: list[int]) -> None:
         """Buckets from where they lie in host memory."""
-        blocks = _Blocks(self.stream, part, self.source)
+        blocks = Blocks(self.stream, part, self.source)
         for number in wanted:
             digest = checksum.host(checksum.seed_of(part.digest, version, self.stream.rank, number))
             for piece in part.stream.buckets[number].pieces:
@@ -170,7 +170,7 @@ class WeightSender:
 
     def _send_packed(self, wire: Wire, link: Link, part: Part, version: int, wanted: list[int]) -> None:
         """Buckets from device memory: packed one while another one travels; checksums go over the wire."""
-        blocks = _Blocks(self.stream, part, self.source)
+        blocks = Blocks(self.stream, part, self.source)
         with devices.beside(blocks.rows(0, 0, 1).device):
             for number in wanted:
                 size = part.stream.buckets[number].nbytes
@@ -178,8 +178,8 @@ class WeightSender:
                 self.sent += size
             link.flush()
 
-    def _fill(self, blocks: "_Blocks", part: Part, version: int, number: int, message: torch.Tensor) -> bytes:
-        _pack(part.stream.buckets[number], blocks, message)
+    def _fill(self, blocks: "Blocks", part: Part, version: int, number: int, message: torch.Tensor) -> bytes:
+        pack(part.stream.buckets[number], blocks, message)
         return checksum.device(message, checksum.seed_of(part.digest, version, self.stream.rank, number))
 
 
@@ -231,7 +231,7 @@ class Window:
         return self._newest is None or version > self._newest
 
 
-class _Blocks:
+class Blocks:
     """The blocks of a part as bytes, read once and in order from those of the whole stream; going back starts again."""
 
     def __init__(self, stream: Stream, part: Part, source: WeightSource):
@@ -278,7 +278,7 @@ class _Blocks:
         self.number, self.values = number, tensor.detach().contiguous().narrow(cut.dim, first, cut.stop - cut.start)
 
 
-def _pack(bucket: Bucket, blocks: _Blocks, message: torch.Tensor) -> None:
+def pack(bucket: Bucket, blocks: Blocks, message: torch.Tensor) -> None:
     """Fill `message`; what lies between the pieces is 0, so that both ends hash the same."""
     end = 0
     for piece in bucket.pieces:

@@ -215,16 +215,13 @@ def test_old_adapters_leave_the_workers(engine: Any, model_dirs: tuple[Path, Pat
 class Alone:
     """The mesh of a trainer of one rank."""
 
-    rank, world = 0, 1
+    rank = 0
 
     def gather(self, item: Any) -> list[Any]:
         return [item]
 
     def broadcast(self, item: Any) -> Any:
         return item
-
-    def barrier(self, name: str) -> None:
-        pass
 
 
 class Source:
