@@ -116,7 +116,8 @@ def send(rank: int, model: Path, pipe: Connection) -> None:
 
 
 def measured(model: Path, rounds: int) -> list[dict[str, float]]:
-    """Numbers per round: `pause_s`, `floor_s`, `control_s`, `receive_s`, tokens per second `alone` and `staging`."""
+    """Numbers per round: `pause_s`, `floor_s`, `control_s`, `receive_s`, tokens per second `alone`, `tokens` made in
+    the `span_s` of staging."""
     import ray
 
     from rft.sync.synchronizer import Synchronizer
@@ -165,7 +166,7 @@ def _round(ray: Any, engine: Any, synchronizer: Any, pipes: list[Any], version: 
         pipe.recv()
     during, span = ray.get(engine.staged_tokens.remote())
     floor = ray.get(engine.floor.remote(), timeout=TIMEOUT_S)
-    return {**numbers, "floor_s": floor, "alone": tokens / seconds, "staging": during / span}
+    return {**numbers, "floor_s": floor, "alone": tokens / seconds, "tokens": during, "span_s": span}
 
 
 class Buffer:

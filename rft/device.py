@@ -5,6 +5,8 @@ handed to whoever needs it and printed once at start. No other file of rft may n
 """
 
 import ctypes
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ PEAK_TFLOPS = {
 HANDLE = (  # what torch tells of shared memory of a GPU, in its order: numbers, bytes and one truth value
     "device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_is_needed",
 )  # fmt: skip
+NICE = 10  # a tenth of what others get of a core that both want
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -190,6 +193,19 @@ def beside(device: "torch.device") -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+def yield_to_others() -> None:
+    """This thread, and threads that it starts from now on, take a core after others that want it: the kernel's niceness, which
+    Linux keeps per thread. For copying beside the computation that somebody waits for."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def spare_cores() -> int:
+    """How many threads may copy at a time while this process computes with all of its own; at least 1."""
+    import torch
+
+    return max(1, len(os.sched_getaffinity(0)) - torch.get_num_threads())
 
 
 def settle(device: "torch.device") -> None:

@@ -2,7 +2,7 @@
 
     generate(GenerateRequest) ──► AsyncLLM ──ZMQ──► EngineCore process (model, KV cache, plug-in) ──► [Completion]
     stage(version)            ──► workers receive, decoding goes on
-    commit(version)           ──► pause keep ─► start ─► update ─► finish(version) ─► resume
+    commit(version)           ──► pause keep ─► install, all workers ─► label ─► resume
 
 The supervisor wraps the class as a Ray actor; every method is a coroutine on the actor's event loop. Consumes encoded
 requests and weight rounds, produces encoded completions. Invariants: every returned token carries the version of exactly
@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rft.config import ModelConfig, RolloutModelConfig
-from rft.device import thread_environment
 from rft.experience import Completion, GenerateRequest, decode, encode
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.names import Dims, architecture_of, hf_names, read_hf_config
 from rft.rollout.adapter_serving import AdapterServing, Served
 from rft.rollout.endings import await_exit_code, ending
+from rft.rollout.environment import environment
 from rft.rollout.handed_over import handed_over
-from rft.rollout.stage_reports import StageReports
+from rft.rollout.orders import Orders
 from rft.rollout.turns import CACHE, WEIGHTS, Turns
-from rft.rollout.vllm_requests import completion, sampling_params
+from rft.rollout.vllm_requests import completion, pause, sampling_params
 
 if TYPE_CHECKING:
     from vllm import AsyncLLM, SamplingParams
@@ -43,13 +43,6 @@ GIB = 2**30
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-QUIET = {  # what vLLM must not do: phone home, talk on the user's terminal, resolve this machine's public address
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
 
 
@@ -98,21 +91,21 @@ class RolloutEngine:
         self._round = asyncio.Lock()
         self.colocated = colocated  # the trainer has the same devices
         self.turns = Turns(name)
+        self.orders = Orders(rollout.tensor_parallel_size)
         self._broken: asyncio.Future[None] | None = None
         self._stopping = False
 
     async def start(self, version: int = 0) -> dict[str, Any]:
         """Load the model, labelled `version`; blocks this actor until vLLM serves. Returns facts for the log."""
         began = time.monotonic()
-        os.environ.update(QUIET)
-        if self.device_kind == "cpu":
-            os.environ.update(cpu_environment(self.threads, self.rollout.tensor_parallel_size))
+        os.environ.update(environment(self.device_kind, self.threads, self.workers))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
         await self.llm.update_weight_version(str(version))
+        await self.llm.collective_rpc("rft_listen", args=(await self.orders.open(),))
         self._version = version
         self._watch_processes()
         config = self.llm.model_config
@@ -254,10 +247,9 @@ class RolloutEngine:
         assert self.llm is not None, "stage before start"
         if update.get("direct"):
             return {}
-        async with self._round, StageReports(self.workers) as reports, handed_over(update, update["timeout"]) as origin:
+        async with self._round, handed_over(update, update["timeout"]) as origin:
             told = {**plain(update), "version": version, "origin": origin}
-            await self.llm.collective_rpc("rft_stage", args=(told, reports.path))
-            found = await reports.all(update["timeout"])
+            found = await self.orders.ask(told, update["timeout"])
         failure = next((report for report in found if "error" in report), None)
         if failure is None:
             return found[0]
@@ -276,8 +268,6 @@ class RolloutEngine:
         Raises RoundFailed; then the engine serves the old version again if every worker still holds exactly those
         weights, and is `poisoned` (and stays paused) if not.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         assert self.llm is not None, "commit before start"
         if self.adapters:
             try:
@@ -287,15 +277,13 @@ class RolloutEngine:
         async with self._round:
             began = time.monotonic()
             self.turns.close()
-            await self.llm.pause_generation(mode="keep", clear_cache=self._kv != "keep")
+            await pause(self.llm, clear_cache=self._kv != "keep")
             paused = time.monotonic()
             try:
                 await self.turns.wake(self.llm, WEIGHTS)
-                await self.llm.start_weight_update()
-                request = WeightTransferUpdateRequest(update_info={"update": {**update, "version": version}})
-                await self.llm.update_weights(request)
-                await self.llm.finish_weight_update(weight_version=str(version))
-                report = self._committed(version, await self._states())
+                states = await self.llm.collective_rpc("rft_install", args=({**update, "version": version},))
+                report = self._committed(version, states)
+                await self.llm.update_weight_version(str(version))
                 self._version, self.poisoned = version, None
             except Exception as error:
                 self.poisoned = await self._damage(error)
@@ -428,17 +416,7 @@ class RolloutEngine:
         if self.llm is not None:
             llm, self.llm = self.llm, None
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
-
-
-def cpu_environment(threads: int, workers: int) -> dict[str, str]:
-    """vLLM on CPU: our thread budget instead of its core binding, and one process less when there is one worker."""
-    return {
-        **thread_environment(threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if workers == 1 else "1",  # 0: EngineCore runs the worker itself
-        "TORCH_COMPILE_DISABLE": "1",  # the sampler's one compiled function costs 17 s of C++ compiler at the first request
-    }
+            self.orders.close()
 
 
 def plain(update: dict[str, Any]) -> dict[str, Any]:

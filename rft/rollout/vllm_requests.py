@@ -1,4 +1,4 @@
-"""Our requests in vLLM's words, and vLLM's outputs in ours. vLLM is imported where it is needed only: it is heavy."""
+"""Our requests in vLLM's words, and vLLM's outputs in ours; its pause. vLLM is imported where it is needed only: it is heavy."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ from rft.experience import Completion, GenerateRequest, StopReason, VersionSpan
 from rft.rollout.adapter_serving import Served
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import AsyncLLM, SamplingParams
     from vllm.outputs import CompletionOutput
 
 STOPS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -54,3 +54,11 @@ def completion(engine: str, made: "CompletionOutput", served: Served | None) -> 
     if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
         raise RuntimeError(f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions {spans}")
     return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
+
+
+async def pause(llm: "AsyncLLM", clear_cache: bool) -> None:
+    """vLLM's `pause_generation(mode="keep")` without its last line, which sleeps for 20 ms so that outputs of requests that are
+    aborted reach their callers first. Here none is aborted."""
+    if clear_cache:
+        await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)

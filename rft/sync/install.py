@@ -109,27 +109,36 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.unreachable = True
             raise
 
-    def stage(self, update: dict[str, Any], tell: str) -> None:
-        """Begin to receive; what became of it goes to the Unix socket `tell`, whose other end also notices our death."""
-        self.staged = None
-        listener = socket.socket(socket.AF_UNIX)
-        listener.connect(tell)
-        threading.Thread(target=self._stage, args=(update, listener), name="stage", daemon=True).start()
+    def listen(self, path: str) -> None:
+        """Follow the orders that come over the Unix socket `path` (`rft.rollout.orders`), in a thread of their own."""
+        orders = socket.socket(socket.AF_UNIX)
+        orders.connect(path)
+        threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
-    def _stage(self, update: dict[str, Any], listener: socket.socket) -> None:
+    def _follow(self, orders: socket.socket) -> None:
+        devices.yield_to_others()  # decoding goes first
+        with orders, orders.makefile("rb") as lines:
+            for line in lines:
+                update = json.loads(line)
+                number = update.pop("round")
+                orders.sendall(
+                    json.dumps({**self.stage(update), "round": number, "worker": self.worker}).encode() + b"\n"
+                )
+
+    def stage(self, update: dict[str, Any]) -> dict[str, Any]:
+        """Receive a round while the engine decodes. Returns its numbers, or what went wrong and whom that blames."""
+        self.staged = None
         began, origin = time.monotonic(), self._origin(update)
         try:
             origin.check(update)
             tensors = origin.stage(update)
-            self.staged = {key: value for key, value in update.items() if key != "origin"}, tensors
-            self.round = self._numbers(update, origin.size(tensors), began)
-            told = self.round
         except Exception as error:
             origin.close()
             log.warning("version %s was not staged", update["version"], exc_info=True)
-            told = {"error": str(error), "kind": kind(error)}
-        with listener:
-            listener.sendall(json.dumps({**told, "worker": self.worker}).encode() + b"\n")
+            return {"error": str(error), "kind": kind(error)}
+        self.staged = {key: value for key, value in update.items() if key != "origin"}, tensors
+        self.round = self._numbers(update, origin.size(tensors), began)
+        return self.round
 
     def _origin(self, told: dict[str, Any]) -> Origin:
         return self.origins[told.get("method", "nccl")]

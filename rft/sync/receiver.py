@@ -57,9 +57,16 @@ class WorkerExtension:
         """What this worker holds; see `rft.sync.install.StreamedWeights.state`."""
         return self.weight_transfer_engine.state()  # type: ignore[attr-defined, no-any-return]
 
-    def rft_stage(self, update: dict[str, Any], tell: str) -> None:
-        """Begin to receive a round beside the decoding; the outcome is told to the socket at `tell`."""
-        self.weight_transfer_engine.stage(update, tell)  # type: ignore[attr-defined]
+    def rft_listen(self, path: str) -> None:
+        """From now on receive rounds beside the decoding, as the engine actor orders at the socket `path`."""
+        self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
+
+    def rft_install(self, update: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's start, update and finish of new weights in one call, which keeps the pause short. Returns the state."""
+        self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights({"update": update})  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        return self.rft_weight_state()
 
     def rft_install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
         """Register a staged adapter, between two steps; `order` is that of `rft.sync.adapter_install`. Returns the state."""
@@ -84,6 +91,7 @@ class Receiver:
         self._wires: list[Wire] = []  # one per part
         self._links: list[Link | None] = []
         self._kept: Staging | None = None
+        self._spare = threading.Semaphore(devices.spare_cores())
 
     def connect(self, info: dict[str, Any]) -> None:
         """Join these streams instead of those of before, if any. `info`: plan, streams, epoch, timeout, engine."""
@@ -218,8 +226,9 @@ class Receiver:
                 with staging.place(part.stream.blocks[piece.block], piece.start, piece.stop) as memory:
                     for at in range(0, len(memory), CHUNK):
                         data = memory[at : at + CHUNK]
-                        wire.receive(data)
-                        digest.update(data)
+                        with self._spare:  # a core that decoding does not want
+                            wire.receive(data)
+                            digest.update(data)
             wire.receive(memoryview(theirs))
             if theirs == digest.digest():
                 good.add(number)
