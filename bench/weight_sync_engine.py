@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 
 from bench.weight_sync_model import CONTEXT, Shards, shapes
 from bench.weight_sync_transport import BUCKET, TIMEOUT_S
+from rft.actors import PRIVATE_RAY
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.rollout.engine import RolloutEngine
 from rft.sync import plan as plans
@@ -122,8 +123,8 @@ def measured(model: Path, rounds: int) -> list[dict[str, float]]:
 
     from rft.sync.synchronizer import Synchronizer
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", **PRIVATE_RAY}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
     environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # `load_again` travels as a function
     rollout = RolloutModelConfig(dtype="bf16", kv_cache_gb=0.5, max_num_seqs=REQUESTS)
     actor = ray.remote(Measured).options(max_concurrency=1000, runtime_env={"env_vars": environment})

@@ -31,7 +31,10 @@ from rft.preflight_sync import stored_bytes
 
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 2**20  # for batches of tokens; weights only where `synchronizer.sync_method=memory`
-GCS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # without its head a private Ray ends itself, after this
+PRIVATE_RAY = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # without its head a private Ray ends itself, after this
+    "RAY_worker_niceness": "0",  # Ray's 15 would let everything else go before the engines
+}
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported
 RAY_STARTS = 3
 RAY_IS_LATE = "node timed out during startup"
@@ -160,11 +163,11 @@ class Actors:
             if cluster.ray_address:
                 ray.init(address=cluster.ray_address, **shared)
             else:
-                os.environ.update(GCS_GONE)
+                os.environ.update(PRIVATE_RAY)
                 store = OBJECT_STORE_BYTES + stored_bytes(self.config)
                 actors = 3 + self.config.explorer.rollout_model.engine_num
                 start_patiently(
-                    ray.init,
+                    ray.init, address="local",  # not a cluster that happens to run here, or that RAY_ADDRESS names
                     num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=store,
                     _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
                 )  # fmt: skip

@@ -274,7 +274,7 @@ class SynchronizerConfig:
     sync_offset: int = 0  # no version is published up to this step, and intervals are counted from it
     max_staleness: Optional[int] = None  # 0: synchronous; n: rollouts may be n versions behind; default: by the style
     sync_timeout: float = 600.0  # seconds for one round
-    bucket_bytes: int = 16 * 2**20
+    bucket_bytes: Optional[int] = None  # of one message; default: 16 MiB from memory to memory, 128 MiB between GPUs
     receive: str = "staged"  # beside the decoding, into memory of its own | direct: while engines pause
     kv: str = "recompute"  # dropped when weights change | keep: requests in flight go on over it, nobody else
     probe_interval: int = 25  # published versions from one comparison of log-probabilities to the next; 0: none

@@ -77,6 +77,11 @@ class Device:
             return None
         return peak_of(torch.cuda.get_device_name(self.index))
 
+    @property
+    def message_bytes(self) -> int:
+        """Of one message of a long stream: what fits a cache, or what keeps a link between GPUs busy."""
+        return 2**27 if self.kind == "cuda" else 2**24
+
     def range(self, name: str) -> AbstractContextManager[None]:
         """A named range for Nsight Systems."""
         import torch
@@ -196,9 +201,10 @@ def beside(device: "torch.device") -> Iterator[None]:
 
 
 def yield_to_others() -> None:
-    """This thread, and threads that it starts from now on, take a core after others that want it: the kernel's niceness, which
-    Linux keeps per thread. For copying beside the computation that somebody waits for."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    """This thread, and threads that it starts from now on, take a core after the others of this process: the kernel's niceness,
+    which Linux keeps per thread. For copying beside the computation that somebody waits for."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
 
 def spare_cores() -> int:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         mesh=mesh,
         models=models,
         feed=feed,
-        publisher=build_publisher(config, mesh, policy, checkpoints, synchronizer, epoch),
+        publisher=build_publisher(rank, mesh, policy, checkpoints, synchronizer, epoch),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
         checkpoints=checkpoints,
         evaluations=control.Evaluations(
@@ -243,9 +243,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     )
 
 
-def build_publisher(
-    config: Config, mesh: Any, policy: Any, checkpoints: Any, synchronizer: Any | None, epoch: int
-) -> Any:
+def build_publisher(rank: Rank, mesh: Any, policy: Any, checkpoints: Any, synchronizer: Any | None, epoch: int) -> Any:
     """How weights go to engines, by `synchronizer.sync_method`. `synchronizer`: rank 0's, where engines belong to this run."""
     from rft.feed import is_supervised
     from rft.sync.probe import Probe
@@ -254,7 +252,9 @@ def build_publisher(
     from rft.sync.publisher_memory import MemoryPublisher
     from rft.sync.wire import own_address
 
-    sync, here = config.synchronizer, config.mode == "both"
+    config, here = rank.config, rank.config.mode == "both"
+    size = config.synchronizer.bucket_bytes or rank.device.message_bytes
+    sync = replace(config.synchronizer, bucket_bytes=size)
     if sync.sync_method == "checkpoint" and not is_supervised(config.algorithm):
         deadline = 2 * config.trainer.checkpoint.agent_deadline_s
         return CheckpointPublisher(mesh, checkpoints, synchronizer, sync, epoch, deadline, engines=here)

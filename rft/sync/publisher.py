@@ -167,8 +167,9 @@ class Publisher(Rounds):
         return answer(reply, self.config.sync_timeout)
 
 
-def planned(offers: list[list[Block]], bucket_bytes: int) -> dict[str, Any]:
+def planned(offers: list[list[Block]], bucket_bytes: int | None) -> dict[str, Any]:
     """Rank 0: the plan for ranks that own these blocks; or the error that all ranks raise."""
+    assert bucket_bytes is not None, "the rank chooses one by its device"
     try:
         plan = plans.build([msgspec.convert(blocks, list[Block]) for blocks in offers], bucket_bytes)
     except ValueError as error:

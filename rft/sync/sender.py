@@ -125,7 +125,6 @@ class WeightSender:
 
     def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
-        devices.yield_to_others()  # the trainer computes meanwhile
         self._wires.add(wire)
         link, part = None, self._part(hello)
         try:

@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LETTERS = f"{REPOSITORY / 'tests' / 'e2e' / 'letters.py'}:reward"
 START_S = 240.0  # until the first step, on a busy machine
 END_S = 180.0
+FOREIGN_RAY = {"RAY_ADDRESS": "127.0.0.1:1"}  # which a run with a Ray of its own must not look at
 MODEL = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 128}
 TASKS = 4  # of one step
 REPEATS = 4  # responses to one task
@@ -64,8 +65,9 @@ class Run:
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with this object
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True
-        )
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
+            env={**os.environ, **FOREIGN_RAY},
+        )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
