@@ -303,7 +303,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda
     checkpoint_root_dir: str = "runs"
     continue_from_checkpoint: bool = True
-    shutdown_grace_s: float = 20.0
+    shutdown_grace_s: Optional[float] = None  # for saving and ending, after a signal; default: 20, in a Slurm job 120
     ray_namespace: Optional[str] = None
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -57,6 +58,8 @@ def join(raw: DictConfig) -> int:
     """Be a rank of the first stage that is not finished, then, as a new program in this process, of the next."""
     from rft import rank
 
+    if launched() == "slurm":
+        os.environ.update(slurm_ranks(os.environ))
     streams = os.dup(1), os.dup(2)  # they become the rank's log; a failure is still told to the user
     stage = int(os.environ.get(STAGE, "0"))
     store, number = _store(stage)
@@ -100,20 +103,20 @@ def _word(raw: DictConfig) -> dict[str, Any]:
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables from those of srun."""
-    first = subprocess.run(
-        ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
+    """torch's variables from those of srun. Ranks meet at the address by which Slurm itself reaches the first node."""
+    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": first,
+        "MASTER_ADDR": address.group(1) if address else first,
         "MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % SLURM_PORTS),
     }
+
+
+def scontrol(*arguments: str) -> str:
+    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def _store(stage: int) -> tuple[Any, int]:
@@ -235,6 +238,7 @@ def sidecar(resolved: str, launcher: int) -> int:
     terminal = os.fdopen(os.dup(2), "w")
     logs.redirect(log_dir / "sidecar.log", config.log.level, keep_stdout=True)
     processes.adopt_orphans()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a stop is the ranks' business; Slurm may tell every process of its step
     events: queue.SimpleQueue[launch.Event] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: events.put(launch.Event("rank 0")))

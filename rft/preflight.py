@@ -40,6 +40,7 @@ from rft.rollout import rewards, workflows
 from rft.sync import narrow
 
 MODES = ("both", "train", "explore", "bench")
+DESK_GRACE_S, SLURM_GRACE_S = 20.0, 120.0  # a large model saves; nobody waits before a terminal for a Slurm job to end
 CHOICES = {
     "mode": MODES,
     "device": ("auto", "cpu", "cuda"),
@@ -107,6 +108,8 @@ def fill(config: Config) -> Config:
     rollout = config.explorer.rollout_model
     rollout.dtype = rollout.dtype or config.trainer.dtype
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
+    if config.shutdown_grace_s is None:
+        config.shutdown_grace_s = SLURM_GRACE_S if "SLURM_JOB_ID" in os.environ else DESK_GRACE_S
     _fill_tasksets(config)
     _fill_template(config.model)
     fill_sync(config)
