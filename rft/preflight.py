@@ -107,6 +107,8 @@ def fill(config: Config) -> Config:
     config.trainer.num_ranks = config.trainer.num_ranks or fewest_ranks(config.trainer.megatron)
     rollout = config.explorer.rollout_model
     rollout.dtype = rollout.dtype or config.trainer.dtype
+    if config.cluster.ray_address == "auto":
+        config.cluster.ray_address = ray_of(os.environ)
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
     if config.shutdown_grace_s is None:
         config.shutdown_grace_s = SLURM_GRACE_S if "SLURM_JOB_ID" in os.environ else DESK_GRACE_S
@@ -117,6 +119,13 @@ def fill(config: Config) -> Config:
     if config.deterministic:
         _fill_deterministic(config)
     return config
+
+
+def ray_of(environment: Mapping[str, str]) -> str:
+    """The cluster that this process was started in: Ray names it to the jobs that are submitted to it."""
+    if address := environment.get("RAY_ADDRESS"):
+        return address
+    raise ConfigError("cluster.ray_address=auto, but RAY_ADDRESS is not set here: give the address as host:port")
 
 
 def fewest_ranks(megatron: MegatronConfig) -> int:
