@@ -35,21 +35,21 @@ if [[ -n $engines ]]; then
     export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
     # Ray on a trainer node is only the ranks' way to the others: buffer, explorer and engines live on the engine nodes.
     ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
-    log=ray-$SLURM_JOB_ID.log
+    ray_log=ray-$SLURM_JOB_ID.log
     head=$(scontrol show node --oneliner "${nodes[0]}" | sed -E 's/.* NodeAddr=([^ ]+).*/\1/')
     port=$((30000 + SLURM_JOB_ID % 2500))
     "${STEP[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
-        "${ray[@]}" --head --port="$port" --include-dashboard=false --num-cpus=0 --num-gpus=0 >>"$log" 2>&1 &
+        "${ray[@]}" --head --port="$port" --include-dashboard=false --num-cpus=0 --num-gpus=0 >>"$ray_log" 2>&1 &
     timeout 300 bash -c 'until (exec 3<>"/dev/tcp/$0/$1") 2>/dev/null; do sleep 1; done' "$head" "$port"
     ray+=("--address=$head:$port")
     if ((TRAINER_NODES > 1)); then
         others=$((TRAINER_NODES - 1))
         "${STEP[@]}" --nodes="$others" --ntasks="$others" --nodelist="${trainers#*,}" \
-            "${ray[@]}" --num-cpus=0 --num-gpus=0 >>"$log" 2>&1 &
+            "${ray[@]}" --num-cpus=0 --num-gpus=0 >>"$ray_log" 2>&1 &
     fi
     others=$((SLURM_NNODES - TRAINER_NODES))
     "${STEP[@]}" --nodes="$others" --ntasks="$others" --nodelist="$engines" \
-        "${ray[@]}" --num-cpus="$SLURM_CPUS_ON_NODE" >>"$log" 2>&1 &
+        "${ray[@]}" --num-cpus="$SLURM_CPUS_ON_NODE" >>"$ray_log" 2>&1 &
     command+=("cluster.ray_address=$head:$port")
 fi
 ranks=$((TRAINER_NODES * RANKS_PER_NODE))

@@ -83,7 +83,7 @@ class ModelConfig:
 class ClusterConfig:
     node_num: int = 1
     gpu_per_node: Optional[int] = None  # default: detected
-    ray_address: Optional[str] = None  # an existing cluster's host:port, or auto: $RAY_ADDRESS; default: a private one here
+    ray_address: Optional[str] = None  # host:port of a cluster, or auto: $RAY_ADDRESS; default: a private one here
     ray_num_cpus: Optional[int] = None  # logical CPUs of the private cluster; default: one per actor of the start
     colocate: bool = False  # trainer and engines share GPUs, or cores, and take turns: docs/weight_sync.md
     threads_per_rank: int = 1

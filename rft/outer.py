@@ -169,6 +169,8 @@ def _lead(raw: DictConfig) -> dict[str, Any]:
 
 
 def _check(stages: list[Config]) -> None:
+    from rft.feed import is_supervised
+
     world = int(os.environ["WORLD_SIZE"])
     for config in stages:
         if config.mode not in ("both", "train"):
@@ -177,6 +179,18 @@ def _check(stages: list[Config]) -> None:
             raise ConfigError(
                 f"trainer.num_ranks={config.trainer.num_ranks}, but the launcher started {world} ranks: make them equal"
             )
+        if _nodes(os.environ) > 1 and not is_supervised(config.algorithm) and config.cluster.ray_address is None:
+            raise ConfigError(
+                "cluster.ray_address is not set, but the ranks are on several nodes, which cannot reach the engines of a "
+                "private Ray: give the address of a cluster that the nodes belong to"
+            )
+
+
+def _nodes(environment: Mapping[str, str]) -> int:
+    """How many the launcher has put ranks on."""
+    if "SLURM_STEP_NUM_NODES" in environment and "TORCHELASTIC_RUN_ID" not in environment:
+        return int(environment["SLURM_STEP_NUM_NODES"])
+    return int(environment["WORLD_SIZE"]) // int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
 
 
 def _sidecar(resolved: Path) -> dict[str, str]:
@@ -238,7 +252,7 @@ def sidecar(resolved: str, launcher: int) -> int:
     terminal = os.fdopen(os.dup(2), "w")
     logs.redirect(log_dir / "sidecar.log", config.log.level, keep_stdout=True)
     processes.adopt_orphans()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a stop is the ranks' business; Slurm may tell every process of its step
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' business, but Slurm may tell every process of a step
     events: queue.SimpleQueue[launch.Event] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: events.put(launch.Event("rank 0")))

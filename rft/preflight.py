@@ -7,6 +7,7 @@ and the fix (`check`). Reads config.json, the tokenizer's files and the task fil
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, lcm, prod
 from pathlib import Path
@@ -40,7 +41,6 @@ from rft.rollout import rewards, workflows
 from rft.sync import narrow
 
 MODES = ("both", "train", "explore", "bench")
-DESK_GRACE_S, SLURM_GRACE_S = 20.0, 120.0  # a large model saves; nobody waits before a terminal for a Slurm job to end
 CHOICES = {
     "mode": MODES,
     "device": ("auto", "cpu", "cuda"),
@@ -111,7 +111,7 @@ def fill(config: Config) -> Config:
         config.cluster.ray_address = ray_of(os.environ)
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
     if config.shutdown_grace_s is None:
-        config.shutdown_grace_s = SLURM_GRACE_S if "SLURM_JOB_ID" in os.environ else DESK_GRACE_S
+        config.shutdown_grace_s = grace_of(os.environ)
     _fill_tasksets(config)
     _fill_template(config.model)
     fill_sync(config)
@@ -126,6 +126,11 @@ def ray_of(environment: Mapping[str, str]) -> str:
     if address := environment.get("RAY_ADDRESS"):
         return address
     raise ConfigError("cluster.ray_address=auto, but RAY_ADDRESS is not set here: give the address as host:port")
+
+
+def grace_of(environment: Mapping[str, str]) -> float:
+    """Before a terminal somebody waits; a Slurm job may have a large model to save."""
+    return 120.0 if "SLURM_JOB_ID" in environment else 20.0
 
 
 def fewest_ranks(megatron: MegatronConfig) -> int:

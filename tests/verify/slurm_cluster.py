@@ -1,7 +1,7 @@
-"""A real Slurm on this host for a test: munge, slurmctld and two slurmd, ended with the block; nothing outside `root` is written.
+"""A real Slurm on this host for a test: munge, slurmctld and three slurmd, ended with the block; nothing outside `root` is written.
 
 In: an empty directory, root, and Debian's packages (installed when they are missing). Out: `Slurm`, whose `environment` makes
-sbatch, squeue and scontrol talk to this Slurm and to no other. Both nodes are this host; each believes in eight CPUs.
+sbatch, squeue and scontrol talk to this Slurm and to no other. Every node is this host, and believes in eight CPUs.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from rft.processes import adopt_orphans, end_descendants
 
 PACKAGES = ("slurm-wlm", "munge")
 DAEMONS = ("slurmctld", "slurmd", "munged")
+NODES = ("n1", "n2", "n3")
 READY_S = 60.0
 LOOK_S = 0.2  # between two questions to slurmctld; it calls nobody back
 CONFIG = """\
@@ -46,7 +47,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+NodeName=n3 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[3]} CPUs=8 State=UNKNOWN
+PartitionName=main Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
 """  # cred_expire: a requeued job waits for its old credentials to expire, two minutes by default
 
 
@@ -68,15 +70,15 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED ..."""
         return self.field(job, "JobState")
 
-    def field(self, job: int, name: str) -> str:
+    def field(self, job: int | str, name: str) -> str:
         words = self.ask("scontrol", "show", "job", "--oneliner", str(job)).split()
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
-    def await_end(self, job: int, log: Path, timeout: float) -> str:
+    def await_end(self, job: int | str, log: Path, timeout: float) -> str:
         """The state that the job ends in, requeued or not."""
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) in ("PENDING", "RUNNING", "COMPLETING"):
@@ -131,7 +133,7 @@ def running(root: Path) -> Iterator[Slurm]:
         start("munged", "--foreground", "--force", *paths)
         await_true(lambda: (root / "munge" / "socket").exists(), "munged has no socket")
         start("slurmctld", "-D")
-        for node in ("n1", "n2"):
+        for node in NODES:
             start("slurmd", "-D", "-N", node)
         await_true(lambda: ready(slurm), f"the nodes are not idle: {read(root / 'slurmctld.log')[-2000:]}")
         yield slurm
@@ -142,12 +144,12 @@ def running(root: Path) -> Iterator[Slurm]:
 
 
 def write_files(root: Path) -> None:
-    for name in ("munge", "state", "spool-n1", "spool-n2"):
+    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
         (root / name).mkdir(mode=0o700)
     (root / "munge.key").touch(mode=0o600)
     (root / "munge.key").write_bytes(os.urandom(1024))
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(3)]
+        sockets = [held.enter_context(socket.socket()) for _ in range(1 + len(NODES))]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in sockets]
@@ -158,7 +160,7 @@ def ready(slurm: Slurm) -> bool:
     done = subprocess.run(
         ["sinfo", "--noheader", "--format=%T %D"], env=slurm.environment, capture_output=True, text=True, timeout=60
     )
-    return done.stdout.strip() == "idle 2"
+    return done.stdout.strip() == f"idle {len(NODES)}"
 
 
 def await_true(condition: Callable[[], bool], otherwise: str) -> None:
