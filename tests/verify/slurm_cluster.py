@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rft.processes import adopt_orphans, end_descendants
+from rft.processes import adopt_orphans
 
 PACKAGES = ("slurm-wlm", "munge")
 DAEMONS = ("slurmctld", "slurmd", "munged")
 NODES = ("n1", "n2", "n3")
 READY_S = 60.0
+ENDING_S = 10.0
 LOOK_S = 0.2  # between two questions to slurmctld; it calls nobody back
 CONFIG = """\
 ClusterName=test
@@ -120,6 +122,7 @@ def running(root: Path) -> Iterator[Slurm]:
     write_files(root)
     slurm = Slurm(root)
     adopt_orphans()
+    before = family()
     daemons: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *arguments: str) -> None:
@@ -140,7 +143,21 @@ def running(root: Path) -> Iterator[Slurm]:
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
-        end_descendants(10.0)
+        end_all(before)
+
+
+def family() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def end_all(but: set[psutil.Process]) -> None:
+    """Whatever was started since `but` was taken: daemons, the steps that detach themselves from them, and what those run."""
+    psutil.wait_procs(family() - but, timeout=ENDING_S)
+    while alive := family() - but:
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=ENDING_S)
 
 
 def write_files(root: Path) -> None:
