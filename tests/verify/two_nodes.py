@@ -15,7 +15,15 @@ import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 SHARED_BYTES = 2 * 2**30
-INSIDE = f"mount -t tmpfs -o size={SHARED_BYTES} none /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && echo up && exec cat"
+INSIDE = " && ".join(
+    (
+        f"mount -t tmpfs -o size={SHARED_BYTES} none /dev/shm",
+        "mkdir -p /tmp/ray",
+        "mount -t tmpfs none /tmp/ray",
+        "echo up",
+        "exec cat",
+    )
+)
 
 
 class Node:
