@@ -20,6 +20,12 @@ TRAINER_NODES=${TRAINER_NODES:-1}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 STEP=(srun --overlap --cpu-bind=none --kill-on-bad-exit=1)
 
+# ray_on NODES COUNT OPTION...: Ray gives its own processes 30 seconds, which a cold file system may not keep. Then again.
+ray_on() {
+    "${STEP[@]}" --nodes="$2" --ntasks="$2" --nodelist="$1" \
+        bash -c 'for _ in 1 2 3; do "$@" && break; done' ray "${ray[@]}" "${@:3}" >>"$ray_log" 2>&1 &
+}
+
 preempted=
 run=
 trap 'preempted=yes; [[ -z $run ]] || kill -USR1 "$run" || true' USR1
@@ -38,18 +44,13 @@ if [[ -n $engines ]]; then
     ray_log=ray-$SLURM_JOB_ID.log
     head=$(scontrol show node --oneliner "${nodes[0]}" | sed -E 's/.* NodeAddr=([^ ]+).*/\1/')
     port=$((30000 + SLURM_JOB_ID % 2500))
-    "${STEP[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
-        "${ray[@]}" --head --port="$port" --include-dashboard=false --num-cpus=0 --num-gpus=0 >>"$ray_log" 2>&1 &
+    ray_on "${nodes[0]}" 1 --head --port="$port" --include-dashboard=false --num-cpus=0 --num-gpus=0
     timeout 300 bash -c 'until (exec 3<>"/dev/tcp/$0/$1") 2>/dev/null; do sleep 1; done' "$head" "$port"
     ray+=("--address=$head:$port")
     if ((TRAINER_NODES > 1)); then
-        others=$((TRAINER_NODES - 1))
-        "${STEP[@]}" --nodes="$others" --ntasks="$others" --nodelist="${trainers#*,}" \
-            "${ray[@]}" --num-cpus=0 --num-gpus=0 >>"$ray_log" 2>&1 &
+        ray_on "${trainers#*,}" $((TRAINER_NODES - 1)) --num-cpus=0 --num-gpus=0
     fi
-    others=$((SLURM_NNODES - TRAINER_NODES))
-    "${STEP[@]}" --nodes="$others" --ntasks="$others" --nodelist="$engines" \
-        "${ray[@]}" --num-cpus="$SLURM_CPUS_ON_NODE" >>"$ray_log" 2>&1 &
+    ray_on "$engines" $((SLURM_NNODES - TRAINER_NODES)) --num-cpus="$SLURM_CPUS_ON_NODE"
     command+=("cluster.ray_address=$head:$port")
 fi
 ranks=$((TRAINER_NODES * RANKS_PER_NODE))
