@@ -78,4 +78,4 @@ if [[ -n $preempted && ${code:-1} -ne 0 ]]; then
     wait
     scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$code"
+exit "${code:-1}"
