@@ -179,14 +179,14 @@ def _check(stages: list[Config]) -> None:
             raise ConfigError(
                 f"trainer.num_ranks={config.trainer.num_ranks}, but the launcher started {world} ranks: make them equal"
             )
-        if _nodes(os.environ) > 1 and not is_supervised(config.algorithm) and config.cluster.ray_address is None:
+        if nodes_of(os.environ) > 1 and not is_supervised(config.algorithm) and config.cluster.ray_address is None:
             raise ConfigError(
                 "cluster.ray_address is not set, but the ranks are on several nodes, which cannot reach the engines of a "
                 "private Ray: give the address of a cluster that the nodes belong to"
             )
 
 
-def _nodes(environment: Mapping[str, str]) -> int:
+def nodes_of(environment: Mapping[str, str]) -> int:
     """How many the launcher has put ranks on."""
     if "SLURM_STEP_NUM_NODES" in environment and "TORCHELASTIC_RUN_ID" not in environment:
         return int(environment["SLURM_STEP_NUM_NODES"])
