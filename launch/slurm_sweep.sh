@@ -30,5 +30,5 @@ if [[ -z $name ]]; then
     exit 2
 fi
 # Slurm runs a copy of this script: its own place is in the job's record.
-own=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -E 's/.* Command=([^ ]+).*/\1/')
+own=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -nE '1s/.* Command=([^ ]+).*/\1/p')
 exec bash "$(dirname "$own")/slurm.sh" "$name" "${common[@]}" "${trial[@]}"
