@@ -21,6 +21,7 @@ INSIDE = " && ".join(
         "mkdir -p /tmp/ray",
         "mount -t tmpfs none /tmp/ray",
         "echo up",
+        "trap '' CHLD",  # as the first process of a machine does: nobody's zombies are nobody's business
         "exec cat",
     )
 )
