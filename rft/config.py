@@ -83,7 +83,7 @@ class ModelConfig:
 class ClusterConfig:
     node_num: int = 1
     gpu_per_node: Optional[int] = None  # default: detected
-    ray_address: Optional[str] = None  # an existing cluster; default: a private one on this machine
+    ray_address: Optional[str] = None  # host:port of a cluster, or auto: $RAY_ADDRESS; default: a private one here
     ray_num_cpus: Optional[int] = None  # logical CPUs of the private cluster; default: one per actor of the start
     colocate: bool = False  # trainer and engines share GPUs, or cores, and take turns: docs/weight_sync.md
     threads_per_rank: int = 1
@@ -303,7 +303,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda
     checkpoint_root_dir: str = "runs"
     continue_from_checkpoint: bool = True
-    shutdown_grace_s: float = 20.0
+    shutdown_grace_s: Optional[float] = None  # for saving and ending, after a signal; default: 20, in a Slurm job 120
     ray_namespace: Optional[str] = None
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -57,6 +58,8 @@ def join(raw: DictConfig) -> int:
     """Be a rank of the first stage that is not finished, then, as a new program in this process, of the next."""
     from rft import rank
 
+    if launched() == "slurm":
+        os.environ.update(slurm_ranks(os.environ))
     streams = os.dup(1), os.dup(2)  # they become the rank's log; a failure is still told to the user
     stage = int(os.environ.get(STAGE, "0"))
     store, number = _store(stage)
@@ -100,20 +103,20 @@ def _word(raw: DictConfig) -> dict[str, Any]:
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables from those of srun."""
-    first = subprocess.run(
-        ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
+    """torch's variables from those of srun. Ranks meet at the address by which Slurm itself reaches the first node."""
+    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": first,
+        "MASTER_ADDR": address.group(1) if address else first,
         "MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % SLURM_PORTS),
     }
+
+
+def scontrol(*arguments: str) -> str:
+    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def _store(stage: int) -> tuple[Any, int]:
@@ -166,6 +169,8 @@ def _lead(raw: DictConfig) -> dict[str, Any]:
 
 
 def _check(stages: list[Config]) -> None:
+    from rft.feed import is_supervised
+
     world = int(os.environ["WORLD_SIZE"])
     for config in stages:
         if config.mode not in ("both", "train"):
@@ -174,6 +179,18 @@ def _check(stages: list[Config]) -> None:
             raise ConfigError(
                 f"trainer.num_ranks={config.trainer.num_ranks}, but the launcher started {world} ranks: make them equal"
             )
+        if nodes_of(os.environ) > 1 and not is_supervised(config.algorithm) and config.cluster.ray_address is None:
+            raise ConfigError(
+                "cluster.ray_address is not set, but the ranks are on several nodes, which cannot reach the engines of a "
+                "private Ray: give the address of a cluster that the nodes belong to"
+            )
+
+
+def nodes_of(environment: Mapping[str, str]) -> int:
+    """How many the launcher has put ranks on."""
+    if "SLURM_STEP_NUM_NODES" in environment and "TORCHELASTIC_RUN_ID" not in environment:
+        return int(environment["SLURM_STEP_NUM_NODES"])
+    return int(environment["WORLD_SIZE"]) // int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
 
 
 def _sidecar(resolved: Path) -> dict[str, str]:
@@ -235,6 +252,7 @@ def sidecar(resolved: str, launcher: int) -> int:
     terminal = os.fdopen(os.dup(2), "w")
     logs.redirect(log_dir / "sidecar.log", config.log.level, keep_stdout=True)
     processes.adopt_orphans()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' business, but Slurm may tell every process of a step
     events: queue.SimpleQueue[launch.Event] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: events.put(launch.Event("rank 0")))

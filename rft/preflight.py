@@ -7,6 +7,7 @@ and the fix (`check`). Reads config.json, the tokenizer's files and the task fil
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, lcm, prod
 from pathlib import Path
@@ -106,7 +107,11 @@ def fill(config: Config) -> Config:
     config.trainer.num_ranks = config.trainer.num_ranks or fewest_ranks(config.trainer.megatron)
     rollout = config.explorer.rollout_model
     rollout.dtype = rollout.dtype or config.trainer.dtype
+    if config.cluster.ray_address == "auto":
+        config.cluster.ray_address = ray_of(os.environ)
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
+    if config.shutdown_grace_s is None:
+        config.shutdown_grace_s = grace_of(os.environ)
     _fill_tasksets(config)
     _fill_template(config.model)
     fill_sync(config)
@@ -114,6 +119,18 @@ def fill(config: Config) -> Config:
     if config.deterministic:
         _fill_deterministic(config)
     return config
+
+
+def ray_of(environment: Mapping[str, str]) -> str:
+    """The cluster that this process was started in: Ray names it to the jobs that are submitted to it."""
+    if address := environment.get("RAY_ADDRESS"):
+        return address
+    raise ConfigError("cluster.ray_address=auto, but RAY_ADDRESS is not set here: give the address as host:port")
+
+
+def grace_of(environment: Mapping[str, str]) -> float:
+    """Before a terminal somebody waits; a Slurm job may have a large model to save."""
+    return 120.0 if "SLURM_JOB_ID" in environment else 20.0
 
 
 def fewest_ranks(megatron: MegatronConfig) -> int:

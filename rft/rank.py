@@ -85,7 +85,9 @@ def main(path: str, terminal: int | None = None) -> int:
         record = {"part": f"trainer rank {number}", "phase": rank.phase, "cause": control.cause(error)}
         tell(record, log_dir, number, terminal)
         os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
-    return 128 + rank.stopping[0] if rank.stopping and not rank.complete else 0
+    if rank.complete and not (rank.stopping and terminal is not None):
+        return 0
+    return 128 + (rank.stopping or [signal.SIGTERM])[0]  # all ranks end together, whichever of them was told to
 
 
 def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | None) -> None:

@@ -185,8 +185,8 @@ class Agent:
 
 def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage) -> None:
     """Serve the trainer at the other end of socket `descriptor` until it is done or gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a stop is the trainer's business; it says Close
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a stop is the trainer's business; it says Close
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     wire = Wire.of_agent(socket.socket(fileno=descriptor))
     settings = wire.receive()

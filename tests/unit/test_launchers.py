@@ -2,7 +2,7 @@
 
 import pytest
 
-from rft.outer import launched
+from rft.outer import launched, nodes_of
 
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
 
@@ -22,3 +22,18 @@ SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
 )
 def test_launched(environment: dict[str, str], expected: str | None) -> None:
     assert launched(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, 1),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, 2),
+        ({"WORLD_SIZE": "4"}, 1),  # a launcher that says nothing else: ranks of one machine
+        ({"WORLD_SIZE": "4", "SLURM_STEP_NUM_NODES": "2"}, 2),
+        # one torchrun per node, itself started by srun: both count the same nodes, but torchrun's word is about the ranks
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "SLURM_STEP_NUM_NODES": "2", "TORCHELASTIC_RUN_ID": "x"}, 1),
+    ],
+)
+def test_nodes_of(environment: dict[str, str], expected: int) -> None:
+    assert nodes_of(environment) == expected
