@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
-BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor"}
+BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor", "trinity_keys", "hints"}
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
     "trainer",
@@ -34,6 +34,7 @@ TOP = {
     "skips",
     "profiler",
     "verl_keys",
+    "config_file",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),

@@ -18,15 +18,6 @@ from rft.algorithm import recipe
 from rft.config import Config, ConfigError
 from rft.preflight_sync import stored_bytes
 from rft.tools import config_page
-from rft.tools.toy import write_arithmetic, write_model
-
-
-@pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("assets")
-    write_model(root / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64)
-    write_arithmetic(root, num_eval=16)
-    return root
 
 
 def composed(overrides: list[str]) -> Any:
