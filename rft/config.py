@@ -340,9 +340,11 @@ def to_config(raw: DictConfig | dict[str, Any]) -> Config:
         raise ConfigError(explain(error)) from error
 
 
-def explain(error: Exception) -> str:
-    """One line out of an OmegaConf or Hydra exception, with the nearest valid key when the key is unknown."""
+def explain(error: Exception, inside: str = "") -> str:
+    """One line out of an OmegaConf or Hydra exception, with the nearest key when one is unknown. `inside`: the list it is in."""
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
+    if key and inside.rpartition(".")[2] and not str(key).startswith(inside.split(".")[0]):
+        key = f"{inside}.{key}"
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
     if key and isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give it a value"
@@ -355,7 +357,8 @@ def unknown(key: str) -> str:
     """What to say of a key that the schema does not have."""
     if (other := trinity_keys.instead(key)) is not None:
         return f"{key} is no key of rft: {other}"
-    hint = closest(key, known_keys())
+    listed = [f"model.lora_configs.{item.name}" for item in fields(LoraConfig)]
+    hint = closest(trinity_keys.canonical(key), [*known_keys(), *listed])
     return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
 
 
@@ -409,6 +412,10 @@ def stage_configs(raw: DictConfig) -> list[Config]:
     base.stages = []
     if not stages:
         return [to_config(base)]
+    if strange := next((stage for stage in stages if not isinstance(stage, DictConfig) or "stages" in stage), None):
+        raise ConfigError(
+            f"stages: {strange} is no section of keys, or has stages of its own: give each a stage_name and its keys"
+        )
     names = [str(stage.get("stage_name")) for stage in stages]
     if len(set(names)) != len(names) or "None" in names:
         raise ConfigError(f"stages: every stage needs its own stage_name, got {names}")

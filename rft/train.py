@@ -2,10 +2,11 @@
 
 In: a recipe, or a file (`--config FILE`, `rft.config_file`), and Hydra's command line over `configs/`. Out: exit code 0, 2 for a
 config that cannot run (one message naming key and fix), or the code of the part that failed. Under an outer torchrun or srun this
-process becomes a trainer rank instead of a supervisor (`rft.outer`). Nothing runs at import: child processes import this module again.
+process becomes a trainer rank, not a supervisor (`rft.outer`). Nothing runs at import: child processes import this module again.
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -144,7 +145,8 @@ def compose(overrides: list[str]) -> DictConfig:
         with hydra.initialize_config_dir(CONFIG_DIR, version_base="1.3"):
             return hydra.compose("train", overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(configs.explain(error.__cause__ or error)) from error
+        inside = re.match(r"Could not override '([\w.]+)'", str(error))
+        raise ConfigError(configs.explain(error.__cause__ or error, inside[1] if inside else "")) from error
     except (
         AssertionError,
         AttributeError,

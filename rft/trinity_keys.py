@@ -210,15 +210,16 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
 def canonical(key: str) -> str:
     """Tasksets for evaluation have the keys of the one for training, and a stage those of the whole."""
     key = re.sub(r"^stages(\[\d+\]|\.\d+)\.", "", key)
-    return re.sub(r"^buffer\.explorer_input\.(eval_)?tasksets(\[\d+\]|\.\d+)", TASKSET, key)
+    return re.sub(r"^buffer\.explorer_input\.eval_tasksets(\[\d+\]|\.\d+)?\.", f"{TASKSET}.", key)
 
 
 def instead(key: str) -> str | None:
     """What to use instead of a key, or of a section, of the reference; None for one that it does not have either."""
     key = canonical(key)
-    if key in KEYS:
-        return KEYS[key].instead
-    return next((found.instead for name, found in KEYS.items() if name.startswith(key + ".")), None)
+    related = (
+        found.instead for name, found in KEYS.items() if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")
+    )
+    return KEYS[key].instead if key in KEYS else next(related, None)
 
 
 def of_value(key: str, value: str) -> str | None:

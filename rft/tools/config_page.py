@@ -1,7 +1,7 @@
 """The key tables of docs/configure.md, verl.md and trinity.md: `python -m rft.tools.config_page` rewrites them.
 
-In: the dataclasses of rft/config.py with the comments behind their fields, and the tables of rft/verl_keys.py and trinity_keys.py. Out: Markdown rows,
-one per key. Invariant: a page cannot say something else than the code; a test compares them.
+In: the dataclasses of rft/config.py with the comments behind their fields, and the tables of rft/verl_keys.py and trinity_keys.py.
+Out: Markdown rows, one per key. Invariant: a page cannot say something else than the code; a test compares them.
 """
 
 import inspect

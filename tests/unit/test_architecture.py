@@ -25,6 +25,7 @@ TOP = {
     "preflight",
     "preflight_trainer",
     "preflight_sync",
+    "preflight_limits",
     "preflight_colocate",
     "cards",
     "modes",

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from rft import config as configs
 from rft import preflight, train
@@ -21,10 +19,8 @@ from rft.tools import config_page
 
 
 def composed(overrides: list[str]) -> Any:
-    ConfigStore.instance().store(name="rft_schema", node=Config)
     train.check_overrides(overrides)
-    with initialize_config_dir(train.CONFIG_DIR, version_base="1.3"):
-        return compose("train", overrides)
+    return train.compose(overrides)
 
 
 def grpo(assets: Path, tmp_path: Path, *overrides: str) -> list[Config]:
