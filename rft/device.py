@@ -77,6 +77,14 @@ class Device:
             return None
         return peak_of(torch.cuda.get_device_name(self.index))
 
+    def memory_bytes(self) -> int:
+        """What it has altogether: of a GPU, or of the machine."""
+        import torch
+
+        if self.kind == "cuda":
+            return int(torch.cuda.get_device_properties(self.index).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def range(self, name: str) -> AbstractContextManager[None]:
         """A named range for Nsight Systems."""
         import torch
