@@ -28,6 +28,36 @@ class Cards:
         return ",".join(self.engines[number * self.per_engine : (number + 1) * self.per_engine])
 
 
+def ranks_left(config: Config, fewest: int) -> int:
+    """Trainer ranks where nobody gives their number: all GPUs that the engines leave, in whole copies of the model, and in whole
+    nodes if it is more than one; `fewest`, which one copy needs, where the number of GPUs is not told or there are none."""
+    cluster, rollout = config.cluster, config.explorer.rollout_model
+    if config.device == "cpu" or not cluster.gpu_per_node or config.mode not in ("both", "train") or fewest < 1:
+        return fewest
+    engines = rollout.engine_num * rollout.tensor_parallel_size if config.mode == "both" else 0
+    if config.cluster.colocate:
+        return engines
+    total = cluster.node_num * cluster.gpu_per_node
+    left = total - engines
+    given = "explorer.rollout_model.engine_num x tensor_parallel_size"
+    told = f"cluster.node_num x gpu_per_node = {total} GPUs, less {given} = {engines},"
+    if left < fewest:
+        raise ConfigError(
+            f"{told} leaves {left} to the trainer, which needs {fewest}: lower engine_num, or trainer.megatron's sizes"
+        )
+    if left > cluster.gpu_per_node and left % cluster.gpu_per_node:
+        raise ConfigError(
+            f"{told} leaves {left} to the trainer, no whole number of nodes of {cluster.gpu_per_node}: change "
+            "explorer.rollout_model.engine_num, or set trainer.num_ranks"
+        )
+    if left % fewest:
+        raise ConfigError(
+            f"{told} leaves {left} to the trainer, no multiple of the {fewest} that its layout needs: change "
+            "explorer.rollout_model.engine_num or trainer.megatron's sizes, or set trainer.num_ranks"
+        )
+    return left
+
+
 def split(config: Config, visible: str) -> Cards | None:
     """`visible`: CUDA_VISIBLE_DEVICES, empty when it is not set."""
     devices = [device for device in visible.split(",") if device]

@@ -1,23 +1,21 @@
-"""The `rft` command. `rft train ...` is `python -m rft.train ...`; `rft ckpt ...` looks after checkpoints, `rft engines ...` after
-the engines of a run that is under way."""
+"""The `rft` command: `rft train ...` is `python -m rft.train ...`; every other word is a tool of `rft.tools`."""
 
+import importlib
 import sys
 
 USAGE = """usage: rft train experiment=NAME [section.key=value ...]
+       rft train --config FILE [section.key=value ...]
+       rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
+       rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
        rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
        rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)"""
+TOOLS = ("ckpt", "config", "doctor", "engines")
 
 
 def main() -> None:
     command, *rest = sys.argv[1:] or ["--help"]
-    if command == "ckpt":
-        from rft.tools.ckpt import main as ckpt
-
-        sys.exit(ckpt(rest))
-    if command == "engines":
-        from rft.tools.engines import main as engines
-
-        sys.exit(engines(rest))
+    if command in TOOLS:
+        sys.exit(importlib.import_module(f"rft.tools.{command}").main(rest))
     if command != "train":
         sys.exit(USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}")
     sys.argv = ["rft train", *rest]

@@ -8,14 +8,17 @@ actors `load` only that file. Each part gets its own section, never the whole co
 Every refusal is a `ConfigError` whose text names the key and the fix.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from rft import trinity_keys
+from rft.hints import closest
+from rft.hints import nearest as nearest
 
 
 class ConfigError(ValueError):
@@ -321,17 +324,8 @@ class Config:
     stage_name: Optional[str] = None  # set by `stage_configs`
 
 
-REPLACED = {  # keys of other systems, and what does their work here
-    "trainer.trainer_strategy": "the trainer is always Megatron: leave it out, and cut the model by trainer.megatron.*_size",
-    "trainer.ulysses_sequence_parallel_size": "set trainer.megatron.context_parallel_size",
-    "trainer.param_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.optimizer_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.grad_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.offload_policy": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.enable_preview": "set monitor.num_samples, the number of rollouts written to samples.jsonl per step",
-    "algorithm.optimizer.warmup_style": "set algorithm.optimizer.lr_scheduler_type",
-    "algorithm.optimizer.clip_grad": "set trainer.grad_clip",
-}
+TASKSET_KEY = "buffer.explorer_input.taskset"
+SECRETS = ("api_key", "password")  # of monitor.monitor_args: never written to a file, never printed
 
 
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
@@ -346,10 +340,14 @@ def to_config(raw: DictConfig | dict[str, Any]) -> Config:
         raise ConfigError(explain(error)) from error
 
 
-def explain(error: Exception) -> str:
-    """One line out of an OmegaConf or Hydra exception, with the nearest valid key when the key is unknown."""
+def explain(error: Exception, inside: str = "") -> str:
+    """One line out of an OmegaConf or Hydra exception, with the nearest key when one is unknown. `inside`: the list it is in."""
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
-    text = str(error).split("\n\n")[0].replace("\n", " ").replace("\t", " ")
+    if key and inside.rpartition(".")[2] and not str(key).startswith(inside.split(".")[0]):
+        key = f"{inside}.{key}"
+    text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
+    if key and isinstance(error, MissingMandatoryValue):
+        return f"{key} is not set: give it a value"
     if key and "not in" in text:
         return unknown(re.sub(r"^stages\[\d+\]\.", "", str(key)))
     return f"{key}: {text}" if key else text
@@ -357,9 +355,10 @@ def explain(error: Exception) -> str:
 
 def unknown(key: str) -> str:
     """What to say of a key that the schema does not have."""
-    if key in REPLACED:
-        return f"{key} is no key of rft: {REPLACED[key]}"
-    hint = nearest_key(key)
+    if (other := trinity_keys.instead(key)) is not None:
+        return f"{key} is no key of rft: {other}"
+    listed = [f"model.lora_configs.{item.name}" for item in fields(LoraConfig)]
+    hint = closest(trinity_keys.canonical(key), [*known_keys(), *listed])
     return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
 
 
@@ -370,30 +369,18 @@ def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
         name = f"{prefix}{item.name}"
         found.append(name)
         inner = item.default_factory if callable(item.default_factory) else item.type
-        if name == "buffer.explorer_input.taskset":
+        if name == TASKSET_KEY:
             inner = TasksetConfig
         if is_dataclass(inner):
             found += known_keys(inner, name + ".")
     return found
 
 
-def nearest_key(key: str) -> str | None:
-    """The valid key that `key` was probably meant to be: same last word elsewhere, else the most similar spelling."""
+def leaf_keys() -> list[str]:
+    """Those that hold a value, a list or a free dictionary, and no section."""
     keys = known_keys()
-    match = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if match:
-        return match[0]
-    last = key.rsplit(".", 1)[-1]
-    by_word = {k.rsplit(".", 1)[-1]: k for k in reversed(keys)}
-    word = difflib.get_close_matches(last, list(by_word), n=1, cutoff=0.7)
-    return by_word[word[0]] if word else None
-
-
-def nearest(value: str, choices: Any, key: str) -> str:
-    """Error text for a value outside `choices`."""
-    match = difflib.get_close_matches(value, list(choices), n=1)
-    hint = f"; did you mean `{match[0]}`?" if match else "."
-    return f"{key}={value} is unknown{hint} Known: {', '.join(sorted(choices))}."
+    sections = {key.rpartition(".")[0] for key in keys}
+    return [key for key in keys if key not in sections]
 
 
 def get(config: Config, key: str) -> Any:
@@ -425,6 +412,10 @@ def stage_configs(raw: DictConfig) -> list[Config]:
     base.stages = []
     if not stages:
         return [to_config(base)]
+    if strange := next((stage for stage in stages if not isinstance(stage, DictConfig) or "stages" in stage), None):
+        raise ConfigError(
+            f"stages: {strange} is no section of keys, or has stages of its own: give each a stage_name and its keys"
+        )
     names = [str(stage.get("stage_name")) for stage in stages]
     if len(set(names)) != len(names) or "None" in names:
         raise ConfigError(f"stages: every stage needs its own stage_name, got {names}")
@@ -437,7 +428,7 @@ def stage_configs(raw: DictConfig) -> list[Config]:
 def save(config: Config, path: Path) -> None:
     """Write the resolved config that ranks and actors read; keys that hold secrets are left out."""
     container = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    for secret in ("api_key", "password"):
+    for secret in SECRETS:
         container["monitor"]["monitor_args"].pop(secret, None)  # type: ignore[index,call-overload]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(container)), encoding="utf-8")

@@ -82,6 +82,14 @@ class Device:
         """Of one message of a long stream: what fits a cache, or what keeps a link between GPUs busy."""
         return 2**27 if self.kind == "cuda" else 2**24
 
+    def memory_bytes(self) -> int:
+        """What it has altogether: of a GPU, or of the machine."""
+        import torch
+
+        if self.kind == "cuda":
+            return int(torch.cuda.get_device_properties(self.index).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def range(self, name: str) -> AbstractContextManager[None]:
         """A named range for Nsight Systems."""
         import torch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fsspec
 
-from rft import verl_keys
+from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
@@ -35,6 +35,7 @@ from rft.config import (
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.preflight_colocate import check_colocate, fill_colocate
+from rft.preflight_limits import check_given, check_limits
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
@@ -62,6 +63,7 @@ CHOICES = {
     "synchronizer.receive": ("staged", "direct"),
     "synchronizer.kv": ("recompute", "keep"),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
+    "explorer.rollout_model.dtype": ("fp32", "bf16"),
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -93,6 +95,7 @@ NOT_NEGATIVE = (
 def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
     verl_keys.merge(config)
+    check_given(config)
     algorithm = config.algorithm
     if algorithm.algorithm_type not in ALGORITHMS:
         raise ConfigError(nearest(algorithm.algorithm_type, ALGORITHMS, "algorithm.algorithm_type"))
@@ -104,7 +107,9 @@ def fill(config: Config) -> Config:
     algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
     buffer = config.buffer
     buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
-    config.trainer.num_ranks = config.trainer.num_ranks or fewest_ranks(config.trainer.megatron)
+    config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
+        config, fewest_ranks(config.trainer.megatron)
+    )
     rollout = config.explorer.rollout_model
     rollout.dtype = rollout.dtype or config.trainer.dtype
     if config.cluster.ray_address == "auto":
@@ -149,8 +154,11 @@ def check(config: Config) -> None:
     _check_algorithm(config)
     _check_data(config)
     _check_deterministic(config)
+    check_limits(config)
     check_sync(config)
     check_colocate(config)
+    if config.cluster.node_num == 1 and config.cluster.ray_address is None:
+        cards.split(config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     _check_places(config)
     if config.trainer.total_steps is None:
         config.trainer.total_steps = count_steps(config)

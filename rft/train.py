@@ -1,11 +1,12 @@
 """Entry point: `python -m rft.train experiment=NAME section.key=value ...` composes a config and runs its stages.
 
-In: Hydra's command line over `configs/`. Out: exit code 0, 2 for a config that cannot run (one message naming key and fix), or
-the code of the part that failed. Under an outer torchrun or srun this process becomes a trainer rank instead of a
-supervisor (`rft.outer`). Nothing runs at import: child processes import this module again.
+In: a recipe, or a file (`--config FILE`, `rft.config_file`), and Hydra's command line over `configs/`. Out: exit code 0, 2 for a
+config that cannot run (one message naming key and fix), or the code of the part that failed. Under an outer torchrun or srun this
+process becomes a trainer rank, not a supervisor (`rft.outer`). Nothing runs at import: child processes import this module again.
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -19,8 +20,23 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
+from rft import config_file
 from rft.config import Config, ConfigError
 
+VALUED = (
+    "--config-dir",
+    "--config-name",
+    "--config-path",
+    "-cd",
+    "-cn",
+    "-cp",
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--info",
+    "-i",
+)
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 
@@ -29,6 +45,7 @@ def main() -> None:
         sys.exit("rft: run `python -m rft.train ...`; as a file, rft/megatron would hide megatron-core")
     ConfigStore.instance().store(name="rft_schema", node=Config)
     try:
+        sys.argv[1:] = config_file.registered(sys.argv[1:])
         check_overrides(sys.argv[1:])
         check_composition(sys.argv[1:])
     except ConfigError as error:
@@ -98,12 +115,17 @@ def check_overrides(arguments: list[str]) -> None:
     """Name the nearest key for a misspelt override, with or without Hydra's `+`, before Hydra composes anything."""
     keys = set(configs.known_keys())
     groups = {p.name for p in Path(CONFIG_DIR).iterdir() if p.is_dir()} | {"hydra"}
-    free = ("_args", "_config", "hydra", "stages", "eval_tasksets")  # what is inside is checked with the config
+    free = tuple(f"{key}." for key in configs.leaf_keys()) + ("hydra.",)  # what is inside is checked with the config
+    flags = _flag_values(arguments)
     for argument in arguments:
+        if "=" not in argument and not argument.startswith(("-", "~")) and argument not in flags:
+            raise ConfigError(
+                f"`{argument}` is no override: write section.key=value, or --config FILE for a file of them"
+            )
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
         if argument.startswith("-") or "=" not in argument or "/" in key or key in keys or key in groups:
             continue
-        if any(part.endswith(free) for part in key.split(".")):
+        if key.startswith(free):
             continue
         raise ConfigError(configs.unknown(key))
 
@@ -113,16 +135,33 @@ def check_composition(arguments: list[str]) -> None:
     if {"-m", "--multirun", "--help", "-h", "--info", "--hydra-help"} & set(arguments):
         return
     overrides = [a for a in arguments if not a.startswith("-") and "=" in a and a not in _flag_values(arguments)]
+    compose(overrides)
+
+
+def compose(overrides: list[str]) -> DictConfig:
+    """The config that these overrides mean, with everything that can be said about them as a ConfigError."""
+    ConfigStore.instance().store(name="rft_schema", node=Config)
     try:
         with hydra.initialize_config_dir(CONFIG_DIR, version_base="1.3"):
-            hydra.compose("train", overrides)
+            return hydra.compose("train", overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(configs.explain(error.__cause__ or error)) from error
+        inside = re.match(r"Could not override '([\w.]+)'", str(error))
+        raise ConfigError(configs.explain(error.__cause__ or error, inside[1] if inside else "")) from error
+    except (
+        AssertionError,
+        AttributeError,
+    ) as error:  # what OmegaConf has to say of a key inside a section that is None
+        said = next((o for o in overrides if o.lstrip("+").startswith(configs.TASKSET_KEY)), None)
+        if said is None:
+            raise
+        raise ConfigError(
+            f"{said}: nothing here has a taskset to change; take a recipe, like experiment=grpo"
+        ) from error
 
 
 def _flag_values(arguments: list[str]) -> set[str]:
     """Values of Hydra's own flags, which are no overrides: `--config-dir DIR` and its like."""
-    return {value for flag, value in zip(arguments, arguments[1:], strict=False) if flag.startswith("--config-")}
+    return {value for flag, value in zip(arguments, arguments[1:], strict=False) if flag in VALUED}
 
 
 def refuse(error: ConfigError) -> int:

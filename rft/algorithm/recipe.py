@@ -6,6 +6,7 @@ some term compares with it. Importing this loads no torch.
 
 import inspect
 from collections.abc import Callable, Iterable
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.advantages import ADVANTAGES
@@ -52,9 +53,9 @@ def check(algorithm: AlgorithmConfig) -> None:
         _among("algorithm.advantage_fn", algorithm.advantage_fn, advantages)
         _known("advantage_fn_args", algorithm.advantage_fn_args, _options(advantages[algorithm.advantage_fn]))
     _known("policy_loss_fn_args", algorithm.policy_loss_fn_args, _options(LOSSES[str(algorithm.policy_loss_fn)]))
-    _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, ["kl_coef"])
-    _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, ["kl_coef"])
-    _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, ["entropy_coef"])
+    _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, {"kl_coef": KL_COEF})
+    _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, {"kl_coef": KL_COEF})
+    _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, {"entropy_coef": 0.0})
     for term in ("kl_loss", "kl_penalty", "entropy_loss"):
         arguments = getattr(algorithm, f"{term}_fn_args")
         if arguments and getattr(algorithm, f"{term}_fn") == "none":
@@ -84,14 +85,21 @@ def _among(key: str, value: str, choices: Iterable[str]) -> None:
         raise ConfigError(nearest(value, choices, key))
 
 
-def _known(key: str, given: dict[str, Any], options: list[str]) -> None:
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value))
+
+
+def _known(key: str, given: dict[str, Any], options: dict[str, Any]) -> None:
     for name in given:
         if name not in options:
             known = f"known: {', '.join(options)}" if options else "it takes none"
             raise ConfigError(f"algorithm.{key}.{name} is unknown; {known}")
+        value, default = given[name], options[name]
+        if isinstance(default, int | float | None) and not isinstance(default, bool) and not _is_number(value):
+            raise ConfigError(f"algorithm.{key}.{name}={value}: give a number, like {default or 1}")
 
 
-def _options(function: Callable[..., Any]) -> list[str]:
-    """Arguments of `function` that have a default: those that a config may set."""
+def _options(function: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments of `function` that have a default, with it: those that a config may set."""
     parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}

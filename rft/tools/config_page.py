@@ -1,7 +1,7 @@
-"""The key tables of docs/configure.md and docs/verl.md: `python -m rft.tools.config_page` rewrites them.
+"""The key tables of docs/configure.md, verl.md and trinity.md: `python -m rft.tools.config_page` rewrites them.
 
-In: the dataclasses of rft/config.py with the comments behind their fields, and the table of rft/verl_keys.py. Out: Markdown rows,
-one per key. Invariant: a page cannot say something else than the code; a test compares them.
+In: the dataclasses of rft/config.py with the comments behind their fields, and the tables of rft/verl_keys.py and trinity_keys.py.
+Out: Markdown rows, one per key. Invariant: a page cannot say something else than the code; a test compares them.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import verl_keys
+from rft import trinity_keys, verl_keys
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
@@ -70,9 +70,35 @@ def verl_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def trinity_table() -> str:
+    """What a file of Trinity-RFT's keys may say that rft calls otherwise, or does not have, in the order of rft/trinity_keys.py."""
+    lines = ["| | key | is |", "| --- | --- | --- |"]
+    for name, key in trinity_keys.KEYS.items():
+        taken = ", ".join(shown(value) for value in key.only)
+        if key.to:
+            meaning = f"`{key.to}`"
+        elif key.takes_any:
+            meaning = f"taken: {key.why}"
+        else:
+            meaning = f"only {taken}: {key.why}" if taken else f"refused: {key.why}"
+        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    lines += ["", "| value of | there | here |", "| --- | --- | --- |"]
+    for name, values in trinity_keys.RENAMED.items():
+        for there, (here, why) in values.items():
+            lines.append(f"| `{name}` | {shown(there)} | {shown(here)}{': ' + why if why else ''} |")
+    for name, (names, why) in trinity_keys.NAMES.items():
+        lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text}`" if text else "empty"
+
+
 def pages() -> dict[Path, str]:
     """Every page with its table as it should be."""
-    tables = {DOCS / "configure.md": table(), DOCS / "verl.md": verl_table()}
+    tables = {DOCS / "configure.md": table(), DOCS / "verl.md": verl_table(), DOCS / "trinity.md": trinity_table()}
     return {path: rewritten(path.read_text(encoding="utf-8"), found) for path, found in tables.items()}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rft.tools.toy import write_arithmetic, write_model
+
 MEMORY = Path("/dev/shm")
 ENOUGH = 2**29  # bytes that must be free there; containers often give it much less
 
@@ -19,3 +21,12 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="rft-test-", dir=MEMORY) as directory:
         yield Path(directory)
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers under `model/`, and sums in train.jsonl and eval.jsonl."""
+    root = tmp_path_factory.mktemp("assets")
+    write_model(root / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64)
+    write_arithmetic(root, num_eval=16)
+    return root

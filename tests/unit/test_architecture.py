@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
-BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor"}
+BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor", "trinity_keys", "hints"}
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
     "trainer",
@@ -25,6 +25,7 @@ TOP = {
     "preflight",
     "preflight_trainer",
     "preflight_sync",
+    "preflight_limits",
     "preflight_colocate",
     "cards",
     "modes",
@@ -34,6 +35,7 @@ TOP = {
     "skips",
     "profiler",
     "verl_keys",
+    "config_file",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from rft import config as configs
 from rft import preflight, train
@@ -18,22 +16,11 @@ from rft.algorithm import recipe
 from rft.config import Config, ConfigError
 from rft.preflight_sync import stored_bytes
 from rft.tools import config_page
-from rft.tools.toy import write_arithmetic, write_model
-
-
-@pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("assets")
-    write_model(root / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64)
-    write_arithmetic(root, num_eval=16)
-    return root
 
 
 def composed(overrides: list[str]) -> Any:
-    ConfigStore.instance().store(name="rft_schema", node=Config)
     train.check_overrides(overrides)
-    with initialize_config_dir(train.CONFIG_DIR, version_base="1.3"):
-        return compose("train", overrides)
+    return train.compose(overrides)
 
 
 def grpo(assets: Path, tmp_path: Path, *overrides: str) -> list[Config]:

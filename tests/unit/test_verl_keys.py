@@ -172,18 +172,6 @@ def test_merging_twice_changes_nothing() -> None:
     assert again == config
 
 
-def test_keys_of_others_are_named_with_what_does_their_work() -> None:
-    for key, instead in configs.REPLACED.items():
-        section, _, word = key.rpartition(".")
-        node: dict[str, Any] = {word: 1}
-        for part in reversed(section.split(".")):
-            node = {part: node}
-        with pytest.raises(ConfigError) as refused:
-            configs.to_config(node)
-        assert key in str(refused.value) and instead in str(refused.value)
-        assert key not in configs.known_keys()
-
-
 def test_without_a_block_nothing_happens() -> None:
     assert merged().trainer == TrainerConfig()
     config = configs.to_config(REQUIRED | {"trainer": {"trainer_config": None}})

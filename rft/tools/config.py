@@ -1,0 +1,79 @@
+"""`rft config [experiment=NAME | --config FILE] [section.key=value ...]`: the config that these words mean, started by nothing.
+
+In: the command line of `rft train`. Out: YAML on stdout that `rft train --config` takes: by default only the keys whose value
+differs from rft's own default, with `--all` every key. Nothing is filled in and no model or data file is read, so it also works
+where the run will not start; `rft doctor` says what would stop it. Invariant: secrets are not printed.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rft import config as configs
+from rft import config_file, train
+from rft.config import Config, ConfigError, TasksetConfig
+
+HIDDEN = "***"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rft config", usage="rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]",
+        description="Print the composed config: what differs from the defaults.", allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="every key, also where the default holds")
+    options, words = parser.parse_known_args(argv)
+    try:
+        print(text(composed(words), options.all), end="")
+    except ConfigError as error:
+        return train.refuse(error)
+    return 0
+
+
+def composed(words: list[str]) -> DictConfig:
+    """What `rft train` composes from the same words."""
+    words = config_file.registered(words)
+    train.check_overrides(words)
+    if strange := next((word for word in words if word.startswith("-")), None):
+        raise ConfigError(f"{strange}: only --config FILE and section.key=value are composed here")
+    return train.compose(words)
+
+
+def text(raw: DictConfig, everything: bool) -> str:
+    given = plain(raw)
+    args = given["monitor"]["monitor_args"]
+    args.update({name: HIDDEN for name in configs.SECRETS if args.get(name)})
+    if not everything:
+        default = plain(OmegaConf.structured(Config))
+        taskset = plain(OmegaConf.structured(TasksetConfig))
+        tasks = given["buffer"]["explorer_input"]
+        default["buffer"]["explorer_input"]["taskset"] = taskset if tasks["taskset"] else None
+        tasks["eval_tasksets"] = [changed(one, taskset) for one in tasks["eval_tasksets"]]
+        given = changed(given, default)
+    return OmegaConf.to_yaml(OmegaConf.create(given)) if given else ""
+
+
+def plain(raw: DictConfig) -> dict[str, Any]:
+    """Values as they are after interpolation; as written where something of them is still missing."""
+    try:
+        return OmegaConf.to_container(raw, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        print(f"rft: not all of it can be resolved yet: {configs.explain(error)}", file=sys.stderr)
+        return OmegaConf.to_container(raw, resolve=False)  # type: ignore[return-value]
+
+
+def changed(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `given` with another value than in `default`; a list is one value."""
+    found = {}
+    for key, value in given.items():
+        there = default.get(key, MISSING)
+        if isinstance(value, dict) and isinstance(there, dict) and value:
+            value = changed(value, there)
+            if value:
+                found[key] = value
+        elif value != there:
+            found[key] = value
+    return found

@@ -1,0 +1,87 @@
+"""How much memory and disk a run will want, from its config and the model's config.json, before anything is loaded.
+
+In: a filled config. Out: bytes per trainer rank by what they are for, bytes per engine, bytes of a checkpoint. Weights, gradients,
+optimizer state, staging and cache follow from the layout; activations are an estimate of one microbatch. Loads no torch.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from rft.adapters import adapter_names, lora_of
+from rft.algorithm import recipe
+from rft.config import Config
+from rft.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
+
+ITEM = {"fp32": 4, "bf16": 2}
+GRADIENT, MASTER = 4, 4  # bytes: gradients are summed in fp32, and bf16 weights have an fp32 copy
+MOMENTS = {"adam": 8, "sgd": 0}
+PER_LAYER = 34  # activations of one layer that are kept for the backward pass, in units of tokens x hidden size
+PROCESS = int(1.2e9)  # a rank or an engine of its own, with torch, before it holds anything
+
+
+@dataclass(frozen=True)
+class Plan:
+    parameters: int  # of the whole model
+    trained: int  # of those, or the adapter's
+    weights: int  # bytes of one rank from here on
+    gradients: int
+    optimizer: int
+    beside: int  # reference and critic
+    activations: int
+    staging: int  # host memory, of two checkpoints on their way
+    checkpoint: int  # bytes of one, all ranks together
+    export: int  # of the model for Hugging Face
+    engine: int  # one engine worker: weights, their successor, and the cache on a CPU
+
+    @property
+    def rank(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.beside + self.activations
+
+
+def plan(config: Config) -> Plan:
+    hf = read_hf_config(config.model.model_path)
+    dims, architecture = Dims.of(hf), architecture_of(hf)
+    lora = lora_of(config.model.lora_configs, dims)
+    shapes = hf_names(dims, architecture)
+    adapter = adapter_names(dims, architecture, lora) if lora else None
+    megatron, item = config.trainer.megatron, ITEM[config.trainer.dtype]
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    total, mine = count(shapes), held(shapes, config)
+    trained, mine_trained = (count(adapter), held(adapter, config)) if adapter else (total, mine)
+    shards = max(1, int(config.trainer.num_ranks or 1) // (tp * pp))  # the distributed optimizer cuts over these
+    state = (MASTER if item < MASTER else 0) + MOMENTS[config.algorithm.optimizer.optimizer_type]
+    critic = int(recipe.needs_critic(config.algorithm)) * (mine * (item + GRADIENT) + mine * state // shards)
+    reference = int(recipe.needs_reference(config.algorithm)) * mine * item
+    tokens = int(config.trainer.max_token_len_per_gpu or 0)
+    kept = 2 if config.trainer.recompute_granularity == "full" else PER_LAYER
+    saved = (
+        mine_trained * max(item, MASTER) + mine_trained * MOMENTS[config.algorithm.optimizer.optimizer_type] // shards
+    )
+    saved += int(critic > 0) * saved
+    budget = config.trainer.checkpoint.host_memory_gb
+    rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
+    workers, versions = rollout.tensor_parallel_size, 1 if synchronizer.receive == "direct" else 2
+    return Plan(
+        parameters=total, trained=trained, weights=mine * item, gradients=mine_trained * GRADIENT,
+        optimizer=mine_trained * state // shards, beside=critic + reference,
+        activations=tokens * dims.hidden * -(-dims.layers // pp) * kept * item // 2 // tp,
+        staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
+        checkpoint=saved * int(config.trainer.num_ranks or 1), export=trained * item,
+        engine=total * ITEM[str(rollout.dtype)] * versions // workers + int(rollout.kv_cache_gb * 1e9),
+    )  # fmt: skip
+
+
+def count(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def held(shapes: dict[str, tuple[int, ...]], config: Config) -> int:
+    """Parameters of one rank: matrices are cut by tensor ranks, layers by stages, experts by their own ranks."""
+    megatron = config.trainer.megatron
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    experts = (megatron.expert_tensor_parallel_size or tp) * megatron.expert_model_parallel_size
+    found = 0
+    for name, shape in shapes.items():
+        cut = experts if is_expert(name) else tp if len(shape) > 1 else 1
+        found += prod(shape) // cut // (pp if ".layers." in name else 1)
+    return found

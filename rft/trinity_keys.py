@@ -1,0 +1,228 @@
+"""The keys of a Trinity-RFT config that rft does not have under that name: what each one is here. Pure data, no imports of rft.
+
+In: a dotted key, or a key with a value. Out: rft's key and value, or the reason why there is none and what to use instead.
+Sections and names of the two systems are the same wherever the meaning is, so this table is the whole difference. It is read
+where a flat file is taken (`rft.config_file`) and where an unknown key or value is refused (`rft.config.unknown`, `rft.hints`).
+
+Invariant: no key is ignored. `null` means that a key is not set. `docs/trinity.md` is made of this table.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+UNSET = object()  # what a value that says nothing becomes
+TASKSET = "buffer.explorer_input.taskset"
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def opposite(value: Any) -> Any:
+    return not value
+
+
+def if_not_negative(value: Any) -> Any:
+    return UNSET if isinstance(value, int | float) and value < 0 else value
+
+
+def none_if_false(value: Any) -> Any:
+    return UNSET if value else 0
+
+
+@dataclass(frozen=True)
+class Key:
+    """`to`: rft's key, with `convert` from the value. Without: a value of `only`, or any, is taken; `why` says what that means."""
+
+    row: str
+    why: str = ""
+    to: str | None = None
+    convert: Callable[[Any], Any] = same
+    only: tuple[Any, ...] = ()
+    takes_any: bool = False
+
+    def takes(self, value: Any) -> bool:
+        """As YAML means it: True is not 1."""
+        return self.takes_any or any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.only
+        )
+
+    @property
+    def instead(self) -> str:
+        """What to say of it where it cannot be taken."""
+        return self.why or f"set {self.to}"
+
+
+YET = "not in rft yet"
+OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
+JUICER = f"Data-Juicer is {YET}: process the files before the run, or in a function given as prepare=module:function"
+PIPELINE = f"pipelines over experiences are {YET}: shape rewards in buffer.explorer_input.default_reward_fn_type=module:function"
+REPLAY = f"a replay buffer is {YET}: raise buffer.total_epochs to see tasks again"
+ALL_TASKS = "every task of a step is waited for, and explorer.max_timeout caps the slow ones"
+OWN_LIMIT = "explorer.max_timeout is the limit of one task, all attempts together"
+MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
+SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
+NO_TINKER = "training is by Megatron on your own machines: leave it out"
+ONE_SET = f"one training set: put its files into one directory and set {TASKSET}.path"
+
+KEYS: dict[str, Key] = {
+    # A: the top level
+    "group": Key("A4", "a run lies in <checkpoint_root_dir>/<project>/<name>: write the group into project", only=("",)),
+    # B: algorithm
+    "algorithm.optimizer.warmup_style": Key("B4", to="algorithm.optimizer.lr_scheduler_type"),
+    "algorithm.optimizer.clip_grad": Key("B4", to="trainer.grad_clip"),
+    "algorithm.sample_strategy": Key(
+        "B6", "steps take groups in the order of their admission, so staleness is bounded and nothing is dropped: set "
+        "synchronizer.max_staleness; mixing in expert rows is " + YET, only=("default", "warmup"),
+    ),
+    "algorithm.sample_strategy_args": Key("B6", "set synchronizer.max_staleness for the age of experiences", only=({},)),
+    "algorithm.enable_router_replay": Key("B11", f"replaying the choice of experts is {YET}", only=(False,)),
+    "algorithm.bypass_old_logprobs": Key("B11", to="algorithm.proximal_logprobs", convert=opposite),
+    "algorithm.rollout_correction": Key(
+        "B11", "set algorithm.proximal_logprobs=true with algorithm.policy_loss_fn_args.importance_cap", only=({}, False)
+    ),
+    # C: monitor
+    "monitor.enable_ray_timeline": Key(
+        "C6", "Ray's own timeline is not written: trainer.profiler=torch writes a Chrome trace of the steps", only=(False,)
+    ),
+    "monitor.detailed_stats": Key("C9", f"histograms are {YET}: metrics.jsonl has means and extremes", only=(False,)),
+    # D: model
+    "model.enable_prompt_truncation": Key(
+        "D9", "a prompt longer than model.max_prompt_tokens is never cut: its task is counted and trains nothing", takes_any=True
+    ),
+    "model.temperature": Key("D11", f"{SAMPLING}.temperature"),
+    "model.top_p": Key("D11", f"{SAMPLING}.top_p"),
+    "model.top_k": Key("D11", f"{SAMPLING}.top_k"),
+    "model.logprobs": Key("D11", "log-probabilities of what was sampled are always recorded", only=(0,)),
+    "model.enable_thinking": Key("D11", "the chat template decides: give one as model.chat_template_path", only=(False,)),
+    "model.rope_scaling": Key("D11", MODEL_SAYS),
+    "model.rope_theta": Key("D11", MODEL_SAYS),
+    "model.tinker": Key("D11", NO_TINKER, only=({}, {"enable": False})),
+    "model.external_model": Key("D11", "a model behind an API has no weights to train: leave it out", only=({}, {"enable": False})),
+    # F: buffer
+    "buffer.default_workflow_type": Key("F19", to="buffer.explorer_input.default_workflow_type"),
+    "buffer.default_reward_fn_type": Key("F19", to="buffer.explorer_input.default_reward_fn_type"),
+    "buffer.explorer_input.tasksets": Key("F5", ONE_SET, only=([],)),
+    f"{TASKSET}.rollout_args.logprobs": Key("F18", "log-probabilities of what was sampled are always recorded", only=(0,)),
+    f"{TASKSET}.rollout_args.n": Key("F18", "set algorithm.repeat_times, or repeat_times of an evaluation set", only=(1,)),
+    f"{TASKSET}.format.workflow_key": Key("F21", f"a workflow per row is {YET}: set {TASKSET}.default_workflow_type to your own"),
+    f"{TASKSET}.format.reward_fn_key": Key("F21", f"a reward per row is {YET}: your own reward function gets the row as task.raw"),
+    "buffer.trainer_input.experience_buffer.replay_buffer.enable": Key("F29", REPLAY, only=(False,)),
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": Key("F30", REPLAY),
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": Key(
+        "F31", "it belongs to a replay buffer that is off", only=("linear_decay", "linear_decay_use_count_control_randomization"),
+    ),
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args": Key(
+        "F34", "it belongs to a replay buffer that is off", takes_any=True
+    ),
+    "buffer.trainer_input.auxiliary_buffers": Key(
+        "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
+    ),
+    # G: explorer
+    "explorer.env_vars": Key("G5", "every part inherits the environment of `rft train`: set the variables there", only=({},)),
+    "explorer.rollout_model.enable_history": Key(
+        "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
+    ),
+    "explorer.rollout_model.enable_openai_api": Key("G10", f"an OpenAI server of the engines is {YET}", only=(False,)),
+    "explorer.auxiliary_models": Key(
+        "G10", f"further models are {YET}: serve them with vLLM and call them from your reward or workflow", only=([],)
+    ),
+    "explorer.over_rollout.ratio": Key("G13", ALL_TASKS, only=(0, 0.0)),
+    "explorer.over_rollout.wait_after_min": Key("G14", ALL_TASKS, takes_any=True),
+    "explorer.over_rollout.return_partial_tasks": Key("G13", "a part of a group would bias its baseline", only=(False,)),
+    "explorer.dynamic_timeout.enable": Key("G15", OWN_LIMIT, only=(False,)),
+    "explorer.dynamic_timeout.ratio": Key("G16", OWN_LIMIT, takes_any=True),
+    "explorer.runner_state_report_interval": Key("G17", "the line of every step says what is in flight", takes_any=True),
+    # H: synchronizer
+    "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
+    "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
+    "synchronizer.max_inflight_batches": Key("H10", "set synchronizer.max_staleness: so many versions may rollouts be behind"),
+    # I: trainer
+    "trainer.trainer_strategy": Key(
+        "I3", "the trainer is always Megatron: leave it out, and cut the model by trainer.megatron.*_size",
+        only=("fsdp", "fsdp2", "megatron"),
+    ),
+    "trainer.ulysses_sequence_parallel_size": Key("I15", to="trainer.megatron.context_parallel_size"),
+    "trainer.param_offload": Key("I17", OFFLOAD, only=(False,)),
+    "trainer.optimizer_offload": Key("I17", OFFLOAD, only=(False,)),
+    "trainer.grad_offload": Key("I17", OFFLOAD, only=(False,)),
+    "trainer.offload_policy": Key("I17", OFFLOAD, only=(False,)),
+    "trainer.enable_preview": Key("I17", to="monitor.num_samples", convert=none_if_false),
+    # J: service, data processor, log
+    "service.data_juicer.server_url": Key("J1", JUICER),
+    "service.data_juicer.auto_start": Key("J2", JUICER, only=(False,)),
+    "service.data_juicer.port": Key("J3", JUICER),
+    "data_processor.task_pipeline": Key("J4-J8", JUICER, only=({},)),
+    "data_processor.experience_pipeline": Key("J9-J12", PIPELINE, only=({}, {"operators": []})),
+    "log.group_by_node": Key("J14", "logs of an attempt lie in <run>/logs/attempt_<n>, one file per part", only=(False,)),
+}  # fmt: skip
+for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.format"):
+    KEYS |= {
+        f"{_where}.tools_key": Key("F42", f"tools in data files are {YET}: write them into the system prompt"),
+        f"{_where}.chosen_key": Key("F43", f"pairs of answers are {YET}: there is no algorithm_type=dpo"),
+        f"{_where}.rejected_key": Key("F43", f"pairs of answers are {YET}: there is no algorithm_type=dpo"),
+        f"{_where}.enable_concatenated_multi_turn": Key(
+            "F44", "only the last answer of a dialogue is learned", only=(False,)
+        ),
+        f"{_where}.chat_template": Key("F45", to="model.custom_chat_template"),
+    }
+
+RENAMED: dict[str, dict[str, tuple[str, str]]] = {  # key: its value there, what it is here, and what is said of it
+    "trainer.trainer_type": {"verl": ("megatron", "the trainer is Megatron")},
+    "algorithm.kl_penalty_fn": {"": ("none", "")},
+}
+_WORKFLOWS = {
+    "simple_workflow": ("single_turn", ""), "async_simple_workflow": ("single_turn", ""), "math_workflow": ("math", ""),
+    "async_math_workflow": ("math", ""),
+}  # fmt: skip
+_REWARDS = {
+    "math_reward": ("math", "right answers give 1, and form gives nothing"),
+    "math_boxed_reward": ("math_boxed", "right answers give 1, and form gives nothing"),
+    "format_reward": ("format", "1 for the form, else 0"), "accuracy_reward": ("accuracy", ""),
+}  # fmt: skip
+for _key in ("buffer.explorer_input", TASKSET):
+    RENAMED |= {f"{_key}.default_workflow_type": _WORKFLOWS, f"{_key}.default_reward_fn_type": _REWARDS}
+RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
+
+NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
+    "mode": (("serve", "colocate"), "serving is not in rft yet, and sharing GPUs is mode=both with cluster.colocate=true"),
+    "algorithm.algorithm_type": (
+        ("dpo", "mix", "opmd", "cpt", "dapo", "reinforceplusplus", "rloo", "asymre", "topr", "cispo", "gspo", "sapo", "mix_chord",
+         "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd", "grpo_verl"), f"it is {YET}",
+    ),
+    "algorithm.advantage_fn": (
+        ("grpo_verl", "step_wise_grpo", "gigpo", "reinforceplusplus", "reinforce", "remax", "rloo", "opmd", "opmd_verl", "asymre",
+         "asymre_verl", "rec", "on_policy_distill", "jsd", "clipb", "clipv"), f"it is {YET}",
+    ),
+    "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
+    f"{TASKSET}.storage_type": (("sql", "queue"), f"it is {YET}: export the rows to JSON lines and set {TASKSET}.path"),
+    "buffer.trainer_input.experience_buffer.storage_type": (
+        ("sql",), "the queue's journal is durable by itself, and mode=train reads what a run of mode=explore left: set queue",
+    ),
+    "monitor.monitor_type": (("mlflow", "swanlab"), f"it is {YET}"),
+    "explorer.rollout_model.engine_type": (("sglang", "tinker", "external"), "the engine is vLLM"),
+    "trainer.trainer_type": (("tinker", "verl"), "the trainer is Megatron"),
+}  # fmt: skip
+
+
+def canonical(key: str) -> str:
+    """Tasksets for evaluation have the keys of the one for training, and a stage those of the whole."""
+    key = re.sub(r"^stages(\[\d+\]|\.\d+)\.", "", key)
+    return re.sub(r"^buffer\.explorer_input\.eval_tasksets(\[\d+\]|\.\d+)?\.", f"{TASKSET}.", key)
+
+
+def instead(key: str) -> str | None:
+    """What to use instead of a key, or of a section, of the reference; None for one that it does not have either."""
+    key = canonical(key)
+    related = (
+        found.instead for name, found in KEYS.items() if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")
+    )
+    return KEYS[key].instead if key in KEYS else next(related, None)
+
+
+def of_value(key: str, value: str) -> str | None:
+    """What to say of a name that the reference knows and rft does not."""
+    names, why = NAMES.get(canonical(key), ((), ""))
+    return why if value in names else None

@@ -1,0 +1,84 @@
+"""`rft config` prints what was composed, in a form that composes to the same; the command line's words are those of `rft train`."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from rft import config as configs
+from rft import config_file, train
+from rft.tools import config as tool
+
+FLAT = Path(__file__).parent / "flat"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert tool.main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_only_what_differs_from_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "experiment=ppo", "trainer.grad_clip=1.0", "buffer.batch_size=3", "name=mine")
+    assert OmegaConf.to_container(OmegaConf.create(shown)) == {
+        "name": "mine", "algorithm": {"algorithm_type": "ppo"},
+        "buffer": {
+            "batch_size": 3,
+            "explorer_input": {"taskset": {"format": {"prompt_type": "plaintext"}}, "default_reward_fn_type": "math"},
+        },
+        "synchronizer": {"max_staleness": 1}, "trainer": {"save_interval": 50, "critic_warmup": 5},
+    }  # fmt: skip
+
+
+def test_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = OmegaConf.to_container(OmegaConf.create(printed(capsys, "--all", "experiment=grpo")))
+    for key in configs.leaf_keys():
+        node: Any = shown
+        for word in key.split("."):
+            assert word in node, key
+            node = node[word]
+
+
+@pytest.mark.parametrize("file", ["both", "stages", "explore"])
+def test_what_is_printed_is_a_file_that_means_the_same(
+    file: str, tmp_path: Path, assets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("ROOT", tmp_path), ("MODEL", assets / "model"), ("DATA", assets)):
+        monkeypatch.setenv(f"FLAT_{name}", str(value))
+    shown = printed(capsys, "--config", str(FLAT / f"{file}.yaml"), "buffer.batch_size=2")
+    assert "planted" not in shown and (file != "both" or "***" in shown)
+    (tmp_path / "again.yaml").write_text(shown, encoding="utf-8")
+    assert printed(capsys, "--config", str(tmp_path / "again.yaml")) == shown
+    once, again = (
+        configs.stage_configs(train.compose(config_file.registered(["--config", str(path), *more])))
+        for path, more in ((FLAT / f"{file}.yaml", ["buffer.batch_size=2"]), (tmp_path / "again.yaml", []))
+    )
+    for config in (*once, *again):
+        config.monitor.monitor_args.pop("api_key", None)
+    assert once == again
+
+
+def test_what_cannot_be_composed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["trainer.totl_steps=1"], "trainer.total_steps"),
+        (["--cfg", "job"], "--cfg: only --config FILE"),
+    ):
+        assert tool.main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense"], "`nonsense` is no override"),
+        (["buffer.explorer_input.taskset.path=x"], "take a recipe, like experiment=grpo"),
+        (["trainer.total_steps.x=3"], "trainer.total_steps"),
+        ([], "model.model_path is not set: give it a value"),
+    ],
+)
+def test_words_that_are_no_config(words: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "rft.train", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("rft: config refused: ") and said in done.stderr
+    assert len(done.stderr.splitlines()) == 1

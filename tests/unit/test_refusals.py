@@ -1,0 +1,236 @@
+"""Configs that cannot run: each is refused by the checks themselves, in one line that names the key and what to do.
+
+`test_config.py` has those of single sections; here are the ranges, the names and the keys that only make sense together.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rft import cards, preflight
+from rft.config import Config, ConfigError
+from tests.unit.test_config import grpo
+
+TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
+LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
+REFUSED = [  # overrides, the key that the message must name, and some of the fix
+    # the run
+    ("name=", "name", "letters, digits"),
+    ("name=..", "name", "letters, digits"),
+    ("name=a//b", "name", "letters, digits"),
+    ("project=/abs", "project", "letters, digits"),
+    ("project='a*b'", "project", "letters, digits"),
+    ("seed=-1", "seed", "0 or more"),
+    ("mode=serve", "mode", "Known: bench, both, explore, train"),
+    ("mode=colocate", "mode", "mode=both with cluster.colocate=true"),
+    ("shutdown_grace_s=0", "shutdown_grace_s", "greater than 0"),
+    ("prepare=nowhere:at_all", "prepare", "module:function"),
+    ("group=a", "group", "write the group into project"),
+    # algorithm
+    ("algorithm.repeat_times=0", "algorithm.repeat_times", "or left out"),
+    ("algorithm.repeat_times=-3", "algorithm.repeat_times", "greater than 0"),
+    ("algorithm.algorithm_type=dpo", "algorithm.algorithm_type", "not in rft yet. Known: grpo, ppo, sft"),
+    ("algorithm.advantage_fn=rloo", "algorithm.advantage_fn", "not in rft yet. Known: grpo"),
+    ("algorithm.sample_strategy=mix", "algorithm.sample_strategy", "synchronizer.max_staleness"),
+    ("algorithm.optimizer.lr=inf", "algorithm.optimizer.lr", "finite"),
+    ("algorithm.optimizer.lr=nan", "algorithm.optimizer.lr", "finite"),
+    ("algorithm.optimizer.eps=0", "algorithm.optimizer.eps", "greater than 0"),
+    ("algorithm.optimizer.min_lr_ratio=2", "algorithm.optimizer.min_lr_ratio", "between 0 and 1"),
+    ("algorithm.optimizer.weight_decay=-1", "algorithm.optimizer.weight_decay", "0 or more"),
+    ("algorithm.optimizer.lr_warmup_steps=3 algorithm.optimizer.lr_warmup_steps_ratio=0.1", "lr_warmup_steps_ratio", "only one"),
+    ("algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.warmup_style", "algorithm.optimizer.lr_scheduler_type"),
+    ("+algorithm.policy_loss_fn_args.clip_range=wide", "algorithm.policy_loss_fn_args.clip_range", "a number"),
+    ("algorithm.kl_loss_fn=k2 +algorithm.kl_loss_fn_args.kl_coef=[1]", "algorithm.kl_loss_fn_args.kl_coef", "a number"),
+    ("+algorithm.entropy_loss_fn_args.entropy_coef=high", "algorithm.entropy_loss_fn_args.entropy_coef", "a number"),
+    # model
+    ("model.max_model_len=0", "model.max_model_len", "or left out"),
+    ("model.max_prompt_tokens=0", "model.max_prompt_tokens", "or left out"),
+    ("model.max_response_tokens=-1", "model.max_response_tokens", "greater than 0"),
+    ("model.max_prompt_tokens=20 model.max_model_len=24", "model.max_prompt_tokens", "must fit model.max_model_len=24"),
+    ("model.min_response_tokens=-1", "model.min_response_tokens", "0 or more"),
+    ("model.custom_chat_template='{% if %}'", "model.custom_chat_template", "line 1"),
+    ("model.custom_chat_template='{{ a'", "model.custom_chat_template", "line 1"),
+    ("model.temperature=1", "model.temperature", f"{TASKSET}.rollout_args.temperature"),
+    ("model.rope_theta=1e6", "model.rope_theta", "config.json"),
+    ("model.lora_configs=[{lora_rank:0}]", "model.lora_configs", "greater than 0"),
+    ("model.lora_configs=[{lora_rnk:1}]", "model.lora_configs.lora_rnk", "did you mean `model.lora_configs.lora_rank`"),
+    # cluster
+    ("cluster.node_num=0", "cluster.node_num", "greater than 0"),
+    ("cluster.gpu_per_node=-1", "cluster.gpu_per_node", "greater than 0"),
+    ("cluster.ray_num_cpus=0", "cluster.ray_num_cpus", "or left out"),
+    ("cluster.master_port=70000", "cluster.master_port", "1 to 65535"),
+    ("cluster.threads_per_rank=0", "cluster.threads_per_rank", "greater than 0"),
+    ("cluster.ray_address=somewhere", "cluster.ray_address", "ray start --head"),
+    (f"{LARGE} explorer.rollout_model.engine_num=8", "explorer.rollout_model.engine_num", "leaves 0 to the trainer"),
+    (f"{LARGE} trainer.megatron.tensor_model_parallel_size=2", "explorer.rollout_model.engine_num", "no multiple of the 2"),
+    (f"{LARGE} cluster.node_num=3 explorer.rollout_model.engine_num=4", "engine_num", "whole number of nodes"),
+    ("device=cuda cluster.gpu_per_node=2 trainer.num_ranks=2", "trainer.num_ranks", "lower explorer.rollout_model.engine_num"),
+    # buffer
+    ("buffer.batch_size=0", "buffer.batch_size", "greater than 0"),
+    ("buffer.total_epochs=0", "buffer.total_epochs", "greater than 0"),
+    ("buffer.total_steps=0", "buffer.total_steps", "or left out"),
+    ("buffer.train_batch_size=0", "buffer.train_batch_size", "or left out"),
+    ("buffer.train_batch_size=100", "buffer.train_batch_size", "= 256 experiences; leave it out"),
+    (f"{TASKSET}.storage_type=sql", f"{TASKSET}.storage_type", "export the rows to JSON lines"),
+    (f"{TASKSET}.storage_type=queue", f"{TASKSET}.storage_type", "Known: file"),
+    (f"{TASKSET}.path=DIR {TASKSET}.split=tset", f"{TASKSET}.split", "data files"),
+    (f"{TASKSET}.format.prompt_type=chat", f"{TASKSET}.format.prompt_type", "plaintext or messages"),
+    (f"{TASKSET}.format.response_key=label", "response_key", "label"),
+    (f"{TASKSET}.repeat_times=3", f"{TASKSET}.repeat_times", "set only the latter"),
+    (f"{TASKSET}.rollout_args.temperature=-0.1", f"{TASKSET}.rollout_args.temperature", "or more"),
+    (f"{TASKSET}.rollout_args.top_p=0", f"{TASKSET}.rollout_args.top_p", "at most 1"),
+    (f"{TASKSET}.rollout_args.top_p=1.1", f"{TASKSET}.rollout_args.top_p", "at most 1"),
+    (f"{TASKSET}.rollout_args.top_k=0", f"{TASKSET}.rollout_args.top_k", "-1 for every token"),
+    (f"{TASKSET}.rollout_args.max_tokens=24", f"{TASKSET}.rollout_args.max_tokens", "give 1 to 23"),
+    (f"{TASKSET}.rollout_args.max_tokens=0", f"{TASKSET}.rollout_args.max_tokens", "give 1 to 23"),
+    (f"+{TASKSET}.reward_fn_args.patern=x", f"{TASKSET}.reward_fn_args.patern", "it takes none"),
+    (f"{TASKSET}.default_reward_fn_type=format +{TASKSET}.reward_fn_args.patern=x", "reward_fn_args.patern", "pattern, score"),
+    (f"{TASKSET}.format.tools_key=tools", f"{TASKSET}.format.tools_key", "system prompt"),
+    (f"{EVALS}=[{{name:a,path:EVAL,repeat_times:-1,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0.repeat_times", "greater"),
+    (f"{EVALS}=[{{name:a,path:nowhere.jsonl,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0.path", "does not exist"),
+    (f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]", "taskset", "used twice"),
+    (f"{EVALS}=[{{name:a,path:EVAL,pth:b}}]", f"{EVALS}.pth", f"did you mean `{TASKSET}.path`"),
+    ("buffer.trainer_input.experience_buffer.name=taskset", "taskset", "used twice"),
+    ("buffer.trainer_input.experience_buffer.storage_type=sql", "buffer.trainer_input.experience_buffer.storage_type", "set queue"),
+    ("buffer.trainer_input.experience_buffer.path=sqlite:///a.db", "buffer.trainer_input.experience_buffer.path", "leave it out"),
+    ("buffer.trainer_input.experience_buffer.max_read_timeout=0", "experience_buffer.max_read_timeout", "greater"),
+    ("buffer.trainer_input.auxiliary_buffers.sft=a", "buffer.trainer_input.auxiliary_buffers", "algorithm_type=sft"),
+    ("buffer.trainer_input.experience_buffer.replay_buffer.enable=true", "replay_buffer.enable", "buffer.total_epochs"),
+    # explorer
+    ("explorer.runner_per_model=0", "explorer.runner_per_model", "greater than 0"),
+    ("explorer.max_timeout=0", "explorer.max_timeout", "greater than 0"),
+    ("explorer.max_retry_times=-1", "explorer.max_retry_times", "0 or more"),
+    ("explorer.reward_timeout=1000", "explorer.reward_timeout", "lower it"),
+    ("explorer.eval_interval=-1", "explorer.eval_interval", "0 or more"),
+    ("explorer.env_vars.A=b", "explorer.env_vars", "set the variables there"),
+    ("explorer.over_rollout.ratio=0.2", "explorer.over_rollout.ratio", "explorer.max_timeout"),
+    ("explorer.dynamic_timeout.enable=true", "explorer.dynamic_timeout.enable", "explorer.max_timeout"),
+    ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", "serve them with vLLM"),
+    ("explorer.rollout_model.kv_cache_gb=0", "explorer.rollout_model.kv_cache_gb", "greater than 0"),
+    ("explorer.rollout_model.dtype=fp16", "explorer.rollout_model.dtype", "Known: bf16, fp32"),
+    ("explorer.rollout_model.gpu_memory_utilization=1.5", "explorer.rollout_model.gpu_memory_utilization", "at most 1"),
+    ("explorer.rollout_model.max_num_seqs=0", "explorer.rollout_model.max_num_seqs", "greater than 0"),
+    ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type", "the engine is vLLM"),
+    # synchronizer
+    ("synchronizer.sync_timeout=0", "synchronizer.sync_timeout", "greater than 0"),
+    ("synchronizer.bucket_bytes=0", "synchronizer.bucket_bytes", "greater than 0"),
+    ("synchronizer.max_staleness=-1", "synchronizer.max_staleness", "0 or more"),
+    ("synchronizer.max_inflight_batches=2", "synchronizer.max_inflight_batches", "synchronizer.max_staleness"),
+    # trainer
+    ("trainer.num_ranks=0", "trainer.num_ranks", "or left out"),
+    ("trainer.trainer_type=tinker", "trainer.trainer_type", "the trainer is Megatron"),
+    ("trainer.stop_at_loss=0", "trainer.stop_at_loss", "greater than 0"),
+    ("trainer.grad_clip=nan", "trainer.grad_clip", "finite"),
+    ("trainer.max_token_len_per_gpu=0", "trainer.max_token_len_per_gpu", "greater than 0"),
+    ("trainer.param_offload=true", "trainer.param_offload", "trainer.recompute_granularity"),
+    ("trainer.profiler=torch trainer.total_steps=2", "trainer.profile_steps", "give earlier ones"),
+    ("trainer.collective_timeout=0", "trainer.collective_timeout", "greater than 0"),
+    ("trainer.checkpoint.lease_s=700", "trainer.checkpoint.lease_s", "lower it"),
+    ("trainer.checkpoint.host_memory_gb=0", "trainer.checkpoint.host_memory_gb", "or left out"),
+    ("trainer.checkpoint.best_metric=eval/a/accuracy", "trainer.checkpoint.best_metric", "set trainer.checkpoint.keep_best"),
+    ("trainer.checkpoint.best_metric=eval/a/x trainer.checkpoint.keep_best=1", "trainer.checkpoint.best_metric", "which is empty"),
+    ("trainer.megatron.tensor_model_parallel_size=0", "trainer.megatron.tensor_model_parallel_size", "greater than 0"),
+    ("trainer.megatron.context_parallel_size=-1", "trainer.megatron.context_parallel_size", "greater than 0"),
+    # what rft leaves to others
+    ("service.data_juicer.server_url=http://127.0.0.1:5005", "service.data_juicer.server_url", "prepare=module:function"),
+    ("data_processor.task_pipeline.num_process=4", "data_processor.task_pipeline", "prepare=module:function"),
+    ("+data_processor.experience_pipeline.operators=[]", "data_processor.experience_pipeline", "default_reward_fn_type"),
+    ("monitor.monitor_type=swanlab", "monitor.monitor_type", "not in rft yet"),
+    ("monitor.num_samples=-1", "monitor.num_samples", "0 or more"),
+    ("log.level=info", "log.level", "INFO"),
+    # stages
+    ("+stages=[{stage_name:a},{stage_name:a}]", "stages", "its own stage_name"),
+    ("+stages=[{mode:train}]", "stages", "its own stage_name"),
+    ("+stages=[{stage_name:a/b}]", "stages", "letters, digits"),
+    ("+stages=[{stage_name:a,trainer:{totl_steps:1}}]", "trainer.totl_steps", "trainer.total_steps"),
+    ("+stages=[{stage_name:a,stages:[{stage_name:b}]}]", "stages", "of its own"),
+    ("+stages=[a]", "stages", "its keys"),
+]  # fmt: skip
+
+
+def test_there_are_many() -> None:
+    assert len(REFUSED) >= 60 and len({row[0] for row in REFUSED}) == len(REFUSED)
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_refused(assets: Path, tmp_path: Path, overrides: str, key: str, fix: str) -> None:
+    words = [
+        word.replace("EVAL", str(assets / "eval.jsonl")).replace("=DIR", f"={assets}") for word in split(overrides)
+    ]
+    with pytest.raises(ConfigError) as refused:
+        grpo(assets, tmp_path, *words)
+    said = str(refused.value)
+    assert key in said and fix in said, said
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.rglob("resolved.yaml")), "nothing has begun"
+
+
+def split(overrides: str) -> list[str]:
+    """Words at spaces that are not quoted for Hydra."""
+    return re.findall(r"(?:[^\s']|'[^']*')+", overrides)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("row", REFUSED[::20], ids=[row[0] for row in REFUSED[::20]])
+def test_the_command_refuses_it_at_once(assets: Path, tmp_path: Path, row: tuple[str, str, str]) -> None:
+    overrides, key, _ = row
+    words = [
+        word.replace("EVAL", str(assets / "eval.jsonl")).replace("=DIR", f"={assets}") for word in split(overrides)
+    ]
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "rft.train", "experiment=grpo", f"model.model_path={assets / 'model'}",
+         "model.max_response_tokens=8", "model.max_prompt_tokens=16", f"{TASKSET}.path={assets / 'train.jsonl'}",
+         f"checkpoint_root_dir={tmp_path}", *words],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("rft: config refused: ") and key in done.stderr
+    assert time.monotonic() - begun < 30, "ten times what a quiet machine has to keep"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "engines", "tp", "mode", "ranks"),
+    [
+        (1, 8, 2, 1, "both", 6), (1, 8, 1, 4, "both", 4), (2, 8, 8, 1, "both", 8), (4, 8, 4, 4, "both", 16),
+        (1, 8, 2, 1, "train", 8), (1, None, 2, 1, "both", 2), (1, 8, 2, 1, "explore", 2),
+    ],
+)  # fmt: skip
+def test_the_trainer_gets_what_the_engines_leave(
+    nodes: int, per_node: int | None, engines: int, tp: int, mode: str, ranks: int
+) -> None:
+    config = Config(mode=mode, device="cuda")
+    config.cluster.node_num, config.cluster.gpu_per_node = nodes, per_node
+    config.explorer.rollout_model.engine_num, config.explorer.rollout_model.tensor_parallel_size = engines, tp
+    config.trainer.megatron.tensor_model_parallel_size = 2
+    fewest = preflight.fewest_ranks(config.trainer.megatron)
+    assert cards.ranks_left(config, fewest) == ranks
+    config.device = "cpu"
+    assert cards.ranks_left(config, fewest) == 2
+
+
+@pytest.mark.parametrize("more", ["format.prompt_type=messages", "format.system_prompt=Hi"])
+def test_messages_without_a_chat_template_are_refused(assets: Path, tmp_path: Path, more: str) -> None:
+    model = tmp_path / "base"
+    shutil.copytree(assets / "model", model)
+    told = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    told.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    for extra in model.glob("*.jinja"):
+        extra.unlink()
+    row = {"prompt": "1+1", "response": "2", "messages": [{"role": "user", "content": "1+1"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    data = tmp_path / "chat.jsonl"
+    words = [f"model.model_path={model}", f"{TASKSET}.{more}", f"{TASKSET}.path={data}", "buffer.batch_size=1"]
+    with pytest.raises(ConfigError, match=r"taskset.format has chat messages.*set model.chat_template_path"):
+        grpo(assets, tmp_path, *words)
+    grpo(assets, tmp_path, *words, "model.custom_chat_template='{{ messages[0].content }}'")
+    own = tmp_path / "own.jinja"
+    own.write_text("{% generation %}{{ messages }}{%- endgeneration -%}", encoding="utf-8")
+    (config,) = grpo(assets, tmp_path, *words, "model.custom_chat_template=other", f"model.chat_template_path={own}")
+    assert config.model.custom_chat_template == own.read_text(encoding="utf-8"), "the file wins (D4)"
