@@ -17,6 +17,8 @@ from typing import Any, Optional
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rft.config_sweep import SweepConfig
+
 
 class ConfigError(ValueError):
     """A config that cannot run; the message names the key and the fix."""
@@ -315,6 +317,7 @@ class Config:
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
     finish: Optional[str] = None  # "module:function" called with the list of stage configs after success
     stages: list[Any] = field(default_factory=list)

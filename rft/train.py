@@ -14,7 +14,9 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,6 +32,8 @@ def main() -> None:
     ConfigStore.instance().store(name="rft_schema", node=Config)
     try:
         check_overrides(sys.argv[1:])
+        if is_multirun(sys.argv[1:]):
+            check_multirun(sys.argv[1:])
         check_composition(sys.argv[1:])
     except ConfigError as error:
         sys.exit(refuse(error))
@@ -40,10 +44,14 @@ def main() -> None:
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
-def composed(raw: DictConfig) -> None:
-    """Runs with the composed config; ends the process with the run's exit code."""
+def composed(raw: DictConfig) -> float | None:
+    """Runs with the composed config; ends the process with the run's exit code. A trial of a sweep returns its objective."""
     from rft import outer
 
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from rft.sweep.job import run_trial
+
+        return run_trial(raw)
     try:
         code = outer.join(raw) if outer.launched() else run(raw)
     except ConfigError as error:
@@ -110,7 +118,7 @@ def check_overrides(arguments: list[str]) -> None:
 
 def check_composition(arguments: list[str]) -> None:
     """Compose once before Hydra's own main does, only to say in one line what its traceback says in twenty."""
-    if {"-m", "--multirun", "--help", "-h", "--info", "--hydra-help"} & set(arguments):
+    if is_multirun(arguments) or {"--help", "-h", "--info", "--hydra-help"} & set(arguments):
         return
     overrides = [a for a in arguments if not a.startswith("-") and "=" in a and a not in _flag_values(arguments)]
     try:
@@ -118,6 +126,31 @@ def check_composition(arguments: list[str]) -> None:
             hydra.compose("train", overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(configs.explain(error.__cause__ or error)) from error
+
+
+def is_multirun(arguments: list[str]) -> bool:
+    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+
+
+def check_multirun(arguments: list[str]) -> None:
+    """What no sweep can do, said before Hydra begins one."""
+    from rft import outer
+
+    if launcher := outer.launched():
+        raise ConfigError(
+            f"-m cannot run under {launcher}, where every rank would start the whole sweep: start `python -m rft.train -m ...` "
+            "once, without it; each trial starts its own ranks (trainer.num_ranks)"
+        )
+    for argument in arguments:
+        key = argument.split("=", 1)[0].lstrip("+")
+        if key.rsplit(".", 1)[-1] in ("api_key", "password", "token"):
+            raise ConfigError(
+                f"{key}: a sweep writes its overrides down; give this one in the environment (WANDB_API_KEY)"
+            )
+        if key in ("name", "project", "checkpoint_root_dir") and "," in argument:
+            raise ConfigError(
+                f"{key} is where the whole sweep is kept and cannot be swept: every trial gets a name of its own"
+            )
 
 
 def _flag_values(arguments: list[str]) -> set[str]:

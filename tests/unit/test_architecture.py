@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
-BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor"}
+BASE = {"experience", "protocols", "names", "adapters", "config", "config_sweep", "device", "monitor"}
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
     "trainer",
@@ -34,6 +34,7 @@ TOP = {
     "skips",
     "profiler",
     "verl_keys",
+    "sweep",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
