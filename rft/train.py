@@ -6,6 +6,7 @@ supervisor (`rft.outer`). Nothing runs at import: child processes import this mo
 """
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -23,6 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft.config import Config, ConfigError
 
+LAUNCHERS = {  # launchers of other packages, and the package
+    **dict.fromkeys(("joblib", "parallel"), "hydra_joblib_launcher"),
+    **dict.fromkeys(("submitit_slurm", "submitit_local", "slurm", "slurm_here"), "hydra_submitit_launcher"),
+}
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 
@@ -142,7 +147,10 @@ def check_multirun(arguments: list[str]) -> None:
             "once, without it; each trial starts its own ranks (trainer.num_ranks)"
         )
     for argument in arguments:
-        key = argument.split("=", 1)[0].lstrip("+")
+        key, _, value = argument.lstrip("+").partition("=")
+        plugin = LAUNCHERS.get(value) if key == "hydra/launcher" else None
+        if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise ConfigError(f"{argument} needs {plugin.replace('_', '-')}: pip install 'rft[sweep]'")
         if key.rsplit(".", 1)[-1] in ("api_key", "password", "token"):
             raise ConfigError(
                 f"{key}: a sweep writes its overrides down; give this one in the environment (WANDB_API_KEY)"

@@ -96,10 +96,10 @@ def attempt(trial: Trial, config: DictConfig, stages: list[str], watched: int | 
             child.wait()
     finally:  # also when a launcher's own signal handler ends this process
         code = end(child)
-        os.close(lock)
         trial.code, trial.seconds = code, trial.seconds + time.monotonic() - started
         trial.state = "finished" if code == 0 else "stopped" if received or code > 128 else "failed"
         trial.write()
+        os.close(lock)
     if trial.state == "finished":
         return trial
     if received:
