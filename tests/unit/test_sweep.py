@@ -1,4 +1,4 @@
-"""Sweeps: every trial once, a failed one as failed, a killed sweep going on where it stood. Real processes, runs that take no time."""
+"""Sweeps: every trial once, a failed one as failed, a killed sweep going on. Real processes, runs that take no time."""
 
 import json
 import os

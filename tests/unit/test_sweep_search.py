@@ -1,4 +1,4 @@
-"""Searches by Optuna and the launchers of other packages: what is chosen, and that a search that was killed goes on as if it had not been."""
+"""Searches by Optuna, and launchers of other packages: a search that was killed goes on as if it had not been."""
 
 import json
 from pathlib import Path
