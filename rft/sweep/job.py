@@ -90,6 +90,7 @@ def attempt(trial: Trial, config: DictConfig, stages: list[str], watched: int | 
     print(f"sweep: trial {trial.number}, attempt {trial.attempts}: {chosen(trial)}", flush=True)
     started = time.monotonic()
     child = start(config, lock)
+    records.hold(lock, child.pid)
     received: list[int] = []
     try:
         with signals_passed_on(child, received), ended_with(watched, child):

@@ -8,13 +8,12 @@ Invariants: a trial is known by its overrides, in any order, so that the same co
 directory has its record from the moment that it has its name; a record is replaced as a whole.
 """
 
-import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import tempfile
-import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -94,20 +93,43 @@ def replace(path: Path, text: str) -> None:
 def lock(directory: Path, timeout: float) -> int | None:
     """File descriptor of the directory's lock; None when another process still has it after `timeout` seconds.
 
-    The lock lives as long as any process has this descriptor open, so it also tells of a trial whose sweep was killed.
+    The lock lives as long as any process has this descriptor open, so it also tells of a trial whose sweep was killed. The
+    one that runs the trial writes its process id into it (`hold`).
     """
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
+    if _taken(descriptor) or (_holder_ended(descriptor, timeout) and _taken(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def hold(lock: int, process: int) -> None:
+    """Say who runs the trial."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(process).encode(), 0)
+
+
+def _taken(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
     except BlockingIOError:
-        if timeout <= 0:
-            os.close(descriptor)
-            return None
-    waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
-    waiter.start()
-    waiter.join(timeout)
-    return None if waiter.is_alive() else descriptor
+        return False
+    return True
+
+
+def _holder_ended(descriptor: int, timeout: float) -> bool:
+    """Wait for the process that runs the trial; one of another machine cannot be waited for."""
+    written = os.pread(descriptor, 32, 0)
+    if timeout <= 0 or not written:
+        return False
+    try:
+        process = os.pidfd_open(int(written))
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], timeout)[0])
+    finally:
+        os.close(process)
 
 
 def is_running(directory: Path) -> bool:
@@ -117,8 +139,7 @@ def is_running(directory: Path) -> bool:
     descriptor = lock(directory, 0.0)
     if descriptor is None:
         return True
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
+    os.close(descriptor)
     return False
 
 

@@ -1,8 +1,8 @@
 """`rft sweep-report SWEEP_DIR`: one table and one picture of a sweep, also while it runs.
 
-In: the directories of the trials. Out: the table on the terminal, `sweep.md` and `sweep.csv`, and `sweep.png` with the objective over the
-trials and the curves of all trials. Exit code 0, or 2 for a directory that is no sweep. Invariant: a trial that did not
-finish has a state and no objective.
+In: the directories of the trials. Out: the table on the terminal, `sweep.md` and `sweep.csv`, and `sweep.png` with the
+objective over the trials and the curves of all trials. Exit code 0, or 2 for a directory that is no sweep. Invariant: a
+trial that did not finish has a state and no objective.
 """
 
 import argparse
@@ -153,8 +153,17 @@ def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepC
             [best.trial.number], [best.value], "o", color=BEST, markersize=11, label=f"best: trial {best.trial.number}"
         )
     if others := [row.trial.number for row in rows if row.value is None]:
-        low = axes.get_ylim()[0]
-        axes.plot(others, [low] * len(others), "x", color=BAD, markersize=9, clip_on=False, label="no result")
+        at_the_edge = axes.get_xaxis_transform()  # below all values: these trials have none
+        axes.plot(
+            others,
+            [0.0] * len(others),
+            "x",
+            color=BAD,
+            markersize=9,
+            transform=at_the_edge,
+            clip_on=False,
+            label="no result",
+        )
     axes.set_xlim(-0.5, max(row.trial.number for row in rows) + 0.5)
     _legend(axes)
 
@@ -170,12 +179,18 @@ def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig
         series = objective.series(row.trial, judged_by.objective) if judged_by.objective else []
         if not series:
             continue
-        color = BEST if row is best else colors(0.25 + 0.65 * place / max(len(ordered) - 1, 1))
+        color = BEST if row is best else colors(0.25 + 0.6 * place / max(len(ordered) - 1, 1))
+        color = MUTED if row.value is None else color
         label = f"{row.trial.number}: {row.chosen or 'as given'}{'' if row.state == 'finished' else f' ({row.state})'}"
         axes.plot(
-            *zip(*series, strict=True), color=color, linewidth=2.4 if row is best else 1.3, marker="o" if len(series) == 1 else "",
-            linestyle="-" if row.state == "finished" else "--", label=label if place < MOST_NAMED else None, zorder=3 if row is best else 2,
-        )  # fmt: skip
+            *zip(*series, strict=True),
+            color=color,
+            linewidth=2.4 if row is best else 1.3,
+            linestyle="-" if row.state == "finished" else "--",
+            marker="o" if len(series) == 1 else "",
+            label=label if place < MOST_NAMED else None,
+            zorder=3 if row is best else 2,
+        )
     _legend(axes)
 
 

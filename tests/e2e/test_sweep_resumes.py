@@ -32,7 +32,8 @@ def test_a_sweep_killed_half_way_goes_on(tmp_path: Path, capsys: pytest.CaptureF
     arguments = [
         "-m", "experiment=sft", "name=grid", f"checkpoint_root_dir={tmp_path}", "device=cpu", "monitor=none",
         f"model.model_path={assets / 'model'}", f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}",
-        "buffer.train_batch_size=32", "buffer.total_epochs=1000", f"trainer.total_steps={STEPS}", f"trainer.save_interval={SAVE_INTERVAL}",
+        "buffer.train_batch_size=32", "buffer.total_epochs=1000", f"trainer.total_steps={STEPS}",
+        f"trainer.save_interval={SAVE_INTERVAL}",
         "sweep.objective=loss", "sweep.direction=minimize", "algorithm.optimizer.lr=1e-3,1e-4", "seed=0,1",
     ]  # fmt: skip
     sweep_dir = tmp_path / "rft" / "grid" / "sweep"

@@ -170,6 +170,20 @@ def test_a_trial_that_nobody_runs_is_interrupted(tmp_path: Path) -> None:
     assert records.state(records.read(trial.directory)) == "interrupted"
 
 
+def test_a_trial_that_an_earlier_sweep_left_is_waited_for(tmp_path: Path) -> None:
+    trial = records.claim(tmp_path, ["a=1"])
+    lock = records.lock(trial.directory, 0.0)
+    assert lock is not None
+    left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    records.hold(lock, left.pid)
+    os.close(lock)
+    assert records.is_running(trial.directory)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(records.lock, trial.directory, 60.0)
+        left.communicate()
+        assert waiting.result() is not None
+
+
 # --- objective -------------------------------------------------------------------------------------------------------
 
 

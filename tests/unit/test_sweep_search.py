@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from test_sweep import Sweep, assets, hold, sweep  # noqa: F401  fixtures
+from test_sweep import Sweep, assets, sweep  # noqa: F401  fixtures
 
 from rft.config import ConfigError
 from rft.config_sweep import SweepConfig
@@ -99,6 +99,7 @@ def test_optuna_runs_what_it_was_asked_for_once(sweep: Sweep) -> None:  # noqa: 
     assert len(sweep.attempts()) == 4
 
 
+@pytest.mark.verify
 def test_trials_side_by_side_by_joblib(sweep: Sweep) -> None:  # noqa: F811
     pytest.importorskip("joblib", reason="optional: pip install 'rft[sweep]'")
     code, told, errors = sweep.run("hydra/launcher=parallel", "seed=1,13,2")
@@ -108,6 +109,7 @@ def test_trials_side_by_side_by_joblib(sweep: Sweep) -> None:  # noqa: F811
     assert code == 0 and sorted(sweep.attempts()) == ["1 1", "13 1", "2 1"]
 
 
+@pytest.mark.verify
 def test_trials_as_jobs_by_submitit(sweep: Sweep) -> None:  # noqa: F811
     """submitit's own executor on this machine: the same launcher as for Slurm, with another way to start a process."""
     pytest.importorskip("submitit", reason="optional: pip install 'rft[sweep]'")
