@@ -51,13 +51,14 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
 def composed(raw: DictConfig) -> float | None:
     """Runs with the composed config; ends the process with the run's exit code. A trial of a sweep returns its objective."""
-    from rft import outer
+    from rft import outer, stages
 
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from rft.sweep.job import run_trial
 
         return run_trial(raw)
     try:
+        stages.check_overrides(raw, list(HydraConfig.get().overrides.task))
         code = outer.join(raw) if outer.launched() else run(raw)
     except ConfigError as error:
         code = refuse(error)
@@ -79,6 +80,7 @@ def run(raw: DictConfig) -> int:
 def prepared_stages(raw: DictConfig) -> list[Config]:
     """Stage configs, filled and checked; the recipe's `prepare` has written what they point to."""
     from rft import preflight
+    from rft import stages as handing_over
 
     raw = raw.copy()
     rename_if_taken(raw)
@@ -87,7 +89,7 @@ def prepared_stages(raw: DictConfig) -> list[Config]:
         imported(stages[0].prepare)(stages[0])
     for config in stages:
         preflight.check(preflight.fill(config))
-    preflight.check_stages(stages)
+    handing_over.check(stages)
     return stages
 
 

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
 from rft.config import ConfigError
+from rft.stages import check_overrides
 from rft.sweep import objective, records
 from rft.sweep.records import Trial
 
@@ -45,6 +46,7 @@ def run_trial(raw: DictConfig) -> float | None:
     try:
         config = of_trial(raw, trial.directory)
         stages = configs.stage_configs(config)
+        check_overrides(config, overrides)
         objective.check(stages[0].sweep)
         if trial.state != "finished":
             watched = os.getppid() if "joblib" in str(OmegaConf.select(hydra, "launcher._target_")) else None

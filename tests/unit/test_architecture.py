@@ -34,6 +34,7 @@ TOP = {
     "skips",
     "profiler",
     "verl_keys",
+    "stages",
     "sweep",
 }
 ALLOWED = {
