@@ -1,6 +1,6 @@
 """Package metadata. Tool configuration is in pyproject.toml; the tested set of versions in requirements/cpu.lock."""
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 CORE = [
     "datasets", "hydra-core>=1.3.8,<1.5", "math-verify[antlr4-9-3]==0.9.0", "matplotlib", "megatron-core>=0.16.1", "msgspec>=0.20",
@@ -13,13 +13,20 @@ setup(
     version="0.1.0",
     description="Reinforcement fine-tuning of language models: Megatron trainer, vLLM rollouts, streamed weights",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["rft", "rft.*"]),
+    packages=find_namespace_packages(include=["rft", "rft.*", "hydra_plugins.*"]),
     install_requires=CORE,
     extras_require={
         "cuda": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.20"],
         "dev": ["hypothesis", "moto[server]>=5.1", "pytest", "pytest-asyncio", "pytest-timeout", "ruff", "s3fs"],
         "s3": ["s3fs"],
         "monitor": ["wandb>=0.31"],
+        "sweep": [
+            "hydra-joblib-launcher>=1.2",
+            "hydra-submitit-launcher>=1.2",
+            "joblib",
+            "optuna>=4.9,<6",
+            "submitit>=1.5.4",
+        ],
     },
     entry_points={
         "console_scripts": ["rft = rft.cli:main"],

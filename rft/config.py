@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rft import trinity_keys
+from rft.config_sweep import SweepConfig
 from rft.hints import closest
 from rft.hints import nearest as nearest
 
@@ -318,6 +319,7 @@ class Config:
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
     finish: Optional[str] = None  # "module:function" called with the list of stage configs after success
     stages: list[Any] = field(default_factory=list)

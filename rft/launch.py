@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from rft.control import cause
 from rft.device import thread_environment
 from rft.feed import is_supervised
 from rft.monitor import logs
+from rft.stages import source
 
 log = logging.getLogger(__name__)
 EXIT_CODES = {"trainer": 10, "engine": 11, "explorer": 12, "buffer": 13, "synchronizer": 14}
@@ -65,24 +66,34 @@ def run_stages(stages: list[Config]) -> int:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     processes.adopt_orphans()
     with signals_as_events(events):
-        previous: Config | None = None
-        for config in stages:
-            if previous is not None and config.model.model_path == previous.model.model_path:
-                config.model.model_path = str(result(previous)["huggingface"])
-            if finished(config):
-                print(
-                    f"{config.stage_name or config.name}: already finished, see {configs.job_dir(config)}", flush=True
-                )
-            else:
-                try:
-                    if config.mode == "bench":
-                        modes.check_exports(config)
-                    Stage(config, events).run()
-                except StageFailed as failure:
-                    print(f"rft: {failure}", file=sys.stderr, flush=True)
-                    return failure.code
-            previous = config
+        for index in range(len(stages)):
+            if finished(stages[index]):
+                name = stages[index].stage_name or stages[index].name
+                print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
+                continue
+            config = with_model(stages, index)
+            try:
+                if config.mode == "bench":
+                    modes.check_exports(config)
+                Stage(config, events).run()
+            except StageFailed as failure:
+                print(f"rft: {failure}", file=sys.stderr, flush=True)
+                return failure.code
     return 0
+
+
+def with_model(stages: list[Config], index: int) -> Config:
+    """Stage `index` with the model that it begins with."""
+    config, before = stages[index], source(stages, index)
+    if before is None:
+        return config
+    export = result(before)["huggingface"]
+    if not Path(export).is_dir():
+        raise ConfigError(
+            f"stages: {config.stage_name} goes on from {export}, which is gone: export it again with `rft ckpt export`, or "
+            f"give {config.stage_name} a model.model_path of its own"
+        )
+    return replace(config, model=replace(config.model, model_path=str(export)))
 
 
 def result(config: Config) -> dict[str, Any]:

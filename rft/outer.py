@@ -154,9 +154,7 @@ def _lead(raw: DictConfig) -> dict[str, Any]:
         if stages[0].finish:
             imported(stages[0].finish)(stages)
         return {"code": 0}
-    config = stages[count]
-    if count and config.model.model_path == stages[count - 1].model.model_path:
-        config.model.model_path = str(launch.result(stages[count - 1])["huggingface"])
+    config = launch.with_model(stages, count)
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
     if is_supervised(config.algorithm):

@@ -8,7 +8,6 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from itertools import pairwise
 from math import ceil, lcm, prod
 from pathlib import Path
 
@@ -164,16 +163,6 @@ def check(config: Config) -> None:
         config.trainer.total_steps = count_steps(config)
     if config.mode in ("both", "train"):
         check_optimizers(config)
-
-
-def check_stages(stages: list[Config]) -> None:
-    """What one stage cannot hand to the next: a stage goes on from the model that the one before exported."""
-    for before, config in pairwise(stages):
-        if before.model.lora_configs and config.model.model_path == before.model.model_path:
-            raise ConfigError(
-                f"stages: {config.stage_name} would go on from {before.stage_name}, which exports an adapter and no model: "
-                f"give {config.stage_name} a model.model_path of its own, or train {before.stage_name} without model.lora_configs"
-            )
 
 
 def _check_values(config: Config) -> None:

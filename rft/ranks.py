@@ -36,7 +36,7 @@ def main(path: str) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=int(config.trainer.num_ranks or 1),
-        run_id=config.name,
+        run_id=config.name.replace("/", "_"),  # a trial of a sweep has a path for a name
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{config.cluster.master_port}",
         max_restarts=config.trainer.max_restarts,

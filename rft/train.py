@@ -6,6 +6,7 @@ process becomes a trainer rank, not a supervisor (`rft.outer`). Nothing runs at 
 """
 
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,6 +40,10 @@ VALUED = (
     "--info",
     "-i",
 )
+LAUNCHERS = {  # launchers of other packages, and the package
+    **dict.fromkeys(("joblib", "parallel"), "hydra_joblib_launcher"),
+    **dict.fromkeys(("submitit_slurm", "submitit_local", "slurm", "slurm_here"), "hydra_submitit_launcher"),
+}
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 
@@ -47,6 +54,8 @@ def main() -> None:
     try:
         sys.argv[1:] = config_file.registered(sys.argv[1:])
         check_overrides(sys.argv[1:])
+        if is_multirun(sys.argv[1:]):
+            check_multirun(sys.argv[1:])
         check_composition(sys.argv[1:])
     except ConfigError as error:
         sys.exit(refuse(error))
@@ -57,11 +66,16 @@ def main() -> None:
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
-def composed(raw: DictConfig) -> None:
-    """Runs with the composed config; ends the process with the run's exit code."""
-    from rft import outer
+def composed(raw: DictConfig) -> float | None:
+    """Runs with the composed config; ends the process with the run's exit code. A trial of a sweep returns its objective."""
+    from rft import outer, stages
 
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        from rft.sweep.job import run_trial
+
+        return run_trial(raw)
     try:
+        stages.check_overrides(raw, list(HydraConfig.get().overrides.task))
         code = outer.join(raw) if outer.launched() else run(raw)
     except ConfigError as error:
         code = refuse(error)
@@ -83,6 +97,7 @@ def run(raw: DictConfig) -> int:
 def prepared_stages(raw: DictConfig) -> list[Config]:
     """Stage configs, filled and checked; the recipe's `prepare` has written what they point to."""
     from rft import preflight
+    from rft import stages as handing_over
 
     raw = raw.copy()
     rename_if_taken(raw)
@@ -91,7 +106,7 @@ def prepared_stages(raw: DictConfig) -> list[Config]:
         imported(stages[0].prepare)(stages[0])
     for config in stages:
         preflight.check(preflight.fill(config))
-    preflight.check_stages(stages)
+    handing_over.check(stages)
     return stages
 
 
@@ -132,7 +147,7 @@ def check_overrides(arguments: list[str]) -> None:
 
 def check_composition(arguments: list[str]) -> None:
     """Compose once before Hydra's own main does, only to say in one line what its traceback says in twenty."""
-    if {"-m", "--multirun", "--help", "-h", "--info", "--hydra-help"} & set(arguments):
+    if is_multirun(arguments) or {"--help", "-h", "--info", "--hydra-help"} & set(arguments):
         return
     overrides = [a for a in arguments if not a.startswith("-") and "=" in a and a not in _flag_values(arguments)]
     compose(overrides)
@@ -157,6 +172,34 @@ def compose(overrides: list[str]) -> DictConfig:
         raise ConfigError(
             f"{said}: nothing here has a taskset to change; take a recipe, like experiment=grpo"
         ) from error
+
+
+def is_multirun(arguments: list[str]) -> bool:
+    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+
+
+def check_multirun(arguments: list[str]) -> None:
+    """What no sweep can do, said before Hydra begins one."""
+    from rft import outer
+
+    if launcher := outer.launched():
+        raise ConfigError(
+            f"-m cannot run under {launcher}, where every rank would start the whole sweep: start `python -m rft.train -m ...` "
+            "once, without it; each trial starts its own ranks (trainer.num_ranks)"
+        )
+    for argument in arguments:
+        key, _, value = argument.lstrip("+").partition("=")
+        plugin = LAUNCHERS.get(value) if key == "hydra/launcher" else None
+        if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise ConfigError(f"{argument} needs {plugin.replace('_', '-')}: pip install 'rft[sweep]'")
+        if key.rsplit(".", 1)[-1] in ("api_key", "password", "token"):
+            raise ConfigError(
+                f"{key}: a sweep writes its overrides down; give this one in the environment (WANDB_API_KEY)"
+            )
+        if key in ("name", "project", "checkpoint_root_dir") and "," in argument:
+            raise ConfigError(
+                f"{key} is where the whole sweep is kept and cannot be swept: every trial gets a name of its own"
+            )
 
 
 def _flag_values(arguments: list[str]) -> set[str]:

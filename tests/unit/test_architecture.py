@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
-BASE = {"experience", "protocols", "names", "adapters", "config", "device", "monitor", "trinity_keys", "hints"}
+BASE = {
+    "experience", "protocols", "names", "adapters", "config", "config_sweep", "device", "monitor", "trinity_keys", "hints",
+}  # fmt: skip
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
     "trainer",
@@ -36,6 +38,8 @@ TOP = {
     "profiler",
     "verl_keys",
     "config_file",
+    "stages",
+    "sweep",
 }
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),

@@ -1,0 +1,150 @@
+"""A trial on disk: `trial.json` in the trial's own directory, and the lock of whoever runs it.
+
+    <sweep directory>/0/trial.json  trial.lock  [<stage>/]metrics.jsonl ...
+                      1/...
+
+In: a sweep directory and a trial's overrides. Out: the one directory that belongs to these overrides, and its record.
+Invariants: a trial is known by its overrides, in any order, so that the same command, or a wider grid, finds it again; a
+directory has its record from the moment that it has its name; a record is replaced as a whole.
+"""
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+RECORD, LOCK = "trial.json", "trial.lock"
+NOT_OF_THE_RUN = ("sweep=", "sweep.", "+sweep=")  # how trials are chosen and judged does not change what a trial does
+
+
+@dataclass
+class Trial:
+    """`state`: waiting | running | finished | failed | stopped. `code`: exit code of the newest attempt."""
+
+    overrides: list[str]
+    state: str = "waiting"
+    code: int | None = None
+    seconds: float = 0.0  # of all attempts together
+    attempts: int = 0
+    stages: list[str] = field(default_factory=list)  # directories with a metrics.jsonl; "" is the trial's own
+    directory: Path = field(default=Path(), compare=False)
+
+    @property
+    def number(self) -> int:
+        return int(self.directory.name)
+
+    def write(self) -> None:
+        content = {key: value for key, value in asdict(self).items() if key != "directory"}
+        replace(self.directory / RECORD, json.dumps(content, indent=1) + "\n")
+
+
+def identity(overrides: list[str]) -> list[str]:
+    """What two trials must share to be the same."""
+    return sorted(line for line in overrides if not line.startswith(NOT_OF_THE_RUN))
+
+
+def read(directory: Path) -> Trial:
+    return Trial(**json.loads((directory / RECORD).read_text(encoding="utf-8")), directory=directory)
+
+
+def trials(sweep_dir: Path) -> list[Trial]:
+    """All trials of a sweep, by number."""
+    found = [path.parent for path in sweep_dir.glob(f"*/{RECORD}") if path.parent.name.isdigit()]
+    return [read(directory) for directory in sorted(found, key=lambda path: int(path.name))]
+
+
+def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
+    """The trial of these overrides; a new one takes the next free number."""
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    known = trials(sweep_dir)
+    for trial in known:
+        if identity(trial.overrides) == identity(overrides):
+            return trial
+    number = 1 + max((trial.number for trial in known), default=-1)
+    draft = Path(tempfile.mkdtemp(prefix=".new_", dir=sweep_dir))
+    draft.chmod(0o755)  # mkdtemp keeps others out; a run directory does not
+    Trial(overrides, directory=draft).write()
+    while True:
+        try:
+            draft.rename(sweep_dir / str(number))  # fails where a trial that starts beside this one was faster
+        except OSError:
+            if not (sweep_dir / str(number)).exists():
+                shutil.rmtree(draft)
+                raise
+            number += 1
+        else:
+            return read(sweep_dir / str(number))
+
+
+def replace(path: Path, text: str) -> None:
+    """Give `path` this content at once: a crash leaves the old file or the new one."""
+    draft = path.with_name(path.name + ".new")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def lock(directory: Path, timeout: float) -> int | None:
+    """File descriptor of the directory's lock; None when another process still has it after `timeout` seconds.
+
+    The lock lives as long as any process has this descriptor open, so it also tells of a trial whose sweep was killed. The
+    one that runs the trial writes its process id into it (`hold`).
+    """
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
+    if _taken(descriptor) or (_holder_ended(descriptor, timeout) and _taken(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def hold(lock: int, process: int) -> None:
+    """Say who runs the trial."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(process).encode(), 0)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder_ended(descriptor: int, timeout: float) -> bool:
+    """Wait for the process that runs the trial; one of another machine cannot be waited for."""
+    written = os.pread(descriptor, 32, 0)
+    if timeout <= 0 or not written:
+        return False
+    try:
+        process = os.pidfd_open(int(written))
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], timeout)[0])
+    finally:
+        os.close(process)
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a process runs this trial now, whatever its record says."""
+    if not (directory / LOCK).exists():
+        return False
+    descriptor = lock(directory, 0.0)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
+
+
+def state(trial: Trial) -> str:
+    """As in the record; `interrupted` for a trial that neither ended nor runs: it goes on with the sweep."""
+    if trial.state == "running" and not is_running(trial.directory):
+        return "interrupted"
+    return trial.state
