@@ -11,11 +11,14 @@ Every refusal is a `ConfigError` whose text names the key and the fix.
 import difflib
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from rft.monitor import redact
 
 
 class ConfigError(ValueError):
@@ -286,11 +289,15 @@ class MonitorConfig:
     monitor_type: str = "tensorboard"  # tensorboard | wandb | none; console and metrics.jsonl are always on
     monitor_args: dict[str, Any] = field(default_factory=dict)  # wandb: mode, base_url, api_key
     num_samples: int = 4  # rollouts written to samples.jsonl per step
+    detailed: bool = False  # also histograms: of rewards, lengths, staleness and the trainer's log-probabilities
+    trace: bool = True  # the run's timeline, for `rft trace`: what every process does when
 
 
 @dataclass
 class LogConfig:
     level: str = "INFO"
+    max_mb: float = 64.0  # of one log file; then it becomes <part>.log.1, and what was that one is gone; 0: no limit
+    group_by_node: bool = False  # logs/attempt_<n>/<node>/<part>.log
 
 
 @dataclass
@@ -398,10 +405,7 @@ def nearest(value: str, choices: Any, key: str) -> str:
 
 def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
+    return reduce(getattr, key.split("."), config)
 
 
 def job_dir(config: Config) -> Path:
@@ -435,10 +439,8 @@ def stage_configs(raw: DictConfig) -> list[Config]:
 
 
 def save(config: Config, path: Path) -> None:
-    """Write the resolved config that ranks and actors read; keys that hold secrets are left out."""
-    container = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    for secret in ("api_key", "password"):
-        container["monitor"]["monitor_args"].pop(secret, None)  # type: ignore[index,call-overload]
+    """Write the resolved config that ranks and actors read; of a secret only the name of the variable that brings it to them."""
+    container = redact.passed_on(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(container)), encoding="utf-8")
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from rft.monitor import redact
+
 
 class JsonLines:
     """One append-only file. `resume_step` below 1: nothing was resumed, all that is there will be made again."""
@@ -73,7 +75,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _encode(line: dict[str, Any]) -> str:
     finite = {key: _finite(value) for key, value in line.items()}
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    return redact.text(json.dumps(finite, ensure_ascii=False, allow_nan=False, default=str)) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from rft.config import ConfigError, MonitorConfig
+from rft.monitor import redact
 from rft.monitor.console import Console
 from rft.monitor.records import Files
 from rft.monitor.records import read_metrics as read_metrics
@@ -35,7 +36,7 @@ class Monitor:
             sink.log(metrics, step)
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
-        found = list(rows)
+        found = redact.record(list(rows))
         for sink in self.sinks:
             sink.table(name, found, step)
 
