@@ -164,7 +164,7 @@ class Actors:
                 store = OBJECT_STORE_BYTES + stored_bytes(self.config)
                 actors = 3 + self.config.explorer.rollout_model.engine_num
                 start_patiently(
-                    ray.init,
+                    ray.init, address="local",  # never one that happens to run on this machine
                     num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=store,
                     _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
                 )  # fmt: skip

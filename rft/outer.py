@@ -272,7 +272,9 @@ def sidecar(resolved: str, launcher: int) -> int:
         message = f"sidecar failed: {control.cause(error)}; logs in {log_dir}"
     finally:
         if message:
-            (log_dir / "failure.json").write_text(redact.text(json.dumps(message)), encoding="utf-8")  # rank 0 need not tell it
+            (log_dir / "failure.json").write_text(
+                redact.text(json.dumps(message)), encoding="utf-8"
+            )  # rank 0 need not tell it
             print(f"rft: {message}", file=terminal, flush=True)
         actors.close(config.shutdown_grace_s)
         processes.end_descendants(launch.LAST_S)

@@ -21,7 +21,7 @@ class JsonLines:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if 0 < resume_step >= line["step"]]
+        kept = [line for line in read_lines(path) if 0 < resume_step >= line["step"]]
         self.last: dict[str, Any] = kept[-1] if kept else {}
         _replace(path, "".join(_encode(line) for line in kept))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -60,12 +60,12 @@ class Files:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Lines merged by step, in order of steps (an evaluation may be logged after its step): what plots start from."""
     merged: dict[int, dict[str, Any]] = {}
-    for line in _lines(Path(path)):
+    for line in read_lines(Path(path)):
         merged.setdefault(line["step"], {}).update(line)
     return [merged[step] for step in sorted(merged)]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines; the torn end of a file whose writer was killed is not one."""
     if not path.exists():
         return []
