@@ -47,6 +47,7 @@ bench: setup
 	$(RUN) -m bench.train_step --quick
 	$(RUN) -m bench.weight_sync --quick
 	$(RUN) -m bench.loop --quick
+	$(RUN) -m bench.observe --quick
 
 clean:
 	rm -rf $(VENV) runs outputs multirun

@@ -286,10 +286,11 @@ class SynchronizerConfig:
 
 @dataclass
 class MonitorConfig:
-    monitor_type: str = "tensorboard"  # tensorboard | wandb | none; console and metrics.jsonl are always on
-    monitor_args: dict[str, Any] = field(default_factory=dict)  # wandb: mode, base_url, api_key
+    monitor_type: str = "tensorboard"  # tensorboard | wandb | mlflow | none; console and metrics.jsonl are always on
+    monitor_args: dict[str, Any] = field(default_factory=dict)  # the service's own: docs/observe.md
     num_samples: int = 4  # rollouts written to samples.jsonl per step
-    detailed: bool = False  # also histograms: of rewards, lengths, staleness and the trainer's log-probabilities
+    detailed: bool = False  # also histograms: of rewards, lengths, staleness and the engines' log-probabilities
+    other_names: bool = False  # metrics also under their names in other systems: docs/observe.md
     trace: bool = True  # the run's timeline, for `rft trace`: what every process does when
 
 
@@ -328,13 +329,15 @@ class Config:
     stage_name: Optional[str] = None  # set by `stage_configs`
 
 
+NOT_OFFLOADED = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
 REPLACED = {  # keys of other systems, and what does their work here
     "trainer.trainer_strategy": "the trainer is always Megatron: leave it out, and cut the model by trainer.megatron.*_size",
     "trainer.ulysses_sequence_parallel_size": "set trainer.megatron.context_parallel_size",
-    "trainer.param_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.optimizer_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.grad_offload": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
-    "trainer.offload_policy": "nothing is offloaded: use more ranks, or trainer.recompute_granularity",
+    **{
+        f"trainer.{part}": NOT_OFFLOADED
+        for part in ("param_offload", "optimizer_offload", "grad_offload", "offload_policy")
+    },
+    "monitor.enable_ray_timeline": "monitor.trace, on by default, records every process: `rft trace RUN_DIR`",
     "trainer.enable_preview": "set monitor.num_samples, the number of rollouts written to samples.jsonl per step",
     "algorithm.optimizer.warmup_style": "set algorithm.optimizer.lr_scheduler_type",
     "algorithm.optimizer.clip_grad": "set trainer.grad_clip",

@@ -52,6 +52,9 @@ class Files:
         for row in rows:
             self._samples.append({"step": step, "table": name, **row})
 
+    def histograms(self, values: dict[str, list[float]], step: int) -> None:
+        """Their quantiles are metrics; the values themselves would be most of the file."""
+
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
@@ -63,6 +66,24 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     for line in read_lines(Path(path)):
         merged.setdefault(line["step"], {}).update(line)
     return [merged[step] for step in sorted(merged)]
+
+
+def flattened_config(path: Path) -> dict[str, str]:
+    """resolved.yaml by dotted keys, as text, for services that keep a run's parameters. Secrets are names of variables there."""
+    import yaml
+
+    found: dict[str, str] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                walk(value, f"{prefix}.{key}" if prefix else str(key))
+        else:
+            found[prefix] = "" if node is None else redact.text(str(node))
+
+    if path.exists():
+        walk(yaml.safe_load(path.read_text(encoding="utf-8")), "")
+    return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

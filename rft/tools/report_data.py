@@ -23,14 +23,14 @@ from rft.tools.timeline import Track
 
 POINTS = 1200  # of one curve; of longer runs every n-th step is drawn, and the last
 SAMPLED_STEPS = 12  # whose rollouts are shown, from first to last
-WINDOW_US = 20e6  # of the timeline's end that the page draws
+LAST_STEPS, WINDOW_US = 12, 20e6  # of the timeline's end that the page draws: so many steps, if they take no longer
 SPANS = 4000  # that it draws at most
 Row = dict[str, Any]
 CHARTS = (  # title, subtitle, metrics with their labels, options
     ("Evaluation", "on held-out tasks", (), {"percent": True, "evaluations": "accuracy"}),
     ("Reward", "mean of each batch, and smoothed", (("reward/mean", "reward"),), {"smooth": True}),
     ("Loss", "of the policy", (("loss", "loss"),), {"smooth": True}),
-    ("Trainer vs. engine", "KL between their log-probabilities (k3)", (("kl/mismatch", "mismatch"),), {"log": True, "smooth": True}),
+    ("Trainer vs. engine", "KL of their log-probabilities (k3)", (("kl/mismatch", "mismatch"),), {"log": True, "smooth": True}),
     ("KL to the reference", "of the trained tokens", (("kl/reference", "reference"),), {"smooth": True}),
     ("Staleness", "policy versions behind", (("staleness/mean", "mean"), ("staleness/max", "largest")), {"zero": True}),
     ("Response length", "tokens", (("response_length/mean", "mean"), ("response_length/max", "longest")), {"zero": True}),
@@ -40,7 +40,7 @@ CHARTS = (  # title, subtitle, metrics with their labels, options
     ("Clipped tokens", "share of the trained ones", (("clip_frac", "clipped"),), {"percent": True, "smooth": True}),
     ("Throughput", "tokens per second", (("tokens_per_s", "tokens/s"),), {"zero": True, "smooth": True}),
     ("Critic loss", "of the value model", (("critic/loss", "loss"),), {"smooth": True}),
-    ("Weight sync", "seconds of one round, and of the engines' pause", (("sync/round_s", "round"), ("sync/pause_s", "pause")), {"zero": True}),
+    ("Weight sync", "seconds", (("sync/round_s", "round"), ("sync/pause_s", "engines pause")), {"zero": True}),
 )  # fmt: skip
 
 
@@ -152,9 +152,9 @@ def last_moments(tracks: Sequence[Track]) -> dict[str, Any] | None:
     """The end of the newest attempt, span by span."""
     newest = max((track.attempt for track in tracks if track.events), default=None)
     shown = [track for track in tracks if track.attempt == newest]
-    steps = [e["ts"] for t in shown if t.part.startswith("rank") for e in t.events if e["name"].startswith("version ")]
+    steps = [e["ts"] for t in shown if t.part == "rank_0" for e in t.events if e["name"].startswith("version ")]
     end = max(steps or [event["ts"] for track in shown for event in track.events], default=0.0)
-    begin, lanes = end - WINDOW_US, []
+    begin, lanes = max([end - WINDOW_US, *sorted(set(steps))[-LAST_STEPS - 1 : -LAST_STEPS]]), []
     for track in shown:
         spans = [s for s in track.spans() if s[2] > begin and s[1] < end]
         if spans:
