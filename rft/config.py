@@ -333,10 +333,8 @@ NOT_OFFLOADED = "nothing is offloaded: use more ranks, or trainer.recompute_gran
 REPLACED = {  # keys of other systems, and what does their work here
     "trainer.trainer_strategy": "the trainer is always Megatron: leave it out, and cut the model by trainer.megatron.*_size",
     "trainer.ulysses_sequence_parallel_size": "set trainer.megatron.context_parallel_size",
-    **{
-        f"trainer.{part}": NOT_OFFLOADED
-        for part in ("param_offload", "optimizer_offload", "grad_offload", "offload_policy")
-    },
+    **{f"trainer.{part}_offload": NOT_OFFLOADED for part in ("param", "optimizer", "grad")},
+    "trainer.offload_policy": NOT_OFFLOADED,
     "monitor.enable_ray_timeline": "monitor.trace, on by default, records every process: `rft trace RUN_DIR`",
     "trainer.enable_preview": "set monitor.num_samples, the number of rollouts written to samples.jsonl per step",
     "algorithm.optimizer.warmup_style": "set algorithm.optimizer.lr_scheduler_type",
