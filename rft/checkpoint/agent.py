@@ -32,7 +32,7 @@ from rft.checkpoint.records import Beat, Begin, Close, Drop, Export, Exported, F
 from rft.checkpoint.storage import Storage, open_storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Pacer, Writer
-from rft.monitor import trace
+from rft.monitor import logs, trace
 
 log = logging.getLogger(__name__)
 BEAT_S = 0.5
@@ -190,6 +190,7 @@ def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage)
     """Serve the trainer at the other end of socket `descriptor` until it is done or gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a stop is the trainer's business; it says Close
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logs.hide_secrets()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     wire = Wire.of_agent(socket.socket(fileno=descriptor))
     settings = wire.receive()

@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import psutil
-
-from rft.config import LogConfig
 from rft.monitor import redact, trace
+
+if TYPE_CHECKING:
+    from rft.config import LogConfig
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -56,7 +56,7 @@ class RedactedFormatter(logging.Formatter):
         return redact.text(super().format(record))
 
 
-def redirect(path: Path, config: LogConfig, keep_stdout: bool = False) -> None:
+def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None:
     """Send this process's stderr, logging and (unless kept) stdout to `path`, and begin its timeline."""
     path = where(path.parent, config) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def redirect(path: Path, config: LogConfig, keep_stdout: bool = False) -> None:
     trace.start(path.stem)
 
 
-def where(log_dir: Path, config: LogConfig) -> Path:
+def where(log_dir: Path, config: "LogConfig") -> Path:
     """The directory of this process's logs."""
     return log_dir / socket.gethostname() if config.group_by_node else log_dir
 
@@ -117,6 +117,8 @@ def show_stacks_when_stopped() -> None:
 
 def ask_stacks_of_siblings() -> None:
     """The other ranks of this node, which may hang in a collective with this one, write their stacks to their logs."""
+    import psutil
+
     parent = psutil.Process().parent()
     siblings = [process for process in (parent.children() if parent else []) if process.pid != os.getpid()]
     for process in siblings:
