@@ -55,6 +55,7 @@ bench: setup
 	$(RUN) -m bench.train_step --quick
 	$(RUN) -m bench.weight_sync --quick
 	$(RUN) -m bench.loop --quick
+	$(RUN) -m bench.observe --quick
 
 clean:
 	rm -rf $(VENV) runs outputs multirun

@@ -22,11 +22,11 @@ from rft import cards, control
 from rft import config as configs
 from rft.adapters import versions_kept
 from rft.checkpoint import fence
-from rft.config import Config, SynchronizerConfig
+from rft.config import Config, LogConfig, SynchronizerConfig
 from rft.control_socket import ControlSocket
 from rft.device import thread_environment
 from rft.engines import Engines, PartFailed
-from rft.monitor import logs
+from rft.monitor import logs, trace
 from rft.preflight_sync import stored_bytes
 
 log = logging.getLogger(__name__)
@@ -260,13 +260,15 @@ class Actors:
     ) -> Any:
         import ray
 
-        environment = thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")}
+        environment = (
+            thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")} | trace.environment()
+        )
         options = {"name": name, "num_cpus": cpus, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
         if gpus and self.cards is not None and self.cards.shared:
             environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(int(part.removeprefix("engine_")))
         elif gpus and self._device_kind() == "cuda":
             options["num_gpus"] = gpus
-        return ray.remote(hosted(cls, self.config.log.level)).options(**options).remote(*arguments)
+        return ray.remote(hosted(cls, self.config.log)).options(**options).remote(*arguments)
 
     def _listen(self) -> None:
         """`rft engines` reaches this run, if its directory can hold a socket."""
@@ -312,12 +314,12 @@ def settings(synchronizer: SynchronizerConfig) -> dict[str, Any]:
     return {"kv": synchronizer.kv, "direct": synchronizer.receive == "direct"}
 
 
-def hosted(cls: type, level: str) -> type:
+def hosted(cls: type, log_config: LogConfig) -> type:
     """`cls` as an actor that writes to the log file named in its environment."""
 
     class Hosted(cls):  # type: ignore[misc,valid-type]
         def __init__(self, *arguments: Any):
-            logs.redirect(Path(os.environ["RFT_LOG_FILE"]), level)
+            logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             logs.die_with_parent()  # the raylet; Ray itself only looks for it now and then, and not everywhere
             super().__init__(*arguments)
 

@@ -9,14 +9,23 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
        rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
        rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)
-       rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)"""
-TOOLS = ("ckpt", "config", "doctor", "engines", "sweep-report")
+       rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)
+       rft report RUN_DIR                                            one page about a run, also while it is under way
+       rft trace RUN_DIR                                             its timeline, for Perfetto"""
+TOOLS = {  # their modules
+    **{word: word for word in ("ckpt", "config", "doctor", "engines", "report")},
+    "sweep-report": "sweep_report", "trace": "timeline",
+}  # fmt: skip
+    **{word: word for word in ("ckpt", "config", "doctor", "engines", "report")},
+    "sweep-report": "sweep_report",
+    "trace": "timeline",
+}
 
 
 def main() -> None:
     command, *rest = sys.argv[1:] or ["--help"]
     if command in TOOLS:
-        sys.exit(importlib.import_module(f"rft.tools.{command.replace('-', '_')}").main(rest))
+        sys.exit(importlib.import_module(f"rft.tools.{TOOLS[command]}").main(rest))
     if command != "train":
         sys.exit(USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}")
     sys.argv = ["rft train", *rest]

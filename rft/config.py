@@ -10,6 +10,7 @@ Every refusal is a `ConfigError` whose text names the key and the fix.
 
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,6 +21,7 @@ from rft import trinity_keys
 from rft.config_sweep import SweepConfig
 from rft.hints import closest
 from rft.hints import nearest as nearest
+from rft.monitor import redact
 
 
 class ConfigError(ValueError):
@@ -287,14 +289,19 @@ class SynchronizerConfig:
 
 @dataclass
 class MonitorConfig:
-    monitor_type: str = "tensorboard"  # tensorboard | wandb | none; console and metrics.jsonl are always on
-    monitor_args: dict[str, Any] = field(default_factory=dict)  # wandb: mode, base_url, api_key
+    monitor_type: str = "tensorboard"  # tensorboard | wandb | mlflow | none; console and metrics.jsonl are always on
+    monitor_args: dict[str, Any] = field(default_factory=dict)  # the service's own: docs/observe.md
     num_samples: int = 4  # rollouts written to samples.jsonl per step
+    detailed: bool = False  # also histograms: of rewards, lengths, staleness and the engines' log-probabilities
+    other_names: bool = False  # metrics also under their names in other systems: docs/observe.md
+    trace: bool = True  # the run's timeline, for `rft trace`: what every process does when
 
 
 @dataclass
 class LogConfig:
     level: str = "INFO"
+    max_mb: float = 64.0  # of one log file; then it becomes <part>.log.1, and what was that one is gone; 0: no limit
+    group_by_node: bool = False  # logs/attempt_<n>/<node>/<part>.log
 
 
 @dataclass
@@ -327,7 +334,6 @@ class Config:
 
 
 TASKSET_KEY = "buffer.explorer_input.taskset"
-SECRETS = ("api_key", "password")  # of monitor.monitor_args: never written to a file, never printed
 
 
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
@@ -387,10 +393,7 @@ def leaf_keys() -> list[str]:
 
 def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
+    return reduce(getattr, key.split("."), config)
 
 
 def job_dir(config: Config) -> Path:
@@ -428,10 +431,8 @@ def stage_configs(raw: DictConfig) -> list[Config]:
 
 
 def save(config: Config, path: Path) -> None:
-    """Write the resolved config that ranks and actors read; keys that hold secrets are left out."""
-    container = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    for secret in SECRETS:
-        container["monitor"]["monitor_args"].pop(secret, None)  # type: ignore[index,call-overload]
+    """Write the resolved config that ranks and actors read; of a secret only the name of the variable that brings it to them."""
+    container = redact.passed_on(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(container)), encoding="utf-8")
 

@@ -51,11 +51,13 @@ class Feed:
         self.multiple = multiple
         self.cost = cost
         self.cut = cut
+        self.current: Batch | None = None  # rank 0: taken and not consumed yet
 
     def next(self, step: int, stopping: bool) -> StepInput | None:
         """Step's input on every rank, or None on every rank: the data ended, or rank 0 was asked to stop."""
         batch = self.source.take(step) if self.source and not stopping else Batch(step=step, experiences=[])
         experiences = batch.experiences
+        self.current = batch if experiences else None
         metrics = (
             credit.metrics(experiences, step) | {"sample/replayed": float(batch.replayed)} if experiences else None
         )
@@ -66,6 +68,7 @@ class Feed:
         return StepInput(self.ranks.scatter_parts(parts), metrics, experiences)
 
     def consumed(self, step: int) -> None:
+        self.current = None
         if self.source:
             self.source.consumed(step)
 

@@ -32,7 +32,7 @@ from rft.config import Config, ConfigError
 from rft.control import cause
 from rft.device import thread_environment
 from rft.feed import is_supervised
-from rft.monitor import logs
+from rft.monitor import logs, redact, trace
 from rft.stages import source
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,8 @@ class Stage:
         """Raises StageFailed unless the stage did all of its work; ConfigError if it cannot even begin."""
         config = self.config
         self.log_dir = logs.new_attempt(self.job)
+        trace.turn_on(self.log_dir, config.monitor.trace)
+        trace.start("supervisor")
         self.resolved = (self.job / "bench" if config.mode == "bench" else self.job) / "resolved.yaml"
         configs.save(config, self.resolved)
         print(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}", flush=True)
@@ -148,6 +150,8 @@ class Stage:
             raise StageFailed(1, f"supervisor failed: {cause(error)}; logs in {self.log_dir}") from error
         finally:
             self._close()
+            trace.stop()
+            redact.scrub(self.log_dir)  # what a library wrote past Python's own streams
 
     def _start(self) -> None:
         """Create all parts; they load at the same time."""
@@ -169,6 +173,7 @@ class Stage:
             environment |= {"RFT_RAY_ADDRESS": self.actors.address, "RFT_RAY_NAMESPACE": str(self.config.ray_namespace)}
             environment |= self.actors.rank_environment
         command = [sys.executable, "-m", "rft.ranks", str(self.resolved)]
+        trace.instant("ranks start")
         self.ranks = subprocess.Popen(command, env=environment, start_new_session=True)
         threading.Thread(target=self._watch_ranks, args=(self.ranks,), daemon=True).start()
 
@@ -192,6 +197,7 @@ class Stage:
 
     def _wait(self) -> None:
         event = self.events.get()
+        trace.instant("ending", part=event.part, phase=event.phase, cause=event.cause, signal=event.signal)
         if event.signal:
             left = self._stop_ranks()
             name = signal.Signals(event.signal).name
@@ -283,5 +289,7 @@ def describe(config: Config) -> str:
 def main_log(job: Path, level: str) -> None:
     """The supervisor's own log; what the user must read goes to the terminal instead."""
     job.mkdir(parents=True, exist_ok=True)
+    logs.hide_secrets()
     handler = logging.FileHandler(job / "supervisor.log")
-    logging.basicConfig(level=level.upper(), format=logs.FORMAT, handlers=[handler], force=True)
+    handler.setFormatter(logs.RedactedFormatter(logs.FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

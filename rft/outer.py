@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from rft import config as configs
 from rft import control
 from rft.config import Config, ConfigError
-from rft.monitor import logs
+from rft.monitor import logs, redact, trace
 
 log = logging.getLogger(__name__)
 STARTED_S = 900.0  # engines may have to read a large model before rank 0 gives its word
@@ -161,9 +161,15 @@ def _lead(raw: DictConfig) -> dict[str, Any]:
         return {
             "resolved": str(resolved),
             "sidecar": False,
-            "environment": {"RFT_LOG_DIR": str(logs.new_attempt(resolved.parent))},
+            "environment": _attempt(logs.new_attempt(resolved.parent), config),
         }
-    return {"resolved": str(resolved), "sidecar": True, "environment": _sidecar(resolved)}
+    return {"resolved": str(resolved), "sidecar": True, "environment": _sidecar(resolved) | redact.inherited()}
+
+
+def _attempt(log_dir: Path, config: Config) -> dict[str, str]:
+    """What every rank must know of an attempt."""
+    trace.turn_on(log_dir, config.monitor.trace)
+    return {"RFT_LOG_DIR": str(log_dir)} | trace.environment() | redact.inherited()
 
 
 def _check(stages: list[Config]) -> None:
@@ -247,8 +253,9 @@ def sidecar(resolved: str, launcher: int) -> int:
     lock = open(job / "sidecar.lock", "a")  # noqa: SIM115  held, and so locked, for the life of this process
     fcntl.flock(lock, fcntl.LOCK_EX)
     log_dir = logs.new_attempt(job)
+    trace.turn_on(log_dir, config.monitor.trace)
     terminal = os.fdopen(os.dup(2), "w")
-    logs.redirect(log_dir / "sidecar.log", config.log.level, keep_stdout=True)
+    logs.redirect(log_dir / "sidecar.log", config.log, keep_stdout=True)
     processes.adopt_orphans()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' business, but Slurm may tell every process of a step
     events: queue.SimpleQueue[launch.Event] = queue.SimpleQueue()
@@ -269,6 +276,7 @@ def sidecar(resolved: str, launcher: int) -> int:
             "RFT_RAY_ADDRESS": actors.address,
             "RFT_RAY_NAMESPACE": str(config.ray_namespace),
             "RFT_LOG_DIR": str(log_dir),
+            **trace.environment(),
         }
         word = json.dumps({"pid": os.getpid(), "environment": environment | actors.rank_environment})
         (job / "sidecar.json").write_text(word, encoding="utf-8")
@@ -280,10 +288,13 @@ def sidecar(resolved: str, launcher: int) -> int:
         message = f"sidecar failed: {control.cause(error)}; logs in {log_dir}"
     finally:
         if message:
-            (log_dir / "failure.json").write_text(json.dumps(message), encoding="utf-8")  # rank 0 need not tell it
+            (log_dir / "failure.json").write_text(
+                redact.text(json.dumps(message)), encoding="utf-8"
+            )  # rank 0 need not tell it
             print(f"rft: {message}", file=terminal, flush=True)
         actors.close(config.shutdown_grace_s)
         processes.end_descendants(launch.LAST_S)
+        redact.scrub(log_dir)
     return 1 if message else 0
 
 

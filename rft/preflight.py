@@ -64,7 +64,7 @@ CHOICES = {
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
     "explorer.rollout_model.dtype": ("fp32", "bf16"),
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
-    "monitor.monitor_type": ("tensorboard", "wandb", "none"),
+    "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 POSITIVE = (
@@ -84,7 +84,7 @@ NOT_NEGATIVE = (
     "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
     "trainer.max_restarts", "explorer.rollout_model.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
     "synchronizer.sync_offset", "synchronizer.max_staleness", "synchronizer.probe_interval", "algorithm.optimizer.weight_decay",
-    "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "cluster.master_port",
+    "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "log.max_mb", "cluster.master_port",
     "trainer.checkpoint.rate_limit_mb", "trainer.checkpoint.keep_every", "trainer.checkpoint.keep_best",
     "trainer.checkpoint.max_gb", "trainer.critic_warmup", "critic.grad_clip", "critic.optim.weight_decay",
     "critic.optim.lr_warmup_steps",

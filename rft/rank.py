@@ -24,7 +24,7 @@ from rft import control
 from rft import device as devices
 from rft.adapters import Lora
 from rft.config import Config, TrainerConfig
-from rft.monitor import logs
+from rft.monitor import logs, redact, trace
 
 log = logging.getLogger(__name__)
 PHASE_BYTES = 64
@@ -72,7 +72,7 @@ def main(path: str, terminal: int | None = None) -> int:
     config = configs.load(path)
     number = int(os.environ.get("RANK", "0"))
     log_dir = Path(os.environ["RFT_LOG_DIR"])
-    logs.redirect(log_dir / f"rank_{number}.log", config.log.level, keep_stdout=number == 0)
+    logs.redirect(log_dir / f"rank_{number}.log", config.log, keep_stdout=number == 0)
     logs.die_with_parent()
     (log_dir / f"failure_rank_{number}.json").unlink(missing_ok=True)  # of the attempt before a restart
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -81,7 +81,10 @@ def main(path: str, terminal: int | None = None) -> int:
         run(rank)
     except Exception as error:
         log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())
+        logs.ask_stacks_of_siblings()
+        keep_batch(rank)
         logs.flush()
+        trace.instant("failed", cause=control.cause(error))
         record = {"part": f"trainer rank {number}", "phase": rank.phase, "cause": control.cause(error)}
         tell(record, log_dir, number, terminal)
         os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
@@ -90,10 +93,17 @@ def main(path: str, terminal: int | None = None) -> int:
     return 128 + (rank.stopping or [signal.SIGTERM])[0]  # all ranks end together, whichever of them was told to
 
 
+def keep_batch(rank: Rank) -> None:
+    """Rank 0 leaves the batch of the step that failed, as of one that was skipped."""
+    if rank.trainer is not None and rank.trainer.feed.current is not None:
+        path = rank.trainer.skips.keep(rank.trainer.feed.current)
+        log.error("the batch of the step that failed is in %s", path)
+
+
 def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | None) -> None:
     """Leave the failure record; under an outer launcher also tell the user, unless a part that failed earlier is told of."""
     is_first = not list(log_dir.glob("failure_rank_*.json"))
-    (log_dir / f"failure_rank_{number}.json").write_text(json.dumps(record), encoding="utf-8")
+    (log_dir / f"failure_rank_{number}.json").write_text(redact.text(json.dumps(record)), encoding="utf-8")
     if terminal is None or not is_first:
         return
     time.sleep(SETTLE_S)
@@ -133,11 +143,13 @@ def _train(rank: Rank, mesh: Any) -> None:
         control.await_engines(config.explorer.name if mesh.rank == 0 else None)
         mesh.barrier(rank.waiting_for)
         rank.waiting_for = ""
-    models = build_models(config, mesh)
+    with trace.span("build models"):
+        models = build_models(config, mesh)
     log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
     monitor = None
     trainer = rank.trainer = build_trainer(rank, mesh, models)
-    step = resume(trainer, config)
+    with trace.span("resume"):
+        step = resume(trainer, config)
     trainer.checkpoints.start(models)
     trainer.evaluations.await_ready()
     trainer.publisher.connect()
@@ -160,6 +172,7 @@ def _train(rank: Rank, mesh: Any) -> None:
     trainer.timer.pop()  # steps are timed from here on
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # until now there was nothing to save
         signal.signal(number, rank.stop)
+    logs.show_stacks_when_stopped()
     reached = trainer.fit(step)
     trainer.phase = "closing"
     trainer.checkpoints.close()
@@ -335,7 +348,7 @@ def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> 
         about["adapter"] = lora.as_peft(str(config.model.model_path))
     return CheckpointManager(
         configs.checkpoint_root(rank.config), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
-        device=rank.device, about=about, log_dir=Path(os.environ["RFT_LOG_DIR"]),
+        device=rank.device, about=about, log_dir=logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log),
     )  # fmt: skip
 
 

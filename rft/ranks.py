@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rft import config as configs
-from rft.monitor import logs
+from rft.monitor import logs, redact
 
 CONSEQUENCES = (
     signal.SIGTERM,
@@ -26,7 +26,7 @@ CONSEQUENCES = (
 def main(path: str) -> int:
     config = configs.load(path)
     log_dir = Path(os.environ["RFT_LOG_DIR"])
-    logs.redirect(log_dir / "launcher.log", config.log.level, keep_stdout=True)  # ranks inherit stdout: rank 0 talks
+    logs.redirect(log_dir / "launcher.log", config.log, keep_stdout=True)  # ranks inherit stdout: rank 0 talks
     logs.die_with_parent()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,7 +48,7 @@ def main(path: str) -> int:
         elastic_launch(launch, sys.executable)("-m", "rft.rank", path)
     except ChildFailedError as error:
         ended = {number: failure.exitcode for number, failure in error.failures.items()}
-        (log_dir / "failure.json").write_text(json.dumps(root_cause(log_dir, ended)), encoding="utf-8")
+        (log_dir / "failure.json").write_text(redact.text(json.dumps(root_cause(log_dir, ended))), encoding="utf-8")
         return 1
     except SignalException as stop:
         return 128 + int(stop.sigval)

@@ -13,6 +13,8 @@ from rft.experience import EvalResult, Experience
 from rft.monitor.sinks import build, read_metrics
 from rft.monitor.speed import Speed
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
 
 class StepReporter:
     """`tokenizer` (of the model directory) turns sampled ids into text for the samples table; `speed` knows what a token costs,
@@ -23,6 +25,7 @@ class StepReporter:
     ):
         self.monitor = build(config.monitor, job, config.project, config.name, config.trainer.total_steps, step)
         self.num_samples = config.monitor.num_samples
+        self.detailed = config.monitor.detailed
         self.tokenizer = tokenizer
         self.speed = speed
         self.pool = pool
@@ -35,7 +38,10 @@ class StepReporter:
         trained = [len(e.tokens) for e in experiences if any(e.action_mask)]
         speed = self.speed.metrics(trained, metrics["time/train_s"])
         speed["tokens_per_s"] = tokens / metrics["time/step_s"]
-        self.monitor.log({**metrics, **speed, **self.pool()}, version)
+        values = distributions(experiences, version - 1) if self.detailed else {}
+        self.monitor.log({**metrics, **speed, **self.pool(), **quantiles(values)}, version)
+        if values:
+            self.monitor.histograms(values, version)
         if self.num_samples and experiences and experiences[0].group >= 0:
             self.monitor.table(
                 "samples", [self._row(e) for e in representative(experiences, self.num_samples)], version
@@ -59,6 +65,31 @@ class StepReporter:
             "stop": experience.stop,
             "versions": ",".join(f"{s.version}:{s.start}-{s.end}" for s in experience.versions),
         }
+
+
+def distributions(experiences: list[Experience], step: int) -> dict[str, list[float]]:
+    """What `monitor.detailed` adds: the values behind the means of a step. `step`: the policy version that trains on them."""
+    rollouts = [e for e in experiences if e.group >= 0]
+    found = {
+        "response_length": [float(e.response_length) for e in experiences],
+        "reward": [float(e.reward) for e in rollouts],
+        "staleness": [float(step - e.oldest_version) for e in rollouts if e.oldest_version is not None],
+        "logprob": [
+            float(p) for e in rollouts for p, mask in zip(e.logprobs or [], e.action_mask, strict=False) if mask
+        ],
+    }
+    return {name: values for name, values in found.items() if values}
+
+
+def quantiles(values: dict[str, list[float]]) -> dict[str, float]:
+    """`reward/p05` and its like, for whoever has no histograms."""
+    import numpy as np
+
+    return {
+        f"{name}/p{round(100 * share):02d}": float(np.quantile(found, share))
+        for name, found in values.items()
+        for share in QUANTILES
+    }
 
 
 def representative(experiences: list[Experience], count: int) -> list[Experience]:

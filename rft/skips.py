@@ -39,12 +39,12 @@ class SkippedSteps:
         else:
             self.total += 1
             self.in_a_row += 1
-            path = self.directory / f"step_{step:08d}.msgpack"
+            path = self._path(step)
             what = f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
             if "critic/loss" in metrics:
                 what += f", the critic's {metrics['critic/loss']:g} and {metrics['critic/grad_norm']:g}"
             if self.lead:
-                self._keep(path, Batch(step=step - 1, experiences=experiences))
+                self.keep(Batch(step=step - 1, experiences=experiences))
                 log.warning("step %d skipped: %s; its batch is in %s", step, what, path)
             if self.limit and self.in_a_row >= self.limit:
                 self.barrier("saving the batch of a skipped step")
@@ -55,12 +55,18 @@ class SkippedSteps:
                 )
         return {"skipped_steps": float(self.total)}
 
-    def _keep(self, path: Path, batch: Batch) -> None:
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:08d}.msgpack"
+
+    def keep(self, batch: Batch) -> Path:
+        """Write down a batch of a step that came to nothing; of many the last ones stay."""
+        path = self._path(batch.step + 1)
         self.directory.mkdir(parents=True, exist_ok=True)
         LocalStorage(self.directory, Disk()).put(path.name, encode(batch))
         others = [old for old in self.directory.glob("step_*.msgpack") if old != path]
         for old in sorted(others, key=lambda old: old.stat().st_mtime_ns)[: -(KEPT - 1)]:
             old.unlink()
+        return path
 
     def state(self) -> list[int]:
         return [self.total, self.in_a_row]

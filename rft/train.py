@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft import config_file
 from rft.config import Config, ConfigError
+from rft.monitor import redact
 
 VALUED = (
     "--config-dir",
@@ -192,7 +193,7 @@ def check_multirun(arguments: list[str]) -> None:
         plugin = LAUNCHERS.get(value) if key == "hydra/launcher" else None
         if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
             raise ConfigError(f"{argument} needs {plugin.replace('_', '-')}: pip install 'rft[sweep]'")
-        if key.rsplit(".", 1)[-1] in ("api_key", "password", "token"):
+        if redact.KEYS.search(key.rsplit(".", 1)[-1]):
             raise ConfigError(
                 f"{key}: a sweep writes its overrides down; give this one in the environment (WANDB_API_KEY)"
             )

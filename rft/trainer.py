@@ -25,6 +25,7 @@ from rft.checkpoint.records import Committed, Retained
 from rft.config import TrainerConfig
 from rft.control import Evaluations
 from rft.feed import Feed
+from rft.monitor import trace
 from rft.monitor.metrics import Timer
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
@@ -104,6 +105,7 @@ class Trainer:
 
     def _publish(self, step: int, due: bool = True) -> None:
         self._enter(f"publishing version {step}")
+        trace.instant(f"version {step}")
         self.publisher.start(step, due)
         if due:
             self.cadence.published = step
@@ -172,7 +174,7 @@ class Trainer:
     @contextmanager
     def _doing(self, name: str) -> Iterator[None]:
         self._enter(name)
-        with self.profiler.span(name), self.timer.span(name):
+        with self.profiler.span(name), self.timer.span(name), trace.span(name):
             yield
 
     def _enter(self, phase: str) -> None:

@@ -84,10 +84,8 @@ KEYS: dict[str, Key] = {
         "B11", "set algorithm.proximal_logprobs=true with algorithm.policy_loss_fn_args.importance_cap", only=({}, False)
     ),
     # C: monitor
-    "monitor.enable_ray_timeline": Key(
-        "C6", "Ray's own timeline is not written: trainer.profiler=torch writes a Chrome trace of the steps", only=(False,)
-    ),
-    "monitor.detailed_stats": Key("C9", f"histograms are {YET}: metrics.jsonl has means and extremes", only=(False,)),
+    "monitor.enable_ray_timeline": Key("C6", to="monitor.trace"),
+    "monitor.detailed_stats": Key("C9", to="monitor.detailed"),
     # D: model
     "model.enable_prompt_truncation": Key(
         "D9", "a prompt longer than model.max_prompt_tokens is never cut: its task is counted and trains nothing", takes_any=True

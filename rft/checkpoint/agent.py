@@ -32,6 +32,7 @@ from rft.checkpoint.records import Beat, Begin, Close, Drop, Export, Exported, F
 from rft.checkpoint.storage import Storage, open_storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Pacer, Writer
+from rft.monitor import logs, trace
 
 log = logging.getLogger(__name__)
 BEAT_S = 0.5
@@ -128,7 +129,7 @@ class Agent:
     def _write(self, writer: Writer, message: Window) -> None:
         self._now(f"writing step {writer.begin.step}")
         try:
-            with self.gate.passed():
+            with self.gate.passed(), trace.span("write", step=writer.begin.step):
                 writer.window(memoryview(self.slots[message.slot])[: message.stop - message.start], message.start)
                 if message.last:
                     writer.finish()
@@ -145,6 +146,7 @@ class Agent:
         self._writers = {key: value for key, value in self._writers.items() if value is not writer}
         writer.abort()
         log.error("save of step %d failed: %s", begin.step, cause)
+        trace.instant("save failed", step=begin.step, cause=cause)
         self.wire.send(Failed(id=begin.id, step=begin.step, cause=cause))
         for output in begin.outputs:
             try:
@@ -177,7 +179,8 @@ class Agent:
     def _export(self, asked: Export) -> None:
         """Hugging Face export of a committed checkpoint, in a process beside everything else."""
         command = [sys.executable, "-m", "rft.checkpoint.export", f"{self.storage.where}/{asked.name}"]
-        done = subprocess.run([*command, asked.source, asked.target], capture_output=True, text=True)
+        with trace.overlapping("export", step=asked.step):
+            done = subprocess.run([*command, asked.source, asked.target], capture_output=True, text=True)
         words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         self._exported.add(asked.name)
         self.wire.send(Exported(step=asked.step, target=asked.target, cause=words[-1] if done.returncode else ""))
@@ -187,11 +190,13 @@ def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage)
     """Serve the trainer at the other end of socket `descriptor` until it is done or gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a stop is the trainer's business; it says Close
         signal.signal(number, signal.SIG_IGN)
+    logs.hide_secrets()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     wire = Wire.of_agent(socket.socket(fileno=descriptor))
     settings = wire.receive()
     if settings is None:
         return  # the trainer died before it had said anything
+    trace.start(f"checkpoint_agent_{settings.rank}")
     os.nice(5)
     if hasattr(psutil.Process, "ionice"):  # last of those that want the disk
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)

@@ -42,6 +42,7 @@ from rft.checkpoint.staging import Choice, Slots, Stager, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.device import Device, choose
+from rft.monitor import trace
 from rft.protocols import Snapshotable
 
 log = logging.getLogger(__name__)
@@ -265,6 +266,7 @@ class CheckpointManager:
                 self._link.drop(queued[-1], f"given up for the newer save of step {begin.step}")
             return True
         self.status.skipped += 1
+        trace.instant("checkpoint skipped", step=begin.step)
         log.warning("save of step %d skipped: both slots are still being written", begin.step)
         telling.drop(begin.id, "skipped: both slots were still being written")
         return False
@@ -343,6 +345,7 @@ class CheckpointManager:
                 if not outcome.cause:
                     self.status.failed += 1
                     log.error("checkpoint of step %d failed, training goes on: %s", report.step, report.cause)
+                    trace.instant("checkpoint failed", step=report.step, cause=report.cause)
                 outcome.open, outcome.cause = set(), report.cause
             elif isinstance(report, Exported):
                 self._exports.discard(report.target)
@@ -359,3 +362,4 @@ class CheckpointManager:
         self.status.committed += 1
         self.status.seconds = report.seconds
         self.newest = max(report.step, self.newest or 0)
+        trace.instant("checkpoint committed", step=report.step, seconds=round(report.seconds, 3))

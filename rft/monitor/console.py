@@ -74,6 +74,9 @@ class Console:
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         """Samples are for samples.jsonl."""
 
+    def histograms(self, values: dict[str, list[float]], step: int) -> None:
+        """Nothing to look at in a line."""
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()

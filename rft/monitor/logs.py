@@ -1,24 +1,64 @@
 """Where a process of the run writes: `<job>/logs/attempt_<n>/<part>.log`, for Python logging and for stray output alike.
 
-Invariant: after `redirect`, whatever the process or a library or child of it prints to stderr (and stdout, unless kept for
-the user) is in that file and not on the user's terminal.
+Invariants: after `redirect`, whatever the process or a library or child of it prints to stderr (and stdout, unless kept for
+the user) is in that file and not on the user's terminal; what passes through Python's streams has no secret in it; a log file
+does not grow without end, however much a library prints.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
 import os
+import shutil
 import signal
+import socket
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rft.monitor import redact, trace
+
+if TYPE_CHECKING:
+    from rft.config import LogConfig
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STACKS_SIGNAL = signal.SIGUSR2
+LOOK_S = 10.0  # between two looks at a log's size: nothing tells when a file has grown
+STACKS_S = 0.5  # for siblings to write theirs, before the launcher ends them
 
 
-def redirect(path: Path, level: str, keep_stdout: bool = False) -> None:
-    """Send this process's stderr, logging and (unless kept) stdout to `path`."""
+class Redacted:
+    """A text stream without secrets. Everything else is asked of the stream itself."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, line: str) -> int:
+        self.stream.write(redact.text(line))
+        return len(line)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class RedactedFormatter(logging.Formatter):
+    """For handlers that write to a file of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact.text(super().format(record))
+
+
+def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None:
+    """Send this process's stderr, logging and (unless kept) stdout to `path`, and begin its timeline."""
+    path = where(path.parent, config) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     flush()
@@ -26,13 +66,76 @@ def redirect(path: Path, level: str, keep_stdout: bool = False) -> None:
     if not keep_stdout:
         os.dup2(file, 1)
     os.close(file)
-    logging.basicConfig(level=level.upper(), format=FORMAT, stream=sys.stderr, force=True)
+    hide_secrets()
+    logging.basicConfig(level=config.level.upper(), format=FORMAT, stream=sys.stderr, force=True)
     show_stacks_on_signal()
+    if config.max_mb:
+        limit = int(config.max_mb * 1e6)
+        threading.Thread(target=_keep_small, args=(path, limit), name="log-size", daemon=True).start()
+    trace.start(path.stem)
+
+
+def where(log_dir: Path, config: "LogConfig") -> Path:
+    """The directory of this process's logs."""
+    return log_dir / socket.gethostname() if config.group_by_node else log_dir
+
+
+def hide_secrets() -> None:
+    """From now on what Python code prints has no secret in it."""
+    if not isinstance(sys.stderr, Redacted):
+        sys.stdout, sys.stderr = Redacted(sys.stdout), Redacted(sys.stderr)  # type: ignore[assignment]
+
+
+def turn_over(path: Path, limit: int) -> bool:
+    """Once it is larger than `limit`, `<part>.log` becomes `<part>.log.1`. Whoever writes, child processes too, goes on
+    writing to the same file, now empty: it was opened to append."""
+    if path.stat().st_size <= limit:
+        return False
+    shutil.copyfile(path, path.with_name(path.name + ".1"))
+    os.truncate(path, 0)
+    return True
+
+
+def _keep_small(path: Path, limit: int) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            turn_over(path, limit)
+        except OSError as error:  # a full disk, or a run directory that was removed: the run has other worries
+            logging.getLogger(__name__).warning("%s: %s", path, error)
 
 
 def show_stacks_on_signal() -> None:
     """STACKS_SIGNAL makes this process write every thread's stack to its stderr, even when it hangs in a library."""
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
+
+
+def show_stacks_when_stopped() -> None:
+    """SIGTERM does the same before it does what it did: a rank that cannot hear it, for it hangs, is killed soon after."""
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+
+
+def ask_stacks_of_siblings() -> None:
+    """The other ranks of this node, which may hang in a collective with this one, write their stacks to their logs."""
+    import psutil
+
+    parent = psutil.Process().parent()
+    siblings = [process for process in (parent.children() if parent else []) if process.pid != os.getpid()]
+    for process in siblings:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if _listens(process.pid):
+                process.send_signal(STACKS_SIGNAL)
+    if siblings:
+        time.sleep(STACKS_S)
+
+
+def _listens(pid: int) -> bool:
+    """Whether STACKS_SIGNAL has a handler there: it ends a process that has none. Linux only."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        return False
+    caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def flush() -> None:

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from rft.monitor import redact
+
 
 class JsonLines:
     """One append-only file. `resume_step` below 1: nothing was resumed, all that is there will be made again."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if 0 < resume_step >= line["step"]]
+        kept = [line for line in read_lines(path) if 0 < resume_step >= line["step"]]
         self.last: dict[str, Any] = kept[-1] if kept else {}
         _replace(path, "".join(_encode(line) for line in kept))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -50,6 +52,9 @@ class Files:
         for row in rows:
             self._samples.append({"step": step, "table": name, **row})
 
+    def histograms(self, values: dict[str, list[float]], step: int) -> None:
+        """Their quantiles are metrics; the values themselves would be most of the file."""
+
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
@@ -58,12 +63,30 @@ class Files:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Lines merged by step, in order of steps (an evaluation may be logged after its step): what plots start from."""
     merged: dict[int, dict[str, Any]] = {}
-    for line in _lines(Path(path)):
+    for line in read_lines(Path(path)):
         merged.setdefault(line["step"], {}).update(line)
     return [merged[step] for step in sorted(merged)]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def flattened_config(path: Path) -> dict[str, str]:
+    """resolved.yaml by dotted keys, as text, for services that keep a run's parameters. Secrets are names of variables there."""
+    import yaml
+
+    found: dict[str, str] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                walk(value, f"{prefix}.{key}" if prefix else str(key))
+        else:
+            found[prefix] = "" if node is None else redact.text(str(node))
+
+    if path.exists():
+        walk(yaml.safe_load(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines; the torn end of a file whose writer was killed is not one."""
     if not path.exists():
         return []
@@ -73,7 +96,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _encode(line: dict[str, Any]) -> str:
     finite = {key: _finite(value) for key, value in line.items()}
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    return redact.text(json.dumps(finite, ensure_ascii=False, allow_nan=False, default=str)) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Where metrics go: the console and the job's own files always, TensorBoard or Weights & Biases as configured.
+"""Where metrics go: the console and the job's own files always, TensorBoard, Weights & Biases or MLflow as configured.
 
-    monitor.log(metrics, step) ──► Console, Files (metrics.jsonl), TensorBoard | Wandb
-    monitor.table(name, rows, step) ──► Files (samples.jsonl), TensorBoard | Wandb
+    monitor.log(metrics, step) ──► Console, Files (metrics.jsonl), TensorBoard | Wandb | MLflow
+    monitor.table(name, rows, step) ──► Files (samples.jsonl), TensorBoard | Wandb | MLflow
+    monitor.histograms(values, step) ──► quantiles as metrics to all, histograms where the service has them
 
 One process of the run owns the monitor; `step` is always the policy version. Invariants: what cannot be built is
 refused when it is built, naming the key and the fix; an API key reaches the service's client and no file or log.
@@ -16,8 +17,10 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from rft.config import ConfigError, MonitorConfig
+from rft.monitor import mlflow, redact
 from rft.monitor.console import Console
-from rft.monitor.records import Files
+from rft.monitor.names import with_other_names
+from rft.monitor.records import Files, flattened_config
 from rft.monitor.records import read_metrics as read_metrics
 from rft.protocols import MetricSink
 
@@ -27,17 +30,23 @@ WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
 class Monitor:
     """All sinks of a run as one."""
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+    def __init__(self, sinks: Sequence[MetricSink], other_names: bool = False) -> None:
         self.sinks = list(sinks)
+        self.other_names = other_names  # of the same metrics in other systems
 
     def log(self, metrics: dict[str, float], step: int) -> None:
+        metrics = with_other_names(metrics) if self.other_names else metrics
         for sink in self.sinks:
             sink.log(metrics, step)
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
-        found = list(rows)
+        found = redact.record(list(rows))
         for sink in self.sinks:
             sink.table(name, found, step)
+
+    def histograms(self, values: dict[str, list[float]], step: int) -> None:
+        for sink in self.sinks:
+            sink.histograms(values, step)
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -66,6 +75,12 @@ class TensorBoard:
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         self._writer.add_text(name, markdown(list(rows)), step)
 
+    def histograms(self, values: dict[str, list[float]], step: int) -> None:
+        import numpy as np
+
+        for name, found in values.items():
+            self._writer.add_histogram(name, np.array(found), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -85,6 +100,7 @@ class Wandb:
         job_dir.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project, name=name, dir=str(job_dir), mode=mode, settings=settings,
+            config=flattened_config(job_dir / "resolved.yaml"),
             id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],  # a resumed job is the same run
             resume="allow" if mode == "online" else None,
             **{key: args[key] for key in ("entity", "group", "tags") if key in args},
@@ -100,11 +116,25 @@ class Wandb:
         data = [[str(row.get(column, "")) for column in columns] for row in found]  # cells of a column share a type
         self._run.log({"step": step, name: self._wandb.Table(columns=columns, data=data)})
 
+    def histograms(self, values: dict[str, list[float]], step: int) -> None:
+        made = {f"histogram/{name}": self._wandb.Histogram(found) for name, found in values.items()}
+        self._run.log({"step": step, **made})
+
     def close(self) -> None:
         self._run.finish()
 
 
-SERVICES: dict[str, type[TensorBoard] | type[Wandb] | None] = {"tensorboard": TensorBoard, "wandb": Wandb, "none": None}
+class MLflow(mlflow.MLflow):
+    """A run of an MLflow tracking server; see `rft.monitor.mlflow`."""
+
+    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+        _refuse_unknown(args, mlflow.ARGS)
+        super().__init__(job_dir, project, name, resume_step, args)
+
+
+SERVICES: dict[str, type[TensorBoard] | type[Wandb] | type[MLflow] | None] = {
+    "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "none": None,
+}  # fmt: skip
 
 
 def build(
@@ -121,7 +151,7 @@ def build(
     if service is not None:  # first: it may be refused, and then nothing else has been touched
         sinks.append(service(job_dir, project, name, resume_step, dict(config.monitor_args)))
     sinks.append(Files(job_dir, resume_step))
-    return Monitor([Console(name, total_steps, max(resume_step, 0), stream), *sinks])
+    return Monitor([Console(name, total_steps, max(resume_step, 0), stream), *sinks], config.other_names)
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:

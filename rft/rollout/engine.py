@@ -16,7 +16,8 @@ import logging
 import os
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import psutil
 
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.experience import Completion, GenerateRequest, decode, encode
+from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.names import Dims, architecture_of, hf_names, read_hf_config
 from rft.rollout.adapter_serving import AdapterServing, Served
@@ -82,7 +84,7 @@ class RolloutEngine:
         self.adapters = AdapterServing(name, model, adapters) if adapters else None
         self.llm: AsyncLLM | None = None
         self.poisoned: str | None = None
-        self.requests = 0
+        self.requests = self._running = 0
         self.tokens = 0
         self.cached = 0  # prompt tokens whose keys and values were there already
         self._version = 0
@@ -164,13 +166,24 @@ class RolloutEngine:
             empty = Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long")
             return encode([empty] * asked.n)
         async with self.turns.request():  # it belongs to one side of every change of the weights
-            with self.adapters.use() if self.adapters else nullcontext() as served:
+            with self.adapters.use() if self.adapters else nullcontext() as served, self._counted():
                 output = await self._run(asked, sampling_params(asked, room), served)
         completions = [completion(self.name, made, served) for made in output.outputs]
         self.requests += 1
         self.cached += output.num_cached_tokens or 0
         self.tokens += sum(len(made.tokens) for made in completions)
         return encode(completions)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One more request under way, on the timeline."""
+        self._running += 1
+        trace.count("requests", self._running)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            trace.count("requests", self._running)
 
     async def _run(self, asked: GenerateRequest, params: "SamplingParams", served: Served | None) -> "RequestOutput":
         from vllm.inputs import TokensPrompt
@@ -260,7 +273,8 @@ class RolloutEngine:
     async def commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
         """Install what was staged (or, direct, receive it now); see `_install`."""
         source = "direct" if update.get("direct") else "staged"
-        return await self._install(version, {**plain(update), "source": source})
+        with trace.overlapping("install weights", version=version):
+            return await self._install(version, {**plain(update), "source": source})
 
     async def _install(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
         """From pause to resume. In-flight requests freeze and go on under the new weights.

@@ -26,6 +26,7 @@ from rft.buffer.render import end_of_turn, render_prompt
 from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
+from rft.monitor import trace
 from rft.rollout import workflows
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.pool import EnginePool
@@ -164,10 +165,12 @@ class Explorer:
         await self.runners.acquire()
         job = asyncio.create_task(self._run_group(group, task, holds))
         self.groups.add(job)
+        trace.count("groups", len(self.groups))
         job.add_done_callback(self._group_done)
 
     def _group_done(self, job: "asyncio.Task[None]") -> None:
         self.groups.discard(job)
+        trace.count("groups", len(self.groups))
         self.runners.release()
         self._settle(job)
 
@@ -190,6 +193,7 @@ class Explorer:
             raise
         except Exception as error:  # a user's workflow may raise anything: it costs its own group, counted, not the run
             log.warning("task %s failed for good: %s", task.id, one_line(error))
+            trace.instant("task failed", task=task.id, cause=one_line(error))
             self.failures += 1
             await self.buffer.abandon.remote(group, one_line(error))
             if self.failures >= self.max_failures:
@@ -259,7 +263,8 @@ class Explorer:
         `served`: what the synchronizer said when the engines had it, so that this is not called earlier.
         """
         try:
-            return [encode(await self._evaluate_set(taskset, version)) for taskset in self.eval_tasksets]
+            with trace.overlapping("evaluate", version=version):
+                return [encode(await self._evaluate_set(taskset, version)) for taskset in self.eval_tasksets]
         except AllTasksFail as error:
             self._break(error)
             raise

@@ -99,6 +99,7 @@ class EnginePool:
     def stats(self) -> dict[str, float]:
         return {
             "pool/engines": float(len(self.open())),
+            "pool/running": float(sum(member.load for member in self.open())),
             "pool/requeued": float(self.requeued),
             "pool/deaths": float(self.deaths),
         }

@@ -107,6 +107,7 @@ def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # not for the processes that user code starts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logs.hide_secrets()
     logs.die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         return

@@ -13,11 +13,13 @@ the weights in the model unless `mixed` is set; a round is loaded only when it w
 import itertools
 import json
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +37,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from rft import device as devices
+from rft.monitor import trace
 from rft.sync import adapter_install
 from rft.sync.from_checkpoint import SavedWeights
 from rft.sync.from_memory import HandedBuckets
@@ -117,6 +120,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _follow(self, orders: socket.socket) -> None:
         devices.yield_to_others()  # decoding goes first
+        trace.start(f"{Path(os.environ.get('RFT_LOG_FILE', 'engine')).stem}_worker_{self.worker}")
         with orders, orders.makefile("rb") as lines:
             for line in lines:
                 update = json.loads(line)
@@ -131,7 +135,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         began, origin = time.monotonic(), self._origin(update)
         try:
             origin.check(update)
-            tensors = origin.stage(update)
+            with trace.span("receive weights", version=update["version"]):
+                tensors = origin.stage(update)
         except Exception as error:
             origin.close()
             log.warning("version %s was not staged", update["version"], exc_info=True)

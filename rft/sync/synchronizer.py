@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rft.monitor import trace
 from rft.sync.deposits import Deposits
 from rft.sync.members import Mark, Members
 from rft.sync.saved_versions import Refusal, Saved, SavedVersions
@@ -71,6 +72,7 @@ class Synchronizer:
     async def leave(self, name: str, reason: str) -> None:
         """An engine is gone, or shall get no more requests."""
         log.warning("%s leaves: %s", name, reason)
+        trace.instant(f"{name} leaves", reason=reason)
         self._state.leave(name, reason)
         self.handles.pop(name, None)
         task = self._tasks.pop(name, None)
@@ -168,7 +170,10 @@ class Synchronizer:
             self._brought[mark] = brought
         state.publish(version)
         await self._tell()
-        done = await self._until(lambda: state.target != mark or state.is_over() or state.is_hopeless(), self.timeout)
+        with trace.overlapping("round", version=version):
+            done = await self._until(
+                lambda: state.target != mark or state.is_over() or state.is_hopeless(), self.timeout
+            )
         if state.target != mark:
             raise Superseded(f"version {version}: a trainer of epoch {state.epoch} has attached")
         if not done:
@@ -272,13 +277,15 @@ class Synchronizer:
         update = {"epoch": mark[0], "timeout": info["timeout"], **self.settings, **self._brought.get(mark, {})}
         update.setdefault("digest", info.get("plan", {}).get("digest", ""))
         await self._tell()
-        staged = await engine.stage.remote(mark[1], update)
+        with trace.overlapping(f"{name} receives", version=mark[1]):
+            staged = await engine.stage.remote(mark[1], update)
         if "missed" in staged:
             state.missed(name, mark, staged["missed"])
             return
         if not state.staged(name, mark):
             return
-        report = await engine.commit.remote(mark[1], update)
+        with trace.overlapping(f"{name} installs", version=mark[1]):
+            report = await engine.commit.remote(mark[1], update)
         if (report["version"], report["digest"]) != (mark[1], update["digest"]):
             raise RuntimeError(f"confirmed {report} instead of version {mark[1]}, plan {update['digest']}")
         self.reports[name] = report

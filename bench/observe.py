@@ -1,0 +1,270 @@
+"""What observing costs a step: the timeline, metrics to every sink and the samples table, on and off in one run.
+
+    python -m bench.observe [--quick]
+
+In: nothing; the quickstart's model of 2.4M parameters on one rank, and rollouts drawn anew for every step. Out: a table and one
+last line of JSON. The real `Trainer` makes steps on a real Megatron policy; before each one a switch is thrown, in pairs of one
+step with and one without, in random order. What is on or off: the spans and instants of the rank's timeline, and all of
+`StepReporter` with the default monitor (console, metrics.jsonl, samples.jsonl, TensorBoard).
+
+    s         wall clock of a step, with everything that the loop does in it
+    on/off    of the two steps of a pair; the bar is for the median over pairs
+    share     time spent inside the observing calls themselves / time of the steps, both of the steps with them
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from rft.config import Config, MegatronConfig, MonitorConfig, SynchronizerConfig, TrainerConfig
+from rft.experience import Batch, Experience, VersionSpan
+from rft.monitor import logs, trace
+
+PAIRS, QUICK_PAIRS, WARM_UP = 200, 60, 3
+GROUPS, REPEATS, PROMPT = 16, 8, 9
+BAR = 1.01
+FIRST, LAST = 5, 90  # tokens that are drawn
+
+
+class Switch:
+    """The feed's source: a batch per step, and before it the decision what this step does. Times run from batch to batch."""
+
+    def __init__(self, pairs: int):
+        self.steps: list[tuple[int, bool, float, float]] = []  # pair, on, seconds of the step, of observing
+        self.order = [(-1, True)] * WARM_UP
+        for pair in range(pairs):
+            self.order += random.sample([(pair, True), (pair, False)], 2)
+        self.on = True
+        self.observed = 0.0
+        self._began: float | None = None
+        self._recorder: Any = None
+
+    def take(self, step: int) -> Batch:
+        now = time.perf_counter()
+        if self._began is not None:
+            pair, on = self.order[step - 1]
+            self.steps.append((pair, on, now - self._began, self.observed))
+        if step >= len(self.order):
+            return Batch(step=step, experiences=[])
+        batch = Batch(step=step, experiences=experiences(step))
+        self._throw(self.order[step][1])
+        self.observed = 0.0
+        self._began = time.perf_counter()
+        return batch
+
+    def _throw(self, on: bool) -> None:
+        """The file of the timeline stays open: to open it once is no cost of a step."""
+        self._recorder = trace._recorder or self._recorder
+        trace._recorder = self._recorder if on else None
+        self.on = on
+
+    def counted(self, call: Callable[..., None]) -> Callable[..., None]:
+        """`call`, if it is on, with its time added up."""
+
+        def run(*arguments: Any) -> None:
+            if self.on:
+                began = time.perf_counter()
+                call(*arguments)
+                self.observed += time.perf_counter() - began
+
+        return run
+
+    def pairs(self) -> list[tuple[tuple[float, float], float]]:
+        """Of each pair the step with everything (seconds, of which observing), and the seconds of the one without."""
+        found: dict[int, dict[bool, tuple[float, float]]] = {}
+        for pair, on, seconds, observed in self.steps:
+            if pair >= 0:
+                found.setdefault(pair, {})[on] = (seconds, observed)
+        return [(found[pair][True], found[pair][False][0]) for pair in sorted(found)]
+
+    def consumed(self, step: int) -> None: ...
+    def wants_weights(self, interval: int) -> bool:
+        return False
+
+    def mark(self) -> int:
+        return 0
+
+    def retain(self, loop: dict[str, Any]) -> None: ...
+
+
+def experiences(step: int) -> list[Experience]:
+    rng = np.random.default_rng(step)
+    made = []
+    for group in range(GROUPS):
+        prompt = rng.integers(FIRST, LAST, PROMPT).tolist()
+        for sample in range(REPEATS):
+            answer = rng.integers(FIRST, LAST, int(rng.integers(4, 40))).tolist()
+            made.append(
+                Experience(
+                    tokens=prompt + answer,
+                    prompt_length=PROMPT,
+                    action_mask=[1] * len(answer),
+                    logprobs=[-4.5] * len(answer),
+                    versions=[VersionSpan(version=step, start=0, end=len(answer))],
+                    reward=float(rng.random() < 0.5),
+                    reward_outcome="ok",
+                    group=step * GROUPS + group,
+                    sample=sample,
+                    task=f"sums/0/{group}",
+                )  # fmt: skip
+            )
+    return made
+
+
+def config_of(directory: Path, steps: int) -> Config:
+    from rft.tools.toy import write_model
+
+    write_model(directory / "model")
+    config = Config(name="observed", checkpoint_root_dir=str(directory), device="cpu", mode="both")
+    config.model.model_path = str(directory / "model")
+    config.model.max_prompt_tokens, config.model.max_response_tokens = 16, 40
+    config.trainer = TrainerConfig(
+        total_steps=steps,
+        num_ranks=1,
+        megatron=MegatronConfig(),
+        max_token_len_per_gpu=8192,
+        save_hf_checkpoint="never",
+    )
+    config.monitor = MonitorConfig()
+    config.algorithm.advantage_fn, config.algorithm.policy_loss_fn = "grpo", "ppo"
+    config.algorithm.loss_agg_mode, config.algorithm.repeat_times = "token-mean", REPEATS
+    config.synchronizer = SynchronizerConfig(sync_method="nccl", max_staleness=1)
+    return config
+
+
+def observed(config: Config, switch: Switch, job: Path) -> None:
+    """The whole run: rank 0's parts as `rft.rank` builds them, with nobody outside to talk to."""
+    from rft import device as devices
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    device = devices.choose("cpu", threads=1)
+    device.activate()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from rft.megatron import cpu_port
+
+    cpu_port.install()
+    from rft.megatron.mesh import Mesh
+    from rft.rank import build_models
+
+    mesh = Mesh(config.trainer.megatron, device, 300.0)
+    models = build_models(config, mesh)
+    trace.turn_on(logs.new_attempt(job))
+    trace.start("rank_0")
+    trainer, reporter = trainer_of(config, mesh, models, device, switch, job)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(0)
+    reporter.close()
+    trace.stop()
+    mesh.close()
+
+
+def trainer_of(config: Config, mesh: Any, models: Any, device: Any, switch: Switch, job: Path) -> tuple[Any, Any]:
+    from rft.algorithm import recipe
+    from rft.feed import Feed
+    from rft.monitor.speed import Speed
+    from rft.packing import Cost
+    from rft.profiler import Profiler
+    from rft.rank import tokenizer_of
+    from rft.reporting import StepReporter
+    from rft.skips import SkippedSteps
+    from rft.sync.style import Cadence
+    from rft.trainer import Trainer
+
+    feed = Feed(switch, mesh, config.algorithm, 8192, models.policy.multiple, Cost.of(models.policy.hf_config))
+    reporter = StepReporter(config, job, 0, tokenizer_of(config), Speed(feed.cost, 1, None, False), dict)
+    reporter.monitor.sinks[0] = type(reporter.monitor.sinks[0])(
+        "observed", config.trainer.total_steps, stream=io.StringIO()
+    )
+    nobody = SimpleNamespace(
+        start=lambda step, due: None, wait=lambda: None, rest=lambda: None, release=lambda: None, pop=dict, version=None,
+        claim_save=lambda step: False,
+    )  # fmt: skip
+    saves = SimpleNamespace(
+        requested=None, save=lambda *_, **__: None, before_update=lambda: None, poll=list, wait=lambda step: None,
+        wait_exports=lambda: None, metrics=dict,
+    )  # fmt: skip
+    evaluations = SimpleNamespace(
+        alone=False, at_startup=lambda version: None, at_end=lambda version: None, if_due=lambda version: None,
+        is_due=lambda version: False,
+    )  # fmt: skip
+    trainer = Trainer(
+        config=config.trainer, mesh=mesh, models=models, feed=feed, publisher=nobody, evaluations=evaluations, checkpoints=saves,
+        cadence=Cadence(config.synchronizer, ask=lambda interval: False), skips=SkippedSteps(job / "x", 0, True, mesh.barrier),
+        profiler=Profiler(config.trainer, 0, device, job), log_step=switch.counted(reporter.step),
+        token_loss=recipe.policy_loss(config.algorithm), run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
+        export=lambda step: None,
+    )  # fmt: skip
+    return trainer, reporter
+
+
+def span_us(directory: Path) -> float:
+    """Microseconds of one span on the timeline."""
+    recorder, count = trace.Recorder(directory, "alone"), 2000
+    kept, trace._recorder = trace._recorder, recorder
+    began = time.perf_counter()
+    for _ in range(count):
+        with trace.span("train"):
+            pass
+    seconds = time.perf_counter() - began
+    trace._recorder = kept
+    recorder.close()
+    return 1e6 * seconds / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="fewer pairs")
+    pairs_wanted = QUICK_PAIRS if parser.parse_args().quick else PAIRS
+    switch = Switch(pairs_wanted)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        config = config_of(directory, len(switch.order) + 1)
+        observed(config, switch, directory / "job")
+        spans = len((directory / "job" / "metrics.jsonl").read_text().splitlines())
+        per_span = span_us(directory)
+    pairs = switch.pairs()
+    ratios = [with_[0] / without for with_, without in pairs]
+    shares = [observing / seconds for (seconds, observing), _ in pairs]
+    ratio, share = report.median(ratios), report.median(shares)
+    low, high = report.spread(ratios)
+    report.table(
+        f"a step with and without timeline and metrics, {len(pairs)} pairs",
+        ["", "median", "middle half"],
+        [
+            ["s, with", f"{report.median([p[0][0] for p in pairs]):.4f}", _half([p[0][0] for p in pairs])],
+            ["s, without", f"{report.median([p[1] for p in pairs]):.4f}", _half([p[1] for p in pairs])],
+            ["on/off", f"{ratio:.4f}", f"{low:.3f}-{high:.3f}"],
+            ["share of the step in metrics", f"{share:.4f}", _half(shares)],
+            ["us per span of the timeline", f"{per_span:.1f}", ""],
+        ],
+    )
+    report.last_line(
+        "observe", {"on/off": round(ratio, 4), "share": round(share, 5)},
+        {"pairs": len(pairs), "logged": spans, "span_us": round(per_span, 1)},
+        {"parameters": "2.4M", "experiences": GROUPS * REPEATS, "ranks": 1, "threads": 1, "bar": BAR},
+        report.versions("torch", "tensorboard"), len(pairs) >= QUICK_PAIRS and ratio <= BAR,
+    )  # fmt: skip
+
+
+def _half(values: list[float]) -> str:
+    low, high = report.spread(values)
+    return f"{low:.4f}-{high:.4f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""`rft trace RUN_DIR`: one timeline of a whole run out of what each of its processes has recorded.
+
+In: `logs/attempt_*/trace/*.json` of a run, or of every stage below it (see `rft.monitor.trace`). Out: `<run>/timeline.json`, for
+Perfetto or chrome://tracing: all attempts after each other, a track per process, trainer ranks first. Invariants: what a killed
+process was doing ends with its last word and is marked unfinished; a torn last line is left out; the run is only read.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ORDER = ("supervisor", "rank", "checkpoint_agent", "synchronizer", "explorer", "buffer", "engine")
+Event = dict[str, Any]
+
+
+@dataclass
+class Track:
+    """What one process recorded. `number`: its own, for process ids come again from attempt to attempt."""
+
+    stage: str
+    attempt: int
+    part: str
+    number: int
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return " ".join(filter(None, [self.stage, self.part, f"(attempt {self.attempt})"]))
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        kind = next((i for i, name in enumerate(ORDER) if self.part.startswith(name)), len(ORDER))
+        return self.attempt, kind, self.part
+
+    def spans(self) -> Iterator[tuple[str, float, float, dict[str, Any], bool]]:
+        """(name, begin, end in microseconds, arguments, whether it was finished) of every span, nested ones too."""
+        end = max((event["ts"] for event in self.events), default=0.0)
+        running: dict[tuple[Any, ...], list[Event]] = {}
+        for event in self.events:
+            key = (event["tid"],) if event["ph"] in "BE" else (event.get("id"), event["name"])
+            if event["ph"] in ("B", "b"):
+                running.setdefault(key, []).append(event)
+            elif event["ph"] in ("E", "e") and running.get(key):
+                begun = running[key].pop()
+                yield begun["name"], begun["ts"], event["ts"], begun.get("args", {}), True
+        for stack in running.values():
+            for begun in stack:
+                yield begun["name"], begun["ts"], end, begun.get("args", {}), False
+
+
+def stage_dirs(run: Path) -> list[Path]:
+    """The directories with logs: the run's own, or those of its stages, the oldest first. Raises ValueError if there is none."""
+    found = [run] if (run / "logs").is_dir() else [path.parent for path in run.glob("*/logs") if path.is_dir()]
+    if not found:
+        raise ValueError(f"{run} is no run directory: there are no logs in it, and none one level below")
+    return sorted(found, key=lambda path: (path / "logs" / "attempt_1").stat().st_mtime)
+
+
+def load(run: Path) -> list[Track]:
+    """All tracks of a run, in the order of the page."""
+    tracks: list[Track] = []
+    for directory in stage_dirs(run):
+        stage = directory.name if directory != run else ""
+        for attempt in sorted(directory.glob("logs/attempt_*"), key=number_of):
+            tracks += [_track(stage, attempt, parts) for parts in _processes(attempt / "trace")]
+    begun = {directory.name: place for place, directory in enumerate(stage_dirs(run))}
+    tracks.sort(key=lambda track: (begun.get(track.stage, 0), *track.order))
+    for number, track in enumerate(tracks, start=1):
+        track.number = number
+    return tracks
+
+
+def number_of(attempt: Path) -> int:
+    return int(attempt.name.removeprefix("attempt_"))
+
+
+def _processes(directory: Path) -> list[list[Path]]:
+    """Files of each process, the older one of two first."""
+    grouped: dict[str, list[Path]] = {}
+    for path in sorted(directory.glob("*.json")):  # "x.before.json" comes before "x.json"
+        grouped.setdefault(path.name.removesuffix(".json").removesuffix(".before"), []).append(path)
+    return list(grouped.values())
+
+
+def _track(stage: str, attempt: Path, parts: list[Path]) -> Track:
+    part = re.sub(r"-\d+$", "", parts[-1].name.removesuffix(".json"))
+    return Track(stage, number_of(attempt), part, 0, [event for path in parts for event in events_of(path)])
+
+
+def events_of(path: Path) -> Iterator[Event]:
+    """Every whole event of one file."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        line = line.rstrip(",")
+        if not line.startswith("{") or not line.endswith("}"):
+            continue
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:  # torn: its process was killed within the write
+            continue
+
+
+def joined(tracks: list[Track]) -> Iterator[Event]:
+    """The events of all tracks; time starts with the first."""
+    start = min((event["ts"] for track in tracks for event in track.events), default=0.0)
+    for track in tracks:
+        yield _about(track, "process_name", name=track.title)
+        yield _about(track, "process_sort_index", sort_index=track.number)
+        for event in track.events:
+            if event["ph"] != "M":
+                yield event | {"pid": track.number, "ts": round(event["ts"] - start, 1)}
+        yield from _endings(track, start)
+
+
+def _about(track: Track, what: str, **args: Any) -> Event:
+    return {"name": what, "ph": "M", "pid": track.number, "tid": 0, "ts": 0, "args": args}
+
+
+def _endings(track: Track, start: float) -> Iterator[Event]:
+    """Ends for what had none, so that viewers do not draw it to the end of the run."""
+    stacks: dict[tuple[str, Any], list[Event]] = {}
+    for event in track.events:
+        if event["ph"] in "BE":
+            stack = stacks.setdefault(("B", event["tid"]), [])
+        elif event["ph"] in "be":
+            stack = stacks.setdefault(("b", event["id"]), [])
+        else:
+            continue
+        if event["ph"] in "Bb":
+            stack.append(event)
+        elif stack:
+            stack.pop()
+    last = max((event["ts"] for event in track.events), default=0.0)
+    for (kind, _), stack in stacks.items():
+        for begun in reversed(stack):
+            more = {key: begun[key] for key in ("cat", "id") if key in begun}
+            end = {"name": begun["name"], "ph": "E" if kind == "B" else "e", "ts": round(last - start, 1)}
+            yield end | {"pid": track.number, "tid": begun["tid"], "args": {"unfinished": True}} | more
+
+
+def write(run: Path) -> Path:
+    """Join what `run` has recorded; returns the timeline's path. Raises ValueError where nothing was."""
+    tracks = load(run)
+    if not any(track.events for track in tracks):
+        raise ValueError(f"{run} has recorded no timeline: it ran with monitor.trace=false, or before rft had one")
+    path = run / "timeline.json"
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for number, event in enumerate(joined(tracks)):
+            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+    return path
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rft trace", description="Join a run's timelines into one file.")
+    parser.add_argument("run", type=Path, help="the run's directory, also while it is under way")
+    asked = parser.parse_args(arguments)
+    try:
+        path = write(asked.run)
+    except (ValueError, OSError) as error:
+        print(f"rft trace: {error}", file=sys.stderr)
+        return 2
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in ui.perfetto.dev or chrome://tracing")
+    return 0

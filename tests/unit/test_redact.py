@@ -1,0 +1,157 @@
+"""Secrets: found by the names of variables and keys, and absent from everything that a run writes."""
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rft import config as configs
+from rft.config import Config, MonitorConfig, known_keys
+from rft.monitor import logs, redact, sinks, trace
+from rft.tools import report, timeline
+
+SECRETS = {
+    "WANDB_API_KEY": "planted-wandb-0001",
+    "HF_TOKEN": "planted-hf-0002",
+    "MLFLOW_TRACKING_PASSWORD": "planted-mlflow-0003",
+    "AWS_SECRET_ACCESS_KEY": "planted/aws+0004",
+    "MY_SERVICE_SECRET": "planted-service-0005",
+    "DB_PASSWORD": "planted-db-0006",
+}
+TEXT = "; ".join(SECRETS.values())
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+def assert_clean(directory: Path) -> None:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        data = path.read_bytes()
+        for value in SECRETS.values():
+            assert value.encode() not in data, f"{value} is in {path}"
+
+
+def test_values_of_the_environment_are_taken_out_of_text() -> None:
+    assert redact.text(f"login with {SECRETS['HF_TOKEN']}!") == f"login with {redact.HIDDEN}!"
+    assert "planted" not in redact.text(TEXT)
+
+
+def test_passwords_in_addresses_are_taken_out_and_the_rest_stays() -> None:
+    assert redact.text("see http://me:hunter2@host:1/x") == f"see http://{redact.HIDDEN}@host:1/x"
+    assert redact.text("see http://host:1/a@b") == "see http://host:1/a@b"
+
+
+def test_short_values_and_other_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "abc")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("KEYBOARD", "qwertz")
+    assert redact.text("abc false qwertz") == "abc false qwertz"
+
+
+def test_records_lose_what_their_keys_say() -> None:
+    found = redact.record({"api_key": "short", "rows": [{"text": TEXT, "tokens": 3}], "max_tokens": 8, "password": ""})
+    assert found["api_key"] == redact.HIDDEN and found["rows"][0]["tokens"] == 3 and found["max_tokens"] == 8
+    assert found["password"] == "" and "planted" not in json.dumps(found)
+
+
+def test_no_key_of_the_schema_is_taken_for_a_secret() -> None:
+    assert [key for key in known_keys() if redact.is_secret_key(key.rsplit(".", 1)[-1])] == []
+
+
+def test_a_secret_of_the_config_reaches_the_processes_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("MONITOR_MONITOR_ARGS_API_KEY", "ALGORITHM_ADVANTAGE_FN_ARGS_PLACE"):
+        monkeypatch.setenv(redact.PASSED_ON + key, "")  # taken back after the test
+    config = Config(name="x")
+    config.model.model_path = "m"
+    config.monitor.monitor_args = {"api_key": "only-in-the-config", "base_url": "http://x"}
+    config.algorithm.advantage_fn_args = {
+        "place": f"https://host/?key={SECRETS['DB_PASSWORD']}",
+        "token": SECRETS["HF_TOKEN"],
+    }
+    configs.save(config, tmp_path / "resolved.yaml")
+    text = (tmp_path / "resolved.yaml").read_text()
+    assert "only-in-the-config" not in text and "planted" not in text
+    assert "${oc.env:HF_TOKEN}" in text, "one that has a variable already needs no second one"
+    assert configs.load(tmp_path / "resolved.yaml") == config
+    assert redact.inherited()["RFT_SECRET_MONITOR_MONITOR_ARGS_API_KEY"] == "only-in-the-config"
+    assert redact.text("only-in-the-config") == redact.HIDDEN, "and is a secret like all others from now on"
+
+
+def test_a_process_that_lacks_the_variable_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    OmegaConf.save({"name": "x", "model": {"model_path": "m"}, "monitor": {"monitor_args": {"api_key": "${oc.env:NOT_THERE}"}}},
+                   tmp_path / "resolved.yaml")  # fmt: skip
+    with pytest.raises(configs.ConfigError, match="NOT_THERE"):
+        configs.load(tmp_path / "resolved.yaml")
+
+
+def test_what_python_prints_and_logs_has_none() -> None:
+    stream = io.StringIO()
+    redacted = logs.Redacted(stream)
+    print(TEXT, file=redacted)
+    redacted.writelines([TEXT, "fine"])
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logs.RedactedFormatter("%(message)s"))
+    handler.emit(logging.LogRecord("x", logging.ERROR, "f", 1, "key %s", (TEXT,), None))
+    assert "planted" not in stream.getvalue() and "fine" in stream.getvalue()
+
+
+NOISY = """
+import os, sys, logging, warnings, subprocess
+from pathlib import Path
+from rft.config import LogConfig
+from rft.monitor import logs
+logs.redirect(Path(sys.argv[1]), LogConfig())
+text = os.environ["HF_TOKEN"]
+print(text); print(text, file=sys.stderr); logging.getLogger("x").error("%s", text); warnings.warn(text)
+if len(sys.argv) > 2:
+    os.write(2, b"past python: " + text.encode())
+raise RuntimeError(text)
+"""
+
+
+def test_the_log_of_a_process_has_none_not_even_in_a_traceback(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", NOISY, str(tmp_path / "part.log")], check=False)
+    text = (tmp_path / "part.log").read_text()
+    assert text.count(redact.HIDDEN) == 5 and "RuntimeError" in text
+    assert_clean(tmp_path)
+
+
+def test_what_a_library_wrote_past_python_is_overwritten_at_the_end(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", NOISY, str(tmp_path / "part.log"), "past"], check=False)
+    size = (tmp_path / "part.log").stat().st_size
+    with pytest.raises(AssertionError):
+        assert_clean(tmp_path)
+    assert redact.scrub(tmp_path) == [tmp_path / "part.log"]
+    assert_clean(tmp_path)
+    assert (tmp_path / "part.log").stat().st_size == size and redact.scrub(tmp_path) == []
+
+
+def test_sinks_timeline_and_report_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_dir = logs.new_attempt(tmp_path)
+    monkeypatch.setenv(trace.DIRECTORY, str(log_dir / "trace"))
+    with sinks.build(MonitorConfig(), tmp_path, "p", "n", stream=io.StringIO()) as monitor:
+        monitor.log({"loss": 1.0}, 1)
+        monitor.table("samples", [{"prompt": TEXT, "response": TEXT, "reward": 1.0, "api_key": "short"}], 1)
+    trace.start("supervisor")
+    trace.instant("ending", part="engine_0", phase="serving", cause=TEXT, signal=0)
+    trace.stop()
+    (tmp_path / "resolved.yaml").write_text(f"name: x\nmonitor:\n  monitor_args:\n    note: '{TEXT}'\n")
+    report.write(tmp_path)
+    (tmp_path / "resolved.yaml").unlink()
+    timeline.write(tmp_path)
+    assert (tmp_path / "report.html").read_text().count(redact.HIDDEN) >= 3
+    assert_clean(tmp_path)
+    assert os.environ["HF_TOKEN"] == SECRETS["HF_TOKEN"]

@@ -1,0 +1,143 @@
+"""A real run with planted secrets, a rank that is killed, and a browser that looks at its report without a network."""
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rft.monitor import redact
+from rft.tools import report, timeline
+
+import runs
+
+PLANTED = {"WANDB_API_KEY": "planted-wandb-0123456789abcdef", "MY_SERVICE_TOKEN": "planted-service-0123456789"}
+IN_CONFIG = "planted-in-the-config-42"
+WIDTH, HEIGHT = 1360, 2800
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
+REWARD = '''
+import os, sys
+
+def reward(response, truth, task, api_key="", **args):
+    """One that is careless with what it was given."""
+    print("calling with", api_key, os.environ["MY_SERVICE_TOKEN"])
+    print("and", api_key, file=sys.stderr)
+    return {"letters": float(len(response) > 4)}
+'''
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Its directory, after the run."""
+    root = tmp_path_factory.mktemp("observed")
+    assets = runs.write_assets(root / "assets")
+    (root / "rewards.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PLANTED.items():
+            patch.setenv(name, value)
+        arguments = runs.overrides(
+            root, "seen", assets, "trainer.total_steps=12", "trainer.save_interval=3", "trainer.max_restarts=1",
+            "monitor=tensorboard", "monitor.detailed=true", "explorer.eval_interval=6",
+            f"buffer.explorer_input.default_reward_fn_type={root / 'rewards.py'}:reward",
+            f"+buffer.explorer_input.taskset.reward_fn_args.api_key={IN_CONFIG}",
+            f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: {assets / 'eval.jsonl'}}}]",
+        )  # fmt: skip
+        with runs.train(*arguments) as run:
+            run.wait_step(5)
+            run.find("rft.rank ").kill()
+            assert run.end() == 0, run.errors()
+            printed = "\n".join(run.lines) + run.errors()
+        report.write(root / "rft" / "seen")
+        timeline.write(root / "rft" / "seen")
+        patch.setenv("RFT_SECRET_OF_THE_CONFIG", IN_CONFIG)
+        assert redact.text(printed) == printed, "a secret was printed to the terminal"
+    yield root / "rft" / "seen"
+
+
+def test_no_secret_is_in_any_file_of_the_run(job: Path) -> None:
+    files = [path for path in job.rglob("*") if path.is_file()]
+    named = {path.name for path in files}
+    assert {"resolved.yaml", "report.html", "timeline.json", "rank_0.log", "explorer.log", "supervisor.log"} <= named
+    secrets = [value.encode() for value in (*PLANTED.values(), IN_CONFIG)]
+    buffer = job / "buffer"  # what a task is made of is data of the run, and needed to run it again
+    found = [path for path in files if buffer not in path.parents and any(s in path.read_bytes() for s in secrets)]
+    assert found == []
+    assert "oc.env:RFT_SECRET_" in (job / "resolved.yaml").read_text()
+
+
+def test_the_careless_reward_was_really_called_with_it(job: Path) -> None:
+    """Else the test above has looked for what was never there."""
+    assert "calling with" in (job / "logs" / "latest" / "explorer.log").read_text()
+
+
+def test_the_timeline_has_every_part_and_the_rank_that_was_killed(job: Path) -> None:
+    events = json.loads((job / "timeline.json").read_text())["traceEvents"]
+    parts = {event["args"]["name"].split()[0] for event in events if event["name"] == "process_name"}
+    assert {
+        "supervisor",
+        "rank_0",
+        "checkpoint_agent_0",
+        "synchronizer",
+        "explorer",
+        "engine_0",
+        "engine_0_worker_0",
+    } <= parts
+    done = {event["name"] for event in events}
+    assert {
+        "train",
+        "wait_batch",
+        "write",
+        "round",
+        "install weights",
+        "receive weights",
+        "evaluate",
+        "requests",
+    } <= done
+    assert sum(event["name"] == "process_name" and "rank_0 " in event["args"]["name"] for event in events) == 2
+
+
+def chromium() -> str:
+    """The browser; installed where this is Debian and we may, else the test is skipped with the reason."""
+    if found := shutil.which("chromium"):
+        return found
+    if os.geteuid() or not shutil.which("apt-get"):
+        pytest.skip("no chromium here, and it cannot be installed: not root on a Debian")
+    for arguments in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", "chromium"]):
+        done = subprocess.run(["apt-get", *arguments], capture_output=True, text=True)
+    if not (found := shutil.which("chromium")):
+        pytest.skip(f"chromium cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return found
+
+
+def browse(page: Path, profile: Path, *arguments: str) -> str:
+    command = [
+        chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
+        "--virtual-time-budget=4000", "--proxy-server=127.0.0.1:9", "--enable-logging=stderr", *arguments, page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"CONSOLE.*(Uncaught|Refused|Error)", done.stderr), done.stderr
+    return done.stdout
+
+
+def test_a_browser_without_a_network_draws_the_page(job: Path, tmp_path: Path) -> None:
+    dom = browse(job / "report.html", tmp_path / "a", "--dump-dom")
+    drawn = dom[dom.index("<main") : dom.index("</main>")]
+    for words in ("Evaluation", "Where the time went", "The last steps, process by process", "Checkpoints", "Rollouts",
+                  "rank_0 was started again", "trainer.save_interval", ">finished<"):  # fmt: skip
+        assert words in drawn, words
+    assert drawn.count("<svg") >= 10 and drawn.count("<path") >= 10 and drawn.count("<rect") >= 50
+    assert "NaN" not in drawn and "undefined" not in drawn
+
+
+def test_the_picture_is_not_empty(job: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "report.png"
+    browse(job / "report.html", tmp_path / "b", f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={picture}")
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (WIDTH, HEIGHT)
+    assert len(data) > 100_000, "a page without curves is a quarter of that"
