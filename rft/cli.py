@@ -14,9 +14,6 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft trace RUN_DIR                                             its timeline, for Perfetto"""
 TOOLS = {  # their modules
     **{word: word for word in ("ckpt", "config", "doctor", "engines", "report")},
-    "sweep-report": "sweep_report", "trace": "timeline",
-}  # fmt: skip
-    **{word: word for word in ("ckpt", "config", "doctor", "engines", "report")},
     "sweep-report": "sweep_report",
     "trace": "timeline",
 }
