@@ -165,6 +165,7 @@ class Actors:
                 actors = 3 + self.config.explorer.rollout_model.engine_num
                 start_patiently(
                     ray.init,
+                    address="local",  # never a cluster that happens to be known on this machine, running or left behind
                     num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=store,
                     _node_ip_address="127.0.0.1", **self._split_gpus(), **shared,
                 )  # fmt: skip
