@@ -40,7 +40,7 @@ if [[ -n $engines ]]; then
     RAY_AUTH_TOKEN=$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')
     export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
     # Ray on a trainer node is only the ranks' way to the others: buffer, explorer and engines live on the engine nodes.
-    ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
+    ray=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats --temp-dir="/tmp/rft-ray-$SLURM_JOB_ID")
     ray_log=ray-$SLURM_JOB_ID.log
     head=$(scontrol show node --oneliner "${nodes[0]}" | sed -E 's/.* NodeAddr=([^ ]+).*/\1/')
     port=$((30000 + SLURM_JOB_ID % 2500))

@@ -56,7 +56,7 @@ PartitionName=main Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
 
 class Slurm:
     def __init__(self, root: Path):
-        self.root = root
+        self.jobs: list[int] = []
         self.environment = os.environ | {"SLURM_CONF": str(root / "slurm.conf")}
 
     def ask(self, *command: str) -> str:
@@ -70,7 +70,8 @@ class Slurm:
             ["sbatch", "--parsable", *command], cwd=directory, env=self.environment | environment, capture_output=True, text=True
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        return int(done.stdout)
+        self.jobs.append(int(done.stdout))
+        return self.jobs[-1]
 
     def state(self, job: int | str) -> str:
         """PENDING, RUNNING, COMPLETED, FAILED ..."""

@@ -1,6 +1,7 @@
 """`launch/slurm.sh` and `launch/slurm_sweep.sh` on a real Slurm of three nodes: a job finishes; another is preempted, requeued,
 and ends as if it had not been; so does one whose ranks are tasks of Slurm's; an array runs one trial per line."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with running(tmp_path_factory.mktemp("slurm")) as found:
         yield found
+    for job in found.jobs:
+        shutil.rmtree(f"/tmp/rft-ray-{job}", ignore_errors=True)
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:
