@@ -28,7 +28,7 @@ class Trial:
     overrides: list[str]
     state: str = "waiting"
     code: int | None = None
-    seconds: float = 0.0  # of all attempts together
+    seconds: float = 0.0  # of all attempts together, but those whose sweep was killed
     attempts: int = 0
     stages: list[str] = field(default_factory=list)  # directories with a metrics.jsonl; "" is the trial's own
     directory: Path = field(default=Path(), compare=False)

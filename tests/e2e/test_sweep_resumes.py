@@ -12,7 +12,7 @@ from rft.tools.sweep_report import main as sweep_report
 
 from runs import Run, checkpoints, step_rows, train, write_assets
 
-STEPS, SAVE_INTERVAL = 120, 10
+STEPS, SAVE_INTERVAL = 240, 10
 UNDER_WAY = 1  # the trial that is killed
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]

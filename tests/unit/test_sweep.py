@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rft import train
 from rft.config import ConfigError
 from rft.config_sweep import SweepConfig
-from rft.sweep import objective, records
+from rft.sweep import job, objective, records
 from rft.tools.toy import write_arithmetic, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -136,6 +137,28 @@ def test_a_launcher_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"hydra/launcher=parallel needs hydra-no-such-launcher: pip install 'rft\[sweep\]'"
     ):
         train.check_multirun(["-m", "hydra/launcher=parallel"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (
+            "checkpoint_root_dir",
+            "elsewhere",
+            "hydra.sweep.dir must lie in .*set checkpoint_root_dir, project or name instead",
+        ),
+        ("continue_from_checkpoint", False, "to begin anew give it another name"),
+    ],
+)
+def test_a_trial_lives_under_the_sweeps_own_name(tmp_path: Path, key: str, value: object, words: str) -> None:
+    raw = OmegaConf.create(
+        {"checkpoint_root_dir": str(tmp_path), "project": "rft", "name": "wide", "continue_from_checkpoint": True}
+    )
+    directory = tmp_path / "rft" / "wide" / "sweep" / "3"
+    assert job.of_trial(raw, directory).name == "wide/sweep/3" and raw.name == "wide"
+    raw[key] = value
+    with pytest.raises(ConfigError, match=words):
+        job.of_trial(raw, directory)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------

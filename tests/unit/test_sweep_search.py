@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_sweep import Sweep, assets, sweep  # noqa: F401  fixtures
 
-from rft.config import ConfigError
+from rft import train
+from rft.config import Config, ConfigError
 from rft.config_sweep import SweepConfig
 from rft.sweep import records, search
 
@@ -116,3 +119,26 @@ def test_trials_as_jobs_by_submitit(sweep: Sweep) -> None:  # noqa: F811
     code, _, errors = sweep.run("hydra/launcher=slurm_here", "seed=1,2")
     assert code == 0, errors
     assert sweep.states() == ["finished"] * 2 and sorted(sweep.attempts()) == ["1 1", "2 1"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "target"),
+    [
+        ("hydra/launcher=parallel", "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"),
+        ("hydra/launcher=slurm", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"),
+        ("hydra/launcher=slurm_here", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher"),
+        ("sweep=optuna", "hydra_plugins.rft_optuna.OptunaSweeper"),
+        ("sweep=grid", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"),
+    ],
+)
+def test_every_preset_composes(choice: str, target: str) -> None:
+    ConfigStore.instance().store(name="rft_schema", node=Config)
+    with initialize_config_dir(train.CONFIG_DIR, version_base="1.3"):
+        found = compose("train", ["experiment=quickstart", choice], return_hydra_config=True)
+    assert target in (found.hydra.launcher._target_, found.hydra.sweeper._target_)
+    if "sweep=" in choice:
+        assert found.sweep.objective == "reward/mean"
+    elif "slurm" in choice:
+        assert found.hydra.launcher.name == "quickstart" and found.hydra.launcher.submitit_folder.startswith(
+            "runs/rft/quickstart/sweep/"
+        )
