@@ -90,7 +90,7 @@ KEYS: dict[str, Key] = {
     "monitor.detailed_stats": Key("C9", f"histograms are {YET}: metrics.jsonl has means and extremes", only=(False,)),
     # D: model
     "model.enable_prompt_truncation": Key(
-        "D9", "a prompt longer than model.max_prompt_tokens is never cut: its task is counted and trains nothing", takes_any=True
+        "D9", "a prompt longer than model.max_prompt_tokens is never cut: it gets empty responses", takes_any=True
     ),
     "model.temperature": Key("D11", f"{SAMPLING}.temperature"),
     "model.top_p": Key("D11", f"{SAMPLING}.top_p"),
@@ -121,7 +121,7 @@ KEYS: dict[str, Key] = {
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
-    "explorer.env_vars": Key("G5", "every part inherits the environment of `rft train`: set the variables there", only=({},)),
+    "explorer.env_vars": Key("G5", "every part inherits the environment of `rft train`, or of `ray start`: set the variables there", only=({},)),
     "explorer.rollout_model.enable_history": Key(
         "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
     ),
@@ -134,7 +134,7 @@ KEYS: dict[str, Key] = {
     "explorer.over_rollout.return_partial_tasks": Key("G13", "a part of a group would bias its baseline", only=(False,)),
     "explorer.dynamic_timeout.enable": Key("G15", OWN_LIMIT, only=(False,)),
     "explorer.dynamic_timeout.ratio": Key("G16", OWN_LIMIT, takes_any=True),
-    "explorer.runner_state_report_interval": Key("G17", "the line of every step says what is in flight", takes_any=True),
+    "explorer.runner_state_report_interval": Key("G17", "what tasks and steps took is in metrics.jsonl", takes_any=True),
     # H: synchronizer
     "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
     "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
