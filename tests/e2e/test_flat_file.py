@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.runs import REPOSITORY
 
 from rft.tools.toy import write_arithmetic, write_model
+from tests.e2e.runs import REPOSITORY
 
 FILE = REPOSITORY / "tests" / "unit" / "flat" / "both.yaml"
 
