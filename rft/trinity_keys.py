@@ -121,7 +121,7 @@ KEYS: dict[str, Key] = {
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
-    "explorer.env_vars": Key("G5", "every part inherits the environment of `rft train` (or `ray start`): set them there", only=({},)),
+    "explorer.env_vars": Key("G5", "all parts inherit the environment of `rft train` (or `ray start`): set them there", only=({},)),
     "explorer.rollout_model.enable_history": Key(
         "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
     ),
