@@ -325,7 +325,6 @@ class Config:
 
 
 TASKSET_KEY = "buffer.explorer_input.taskset"
-SECRETS = ("api_key", "password")  # of monitor.monitor_args: never written to a file, never printed
 
 
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
@@ -428,7 +427,7 @@ def stage_configs(raw: DictConfig) -> list[Config]:
 def save(config: Config, path: Path) -> None:
     """Write the resolved config that ranks and actors read; keys that hold secrets are left out."""
     container = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    for secret in SECRETS:
+    for secret in ("api_key", "password"):
         container["monitor"]["monitor_args"].pop(secret, None)  # type: ignore[index,call-overload]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(container)), encoding="utf-8")
