@@ -9,13 +9,18 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
        rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
        rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)"""
-TOOLS = ("ckpt", "config", "doctor", "engines")
+TOOLS = {  # word: module of rft.tools
+    "ckpt": "ckpt",
+    "config": "config",
+    "doctor": "doctor",
+    "engines": "engines",
+}
 
 
 def main() -> None:
     command, *rest = sys.argv[1:] or ["--help"]
     if command in TOOLS:
-        sys.exit(importlib.import_module(f"rft.tools.{command}").main(rest))
+        sys.exit(importlib.import_module(f"rft.tools.{TOOLS[command]}").main(rest))
     if command != "train":
         sys.exit(USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}")
     sys.argv = ["rft train", *rest]
