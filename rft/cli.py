@@ -12,9 +12,13 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)
        rft report RUN_DIR                                            one page about a run, also while it is under way
        rft trace RUN_DIR                                             its timeline, for Perfetto"""
-TOOLS = {  # their modules
-    **{word: word for word in ("ckpt", "config", "doctor", "engines", "report")},
+TOOLS = {  # word: module of rft.tools
+    "ckpt": "ckpt",
+    "config": "config",
+    "doctor": "doctor",
+    "engines": "engines",
     "sweep-report": "sweep_report",
+    "report": "report",
     "trace": "timeline",
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import Config, ConfigError, TasksetConfig, get
+from rft.monitor.sinks import WANDB_ARGS
 from rft.rollout import rewards
 
 GIVEN = (  # what `fill` derives where it is not given: 0 is not "not given"
@@ -24,6 +25,8 @@ GIVEN = (  # what `fill` derives where it is not given: 0 is not "not given"
 )  # fmt: skip
 RUN_NAMES = ("project", "name")
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers, which Jinja does not know
+MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS}
+WANDB_MODES = ("offline", "online", "disabled")
 FORBIDDEN = re.compile(r"[\x00-\x1f\\*?\"<>|]")
 
 
@@ -55,6 +58,7 @@ def check_limits(config: Config) -> None:
     _check_batches(config)
     _check_best(config, [str(one.name) for one in given.eval_tasksets])
     _check_times(config)
+    _check_monitor(config)
 
 
 def _check_names(config: Config) -> None:
@@ -180,3 +184,15 @@ def _check_times(config: Config) -> None:
             f"trainer.checkpoint.lease_s={checkpoint.lease_s:g} is longer than agent_deadline_s={checkpoint.agent_deadline_s:g}: "
             "nobody could take over in time; lower it"
         )
+
+
+def _check_monitor(config: Config) -> None:
+    """A monitor is built by the first rank, when engines already run: what it will not take is said now."""
+    kind, args = config.monitor.monitor_type, config.monitor.monitor_args
+    known = MONITOR_ARGS.get(kind)
+    for name in args if known is not None else ():
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ConfigError(f"monitor.monitor_args.{name}: monitor_type={kind} does not take it; {takes}")
+    if kind == "wandb" and args.get("mode", "offline") not in WANDB_MODES:
+        raise ConfigError(f"monitor.monitor_args.mode={args['mode']}: use {', '.join(WANDB_MODES)}")

@@ -88,7 +88,7 @@ KEYS: dict[str, Key] = {
     "monitor.detailed_stats": Key("C9", to="monitor.detailed"),
     # D: model
     "model.enable_prompt_truncation": Key(
-        "D9", "a prompt longer than model.max_prompt_tokens is never cut: its task is counted and trains nothing", takes_any=True
+        "D9", "a prompt longer than model.max_prompt_tokens is never cut: it gets empty responses", takes_any=True
     ),
     "model.temperature": Key("D11", f"{SAMPLING}.temperature"),
     "model.top_p": Key("D11", f"{SAMPLING}.top_p"),
@@ -119,7 +119,7 @@ KEYS: dict[str, Key] = {
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
-    "explorer.env_vars": Key("G5", "every part inherits the environment of `rft train`: set the variables there", only=({},)),
+    "explorer.env_vars": Key("G5", "all parts inherit the environment of `rft train` (or `ray start`): set them there", only=({},)),
     "explorer.rollout_model.enable_history": Key(
         "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
     ),
@@ -132,7 +132,7 @@ KEYS: dict[str, Key] = {
     "explorer.over_rollout.return_partial_tasks": Key("G13", "a part of a group would bias its baseline", only=(False,)),
     "explorer.dynamic_timeout.enable": Key("G15", OWN_LIMIT, only=(False,)),
     "explorer.dynamic_timeout.ratio": Key("G16", OWN_LIMIT, takes_any=True),
-    "explorer.runner_state_report_interval": Key("G17", "the line of every step says what is in flight", takes_any=True),
+    "explorer.runner_state_report_interval": Key("G17", "what tasks and steps took is in metrics.jsonl", takes_any=True),
     # H: synchronizer
     "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
     "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
@@ -166,6 +166,48 @@ for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.form
         ),
         f"{_where}.chat_template": Key("F45", to="model.custom_chat_template"),
     }
+
+SHARED = frozenset((  # keys that both systems have, with the same meaning
+    "project", "name", "mode", "checkpoint_root_dir", "continue_from_checkpoint", "ray_namespace", "algorithm.algorithm_type",
+    "algorithm.repeat_times", "algorithm.optimizer.lr", "algorithm.optimizer.lr_scheduler_type",
+    "algorithm.optimizer.lr_warmup_steps", "algorithm.optimizer.lr_warmup_steps_ratio", "algorithm.optimizer.min_lr_ratio",
+    "algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay",
+    "algorithm.advantage_fn", "algorithm.advantage_fn_args", "algorithm.kl_penalty_fn", "algorithm.kl_penalty_fn_args",
+    "algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args", "algorithm.entropy_loss_fn", "algorithm.entropy_loss_fn_args",
+    "algorithm.policy_loss_fn", "algorithm.policy_loss_fn_args", "algorithm.loss_agg_mode", "monitor.monitor_type",
+    "monitor.monitor_args", "model.model_path", "model.critic_model_path", "model.custom_chat_template",
+    "model.chat_template_path", "model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens",
+    "model.min_response_tokens", "model.lora_configs", "model.trust_remote_code", "cluster.node_num", "cluster.gpu_per_node",
+    "buffer.batch_size", "buffer.train_batch_size", "buffer.total_epochs", "buffer.total_steps",
+    "buffer.explorer_input.eval_tasksets", "buffer.explorer_input.default_workflow_type",
+    "buffer.explorer_input.default_eval_workflow_type", "buffer.explorer_input.default_reward_fn_type",
+    "buffer.explorer_input.taskset.name", "buffer.explorer_input.taskset.storage_type", "buffer.explorer_input.taskset.path",
+    "buffer.explorer_input.taskset.subset_name", "buffer.explorer_input.taskset.split",
+    "buffer.explorer_input.taskset.repeat_times", "buffer.explorer_input.taskset.rollout_args.temperature",
+    "buffer.explorer_input.taskset.rollout_args.top_p", "buffer.explorer_input.taskset.rollout_args.top_k",
+    "buffer.explorer_input.taskset.rollout_args.max_tokens", "buffer.explorer_input.taskset.default_workflow_type",
+    "buffer.explorer_input.taskset.default_reward_fn_type", "buffer.explorer_input.taskset.workflow_args",
+    "buffer.explorer_input.taskset.reward_fn_args", "buffer.trainer_input.experience_buffer.name",
+    "buffer.trainer_input.experience_buffer.storage_type", "buffer.trainer_input.experience_buffer.path",
+    "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.explorer_input.taskset.format.prompt_type",
+    "buffer.explorer_input.taskset.format.prompt_key", "buffer.explorer_input.taskset.format.response_key",
+    "buffer.explorer_input.taskset.format.system_prompt_key", "buffer.explorer_input.taskset.format.system_prompt",
+    "buffer.explorer_input.taskset.format.messages_key", "buffer.trainer_input.experience_buffer.format.prompt_type",
+    "buffer.trainer_input.experience_buffer.format.prompt_key", "buffer.trainer_input.experience_buffer.format.response_key",
+    "buffer.trainer_input.experience_buffer.format.system_prompt_key",
+    "buffer.trainer_input.experience_buffer.format.system_prompt", "buffer.trainer_input.experience_buffer.format.messages_key",
+    "explorer.name", "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
+    "explorer.rollout_model.engine_type", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.eval_interval", "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "synchronizer.sync_method",
+    "synchronizer.sync_interval", "synchronizer.sync_offset", "synchronizer.sync_timeout", "synchronizer.sync_style",
+    "trainer.name", "trainer.trainer_type", "trainer.total_steps", "trainer.save_interval", "trainer.save_strategy",
+    "trainer.save_hf_checkpoint", "trainer.grad_clip", "trainer.use_dynamic_bsz", "trainer.max_token_len_per_gpu",
+    "trainer.trainer_config", "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
+    "trainer.megatron.virtual_pipeline_model_parallel_size", "trainer.megatron.expert_model_parallel_size",
+    "trainer.megatron.expert_tensor_parallel_size", "trainer.megatron.context_parallel_size",
+    "trainer.megatron.sequence_parallel", "trainer.critic_warmup", "trainer.balance_batch", "trainer.max_checkpoints_to_keep",
+    "log.level", "stages", "stage_name",
+))  # fmt: skip
 
 RENAMED: dict[str, dict[str, tuple[str, str]]] = {  # key: its value there, what it is here, and what is said of it
     "trainer.trainer_type": {"verl": ("megatron", "the trainer is Megatron")},

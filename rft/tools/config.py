@@ -16,7 +16,7 @@ from rft import config as configs
 from rft import config_file, train
 from rft.config import Config, ConfigError, TasksetConfig
 
-HIDDEN = "***"
+SECRETS, HIDDEN = ("api_key", "password"), "***"  # of monitor.monitor_args
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +45,7 @@ def composed(words: list[str]) -> DictConfig:
 def text(raw: DictConfig, everything: bool) -> str:
     given = plain(raw)
     args = given["monitor"]["monitor_args"]
-    args.update({name: HIDDEN for name in configs.SECRETS if args.get(name)})
+    args.update({name: HIDDEN for name in SECRETS if args.get(name)})
     if not everything:
         default = plain(OmegaConf.structured(Config))
         taskset = plain(OmegaConf.structured(TasksetConfig))

@@ -22,7 +22,7 @@ def table() -> str:
     """One Markdown table per section, in the order of the schema."""
     lines: list[str] = []
     for title, prefix, cls in sections(configs.Config, ""):
-        lines += [f"### {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"### {title}", "", "| key | type | default | meaning | source |", "| --- | --- | --- | --- | --- |"]
         lines += [row(prefix, cls, item) for item in fields(cls) if not is_dataclass(item.default_factory)]
         lines.append("")
     return "\n".join(lines)
@@ -51,7 +51,11 @@ def row(prefix: str, cls: Any, item: Any) -> str:
         "required" if default == "MISSING" else re.sub(r"field\(default_factory=(lambda: )?(.*)\)", r"\2", default)
     )
     default = {"dict": "{}", "list": "[]", "None": ""}.get(default, default)
-    cells = [f"`{prefix}{item.name}`", line["type"], f"`{default}`" if default else "", line["meaning"] or ""]
+    name = prefix + item.name
+    origin = (
+        "Trinity-RFT" if name in trinity_keys.SHARED else "Megatron" if item.name.startswith("override_") else "rft"
+    )
+    cells = [f"`{name}`", line["type"], f"`{default}`" if default else "", line["meaning"] or "", origin]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rft import config as configs
 from rft import preflight, train
-from rft.algorithm import recipe
+from rft.algorithm import ALGORITHMS, recipe
 from rft.config import Config, ConfigError
 from rft.preflight_sync import stored_bytes
 from rft.tools import config_page
@@ -67,6 +67,51 @@ def test_a_model_beside_the_policy_must_know_its_tokens(assets: Path, tmp_path: 
         grpo(assets, tmp_path, "algorithm.kl_loss_fn=k2", f"model.ref_model_path={other}")
     with pytest.raises(ConfigError, match="nothing here uses that model; leave it out, or set algorithm.kl_loss_fn=k2"):
         grpo(assets, tmp_path, f"model.ref_model_path={other}")
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_functions_follow_the_algorithm_and_the_user_wins(assets: Path, tmp_path: Path, name: str) -> None:
+    """Rows B5 and W61, over every key that an algorithm has a default of."""
+    keys = ("repeat_times", "advantage_fn", "policy_loss_fn", "loss_agg_mode", "kl_loss_fn")
+    kind = f"algorithm.algorithm_type={name}"
+    (config,) = grpo(assets, tmp_path, kind, *(f"algorithm.{key}=null" for key in keys))
+    defaults = {key: getattr(ALGORITHMS[name], key) for key in keys}
+    assert {key: getattr(config.algorithm, key) for key in keys} == defaults
+    other = {"repeat_times": 3, "loss_agg_mode": "seq-mean-token-sum", "kl_loss_fn": "abs"}
+    for key, value in other.items():
+        (config,) = grpo(assets, tmp_path, kind, "algorithm.repeat_times=2", f"algorithm.{key}={value}")
+        expected = {**defaults, "repeat_times": 2, key: value}
+        assert {name: getattr(config.algorithm, name) for name in keys} == expected
+
+
+LENGTHS = [  # rows D5 and D6: prompt, response, whole as given; then as they become, in a model with a context of 64
+    ((16, 8, None), (16, 8, 24)),
+    ((16, 8, 30), (16, 8, 30)),
+    ((None, 8, 30), (22, 8, 30)),
+    ((16, None, 30), (16, 14, 30)),
+    ((None, None, 30), (15, 15, 30)),
+    ((None, None, 31), (15, 16, 31)),
+    ((None, 8, None), (56, 8, 64)),
+    ((None, None, None), (32, 32, 64)),
+    ((63, None, None), (63, 1, 64)),
+    ((64, None, None), None),
+    ((16, 16, 31), None),
+    ((None, 30, 30), None),
+    ((40, 30, None), None),
+    ((16, 8, 65), None),
+]
+
+
+@pytest.mark.parametrize(("given", "becomes"), LENGTHS)
+def test_lengths(assets: Path, tmp_path: Path, given: tuple[Any, ...], becomes: tuple[int, ...] | None) -> None:
+    keys = ("max_prompt_tokens", "max_response_tokens", "max_model_len")
+    words = [f"model.{key}={'null' if value is None else value}" for key, value in zip(keys, given, strict=True)]
+    if becomes is None:
+        with pytest.raises(ConfigError, match=r"model\.max_"):
+            grpo(assets, tmp_path, *words)
+    else:
+        (config,) = grpo(assets, tmp_path, *words)
+        assert tuple(getattr(config.model, key) for key in keys) == becomes
 
 
 def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`rft config` prints what was composed, in a form that composes to the same; the command line's words are those of `rft train`."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rft import cli, config_file, train
 from rft import config as configs
-from rft import config_file, train
 from rft.tools import config as tool
 
 FLAT = Path(__file__).parent / "flat"
@@ -82,3 +83,18 @@ def test_words_that_are_no_config(words: list[str], said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "rft.train", *words], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("rft: config refused: ") and said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_word_of_the_command_has_its_tool() -> None:
+    for word, module in cli.TOOLS.items():
+        assert f"rft {word} " in cli.USAGE
+        assert callable(importlib.import_module(f"rft.tools.{module}").main)
+
+
+def test_the_command_prints_a_config(tmp_path: Path) -> None:
+    """As a user types it, in a directory of their own."""
+    words = ["config", "experiment=quickstart", "trainer.grad_clip=0.5"]
+    code = "from rft.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and OmegaConf.create(done.stdout).trainer.grad_clip == 0.5
+    assert not list(tmp_path.iterdir()), "nothing is written"

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -108,7 +107,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("explorer.max_retry_times=-1", "explorer.max_retry_times", "0 or more"),
     ("explorer.reward_timeout=1000", "explorer.reward_timeout", "lower it"),
     ("explorer.eval_interval=-1", "explorer.eval_interval", "0 or more"),
-    ("explorer.env_vars.A=b", "explorer.env_vars", "set the variables there"),
+    ("explorer.env_vars.A=b", "explorer.env_vars", "set them there"),
     ("explorer.over_rollout.ratio=0.2", "explorer.over_rollout.ratio", "explorer.max_timeout"),
     ("explorer.dynamic_timeout.enable=true", "explorer.dynamic_timeout.enable", "explorer.max_timeout"),
     ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", "serve them with vLLM"),
@@ -142,6 +141,9 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("data_processor.task_pipeline.num_process=4", "data_processor.task_pipeline", "prepare=module:function"),
     ("+data_processor.experience_pipeline.operators=[]", "data_processor.experience_pipeline", "default_reward_fn_type"),
     ("monitor.monitor_type=swanlab", "monitor.monitor_type", "not in rft yet"),
+    ("+monitor.monitor_args.uri=a", "monitor.monitor_args.uri", "it takes none"),
+    ("monitor=wandb +monitor.monitor_args.key=a", "monitor.monitor_args.key", "it takes mode, base_url, api_key"),
+    ("monitor=wandb monitor.monitor_args.mode=onlin", "monitor.monitor_args.mode", "offline, online, disabled"),
     ("monitor.num_samples=-1", "monitor.num_samples", "0 or more"),
     ("log.level=info", "log.level", "INFO"),
     # stages
@@ -178,12 +180,11 @@ def split(overrides: str) -> list[str]:
 
 @pytest.mark.verify
 @pytest.mark.parametrize("row", REFUSED[::20], ids=[row[0] for row in REFUSED[::20]])
-def test_the_command_refuses_it_at_once(assets: Path, tmp_path: Path, row: tuple[str, str, str]) -> None:
+def test_the_command_refuses_it(assets: Path, tmp_path: Path, row: tuple[str, str, str]) -> None:
     overrides, key, _ = row
     words = [
         word.replace("EVAL", str(assets / "eval.jsonl")).replace("=DIR", f"={assets}") for word in split(overrides)
     ]
-    begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "rft.train", "experiment=grpo", f"model.model_path={assets / 'model'}",
          "model.max_response_tokens=8", "model.max_prompt_tokens=16", f"{TASKSET}.path={assets / 'train.jsonl'}",
@@ -191,7 +192,6 @@ def test_the_command_refuses_it_at_once(assets: Path, tmp_path: Path, row: tuple
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith("rft: config refused: ") and key in done.stderr
-    assert time.monotonic() - begun < 30, "ten times what a quiet machine has to keep"
 
 
 @pytest.mark.parametrize(
