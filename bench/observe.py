@@ -140,7 +140,8 @@ def config_of(directory: Path, steps: int) -> Config:
     )
     config.monitor = MonitorConfig()
     config.algorithm.advantage_fn, config.algorithm.policy_loss_fn = "grpo", "ppo"
-    config.algorithm.loss_agg_mode, config.algorithm.repeat_times = "token-mean", REPEATS
+    config.algorithm.kl_loss_fn, config.algorithm.loss_agg_mode = "none", "token-mean"
+    config.algorithm.repeat_times = REPEATS
     config.synchronizer = SynchronizerConfig(sync_method="nccl", max_staleness=1)
     return config
 

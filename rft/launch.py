@@ -206,7 +206,9 @@ class Stage:
             )
         if event.cause:
             event = root_cause(event, self.events)
-            raise StageFailed(EXIT_CODES[kind(event)], failure(event, self.log_dir))
+            message = failure(event, self.log_dir)
+            log.error("%s\nlast metrics: %s", message, last_line(self.job / "metrics.jsonl"))
+            raise StageFailed(EXIT_CODES[kind(event)], message)
 
     def _stop_ranks(self) -> str:
         """A clean end: ranks save at their step boundary. Says so if they had to be killed instead."""
@@ -256,6 +258,12 @@ def root_cause(first: Event, events: "queue.SimpleQueue[Event]") -> Event:
 def kind(event: Event) -> str:
     """`engine` of "engine_1", `trainer` of "trainer rank 0"."""
     return event.part.split()[0].split("_")[0]
+
+
+def last_line(path: Path) -> str:
+    """What a run told last, for whoever looks for what broke it."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return lines[-1] if lines else "none"
 
 
 def failure(event: Event, log_dir: Path) -> str:

@@ -66,11 +66,17 @@ class TensorBoard:
         _refuse_unknown(args, ())
         module = _needs("torch.utils.tensorboard", "tensorboard", "tensorboard")
         purge_step = resume_step + 1 if resume_step > 0 else 0
-        self._writer = module.SummaryWriter(str(job_dir / "monitor" / "tensorboard"), purge_step=purge_step)
+        self._summary = _needs("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(
+            str(job_dir / "monitor" / "tensorboard"), purge_step=purge_step, max_queue=1000
+        )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
+        """All in one event: each would have to be handed to the writer's thread on its own."""
+        found = self._summary.Summary()
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            found.value.add(tag=name, simple_value=value)
+        self._writer.file_writer.add_summary(found, step)
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         self._writer.add_text(name, markdown(list(rows)), step)

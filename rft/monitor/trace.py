@@ -45,7 +45,7 @@ class Recorder:
     def event(self, phase: str, name: str, args: dict[str, Any] | None = None, more: str = "") -> None:
         """One line. `more`: further members, already as JSON."""
         at = (time.perf_counter_ns() + self._offset) / 1000
-        told = f',"args":{redact.text(json.dumps(args, default=str))}' if args else ""
+        told = f',"args":{_plain(args)}' if args else ""
         line = f'{{"name":"{name}","ph":"{phase}","ts":{at:.1f},"pid":{self.pid},"tid":{threading.get_native_id()}{more}{told}}},\n'
         data = line.encode()
         os.write(self._file, data)
@@ -77,6 +77,12 @@ class Recorder:
             os.close(new)
             self._size = 0
         self._head()
+
+
+def _plain(args: dict[str, Any]) -> str:
+    """As JSON; only texts can hold a secret."""
+    text = json.dumps(args, default=str)
+    return redact.text(text) if any(not isinstance(value, int | float) for value in args.values()) else text
 
 
 _recorder: Recorder | None = None  # of this process

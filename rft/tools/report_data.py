@@ -91,7 +91,7 @@ def facts(config: dict[str, Any], rows: Sequence[Row], directory: Path) -> list[
         found.append(["time in steps", _duration(sum(row["time/step_s"] for row in steps))])
         found.append(["seconds per step", f"{sum(row['time/step_s'] for row in steps) / len(steps):.2f}"])
     for metric, label, form in (
-        ("reward/mean", "reward, last 10 steps", "{:.3f}"),
+        ("reward/mean", "recent reward", "{:.3f}"),
         ("tokens_per_s", "tokens/s", "{:,.0f}"),
     ):
         values = [row[metric] for row in steps if row.get(metric) is not None]

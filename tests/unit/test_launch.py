@@ -106,3 +106,9 @@ def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() 
     with pytest.raises(ConnectionError):
         start_patiently(broken)
     assert len(tries) == 4
+
+
+def test_the_last_metrics_of_a_run_are_its_last_line(tmp_path: Path) -> None:
+    assert launch.last_line(tmp_path / "metrics.jsonl") == "none"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert launch.last_line(tmp_path / "metrics.jsonl") == '{"step": 2}'

@@ -18,6 +18,7 @@ import runs
 
 PLANTED = {"WANDB_API_KEY": "planted-wandb-0123456789abcdef", "MY_SERVICE_TOKEN": "planted-service-0123456789"}
 IN_CONFIG = "planted-in-the-config-42"
+PLAIN = "format: {prompt_type: plaintext}"
 WIDTH, HEIGHT = 1360, 2800
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 REWARD = '''
@@ -45,7 +46,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "monitor=tensorboard", "monitor.detailed=true", "explorer.eval_interval=6",
             f"buffer.explorer_input.default_reward_fn_type={root / 'rewards.py'}:reward",
             f"+buffer.explorer_input.taskset.reward_fn_args.api_key={IN_CONFIG}",
-            f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: {assets / 'eval.jsonl'}}}]",
+            f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: {assets / 'eval.jsonl'}, {PLAIN}}}]",
         )  # fmt: skip
         with runs.train(*arguments) as run:
             run.wait_step(5)
