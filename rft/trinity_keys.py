@@ -154,7 +154,6 @@ KEYS: dict[str, Key] = {
     "service.data_juicer.port": Key("J3", JUICER),
     "data_processor.task_pipeline": Key("J4-J8", JUICER, only=({},)),
     "data_processor.experience_pipeline": Key("J9-J12", PIPELINE, only=({}, {"operators": []})),
-    "log.group_by_node": Key("J14", "logs of an attempt lie in <run>/logs/attempt_<n>, one file per part", only=(False,)),
 }  # fmt: skip
 for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.format"):
     KEYS |= {
