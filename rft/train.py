@@ -23,20 +23,10 @@ from rft import config as configs
 from rft import config_file
 from rft.config import Config, ConfigError
 
-VALUED = (
-    "--config-dir",
-    "--config-name",
-    "--config-path",
-    "-cd",
-    "-cn",
-    "-cp",
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--info",
-    "-i",
-)
+VALUED = (  # Hydra's own flags that take a value
+    "--config-dir", "--config-name", "--config-path", "-cd", "-cn", "-cp", "--cfg", "-c", "--package", "-p", "--info", "-i",
+    "--experimental-rerun",
+)  # fmt: skip
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 
