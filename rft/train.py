@@ -6,7 +6,6 @@ process becomes a trainer rank, not a supervisor (`rft.outer`). Nothing runs at 
 """
 
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -25,26 +24,12 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft import config_file
 from rft.config import Config, ConfigError
-from rft.monitor import redact
+from rft.sweep import arguments as sweeps
 
-VALUED = (
-    "--config-dir",
-    "--config-name",
-    "--config-path",
-    "-cd",
-    "-cn",
-    "-cp",
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--info",
-    "-i",
-)
-LAUNCHERS = {  # launchers of other packages, and the package
-    **dict.fromkeys(("joblib", "parallel"), "hydra_joblib_launcher"),
-    **dict.fromkeys(("submitit_slurm", "submitit_local", "slurm", "slurm_here"), "hydra_submitit_launcher"),
-}
+VALUED = (  # Hydra's own flags that take a value
+    "--config-dir", "--config-name", "--config-path", "-cd", "-cn", "-cp", "--cfg", "-c", "--package", "-p", "--info", "-i",
+    "--experimental-rerun",
+)  # fmt: skip
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 
@@ -55,8 +40,8 @@ def main() -> None:
     try:
         sys.argv[1:] = config_file.registered(sys.argv[1:])
         check_overrides(sys.argv[1:])
-        if is_multirun(sys.argv[1:]):
-            check_multirun(sys.argv[1:])
+        if sweeps.is_multirun(sys.argv[1:]):
+            sweeps.check(sys.argv[1:])
         check_composition(sys.argv[1:])
     except ConfigError as error:
         sys.exit(refuse(error))
@@ -148,7 +133,7 @@ def check_overrides(arguments: list[str]) -> None:
 
 def check_composition(arguments: list[str]) -> None:
     """Compose once before Hydra's own main does, only to say in one line what its traceback says in twenty."""
-    if is_multirun(arguments) or {"--help", "-h", "--info", "--hydra-help"} & set(arguments):
+    if sweeps.is_multirun(arguments) or {"--help", "-h", "--info", "--hydra-help"} & set(arguments):
         return
     overrides = [a for a in arguments if not a.startswith("-") and "=" in a and a not in _flag_values(arguments)]
     compose(overrides)
@@ -173,34 +158,6 @@ def compose(overrides: list[str]) -> DictConfig:
         raise ConfigError(
             f"{said}: nothing here has a taskset to change; take a recipe, like experiment=grpo"
         ) from error
-
-
-def is_multirun(arguments: list[str]) -> bool:
-    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
-
-
-def check_multirun(arguments: list[str]) -> None:
-    """What no sweep can do, said before Hydra begins one."""
-    from rft import outer
-
-    if launcher := outer.launched():
-        raise ConfigError(
-            f"-m cannot run under {launcher}, where every rank would start the whole sweep: start `python -m rft.train -m ...` "
-            "once, without it; each trial starts its own ranks (trainer.num_ranks)"
-        )
-    for argument in arguments:
-        key, _, value = argument.lstrip("+").partition("=")
-        plugin = LAUNCHERS.get(value) if key == "hydra/launcher" else None
-        if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            raise ConfigError(f"{argument} needs {plugin.replace('_', '-')}: pip install 'rft[sweep]'")
-        if redact.KEYS.search(key.rsplit(".", 1)[-1]):
-            raise ConfigError(
-                f"{key}: a sweep writes its overrides down; give this one in the environment (WANDB_API_KEY)"
-            )
-        if key in ("name", "project", "checkpoint_root_dir") and "," in argument:
-            raise ConfigError(
-                f"{key} is where the whole sweep is kept and cannot be swept: every trial gets a name of its own"
-            )
 
 
 def _flag_values(arguments: list[str]) -> set[str]:

@@ -71,6 +71,7 @@ def findings(words: list[str]) -> Iterator[Finding]:
     raw = config_tool.composed(words) if words else None
     yield from versions()
     yield host()
+    yield ports()
     kind = str(raw.device) if raw is not None else "auto"
     met = meet(kind)
     yield meeting(met, kind)
@@ -170,6 +171,19 @@ def host() -> Finding:
         )
 
 
+def ports() -> Finding:
+    """Ray, the ranks and the weight streams all find each other over ports that the system gives out."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return Finding(
+            FAIL, "ports", f"no connection over loopback ({error})", "allow 127.0.0.1 in the firewall or sandbox"
+        )
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    return Finding(OK, "ports", f"{low} to {high} are given out, and one was reached")
+
+
 def meet(kind: str) -> dict[str, Any] | str:
     """What the first of two processes tells when they have met; or why they have not."""
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as directory:
@@ -223,6 +237,9 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
     said = f"{short(wanted.parameters)} parameters{trained}; {cut} on {config.trainer.num_ranks} rank(s) divides it"
     yield Finding(OK, "model", said)
     yield cores(config)
+    if config.cluster.gpu_per_node and config.device != "cpu" and not isinstance(met, str) and met["backend"] == "gloo":
+        said = f"cluster.gpu_per_node={config.cluster.gpu_per_node}, and this machine shows none"
+        yield Finding(WARN, "GPUs", said, "look again on a node that has them, or set device=cpu")
     on_cpu = not isinstance(met, str) and met["backend"] == "gloo"
     if config.mode in ("both", "train"):
         yield rank_memory(config, wanted, 0 if isinstance(met, str) or on_cpu else int(met["memory"]))

@@ -138,7 +138,7 @@ def test_names_of_the_reference_are_refused_with_the_reason() -> None:
 REFUSED = {
     "trainer: {totl_steps: 3}": "did you mean `trainer.total_steps`",
     "stages: [{stage_name: a, buffer: {batch_siz: 3}}]": "did you mean `buffer.batch_size`",
-    "stages: [{stage_name: a, explorer: {env_vars: {A: b}}}]": "stages.0.explorer.env_vars={'A': 'b'} is refused: every part",
+    "stages: [{stage_name: a, explorer: {env_vars: {A: b}}}]": "stages.0.explorer.env_vars={'A': 'b'} is refused: all parts",
     "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {tools_key: tools}}]}}": "eval_tasksets.0.format.tools_key=tools",
     "buffer: {explorer_input: {eval_tasksets: [a.jsonl]}}": "eval_tasksets.0 is 'a.jsonl'",
     "algorithm: {optimizer: {warmup_style: cosine, lr_scheduler_type: linear}}": "both are algorithm.optimizer.lr_scheduler_type",

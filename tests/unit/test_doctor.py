@@ -36,7 +36,18 @@ def test_a_config_that_runs_here(assets: Path, tmp_path: Path, capsys: pytest.Ca
     said = {line[6:].split("  ")[0]: line for line in lines if line.startswith((OK, WARN))}
     assert "2 processes have met" in said["collectives"] and "gloo" in said["collectives"]
     assert "tp1 pp1 cp1 on 1 rank(s) divides it" in said["model"]
-    for name in ("python", "torch", "vllm", "together", "/dev/shm", "memory per rank", "host memory", "disk", "cores"):
+    for name in (
+        "python",
+        "ports",
+        "torch",
+        "vllm",
+        "together",
+        "/dev/shm",
+        "memory per rank",
+        "host memory",
+        "disk",
+        "cores",
+    ):
         assert name in said
     assert not (tmp_path / "runs").exists(), "what a check made is gone"
 
@@ -112,6 +123,10 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     ].said
     small = by_name(list(doctor.of_config(config, GPU | {"memory": 10**5})))["memory per rank"]
     assert small.level == FAIL and "trainer.recompute_granularity=full" in small.fix
+
+    assert "GPUs" not in found
+    config.cluster.gpu_per_node = 8
+    assert by_name(list(doctor.of_config(config, MET)))["GPUs"].level == WARN
 
     config.cluster.threads_per_rank = 10**4
     config.explorer.rollout_model.kv_cache_gb = 10.0**6

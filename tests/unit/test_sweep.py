@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rft import train
 from rft.config import ConfigError
 from rft.config_sweep import SweepConfig
-from rft.sweep import job, objective, records
+from rft.sweep import arguments, job, objective, records
 from rft.tools.toy import write_arithmetic, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,11 +131,11 @@ def test_what_cannot_be_a_sweep_is_refused_in_one_line(
 
 
 def test_a_launcher_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(train.LAUNCHERS, "parallel", "hydra_no_such_launcher")
+    monkeypatch.setitem(arguments.LAUNCHERS, "parallel", "hydra_no_such_launcher")
     with pytest.raises(
         ConfigError, match=r"hydra/launcher=parallel needs hydra-no-such-launcher: pip install 'rft\[sweep\]'"
     ):
-        train.check_multirun(["-m", "hydra/launcher=parallel"])
+        arguments.check(["-m", "hydra/launcher=parallel"])
 
 
 @pytest.mark.parametrize(
