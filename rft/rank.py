@@ -107,7 +107,7 @@ def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | Non
     time.sleep(SETTLE_S)
     if not (log_dir / "failure.json").exists():
         message = f"rft: {record['part']} failed while {record['phase']}: {record['cause']}; logs in {log_dir}\n"
-        os.write(terminal, message.encode())
+        os.write(terminal, redact.text(message).encode())
 
 
 def run(rank: Rank) -> None:
