@@ -81,13 +81,16 @@ def main(path: str, terminal: int | None = None) -> int:
         run(rank)
     except Exception as error:
         log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())
-        logs.ask_stacks_of_siblings()
-        keep_batch(rank)
         logs.flush()
         trace.instant("failed", cause=control.cause(error))
         record = {"part": f"trainer rank {number}", "phase": rank.phase, "cause": control.cause(error)}
         tell(record, log_dir, number, terminal)
-        os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
+        try:
+            logs.ask_stacks_of_siblings()
+            keep_batch(rank)
+        finally:
+            logs.flush()
+            os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
     return 128 + rank.stopping[0] if rank.stopping and not rank.complete else 0
 
 
