@@ -254,7 +254,7 @@ def sidecar(resolved: str, launcher: int) -> int:
     fcntl.flock(lock, fcntl.LOCK_EX)
     log_dir = logs.new_attempt(job)
     trace.turn_on(log_dir, config.monitor.trace)
-    terminal = os.fdopen(os.dup(2), "w")
+    terminal = logs.Redacted(os.fdopen(os.dup(2), "w"))
     logs.redirect(log_dir / "sidecar.log", config.log, keep_stdout=True)
     processes.adopt_orphans()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks' business, but Slurm may tell every process of a step
@@ -280,7 +280,7 @@ def sidecar(resolved: str, launcher: int) -> int:
         }
         word = json.dumps({"pid": os.getpid(), "environment": environment | actors.rank_environment})
         (job / "sidecar.json").write_text(word, encoding="utf-8")
-        print(word, flush=True)
+        os.write(1, f"{word}\n".encode())  # for rank 0, and so as it is
         event = events.get()
         message = launch.failure(launch.root_cause(event, events), log_dir) if event.cause else ""
     except Exception as error:

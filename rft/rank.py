@@ -81,13 +81,16 @@ def main(path: str, terminal: int | None = None) -> int:
         run(rank)
     except Exception as error:
         log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())
-        logs.ask_stacks_of_siblings()
-        keep_batch(rank)
         logs.flush()
         trace.instant("failed", cause=control.cause(error))
         record = {"part": f"trainer rank {number}", "phase": rank.phase, "cause": control.cause(error)}
         tell(record, log_dir, number, terminal)
-        os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
+        try:
+            logs.ask_stacks_of_siblings()
+            keep_batch(rank)
+        finally:
+            logs.flush()
+            os._exit(1)  # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be saved
     if rank.complete and not (rank.stopping and terminal is not None):
         return 0
     return 128 + (rank.stopping or [signal.SIGTERM])[0]  # all ranks end together, whichever of them was told to
@@ -109,7 +112,7 @@ def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | Non
     time.sleep(SETTLE_S)
     if not (log_dir / "failure.json").exists():
         message = f"rft: {record['part']} failed while {record['phase']}: {record['cause']}; logs in {log_dir}\n"
-        os.write(terminal, message.encode())
+        os.write(terminal, redact.text(message).encode())
 
 
 def run(rank: Rank) -> None:

@@ -168,6 +168,7 @@ for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.form
 
 SHARED = frozenset((  # keys that both systems have, with the same meaning
     "project", "name", "mode", "checkpoint_root_dir", "continue_from_checkpoint", "ray_namespace", "algorithm.algorithm_type",
+    "log.group_by_node",
     "algorithm.repeat_times", "algorithm.optimizer.lr", "algorithm.optimizer.lr_scheduler_type",
     "algorithm.optimizer.lr_warmup_steps", "algorithm.optimizer.lr_warmup_steps_ratio", "algorithm.optimizer.min_lr_ratio",
     "algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay",
@@ -240,7 +241,7 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
     "buffer.trainer_input.experience_buffer.storage_type": (
         ("sql",), "the queue's journal is durable by itself, and mode=train reads what a run of mode=explore left: set queue",
     ),
-    "monitor.monitor_type": (("mlflow", "swanlab"), f"it is {YET}"),
+    "monitor.monitor_type": (("swanlab",), f"it is {YET}"),
     "explorer.rollout_model.engine_type": (("sglang", "tinker", "external"), "the engine is vLLM"),
     "trainer.trainer_type": (("tinker", "verl"), "the trainer is Megatron"),
 }  # fmt: skip

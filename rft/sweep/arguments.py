@@ -31,7 +31,7 @@ def check(arguments: list[str]) -> None:
         plugin = LAUNCHERS.get(value) if key == "hydra/launcher" else None
         if plugin and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
             raise ConfigError(f"{argument} needs {plugin.replace('_', '-')}: pip install 'rft[sweep]'")
-        if redact.KEYS.search(key.rsplit(".", 1)[-1]):
+        if redact.is_secret_key(key.rsplit(".", 1)[-1]):
             raise ConfigError(
                 f"{key}: a sweep writes its overrides down; give this one in the environment (WANDB_API_KEY)"
             )

@@ -15,8 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft import config_file, train
 from rft.config import Config, ConfigError, TasksetConfig
-
-SECRETS, HIDDEN = ("api_key", "password"), "***"  # of monitor.monitor_args
+from rft.monitor import redact
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +44,7 @@ def composed(words: list[str]) -> DictConfig:
 def text(raw: DictConfig, everything: bool) -> str:
     given = plain(raw)
     args = given["monitor"]["monitor_args"]
-    args.update({name: HIDDEN for name in SECRETS if args.get(name)})
+    args.update({name: redact.HIDDEN for name, value in args.items() if value and redact.is_secret_key(name)})
     if not everything:
         default = plain(OmegaConf.structured(Config))
         taskset = plain(OmegaConf.structured(TasksetConfig))

@@ -4,12 +4,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rft.config import SynchronizerConfig, TrainerConfig
 from rft.device import choose
 from rft.feed import StepInput
+from rft.monitor import trace
+from rft.monitor.logs import new_attempt
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
 from rft.sync.style import Cadence
+from rft.tools import timeline
 from rft.trainer import Trainer
 
 STEPS = 5
@@ -154,3 +159,18 @@ def test_weights_for_engines_and_a_checkpoint_of_one_step_are_one_save() -> None
     assert events.index("save 0 weights") < events.index("published")
     assert events[events.index("save 2 full weights") :][1] == "published"
     assert saves(trained(Parts(by_saves=False), sync_interval=2)) == ["1 full", "2 full", "3 full", "4 full", "5 full"]
+
+
+def test_every_phase_of_a_step_is_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_dir = new_attempt(tmp_path)
+    monkeypatch.setenv(trace.DIRECTORY, str(log_dir / "trace"))
+    trace.start("rank_0")
+    trained(Parts())
+    trace.stop()
+    (track,) = timeline.load(tmp_path)
+    done = [name for name, *_ in track.spans()]
+    assert {
+        name: done.count(name) for name in ("wait_batch", "score", "train", "sync_wait", "staging_wait")
+    } == dict.fromkeys(("wait_batch", "score", "train", "sync_wait", "staging_wait"), STEPS)
+    versions = [event["name"] for event in track.events if event["name"].startswith("version ")]
+    assert versions == [f"version {step}" for step in range(STEPS + 1)]
