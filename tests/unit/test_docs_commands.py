@@ -1,0 +1,73 @@
+"""Every command in README and docs is one that exists: its keys compose, its tool and its files are there.
+
+What they do is tested elsewhere; this keeps a renamed key, option or file from staying in a page.
+"""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rft import cli, train
+from rft.sweep import arguments as sweeps
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+RFT = re.compile(r"(?:^|\s)(?:python -m rft\.train|rft train|rft config|rft doctor|launch/\w+\.sh)\s+(.*)")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line of a shell block; lines that end in a backslash go on."""
+    found = []
+    for page in PAGES:
+        for block in SHELL.findall(page.read_text(encoding="utf-8")):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.name, line.strip()) for line in lines if line.strip() and not line.startswith("#")]
+    return found
+
+
+def words(line: str) -> list[str]:
+    return [word for word in shlex.split(line, comments=True) if word != "..."]
+
+
+OVERRIDES = sorted({(page, line) for page, line in commands() if RFT.search(line) and "--config" not in line})
+TOOLS = sorted({(page, line) for page, line in commands() if re.match(r"rft (?!train\b)[a-z]", line)})
+FILES = sorted(
+    {
+        (page, word)
+        for page, line in commands()
+        if not line.startswith("cat ")
+        for word in words(line)
+        if re.fullmatch(r"(tests|bench|launch|configs|docs)/[\w./]+(::\w+)?", word) or re.fullmatch(r"bench\.\w+", word)
+    }
+)
+
+
+def test_there_are_commands() -> None:
+    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5
+
+
+@pytest.mark.parametrize("page,line", OVERRIDES)
+def test_its_keys_compose(page: str, line: str) -> None:
+    quoted = [word for word in words(line) if " " in word and RFT.search(word)]  # what ssh is told to run
+    found = RFT.search((quoted or [line])[0])
+    assert found
+    given = [word for word in words(found[1]) if "=" in word]
+    train.check_overrides(given)
+    if not sweeps.is_multirun(words(line)):
+        train.compose([word for word in given if not word.startswith("hydra")])
+
+
+@pytest.mark.parametrize("page,line", TOOLS)
+def test_its_tool_exists(page: str, line: str) -> None:
+    tool = words(line)[1]
+    assert tool in cli.TOOLS and importlib.util.find_spec(f"rft.tools.{cli.TOOLS[tool]}"), tool
+
+
+@pytest.mark.parametrize("page,word", FILES)
+def test_its_file_is_there(page: str, word: str) -> None:
+    path = f"{word.replace('.', '/')}.py" if word.startswith("bench.") else word.partition("::")[0]
+    assert (ROOT / path).exists(), f"{page} names {word}"
