@@ -357,7 +357,10 @@ def explain(error: Exception, inside: str = "") -> str:
     if key and isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give it a value"
     if key and "not in" in text:
-        return unknown(re.sub(r"^stages\[\d+\]\.", "", str(key)))
+        inner = re.sub(r"^stages\[\d+\]\.", "", str(key))
+        if inner in known_keys():
+            return f"{key}: this stage does not set it: put a + before the override, or set {inner} for all stages"
+        return unknown(inner)
     return f"{key}: {text}" if key else text
 
 

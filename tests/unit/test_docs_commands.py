@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rft import cli, train
+from rft import cli, stages, train
+from rft.buffer.data_files import check_rows, task_needs
+from rft.buffer.sft_rows import row_needs
+from rft.config import FormatConfig
 from rft.sweep import arguments as sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+QUICKSTART = re.compile(r'make quickstart ARGS="(.*)"')
 RFT = re.compile(r"(?:^|\s)(?:python -m rft\.train|rft train|rft config|rft doctor|launch/\w+\.sh)\s+(.*)")
 
 
@@ -33,6 +37,7 @@ def words(line: str) -> list[str]:
     return [word for word in shlex.split(line, comments=True) if word != "..."]
 
 
+CHANGED = sorted({(page, line) for page, line in commands() if QUICKSTART.match(line)})
 OVERRIDES = sorted({(page, line) for page, line in commands() if RFT.search(line) and "--config" not in line})
 TOOLS = sorted({(page, line) for page, line in commands() if re.match(r"rft (?!train\b)[a-z]", line)})
 FILES = sorted(
@@ -46,8 +51,20 @@ FILES = sorted(
 )
 
 
+ROWS = re.findall(r"```jsonl (\w+)\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("kind,rows", ROWS)
+def test_rows_of_the_page_on_data_are_taken(kind: str, rows: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(rows, encoding="utf-8")
+    of = FormatConfig(prompt_type="plaintext" if kind == "plaintext" else "messages")
+    needs = row_needs(of, "key") if kind == "supervised" else task_needs(of, "key")
+    assert check_rows([file], needs, "key") == len(rows.splitlines())
+
+
 def test_there_are_commands() -> None:
-    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5
+    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5 and len(ROWS) == 3
 
 
 @pytest.mark.parametrize("page,line", OVERRIDES)
@@ -59,6 +76,15 @@ def test_its_keys_compose(page: str, line: str) -> None:
     train.check_overrides(given)
     if not sweeps.is_multirun(words(line)):
         train.compose([word for word in given if not word.startswith("hydra")])
+
+
+@pytest.mark.parametrize("page,line", CHANGED)
+def test_the_quickstart_can_be_changed_like_this(page: str, line: str) -> None:
+    found = QUICKSTART.match(line)
+    assert found
+    given = ["experiment=quickstart", *shlex.split(found[1])]
+    train.check_overrides(given)
+    stages.check_overrides(train.compose(given), given)
 
 
 @pytest.mark.parametrize("page,line", TOOLS)
