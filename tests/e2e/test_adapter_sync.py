@@ -245,7 +245,7 @@ def test_the_stream_has_the_adapter_and_nothing_else(engine: Any, model_dirs: tu
     synchronizer = ray.remote(Synchronizer).options(max_concurrency=100).remote(buffer, 30.0)
     ray.get(synchronizer.join.remote("engine_0", engine))
     source = Source(adapter(base, 2))
-    publisher = Publisher(Alone(), source, synchronizer, SynchronizerConfig(sync_timeout=30.0), 1)
+    publisher = Publisher(Alone(), source, synchronizer, SynchronizerConfig(sync_timeout=30.0, bucket_bytes=2**20), 1)
     publisher.connect()
     version = next(versions)
     running = ask(engine, n=4, max_tokens=600, min_tokens=600, seed=5)
