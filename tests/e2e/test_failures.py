@@ -91,7 +91,7 @@ def test_part_killed(command: list[str], job: Path, title: str, code: int, words
         check_failed(run, code, *words)
 
 
-@pytest.mark.parametrize("title", ["VLLM::EngineCore", "ray::RolloutEngine"])
+@pytest.mark.parametrize("title", ["VLLM::EngineCore", pytest.param("ray::RolloutEngine", marks=pytest.mark.verify)])
 def test_the_only_engine_is_started_again(command: list[str], job: Path, title: str) -> None:
     with Attempt(command, job) as run:
         survivors = [run.find("ray::Explorer"), run.find("rft.rank ")]
@@ -104,7 +104,11 @@ def test_the_only_engine_is_started_again(command: list[str], job: Path, title: 
         run.find("VLLM::EngineCore")  # there is one
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.verify) for number in (signal.SIGINT, signal.SIGUSR1))],
+    ids=lambda number: number.name,
+)
 def test_signal_ends_at_a_step(command: list[str], job: Path, number: signal.Signals) -> None:
     with Attempt(command, job) as run:
         if number == signal.SIGINT:
@@ -124,6 +128,7 @@ def test_signal_while_the_parts_load(command: list[str], job: Path) -> None:
         check_failed(run, 128 + signal.SIGTERM, "stopped by SIGTERM;")
 
 
+@pytest.mark.verify
 def test_everything_killed_at_once(command: list[str], job: Path) -> None:
     with Attempt(command, job) as run:
         for process in run.family():
