@@ -18,6 +18,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rft import trinity_keys
+from rft.config_algorithm import AlgorithmConfig as AlgorithmConfig
+from rft.config_algorithm import OptimizerConfig
+from rft.config_buffer import BufferConfig, TasksetConfig
+from rft.config_buffer import ExperienceBufferConfig as ExperienceBufferConfig
+from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
+from rft.config_buffer import FormatConfig as FormatConfig
+from rft.config_buffer import RolloutArgs as RolloutArgs
+from rft.config_explorer import ExplorerConfig
+from rft.config_explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config_sweep import SweepConfig
 from rft.hints import closest
 from rft.hints import nearest as nearest
@@ -26,41 +35,6 @@ from rft.monitor import redact
 
 class ConfigError(ValueError):
     """A config that cannot run; the message names the key and the fix."""
-
-
-@dataclass
-class OptimizerConfig:
-    optimizer_type: str = "adam"  # adam | sgd (plain: without momentum, and so without any state)
-    lr: float = 1e-6
-    lr_scheduler_type: str = "constant"  # constant | linear | cosine | wsd (warm-up, stable, decay)
-    lr_warmup_steps: int = 0
-    lr_warmup_steps_ratio: float = 0.0  # the same as a share of all steps; set one of the two
-    lr_decay_steps: Optional[int] = None  # wsd: steps of the decay, which ends with the run
-    lr_decay_steps_ratio: Optional[float] = None  # wsd: the same as a share of all steps; default: 0.1
-    lr_decay_style: Optional[str] = None  # wsd: linear | cosine | minus_sqrt; default: linear
-    min_lr_ratio: float = 0.0  # floor of linear, cosine and wsd, as a share of lr
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adam only, as is eps
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-
-@dataclass
-class AlgorithmConfig:
-    algorithm_type: str = "grpo"  # a key of rft.algorithm.ALGORITHMS
-    repeat_times: Optional[int] = None  # responses per task; default: the algorithm's own
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    advantage_fn: Optional[str] = None  # default: the algorithm's own, as for the four keys below
-    advantage_fn_args: dict[str, Any] = field(default_factory=dict)
-    policy_loss_fn: Optional[str] = None
-    policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: Optional[str] = None  # token-mean | seq-mean-token-mean | seq-mean-token-sum
-    proximal_logprobs: bool = False  # the policy scores its batch first: the loss's ratio is to that, not to the engine
-    kl_loss_fn: Optional[str] = None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's
-    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
-    kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
-    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
-    entropy_loss_fn: str = "default"  # default | none
-    entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # entropy_coef (0.0)
 
 
 @dataclass
@@ -95,104 +69,6 @@ class ClusterConfig:
     threads_per_rank: int = 1
     threads_per_engine: int = 1
     master_port: int = 0  # 0: any free port
-
-
-@dataclass
-class FormatConfig:
-    prompt_type: str = "messages"  # plaintext | messages
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    system_prompt_key: Optional[str] = None
-    system_prompt: Optional[str] = None
-    messages_key: str = "messages"
-
-
-@dataclass
-class RolloutArgs:
-    temperature: Optional[float] = None  # default: 1.0 for training, 0.0 for evaluation
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: Optional[int] = None  # default: model.max_response_tokens
-
-
-@dataclass
-class TasksetConfig:
-    name: Optional[str] = None
-    storage_type: str = "file"
-    path: str = MISSING  # .jsonl, .parquet, or a directory of them
-    subset_name: Optional[str] = None
-    split: str = "train"
-    shuffle: bool = True  # training sets only; the order depends on (seed, epoch)
-    repeat_times: Optional[int] = None
-    format: FormatConfig = field(default_factory=FormatConfig)
-    rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
-    default_workflow_type: Optional[str] = None
-    default_reward_fn_type: Optional[str] = None
-    workflow_args: dict[str, Any] = field(default_factory=dict)
-    reward_fn_args: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class ExplorerInputConfig:
-    taskset: Optional[TasksetConfig] = None
-    eval_tasksets: list[TasksetConfig] = field(default_factory=list)
-    default_workflow_type: str = "single_turn"
-    default_eval_workflow_type: Optional[str] = None
-    default_reward_fn_type: str = "exact_match"
-
-
-@dataclass
-class ExperienceBufferConfig:
-    name: str = "experience_buffer"
-    storage_type: str = "queue"  # queue: durable journal fed by the explorer | file: supervised rows
-    path: Optional[str] = None  # file: the data; queue: directory of the journal, default <job>/buffer/<name>
-    split: str = "train"
-    shuffle: bool = True
-    max_read_timeout: float = 1800.0  # seconds; afterwards the incomplete batch is returned
-    format: FormatConfig = field(default_factory=FormatConfig)
-
-
-@dataclass
-class TrainerInputConfig:
-    experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
-
-
-@dataclass
-class BufferConfig:
-    batch_size: int = 1  # tasks per step
-    train_batch_size: Optional[int] = None  # experiences per step; default batch_size x repeat_times
-    total_epochs: int = 1
-    total_steps: Optional[int] = None  # wins over total_epochs
-    explorer_input: ExplorerInputConfig = field(default_factory=ExplorerInputConfig)
-    trainer_input: TrainerInputConfig = field(default_factory=TrainerInputConfig)
-
-
-@dataclass
-class RolloutModelConfig:
-    engine_type: str = "vllm"  # vllm (vllm_async is the same)
-    engine_num: int = 1
-    tensor_parallel_size: int = 1
-    dtype: Optional[str] = None  # default: trainer.dtype
-    max_num_seqs: int = 256
-    enable_prefix_caching: bool = True
-    kv_cache_gb: float = 1.0  # CPU only
-    gpu_memory_utilization: Optional[float] = None  # GPU only; default: 0.9, or 0.5 with cluster.colocate
-    enforce_eager: bool = True
-    max_restarts: int = 3  # how often each engine that died is started again; 0: the run ends with the first
-
-
-@dataclass
-class ExplorerConfig:
-    name: str = "explorer"
-    runner_per_model: int = 8  # groups in flight per engine
-    max_timeout: float = 900.0  # seconds for one task, all attempts together
-    max_retry_times: int = 2
-    reward_workers: int = 1
-    reward_timeout: float = 10.0  # seconds for one reward; then its worker is killed
-    rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
-    eval_interval: int = 0  # policy versions between evaluations; 0: only at start and end
-    eval_on_startup: bool = True
-    bench_on_latest_checkpoint: bool = False
 
 
 @dataclass

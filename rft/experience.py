@@ -98,9 +98,12 @@ class Experience(Record, kw_only=True):
     """One finished token sequence: what the trainer learns from.
 
     `tokens` = prompt + response, `prompt_length` splits them. `logprobs`, `action_mask` (and `advantages` where set) have
-    one entry per response token; `action_mask` is 1 where the policy chose the token. `reward_outcome` tells a real
-    reward of 0 from a reward function that timed out or failed. `group` is the admission number of its group, -1 for
-    data that no group made (supervised rows, evaluation). `routed_experts` is kept in the record: packing leaves it out.
+    one entry per response token; `action_mask` is 1 where the policy chose the token. `token_rewards`, where set, holds the
+    reward of every response token and wins over `reward`. `sample` says which attempt at the task this belongs to, `turn`
+    which model call of that attempt, where each makes an experience of its own. `expert`: a row that no policy sampled.
+    `reward_outcome` tells a real reward of 0 from a reward function that timed out or failed. `group` is the admission
+    number of its group, -1 for data that no group made (supervised rows, evaluation). `routed_experts` is kept in the
+    record: packing leaves it out.
     """
 
     tokens: list[int]
@@ -114,6 +117,9 @@ class Experience(Record, kw_only=True):
     stop: StopReason = "stop"
     group: int = -1
     sample: int = 0
+    turn: int = 0
+    token_rewards: list[float] = []
+    expert: bool = False
     task: str = ""
     timeline: int = 0  # run epoch that made it
     routed_experts: RoutedExperts | None = None

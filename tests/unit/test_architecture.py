@@ -9,7 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
 BASE = {
-    "experience", "protocols", "names", "adapters", "config", "config_sweep", "device", "monitor", "trinity_keys", "hints",
+    "experience", "protocols", "names", "adapters", "config", "config_algorithm", "config_buffer", "config_explorer",
+    "config_sweep", "device", "monitor", "trinity_keys", "hints",
 }  # fmt: skip
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {

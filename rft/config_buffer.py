@@ -1,0 +1,76 @@
+"""Keys of the section `buffer`: tasks that go in, and experiences on their way to the trainer."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class FormatConfig:
+    prompt_type: str = "messages"  # plaintext | messages
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    system_prompt_key: Optional[str] = None
+    system_prompt: Optional[str] = None
+    messages_key: str = "messages"
+
+
+@dataclass
+class RolloutArgs:
+    temperature: Optional[float] = None  # default: 1.0 for training, 0.0 for evaluation
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: Optional[int] = None  # default: model.max_response_tokens
+
+
+@dataclass
+class TasksetConfig:
+    name: Optional[str] = None
+    storage_type: str = "file"
+    path: str = MISSING  # .jsonl, .parquet, or a directory of them
+    subset_name: Optional[str] = None
+    split: str = "train"
+    shuffle: bool = True  # training sets only; the order depends on (seed, epoch)
+    repeat_times: Optional[int] = None
+    format: FormatConfig = field(default_factory=FormatConfig)
+    rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
+    default_workflow_type: Optional[str] = None
+    default_reward_fn_type: Optional[str] = None
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward_fn_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ExplorerInputConfig:
+    taskset: Optional[TasksetConfig] = None
+    eval_tasksets: list[TasksetConfig] = field(default_factory=list)
+    default_workflow_type: str = "single_turn"
+    default_eval_workflow_type: Optional[str] = None
+    default_reward_fn_type: str = "exact_match"
+
+
+@dataclass
+class ExperienceBufferConfig:
+    name: str = "experience_buffer"
+    storage_type: str = "queue"  # queue: durable journal fed by the explorer | file: supervised rows
+    path: Optional[str] = None  # file: the data; queue: directory of the journal, default <job>/buffer/<name>
+    split: str = "train"
+    shuffle: bool = True
+    max_read_timeout: float = 1800.0  # seconds; afterwards the incomplete batch is returned
+    format: FormatConfig = field(default_factory=FormatConfig)
+
+
+@dataclass
+class TrainerInputConfig:
+    experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
+
+
+@dataclass
+class BufferConfig:
+    batch_size: int = 1  # tasks per step
+    train_batch_size: Optional[int] = None  # experiences per step; default batch_size x repeat_times
+    total_epochs: int = 1
+    total_steps: Optional[int] = None  # wins over total_epochs
+    explorer_input: ExplorerInputConfig = field(default_factory=ExplorerInputConfig)
+    trainer_input: TrainerInputConfig = field(default_factory=TrainerInputConfig)

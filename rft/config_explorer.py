@@ -1,0 +1,32 @@
+"""Keys of the section `explorer`: who runs tasks, on which engines, and when they are evaluated."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass
+class RolloutModelConfig:
+    engine_type: str = "vllm"  # vllm (vllm_async is the same)
+    engine_num: int = 1
+    tensor_parallel_size: int = 1
+    dtype: Optional[str] = None  # default: trainer.dtype
+    max_num_seqs: int = 256
+    enable_prefix_caching: bool = True
+    kv_cache_gb: float = 1.0  # CPU only
+    gpu_memory_utilization: Optional[float] = None  # GPU only; default: 0.9, or 0.5 with cluster.colocate
+    enforce_eager: bool = True
+    max_restarts: int = 3  # how often each engine that died is started again; 0: the run ends with the first
+
+
+@dataclass
+class ExplorerConfig:
+    name: str = "explorer"
+    runner_per_model: int = 8  # groups in flight per engine
+    max_timeout: float = 900.0  # seconds for one task, all attempts together
+    max_retry_times: int = 2
+    reward_workers: int = 1
+    reward_timeout: float = 10.0  # seconds for one reward; then its worker is killed
+    rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    eval_interval: int = 0  # policy versions between evaluations; 0: only at start and end
+    eval_on_startup: bool = True
+    bench_on_latest_checkpoint: bool = False
