@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rft.buffer import delivery
 from rft.config import ExplorerConfig
 from rft.experience import Batch, EvalResult, decode
 
@@ -70,8 +71,8 @@ class QueueSource:
         """Tell the buffer where this trainer stands: leases from `step` on are handed out again as they were."""
         return self._call("attach_trainer", step, run_epoch)
 
-    def take(self, step: int) -> Batch:
-        return decode(self._call("take", step, timeout=self.take_timeout), Batch)
+    def take(self, step: int, min_model_version: int | None = None) -> Batch:
+        return delivery.opened(self._call("take", step, "trainer", min_model_version, timeout=self.take_timeout))
 
     def consumed(self, step: int) -> None:
         self._call("consumed", step)

@@ -14,28 +14,35 @@ is asked for; an incomplete batch is returned only after `max_read_timeout` or a
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from rft.buffer.choice import Choice
+from rft.buffer.delivery import Delivery, bad_reward, facts_of, oldest_version
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
 from rft.buffer.progress import (
     Attached,
     Consumed,
+    Evicted,
     Failed,
     Group,
     Issued,
     JournalRecord,
-    Leased,
     Restarted,
     Resumed,
     Stored,
 )
+from rft.buffer.replay import Replay
+from rft.buffer.waits import Waits
 from rft.config import ExperienceBufferConfig
-from rft.experience import Batch, Experience, decode, encode
+from rft.experience import encode
 
-COUNTERS = ("experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups")
+COUNTERS = (
+    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups", "bad_rewards",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +59,8 @@ class ExperienceBuffer:
         max_staleness: int | None,
         total_steps: int | None,
         segment_bytes: int = 64 * 2**20,
+        seed: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.timeout = config.max_read_timeout
         self.tasks_per_step = tasks_per_step
@@ -69,11 +78,9 @@ class ExperienceBuffer:
         self._all_done = False
         self._attempt = 0  # trainers attached to this process
         self._counts: Counter[str] = Counter()
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._ended = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
+        replay = Replay(config.replay_buffer, seed) if config.replay_buffer.enable else None
+        self._choice = Choice(self._progress, tasks_per_step, max_staleness, replay, clock)
+        self._waits = Waits()
         self._admission = asyncio.Lock()  # first come, first served: groups are issued in the order of the cursors
 
     # Explorers
@@ -96,8 +103,8 @@ class ExperienceBuffer:
 
         `cursor` is where the taskset continues after this task. Calls are served in the order they come.
         """
-        async with self._admission, self._changed:
-            if not await self._wait(lambda: self._may_admit() or self._is_supplied()):
+        async with self._admission, self._waits.changed:
+            if not await self._waits.wait(lambda: self._may_admit() or self._is_supplied(), self.timeout):
                 raise TimeoutError(
                     f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the trainer "
                     f"published no version after {self._published} ({self._where()})"
@@ -127,8 +134,8 @@ class ExperienceBuffer:
             slots = (self.max_staleness + 1) * self.tasks_per_step
             return self._published is not None and self._progress.ahead(group, self._published) < slots
 
-        async with self._changed:
-            if not await self._wait(is_free):
+        async with self._waits.changed:
+            if not await self._waits.wait(is_free, self.timeout):
                 raise TimeoutError(
                     f"group {group} could not start again in {self.timeout:g} s: the trainer published "
                     f"no version after {self._published} ({self._where()})"
@@ -140,13 +147,18 @@ class ExperienceBuffer:
 
     async def put(self, group: int, experiences: bytes) -> None:
         """Store the encoded list of a group's experiences; durable on return. A second put changes nothing."""
-        rows = decode(experiences, list[Experience])
+        rows = facts_of(experiences)
         if not rows:
             raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
-        if self._is_open_group(group, "duplicate_puts"):
+        if why := bad_reward(rows):
+            self._counts["bad_rewards"] += 1
+            await self.abandon(group, why)
+        elif self._is_open_group(group, "duplicate_puts"):
             self._counts["short_groups"] += len(rows) < self.repeat_times
             self._counts["experiences"] += len(rows)
-            await self._record(Stored(group=group, experiences=experiences))
+            self._append(Stored(group=group, experiences=experiences, version=oldest_version(rows)))
+            self._evict(self._choice.surplus())
+            await self._settle()
         else:
             await self._settle()  # the first put may still be on its way to the disk
 
@@ -162,7 +174,7 @@ class ExperienceBuffer:
             self._all_done = True
         else:
             self._done.add(explorer)
-        await self._notify()
+        await self._waits.notify()
 
     # Trainer
 
@@ -183,42 +195,45 @@ class ExperienceBuffer:
             "waiting": len(self._progress.waiting),
         }
 
-    async def take(self, step: int, trainer: str = "trainer") -> bytes:
-        """The encoded `Batch` of `step`, leased durably. Empty: the run is over.
+    async def take(self, step: int, trainer: str = "trainer", min_model_version: int | None = None) -> bytes:
+        """The encoded `Delivery` of `step`, leased durably. Without parts: the run is over.
 
-        Waits for the next groups in admission order. After `max_read_timeout` it returns those that are there, fewer
-        than a step's if need be; the others go into later steps. Raises TimeoutError if there is none.
+        Waits for the next groups in admission order, with a replay buffer for the first by priority. After `max_read_timeout` it
+        returns those that are there, fewer than a step's if need be; the others go into later steps. Raises TimeoutError if there
+        is none. Groups from before `min_model_version` are evicted, counted.
         """
         loop = asyncio.get_running_loop()
         begin, attempt = loop.time(), self._attempt
         if self.total_steps is not None and step >= self.total_steps:
-            return encode(Batch(step=step, experiences=[]))
-        async with self._changed:
+            return encode(Delivery(step=step))
+        async with self._waits.changed:
             self._check_step(step)
-            complete = step in self._progress.leases or await self._wait(
+            complete = step in self._progress.leases or await self._waits.wait(
                 lambda: (
                     self._attempt != attempt
                     or bool(self._stopped)
                     or step in self._progress.leases
-                    or self._next_groups(step) is not None
-                )
+                    or self._next_groups(step, min_model_version) is not None
+                ),
+                self.timeout,
+                self._choice.wake,
             )
             if self._stop_is_failure:
                 raise RuntimeError(self._stopped)
             if self._stopped:
-                return encode(Batch(step=step, experiences=[]))
+                return encode(Delivery(step=step))
             if self._attempt != attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             if step not in self._progress.leases:
-                groups = self._next_groups(step) if complete else self._incomplete(step)
+                groups = self._next_groups(step, min_model_version) if complete else self._incomplete(step)
                 if not groups:
-                    return encode(Batch(step=step, experiences=[]))
+                    return encode(Delivery(step=step))
                 self._lease(step, trainer, groups)
         await self._settle()
         lease = self._progress.leases[step]
-        experiences = await self._ledger.experiences(lease)
+        parts = await self._ledger.parts(lease)
         replayed = lease.run_epoch != self._progress.run_epoch
-        return encode(Batch(step=step, experiences=experiences, replayed=replayed, waited_s=loop.time() - begin))
+        return encode(Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin))
 
     async def consumed(self, step: int) -> None:
         """The trainer has finished `step`."""
@@ -237,7 +252,7 @@ class ExperienceBuffer:
             return
         if self._published is None or version > self._published:
             self._published, self._stored_before = version, self._progress.num_stored
-        await self._notify()
+        await self._waits.notify()
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer after a step."""
@@ -273,6 +288,8 @@ class ExperienceBuffer:
             "issued": progress.next_group,
             "stored": progress.num_stored,
             "failed": progress.num_failed,
+            "evicted": progress.num_evicted,
+            "kept_groups": len(progress.pool),
             "ready_groups": len(progress.stored()),
             "running_groups": len(progress.waiting) - len(progress.stored()),
             "next_step": progress.next_step,
@@ -290,8 +307,7 @@ class ExperienceBuffer:
 
     async def watch(self) -> None:
         """Return when the buffer is closed, raise when its journal fails; until then, wait."""
-        await self._ended.wait()
-        self._raise_failure()
+        await self._waits.watch()
 
     async def stop(self, reason: str = "") -> None:
         """End the giving out of batches: a `take` that waits, and every later one, is answered as at the end of the run.
@@ -300,70 +316,37 @@ class ExperienceBuffer:
         """
         self._stopped = reason or "stopped"
         self._stop_is_failure = bool(reason)
-        await self._notify()
+        await self._waits.notify()
 
     async def shutdown(self) -> None:
         """Wake up all who wait, sync and release the journal."""
-        self._closed = True
-        await self._notify()
-        self._ended.set()
+        await self._waits.close()
         self._ledger.journal.close()
 
     # Inside
 
     def _append(self, record: JournalRecord) -> None:
         """Journal a record, not yet durably, and take it into the state."""
-        self._check_open()
+        self._waits.check_open()
         try:
             self._ledger.append(record)
         except JournalError as error:
-            self._fail(error)
+            self._waits.fail(error)
             raise
 
     async def _settle(self) -> None:
         """Make all that was appended durable and tell those who wait."""
-        self._check_open()
+        self._waits.check_open()
         try:
             await self._ledger.journal.commit()
         except JournalError as error:
-            self._fail(error)
+            self._waits.fail(error)
             raise
-        await self._notify()
+        await self._waits.notify()
 
     async def _record(self, record: JournalRecord) -> None:
         self._append(record)
         await self._settle()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait, holding `_changed`, until `ready()`; False after the deadline."""
-        try:
-            async with asyncio.timeout(self.timeout):
-                await self._changed.wait_for(lambda: self._closed or self._failure is not None or ready())
-        except TimeoutError:
-            return False
-        self._check_open()
-        return True
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._ended.set()
-            task = asyncio.get_running_loop().create_task(self._notify())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise JournalError(f"the experience buffer stopped: {self._failure}") from self._failure
-
-    def _check_open(self) -> None:
-        self._raise_failure()
-        if self._closed:
-            raise JournalError("the experience buffer is closed")
 
     def _version_now(self) -> int | None:
         return None if self.max_staleness is None else self._published
@@ -402,17 +385,19 @@ class ExperienceBuffer:
         if step not in self._progress.leases and step != self._progress.next_step:
             raise ValueError(f"cannot take step {step}: the next one is {self._progress.next_step} ({self._where()})")
 
-    def _next_groups(self, step: int) -> list[Group] | None:
+    def _next_groups(self, step: int, min_model_version: int | None) -> list[Group] | None:
         """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait on."""
-        if self._all_done and not self._attached:  # mode=train: what an earlier explorer left unfinished stays so
-            return self._progress.stored()[: self.tasks_per_step]
-        groups = self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
-        if not all(group.stored for group in groups):
-            return None
-        return groups if len(groups) >= self.tasks_per_step or self._is_input_done() else None
+        if min_model_version is not None:
+            self._evict(self._choice.too_old(min_model_version))
+        return self._choice.groups(step, self._is_input_done(), abandoned=self._all_done and not self._attached)
+
+    def _evict(self, record: Evicted | None) -> None:
+        if record is not None:
+            logger.warning("groups %s are dropped: %s", record.groups, record.reason)
+            self._append(record)
 
     def _incomplete(self, step: int) -> list[Group]:
-        groups = self._progress.stored()[: self.tasks_per_step]
+        groups = self._choice.here()
         if not groups:
             raise TimeoutError(
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is the "
@@ -430,19 +415,11 @@ class ExperienceBuffer:
         return groups
 
     def _lease(self, step: int, trainer: str, groups: list[Group]) -> None:
-        if self.max_staleness is not None:
-            late = [g.number for g in groups if g.version is not None and step - g.version > self.max_staleness]
-            self._counts["over_stale_groups"] += len(late)
-            if late:
-                logger.warning("step %d trains groups %s later than max_staleness=%d", step, late, self.max_staleness)
-        self._append(
-            Leased(
-                step=step,
-                trainer=trainer,
-                run_epoch=self._progress.run_epoch,
-                groups=[group.number for group in groups],
-            )
-        )
+        late = self._choice.late(step, groups)
+        self._counts["over_stale_groups"] += len(late)
+        if late:
+            logger.warning("step %d trains groups %s later than max_staleness=%s", step, late, self.max_staleness)
+        self._append(self._choice.lease(step, trainer, groups))
 
     def _where(self) -> str:
         running = [number for number, group in self._progress.waiting.items() if not group.stored]
