@@ -77,6 +77,9 @@ class QueueSource:
     def consumed(self, step: int) -> None:
         self._call("consumed", step)
 
+    def saved(self, step: int) -> None:
+        self._call("saved", step)
+
     def stop(self) -> None:
         """Let a `take` that waits, and every later one, return an empty batch; from any thread, does not wait."""
         self.buffer.stop.remote()

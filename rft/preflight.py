@@ -17,6 +17,7 @@ from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
+from rft.buffer.experience_file import count_groups
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
@@ -31,8 +32,10 @@ from rft.config import (
     job_dir,
     nearest,
 )
+from rft.feed import reads_files
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.preflight_buffer import check_buffer
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_limits import check_given, check_limits
 from rft.preflight_sync import check_sync, fill_sync
@@ -63,7 +66,7 @@ CHOICES = {
     "synchronizer.kv": ("recompute", "keep"),
     "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
     "explorer.rollout_model.dtype": ("fp32", "bf16"),
-    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
+    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
@@ -78,6 +81,7 @@ POSITIVE = (
     "synchronizer.sync_interval", "synchronizer.sync_timeout",
     "synchronizer.bucket_bytes", "shutdown_grace_s", "cluster.threads_per_rank", "cluster.threads_per_engine",
     "algorithm.optimizer.lr", "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "buffer.trainer_input.experience_buffer.lease_s", "buffer.trainer_input.experience_buffer.max_experience_mb",
     "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s", "critic.optim.lr", "critic.cliprange_value",
 )  # fmt: skip
 NOT_NEGATIVE = (
@@ -300,16 +304,13 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows: set mode=train and "
             "buffer.trainer_input.experience_buffer.storage_type=file with a path"
         )
-    if kind.source == "rollouts" and storage != "queue":
-        raise ConfigError(
-            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
-            "buffer.trainer_input.experience_buffer.storage_type=queue"
-        )
 
 
 def _check_data(config: Config) -> None:
     rows = config.buffer.trainer_input.experience_buffer
-    if rows.storage_type == "file":
+    if ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
+        check_buffer(config)
+    elif rows.storage_type == "file":
         key = "buffer.trainer_input.experience_buffer"
         check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
         return
@@ -375,7 +376,9 @@ def count_steps(config: Config) -> int:
     if buffer.total_steps is not None:
         return buffer.total_steps
     rows = buffer.trainer_input.experience_buffer
-    if rows.storage_type == "file":
+    if reads_files(config) and ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
+        return buffer.total_epochs * (count_groups(str(rows.path)) // buffer.batch_size)
+    if rows.storage_type == "file" and config.mode == "train":
         taskset = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split, format=rows.format)
         per_step = int(buffer.train_batch_size or 1)
     elif buffer.explorer_input.taskset is not None:

@@ -309,9 +309,15 @@ def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
 
 
 def _source(rank: Rank) -> Any:
-    """Rank 0's batches: supervised rows from a file, or the durable queue."""
+    """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
+    from rft.feed import is_supervised
+
     config = rank.config
     experience_buffer = config.buffer.trainer_input.experience_buffer
+    if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
+        from rft.buffer.experience_file import ExperienceFile
+
+        return ExperienceFile(str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps)
     if experience_buffer.storage_type == "file":
         from rft.buffer.sft_rows import SupervisedRows
 

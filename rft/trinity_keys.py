@@ -59,7 +59,6 @@ YET = "not in rft yet"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
 JUICER = f"Data-Juicer is {YET}: process the files before the run, or in a function given as prepare=module:function"
 PIPELINE = f"pipelines over experiences are {YET}: shape rewards in buffer.explorer_input.default_reward_fn_type=module:function"
-REPLAY = f"a replay buffer is {YET}: raise buffer.total_epochs to see tasks again"
 ALL_TASKS = "every task of a step is waited for, and explorer.max_timeout caps the slow ones"
 OWN_LIMIT = "explorer.max_timeout is the limit of one task, all attempts together"
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
@@ -107,14 +106,6 @@ KEYS: dict[str, Key] = {
     f"{TASKSET}.rollout_args.n": Key("F18", "set algorithm.repeat_times, or repeat_times of an evaluation set", only=(1,)),
     f"{TASKSET}.format.workflow_key": Key("F21", f"a workflow per row is {YET}: set {TASKSET}.default_workflow_type to your own"),
     f"{TASKSET}.format.reward_fn_key": Key("F21", f"a reward per row is {YET}: your own reward function gets the row as task.raw"),
-    "buffer.trainer_input.experience_buffer.replay_buffer.enable": Key("F29", REPLAY, only=(False,)),
-    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": Key("F30", REPLAY),
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": Key(
-        "F31", "it belongs to a replay buffer that is off", only=("linear_decay", "linear_decay_use_count_control_randomization"),
-    ),
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args": Key(
-        "F34", "it belongs to a replay buffer that is off", takes_any=True
-    ),
     "buffer.trainer_input.auxiliary_buffers": Key(
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
@@ -189,7 +180,10 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.explorer_input.taskset.default_reward_fn_type", "buffer.explorer_input.taskset.workflow_args",
     "buffer.explorer_input.taskset.reward_fn_args", "buffer.trainer_input.experience_buffer.name",
     "buffer.trainer_input.experience_buffer.storage_type", "buffer.trainer_input.experience_buffer.path",
-    "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.explorer_input.taskset.format.prompt_type",
+    "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.trainer_input.experience_buffer.replay_buffer.enable",
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args", "buffer.explorer_input.taskset.format.prompt_type",
     "buffer.explorer_input.taskset.format.prompt_key", "buffer.explorer_input.taskset.format.response_key",
     "buffer.explorer_input.taskset.format.system_prompt_key", "buffer.explorer_input.taskset.format.system_prompt",
     "buffer.explorer_input.taskset.format.messages_key", "buffer.trainer_input.experience_buffer.format.prompt_type",
@@ -238,9 +232,6 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
     ),
     "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
     f"{TASKSET}.storage_type": (("sql", "queue"), f"it is {YET}: export the rows to JSON lines and set {TASKSET}.path"),
-    "buffer.trainer_input.experience_buffer.storage_type": (
-        ("sql",), "the queue's journal is durable by itself, and mode=train reads what a run of mode=explore left: set queue",
-    ),
     "monitor.monitor_type": (("swanlab",), f"it is {YET}"),
     "explorer.rollout_model.engine_type": (("sglang", "tinker", "external"), "the engine is vLLM"),
     "trainer.trainer_type": (("tinker", "verl"), "the trainer is Megatron"),

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rft.buffer.choice import Choice
-from rft.buffer.delivery import Delivery, bad_reward, facts_of, oldest_version
+from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of, oldest_version
+from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
 from rft.buffer.progress import (
@@ -58,8 +59,8 @@ class ExperienceBuffer:
         repeat_times: int,
         max_staleness: int | None,
         total_steps: int | None,
-        segment_bytes: int = 64 * 2**20,
         seed: int = 0,
+        segment_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.timeout = config.max_read_timeout
@@ -80,6 +81,8 @@ class ExperienceBuffer:
         self._counts: Counter[str] = Counter()
         replay = Replay(config.replay_buffer, seed) if config.replay_buffer.enable else None
         self._choice = Choice(self._progress, tasks_per_step, max_staleness, replay, clock)
+        self._copy = Copy(str(config.path), self._ledger.stored()) if is_file(config.path) else None
+        self._copying = asyncio.Lock()  # a group's lines stay together
         self._waits = Waits()
         self._admission = asyncio.Lock()  # first come, first served: groups are issued in the order of the cursors
 
@@ -156,9 +159,14 @@ class ExperienceBuffer:
         elif self._is_open_group(group, "duplicate_puts"):
             self._counts["short_groups"] += len(rows) < self.repeat_times
             self._counts["experiences"] += len(rows)
+            timeline = self._progress.waiting[group].run_epoch
             self._append(Stored(group=group, experiences=experiences, version=oldest_version(rows)))
             self._evict(self._choice.surplus())
             await self._settle()
+            if self._copy is not None:
+                async with self._copying:
+                    part = Part(group=group, timeline=timeline, experiences=experiences)
+                    await asyncio.to_thread(self._copy.add, part)
         else:
             await self._settle()  # the first put may still be on its way to the disk
 
@@ -270,6 +278,9 @@ class ExperienceBuffer:
         await self._settle()
         return position
 
+    async def saved(self, step: int) -> None:
+        """A checkpoint of `step` is complete: nobody else could have its batches, so nothing is to be done."""
+
     async def retain(self, position: int, step: int | None = None) -> None:
         """What no retained checkpoint needs may go: `position` and `step` are the smallest that any of them has.
 
@@ -321,6 +332,8 @@ class ExperienceBuffer:
     async def shutdown(self) -> None:
         """Wake up all who wait, sync and release the journal."""
         await self._waits.close()
+        if self._copy is not None:
+            self._copy.close()
         self._ledger.journal.close()
 
     # Inside

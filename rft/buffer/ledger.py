@@ -79,6 +79,15 @@ class Ledger:
             ]
             return await asyncio.to_thread(read_parts, self.journal, rows)
 
+    def stored(self) -> Iterator[Part]:
+        """All groups that have experiences here, by number."""
+        progress = self.progress
+        leased = {group.number: group for lease in progress.leases.values() for group in lease.groups}
+        for number, group in sorted((leased | progress.pool | progress.waiting).items()):
+            if group.stored:
+                part = Part(group=number, timeline=group.run_epoch, experiences=b"")
+                yield from read_parts(self.journal, [(self._rows[number], part)])
+
     async def retain(self, position: int, step: int | None) -> None:
         """Drop whole segments before `position`, except for what a resume at `step` or later needs.
 

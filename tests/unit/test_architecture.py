@@ -29,6 +29,7 @@ TOP = {
     "preflight_trainer",
     "preflight_sync",
     "preflight_limits",
+    "preflight_buffer",
     "preflight_colocate",
     "cards",
     "modes",

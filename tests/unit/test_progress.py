@@ -228,7 +228,9 @@ def make(
     segment_bytes: int = 2**20,
 ) -> ExperienceBuffer:
     config = ExperienceBufferConfig(max_read_timeout=timeout)
-    return ExperienceBuffer(config, str(directory), tasks_per_step, 1, max_staleness, total_steps, segment_bytes)
+    return ExperienceBuffer(
+        config, str(directory), tasks_per_step, 1, max_staleness, total_steps, segment_bytes=segment_bytes
+    )
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
