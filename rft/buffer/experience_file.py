@@ -1,8 +1,8 @@
 """Experiences as JSON lines: a copy of what a queue stores, or all of a training run's input.
 
 In: the experiences of groups, as stored. Out: one line per experience with every field of `Experience` (token ids, versions,
-log-probabilities, masks), the lines of a group behind each other; read back they are equal to what was stored, every bit. As a `feed.Source`
-the file gives a step its next groups, from the first on, so a resume at any step goes on exactly there.
+log-probabilities, masks), the lines of a group behind each other; read back they are equal to what was stored, every bit. As a
+`feed.Source` the file gives a step its next groups, from the first on, so a resume at any step goes on exactly there.
 
 Invariant: the journal is the truth and the copy follows it: what a crash left out or tore is mended when the queue opens again.
 """
