@@ -109,7 +109,7 @@ class Process:
 
 
 def exactly_once(url: str, directory: Path, writers: int, leasers: int, groups: int) -> None:
-    """`writers` x `groups` groups through `leasers` trainers; one of each is killed and begins again. Each group is trained once."""
+    """`writers` x `groups` groups through `leasers` trainers, one of each killed and begun again: each group is trained once."""
     explorers = [Process("explorer", url, f"e{n}", groups, groups // 2 if n == 0 else -1) for n in range(writers)]
     trainers = [Process("trainer", url, f"t{n}", directory, 3 if n == 0 else -1) for n in range(leasers)]
     given = trainers[0].until("taken 3")
