@@ -49,7 +49,7 @@ def test_explorer_and_trainer_share_a_database_and_the_trainers_weights(tmp_path
 
 @pytest.mark.verify
 def test_rollouts_go_to_a_file_and_a_trainer_reads_it(tmp_path: Path) -> None:
-    """Rollout-only, then train-only without Ray or buffer; token ids, log-probabilities and versions are those that were sampled."""
+    """Rollout-only, then train-only without Ray or buffer; ids, log-probabilities and versions are those that were sampled."""
     assets, file = write_assets(tmp_path / "assets"), tmp_path / "experiences.jsonl"
     stored = [f"{BUFFER}.storage_type=file", f"{BUFFER}.path={file}"]
     with train(*overrides(tmp_path, "dumped", assets, "mode=explore", "trainer.total_steps=2", *stored)) as run:
