@@ -51,13 +51,16 @@ def dump(parts: Iterable[Part], path: Path) -> int:
     """Write a file of these groups, whole or not at all; returns how many groups."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, count = path.with_name(path.name + ".tmp"), 0
-    with draft.open("wb") as file:
-        for part in parts:
-            file.write(lines_of(part))
-            count += 1
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            for part in parts:
+                file.write(lines_of(part))
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return count
 
 

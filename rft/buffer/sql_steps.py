@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from rft.buffer.delivery import Facts, Part, oldest_version
 from rft.buffer.journal import JournalError
-from rft.buffer.sql_tables import OPEN, Tables, now
+from rft.buffer.sql_tables import OPEN, Tables, blobs, now
 from rft.experience import decode, encode
 from rft.monitor import redact
 
@@ -251,19 +250,19 @@ class Steps:
 
     def parts(self, db: Connection, trainer: str, step: int) -> list[Part]:
         """The groups of a lease with all of their experiences, in admission order."""
-        groups, rows = self.tables.groups, self.tables.experiences
+        groups = self.tables.groups
         held = (groups.c.trainer == trainer) & (groups.c.step == step)
         query = sql.select(groups.c.number, groups.c.run_epoch, groups.c.size).where(held).order_by(groups.c.number)
         found = []
         for group in db.execute(query).all():
-            data = sql.select(rows.c.data).where(rows.c.group == group.number).order_by(rows.c.number)
-            blobs = [msgspec.Raw(bytes(blob)) for blob in db.execute(data).scalars()]
-            if len(blobs) != group.size:
+            experiences = blobs(db, self.tables, group.number)
+            if len(experiences) != group.size:
                 raise JournalError(
-                    f"the database has {len(blobs)} of the {group.size} experiences of group {group.number}, which step {step} of "
-                    f"{trainer} needs: rows of {rows.name} were deleted; restore them, or resume from another checkpoint"
+                    f"the database has {len(experiences)} of the {group.size} experiences of group {group.number}, which step "
+                    f"{step} of {trainer} needs: restore the rows of {self.tables.experiences.name} that were deleted, or resume "
+                    f"from another checkpoint"
                 )
-            found.append(Part(group=group.number, timeline=group.run_epoch, experiences=encode(blobs)))
+            found.append(Part(group=group.number, timeline=group.run_epoch, experiences=encode(experiences)))
         return found
 
     def consumed(self, db: Connection, trainer: str, run_epoch: int, step: int) -> None:

@@ -10,12 +10,16 @@ PostgreSQL's lock the rows that they decide about. Invariant: an experience is m
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import sqlalchemy as sql
 from sqlalchemy import BigInteger, Column, Connection, Engine, Float, Integer, LargeBinary, MetaData, String, Table
 
+from rft.buffer.delivery import Part
 from rft.config import ConfigError, ExperienceBufferConfig
+from rft.experience import encode
 from rft.monitor import redact
 
 SCHEMA = 1
@@ -170,3 +174,20 @@ def now(connection: Connection) -> float:
     if connection.dialect.name == "postgresql":
         return float(connection.execute(sql.text("select extract(epoch from clock_timestamp())")).scalar_one())
     return float(connection.execute(sql.text("select (julianday('now') - 2440587.5) * 86400.0")).scalar_one())
+
+
+def stored(connection: Connection, tables: Tables) -> Iterator[Part]:
+    """All groups whose experiences are there, by number."""
+    groups = tables.groups
+    query = sql.select(groups.c.number, groups.c.run_epoch).where(groups.c.state == "stored").order_by(groups.c.number)
+    for group in connection.execute(query).all():
+        yield Part(
+            group=group.number, timeline=group.run_epoch, experiences=encode(blobs(connection, tables, group.number))
+        )
+
+
+def blobs(connection: Connection, tables: Tables, group: int) -> list[msgspec.Raw]:
+    """A group's experiences, each as it was encoded."""
+    rows = tables.experiences
+    query = sql.select(rows.c.data).where(rows.c.group == group).order_by(rows.c.number)
+    return [msgspec.Raw(bytes(blob)) for blob in connection.execute(query).scalars()]
