@@ -4,6 +4,7 @@ In: a filled config whose algorithm learns from rollouts. Out: nothing, or a Con
 database is spoken to, and a file of experiences read from end to end.
 """
 
+import importlib.util
 import math
 
 from rft.buffer.experience_file import SUFFIXES, count_groups, is_file
@@ -21,6 +22,8 @@ def check_buffer(config: Config) -> None:
         return
     _check_replay(buffer)
     if buffer.storage_type == "sql":
+        if importlib.util.find_spec("sqlalchemy") is None:
+            raise ConfigError(f"{KEY}.storage_type=sql needs SQLAlchemy: pip install rft[sql]")
         from rft.buffer.sql_tables import check_database
 
         check_database(buffer)

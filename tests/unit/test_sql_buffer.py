@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sql
 
+from rft import config as configs
 from rft.buffer.delivery import opened
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
 from rft.buffer.sql_steps import Lost
-from rft.buffer.sql_tables import check_database
+from rft.buffer.sql_tables import check_database, shown
 from rft.config import ConfigError, ExperienceBufferConfig
 from tests.unit.sql_world import buffer, exactly_once, rows
 
@@ -221,6 +222,22 @@ def test_a_database_with_another_schema_is_refused(url: str) -> None:
     change(url, "create table rewards_groups (number integer)")
     with pytest.raises(ConfigError, match="rewards_groups without explorer"):
         check_database(config)
+
+
+def test_a_password_in_the_url_is_in_no_file_and_reaches_the_processes_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configs.Config(name="a")
+    config.model.model_path = "DIR"
+    address = "postgresql://rft:open-sesame@db.example/rft"
+    config.buffer.trainer_input.experience_buffer.path = address
+    name = "RFT_SECRET_BUFFER_TRAINER_INPUT_EXPERIENCE_BUFFER_PATH"
+    monkeypatch.delenv(name, raising=False)
+    configs.save(config, tmp_path / "resolved.yaml")
+    assert "sesame" not in (tmp_path / "resolved.yaml").read_text()
+    assert configs.load(tmp_path / "resolved.yaml").buffer.trainer_input.experience_buffer.path == address
+    assert "sesame" not in shown(address)
+    monkeypatch.delenv(name)
 
 
 def test_a_database_that_fails_ends_the_run_through_watch(url: str) -> None:
