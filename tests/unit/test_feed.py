@@ -36,6 +36,7 @@ class Rows:
     def mark(self) -> int:
         return 0
 
+    def saved(self, step: int) -> None: ...
     def retain(self, loop: dict[str, Any]) -> None: ...
 
 
