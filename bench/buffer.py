@@ -6,7 +6,8 @@ In: nothing; experiences of 1,024 tokens (256 of the prompt; ids below 151,936, 
 Out: a table and one last line of JSON.
 
     queue   explorers admit and put groups of 8, 64 at a time, each acknowledged when it is durable, while a trainer takes batches
-            of 256 experiences, decodes them and says consumed, each of these durable too; all in one process, on one event loop
+            of 256 experiences, decodes them and says consumed, each of these durable too; the trainer is a process of its own, as
+            it is in a run, and explorers share the queue's
     raw     the same encoded groups appended to a file, with an fsync for as many of them as shared one in the queue
     kills   a writer and trainer of this kind in a process of its own, killed with -9 at a random moment, again and again on one
             journal: acknowledged groups that are not there afterwards, groups in two batches, batches that a restart changed
@@ -19,6 +20,7 @@ import asyncio
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,7 @@ REPEATS, TASKS, AT_ONCE = 8, 32, 64
 ROUNDS, QUICK_ROUNDS, STEPS = 10, 5, 40
 KILLS, QUICK_KILLS = 200, 200
 BAR = 5000.0
+LENGTH = struct.Struct("<Q")
 
 
 def group(seed: int, tokens: int = TOKENS, prompt: int = PROMPT) -> bytes:
@@ -59,7 +62,35 @@ def queue(directory: str, max_staleness: int | None = None) -> ExperienceBuffer:
     return ExperienceBuffer(ExperienceBufferConfig(), directory, TASKS, REPEATS, max_staleness, None)
 
 
-async def through(buffer: ExperienceBuffer, groups: list[bytes], steps: int) -> float:
+class Trainer:
+    """A process that gets every batch as the queue delivers it, and makes experiences of it."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "bench.buffer", "--trainer"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def open(self, delivery: bytes) -> int:
+        """How many experiences there were."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(LENGTH.pack(len(delivery)) + delivery)
+        self.process.stdin.flush()
+        return LENGTH.unpack(self.process.stdout.read(LENGTH.size))[0]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve_trainer() -> None:
+    """The other end, in the process."""
+    while header := sys.stdin.buffer.read(LENGTH.size):
+        batch = opened(sys.stdin.buffer.read(LENGTH.unpack(header)[0]))
+        sys.stdout.buffer.write(LENGTH.pack(len(batch.experiences)))
+        sys.stdout.buffer.flush()
+
+
+async def through(buffer: ExperienceBuffer, trainer: Trainer, groups: list[bytes], steps: int) -> float:
     """Seconds for so many steps' groups from `admit` to `consumed`."""
     await buffer.attach_trainer(0, 1)
     free = asyncio.Semaphore(AT_ONCE)
@@ -70,23 +101,23 @@ async def through(buffer: ExperienceBuffer, groups: list[bytes], steps: int) -> 
             assert admitted is not None
             await buffer.put(admitted, groups[number % len(groups)])
 
-    async def trainer() -> None:
+    async def train() -> None:
         for step in range(steps):
-            batch = opened(await buffer.take(step))
-            assert len(batch.experiences) == TASKS * REPEATS
+            count = await asyncio.to_thread(trainer.open, await buffer.take(step))
+            assert count == TASKS * REPEATS
             await buffer.consumed(step)
 
     began = time.perf_counter()
-    await asyncio.gather(trainer(), *(one(number) for number in range(steps * TASKS)))
+    await asyncio.gather(train(), *(one(number) for number in range(steps * TASKS)))
     return time.perf_counter() - began
 
 
-def round_of(groups: list[bytes], steps: int, directory: str) -> tuple[float, float, float]:
+def round_of(groups: list[bytes], trainer: Trainer, steps: int, directory: str) -> tuple[float, float, float]:
     """(experiences/s of the queue, of the raw file, groups per fsync)."""
 
     async def run() -> tuple[float, float]:
         buffer = queue(directory)
-        seconds = await through(buffer, groups, steps)
+        seconds = await through(buffer, trainer, groups, steps)
         shared = steps * TASKS / max(1, buffer.stats()["fsyncs"])
         await buffer.shutdown()
         return seconds, shared
@@ -187,16 +218,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--endless", help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.trainer:
+        serve_trainer()
+        return
     if arguments.endless:
         asyncio.run(endless(arguments.endless))
         return
     rounds, count = (QUICK_ROUNDS, QUICK_KILLS) if arguments.quick else (ROUNDS, KILLS)
     groups = [group(seed) for seed in range(TASKS)]
-    found = []
+    found, trainer = [], Trainer()
     for _ in range(rounds + 1):  # the first warms up
         with tempfile.TemporaryDirectory(prefix="rft-bench-") as directory:
-            found.append(round_of(groups, STEPS, directory))
+            found.append(round_of(groups, trainer, STEPS, directory))
+    trainer.close()
     ours, theirs, shared = ([row[column] for row in found[1:]] for column in range(3))
     left = kills(count)
     rows = [
