@@ -7,6 +7,7 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
+       rft studio [--port N]                                         a page on which a config is put together
        rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
        rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)
        rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)
@@ -19,6 +20,7 @@ TOOLS = {  # word: module of rft.tools
     "engines": "engines",
     "sweep-report": "sweep_report",
     "report": "report",
+    "studio": "studio",
     "trace": "timeline",
 }
 
