@@ -14,7 +14,7 @@ STANDINGS = coverage_page.standings()
 
 
 @cache
-def tests_in(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     """Names of the test functions in a file, those in classes included."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -41,7 +41,7 @@ def test_what_is_said_is_shown_by_tests_that_exist(standing: coverage_page.Stand
     for test in standing.tests:
         file, _, name = test.partition("::")
         assert (ROOT / file).is_file(), f"{file} does not exist"
-        assert name in tests_in(file), f"{file} has no {name}"
+        assert name in names_in(file), f"{file} has no {name}"
 
 
 def test_the_page_is_that_of_the_tables() -> None:
