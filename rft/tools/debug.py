@@ -1,6 +1,6 @@
 """`rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] [section.key=value ...]`: one task, every token.
 
-    row of a taskset ──► its workflow, on a real engine, with its reward ──► a table per experience, experiences.jsonl
+    row of a taskset ──► its workflow, on a real engine, with its reward ──► a table per experience, and experiences.jsonl
 
 In: the command line of `rft train`; no trainer is started and nothing of the run is touched: logs and experiences lie in a job
 directory of their own, `<name>_debug`. Out: for every token of every experience its id, text, whether it is trained, the
@@ -19,6 +19,7 @@ import msgspec
 
 from rft import config as configs
 from rft import launch, processes, train
+from rft.buffer.reading import DEBUGGED
 from rft.buffer.taskset import Taskset, build_tasksets
 from rft.config import Config, ConfigError
 from rft.experience import Experience, Task, decode, encode
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
         print(f"rft: {failure}", file=sys.stderr)
         return failure.code
     print("\n".join(shown(config, task, experiences)))
-    file = configs.job_dir(config) / "experiences.jsonl"
+    file = configs.job_dir(config) / DEBUGGED
     with file.open("ab") as lines:
         lines.writelines(msgspec.json.encode(experience) + b"\n" for experience in experiences)
     print(f"\nadded to {file}")

@@ -3,20 +3,14 @@
     page ── recipe, values ──► examine ──► the file for `rft train --config`, problems by key, GPUs, memory
 
 In: what the browser sends. Out: the page, its fields, and for a set of values what `rft train`, `rft config` and `rft doctor` would
-say of them. Nothing is started or written, and a recipe's `prepare` function is not called. It listens on loopback only and
-answers only who asks for it by that name, so no other page that the browser has open can ask it. Invariant: what the page calls
-ready is a file that `rft train --config` takes.
+say of them. Nothing is started or written, and a recipe's `prepare` function is not called. Invariant: what the page calls ready
+is a file that `rft train --config` takes.
 """
 
 import argparse
 import functools
-import json
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,82 +22,17 @@ from rft import config as configs
 from rft import preflight, train
 from rft.config import Config, ConfigError, TasksetConfig
 from rft.tools import config as config_tool
-from rft.tools import doctor, memory_plan, studio_fields
+from rft.tools import doctor, local_page, memory_plan, studio_fields
 
 PAGE = Path(__file__).with_name("studio.html")
 RECIPES = ("grpo", "ppo", "sft")
-LARGEST = 2**20  # bytes of one question
 ADVANTAGED = ("both", "train")
-examining = threading.Lock()  # Hydra has one state per process, and a check makes directories that it takes away again
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rft studio", description="Put a config together in the browser.")
     parser.add_argument("--port", type=int, default=8501, help="0: any free one (default: 8501)")
-    options = parser.parse_args(argv)
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    except OSError as error:
-        print(f"rft studio: port {options.port}: {error.strerror}; give another with --port, or 0", file=sys.stderr)
-        return 2
-    print(f"rft studio: http://127.0.0.1:{server.server_port}   (ends with Ctrl-C)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.server_close()
-    return 0
-
-
-class Handler(BaseHTTPRequestHandler):
-    """GET / is the page, GET /api/fields what it is made of, POST /api/examine a question."""
-
-    def do_GET(self) -> None:
-        if self.path == "/api/fields":
-            with examining:
-                self._json(described())
-        elif self.path == "/":
-            self._send(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
-        else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not here\n")
-
-    def do_POST(self) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
-        if self.path != "/api/examine" or size > LARGEST:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not here\n")
-            return
-        try:
-            asked = json.loads(self.rfile.read(size))
-            recipe, values = str(asked["recipe"]), {str(key): str(text) for key, text in asked["values"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"want {recipe, values: {key: text}}\n")
-            return
-        with examining:
-            self._json(examine(recipe, values))
-
-    def parse_request(self) -> bool:
-        """Whoever asks under another name is a page of somebody else that made its name point here."""
-        if not super().parse_request():
-            return False
-        host = str(self.headers.get("Host", "")).rpartition(":")[0]
-        if host in ("127.0.0.1", "localhost"):
-            return True
-        self._send(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1\n")
-        return False
-
-    def _json(self, found: Any) -> None:
-        self._send(HTTPStatus.OK, "application/json", json.dumps(found).encode())
-
-    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """A line per request would hide the address."""
+    return local_page.serve("rft studio", parser.parse_args(argv).port, PAGE, ANSWERS)
 
 
 def described() -> dict[str, Any]:
@@ -243,3 +172,9 @@ def plain_values(raw: DictConfig) -> dict[str, str]:
 
 def written(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+ANSWERS: local_page.Answers = {
+    "/api/fields": lambda asked: described(),
+    "/api/examine": lambda asked: examine(str(asked["recipe"]), {str(k): str(v) for k, v in asked["values"].items()}),
+}

@@ -4,7 +4,6 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from rft import config as configs
 from rft import preflight
 from rft.tools import config as config_tool
 from rft.tools import studio, studio_fields
+from rft.tools.local_page import PageServer
 
 TASKSET = studio_fields.TASKSET
 
@@ -107,8 +107,8 @@ def test_keys_show_up_with_what_they_belong_to() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), studio.Handler) as made:
+def server() -> Iterator[PageServer]:
+    with PageServer(0, studio.PAGE, studio.ANSWERS) as made:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
         yield made
@@ -119,7 +119,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 @pytest.mark.parametrize(
     ("method", "path", "body", "host", "status"),
     [
-        ("GET", "/", None, "127.0.0.1:1", 200), ("GET", "/api/fields", None, "localhost:1", 200),
+        ("GET", "/", None, "127.0.0.1:1", 200), ("POST", "/api/fields", None, "localhost:1", 200),
         ("POST", "/api/examine", {"recipe": "grpo", "values": {}}, "127.0.0.1:1", 200),
         ("POST", "/api/examine", {"recipe": "grpo"}, "127.0.0.1:1", 400),
         ("POST", "/api/examine", {"recipe": "grpo", "values": {}}, "evil.example:1", 403),
@@ -127,7 +127,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     ],
 )  # fmt: skip
 def test_it_answers_its_own_page_only(
-    server: ThreadingHTTPServer, method: str, path: str, body: dict[str, object] | None, host: str, status: int
+    server: PageServer, method: str, path: str, body: dict[str, object] | None, host: str, status: int
 ) -> None:
     link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     link.request(method, path, None if body is None else json.dumps(body), {"Host": host})
@@ -135,6 +135,6 @@ def test_it_answers_its_own_page_only(
     link.close()
 
 
-def test_a_port_that_is_taken_is_refused(server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_refused(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert studio.main(["--port", str(server.server_port)]) == 2
     assert "--port" in capsys.readouterr().err
