@@ -143,6 +143,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("monitor.monitor_type=swanlab", "monitor.monitor_type", "not in rft yet"),
     ("+monitor.monitor_args.uri=a", "monitor.monitor_args.uri", "it takes none"),
     ("monitor=wandb +monitor.monitor_args.key=a", "monitor.monitor_args.key", "it takes mode, base_url, api_key"),
+    ("monitor=mlflow +monitor.monitor_args.url=a", "monitor.monitor_args.url", "it takes uri, username, password"),
     ("monitor=wandb monitor.monitor_args.mode=onlin", "monitor.monitor_args.mode", "offline, online, disabled"),
     ("monitor.num_samples=-1", "monitor.num_samples", "0 or more"),
     ("log.level=info", "log.level", "INFO"),
