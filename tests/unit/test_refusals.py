@@ -154,6 +154,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("+stages=[{stage_name:a,trainer:{totl_steps:1}}]", "trainer.totl_steps", "trainer.total_steps"),
     ("+stages=[{stage_name:a,stages:[{stage_name:b}]}]", "stages", "of its own"),
     ("+stages=[a]", "stages", "its keys"),
+    ("+stages=[{stage_name:a}] +every_stage.trainer.totl_steps=1", "every_stage: unknown key `trainer.totl", "trainer.total_steps"),
+    ("+every_stage.stages=[]", "every_stage.stages", "like every_stage.trainer.total_steps"),
 ]  # fmt: skip
 
 
