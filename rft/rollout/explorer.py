@@ -23,10 +23,10 @@ import numpy as np
 import xxhash
 
 from rft.buffer.render import end_of_turn, render_prompt
-from rft.buffer.taskset import Taskset
+from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
-from rft.monitor import trace
+from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, encode
+from rft.monitor import redact, trace
 from rft.rollout import workflows
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.pool import EnginePool
@@ -139,12 +139,12 @@ class Explorer:
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
         for group, task in start["reissue"]:  # left unfinished by an earlier process: the same numbers, sampled again
-            await self._launch(group, decode(task, Task), await self._readmit(group))
+            await self._launch(group, from_journal(task), await self._readmit(group))
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         for task in self.taskset:
             holds = self.holds
-            group = await self.buffer.admit.remote(self.config.name, encode(task), self.taskset.cursor)
+            group = await self.buffer.admit.remote(self.config.name, for_journal(task), self.taskset.cursor)
             if group is None:  # enough groups for the last step were admitted
                 break
             await self._launch(group, task, holds)
@@ -397,7 +397,8 @@ def sample_row(task: Task, experience: Experience, tokenizer: Any) -> dict[str, 
 
 
 def one_line(error: BaseException | None) -> str:
-    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised."""
+    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised.
+    Without secrets: it is kept in the journal."""
     inner = getattr(error, "cause", None) or error
     lines = str(inner).strip().splitlines()
-    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+    return redact.text(f"{type(inner).__name__}: {lines[0]}") if lines else type(inner).__name__
