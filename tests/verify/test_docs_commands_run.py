@@ -111,6 +111,7 @@ def smaller(line: str) -> list[str]:
             "trainer.max_token_len_per_gpu=8192",
         ]
         keys += ["model.max_prompt_tokens=16", "model.max_response_tokens=16"]
+        keys += ["trainer.critic_warmup=1"] if "experiment=ppo" in line else []
     given = {word.partition("=")[0] for word in shlex.split(line)}
     return [key for key in keys if key.partition("=")[0] not in given]
 
