@@ -18,7 +18,7 @@ import asyncio
 import logging
 from typing import Any
 
-from rft.buffer.taskset import Taskset
+from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Experience, Task, decode, encode
 from rft.monitor import trace
@@ -116,12 +116,12 @@ class Explorer:
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
         for group, task in start["reissue"]:  # left unfinished by an earlier process: the same numbers, sampled again
-            await self._launch(group, decode(task, Task), await self._readmit(group))
+            await self._launch(group, from_journal(task), await self._readmit(group))
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         for task in self.taskset:
             holds = self.holds
-            group = await self.buffer.admit.remote(self.config.name, encode(task), self.taskset.cursor)
+            group = await self.buffer.admit.remote(self.config.name, for_journal(task), self.taskset.cursor)
             if group is None:  # enough groups for the last step were admitted
                 break
             await self._launch(group, task, holds)
