@@ -56,6 +56,7 @@ class Explorer:
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
+        greedy_baseline: bool = False,
     ):  # fmt: skip
         self.config = config
         self.model = model
@@ -63,6 +64,9 @@ class Explorer:
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
         self.seed = seed  # of a deterministic run
+        self.greedy_baseline = (
+            greedy_baseline  # each task gets a greedy response beside the others, to compare them with
+        )
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.pool = EnginePool(engines)
         self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
@@ -244,6 +248,8 @@ class Explorer:
         context = Context(self, f"{task.id}/g{group}/h{self.holds}/a{attempt}", f"{self.seed}/{task.id}/{attempt}")
         try:
             experiences = await workflows.run(task, context)
+            if self.greedy_baseline:
+                experiences += await workflows.greedy(task, context)
         except asyncio.CancelledError as error:
             job = asyncio.current_task()
             if job is None or job.cancelling():
@@ -251,8 +257,11 @@ class Explorer:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
+        is_numbered = any(experience.sample or experience.turn for experience in experiences)
         for number, experience in enumerate(experiences):
-            experience.group, experience.sample, experience.task = group, number, task.id
+            experience.group, experience.task = group, task.id
+            if not is_numbered:
+                experience.sample = number
         return experiences
 
     # --- evaluating ---------------------------------------------------------------------------------------------

@@ -85,6 +85,16 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     return experiences
 
 
+async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
+    """What the workflow makes of one greedy response: only its reward is of use, so no token of it is trained on."""
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    made = await run(msgspec.structs.replace(task, repeat_times=1, sampling=sampling), ctx)
+    for one in made:
+        one.action_mask = [0] * one.response_length
+        one.info = {**one.info, "baseline": True}
+    return made
+
+
 def experience(
     task: Task, prompt: list[int], completion: Completion, result: RewardResult | None, sample: int = 0
 ) -> Experience:

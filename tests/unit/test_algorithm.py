@@ -32,7 +32,7 @@ def columns(rewards: list[float], groups: list[int]) -> Columns:
 
 
 def grpo(rewards: list[float], groups: list[int], **arguments: Any) -> np.ndarray:
-    return ADVANTAGES["grpo"](columns(rewards, groups), **arguments).advantages
+    return ADVANTAGES["grpo"].function(columns(rewards, groups), **arguments).advantages
 
 
 def test_every_algorithm_names_functions_that_exist() -> None:
