@@ -18,7 +18,7 @@ ADAPTIVE = "{adaptive:true,target_kl:0.1,horizon:100}"
 MORE = {  # what else a run of this algorithm shows
     "gspo": [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=sequence", f"{CORRECTION}.rollout_rs_threshold=5"],
     "rloo": ["algorithm.kl_penalty_fn=k1"],
-    "reinforceplusplus": ["algorithm.kl_penalty_fn=k2", f"algorithm.kl_loss_fn_args={ADAPTIVE}"],
+    "reinforceplusplus": ["algorithm.kl_penalty_fn=k2", f"+algorithm.kl_loss_fn_args={ADAPTIVE}"],
     "rec": ["+algorithm.policy_loss_fn_args.clip_mode=ring", "+algorithm.advantage_fn_args.drop=balance"],
     "grpo": [
         "algorithm.advantage_fn=clipb", "algorithm.sample_strategy=staleness_control",
