@@ -95,12 +95,16 @@ def _scores(row: Row, experience: Experience, baselines: dict[int, float] | None
 
 
 def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
-    """The reward of a response belongs to its last trained token, unless every token has its own."""
-    rewards = np.zeros(len(row.trained), dtype=np.float32)
-    if experience.token_rewards:
-        rewards[experience.prompt_length :] = experience.token_rewards
-    else:
-        rewards[np.flatnonzero(row.trained)[-1]] = experience.reward
+    """The reward of a response belongs to its last trained token, unless every token has its own: then that of a token which
+    is not trained goes to the trained one before it, or to the first."""
+    rewards, trained = np.zeros(len(row.trained), dtype=np.float32), np.flatnonzero(row.trained)
+    if not experience.token_rewards:
+        rewards[trained[-1]] = experience.reward
+        return rewards
+    places = np.arange(experience.prompt_length, len(rewards))
+    np.add.at(
+        rewards, trained[np.maximum(np.searchsorted(trained, places, side="right") - 1, 0)], experience.token_rewards
+    )
     return rewards
 
 

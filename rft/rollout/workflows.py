@@ -125,7 +125,10 @@ def check(task: Task, experiences: list[Experience]) -> None:
     for position, made in enumerate(experiences):
         if not 0 < made.prompt_length <= len(made.tokens):
             raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
-        for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+        per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+        if made.token_rewards:
+            per_token["token_rewards"] = made.token_rewards
+        for name, values in per_token.items():
             if len(values) != made.response_length:
                 raise ValueError(
                     f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "

@@ -211,6 +211,10 @@ def test_rewards_of_tokens_win_over_the_reward() -> None:
         made(3.0, 0, length=1, action_mask=[0], info={"baseline": True}),
     ]
     assert list(credited(experiences, algorithm).values()) == pytest.approx([7 - 3, 6 - 3, 4 - 3])
+    experiences[0].action_mask = [0, 1, 0]
+    assert list(credited(experiences, algorithm).values()) == pytest.approx([7 - 3]), (
+        "nothing is lost between the trained"
+    )
     assert Columns.of(experiences).rewards.tolist() == [7.0, 3.0]
 
 
