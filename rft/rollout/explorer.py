@@ -36,6 +36,7 @@ class Explorer:
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
+        greedy_baseline: bool = False,
     ):  # fmt: skip
         self.config = config
         self.taskset = taskset
@@ -44,8 +45,8 @@ class Explorer:
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
-        self.runner = Runner(config, self.shared)
-        self.evaluator = Evaluator(self.runner, eval_tasksets)
+        self.runner = Runner(config, self.shared, greedy_baseline)
+        self.evaluator = Evaluator(Runner(config, self.shared), eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
