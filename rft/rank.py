@@ -326,7 +326,9 @@ def _source(rank: Rank) -> Any:
             int(config.model.max_model_len or 0), total_steps=config.trainer.total_steps,
             chat_template=config.model.custom_chat_template,
         )  # fmt: skip
-    return control.QueueSource(control.actor(experience_buffer.name), experience_buffer.max_read_timeout)
+    controlled = config.algorithm.sample_strategy == "staleness_control"
+    oldest = int(config.algorithm.sample_strategy_args["max_staleness"]) if controlled else None
+    return control.QueueSource(control.actor(experience_buffer.name), experience_buffer.max_read_timeout, oldest)
 
 
 def tokenizer_of(config: Config) -> Any:
