@@ -59,7 +59,7 @@ def check_limits(config: Config) -> None:
     _check_batches(config)
     _check_best(config, [str(one.name) for one in given.eval_tasksets])
     _check_times(config)
-    _check_over_rollout(config)
+    _check_explorer(config)
     _check_monitor(config)
 
 
@@ -188,7 +188,10 @@ def _check_times(config: Config) -> None:
         )
 
 
-def _check_over_rollout(config: Config) -> None:
+def _check_explorer(config: Config) -> None:
+    for name in config.explorer.env_vars:
+        if name.startswith("RFT_") or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"explorer.env_vars.{name}: give names of variables of your own; RFT_ are rft's")
     over, key = config.explorer.over_rollout, "explorer.over_rollout"
     if not 0 <= over.ratio < 1:
         raise ConfigError(

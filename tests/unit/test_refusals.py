@@ -119,6 +119,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("explorer.max_retry_times=-1", "explorer.max_retry_times", "0 or more"),
     ("explorer.reward_timeout=1000", "explorer.reward_timeout", "lower it"),
     ("explorer.eval_interval=-1", "explorer.eval_interval", "0 or more"),
+    ("+explorer.env_vars.RFT_LOG_DIR=a", "explorer.env_vars.RFT_LOG_DIR", "of your own"),
     ("explorer.over_rollout.ratio=0.2", "explorer.over_rollout.ratio", "trainer_driven or fully_async"),
     ("explorer.over_rollout.ratio=1 synchronizer.sync_style=fully_async", "explorer.over_rollout.ratio", "0 to below 1"),
     ("explorer.over_rollout.ratio=0.2 mode=explore", "explorer.over_rollout.ratio", "set it to 0"),
