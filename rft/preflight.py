@@ -19,10 +19,11 @@ from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.task_source import names_in
-from rft.buffer.taskset import TASKSET_KEY, Taskset, check_taskset
+from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
 from rft.config import (
+    TASKSET_KEY,
     Config,
     ConfigError,
     MegatronConfig,

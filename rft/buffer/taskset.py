@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rft.buffer import selectors, task_source
 from rft.config import (
+    TASKSET_KEY,
     BufferConfig,
     ConfigError,
     ExplorerInputConfig,
@@ -19,13 +20,11 @@ from rft.config import (
     ModelConfig,
     TaskSelectorConfig,
     TasksetConfig,
-)
+)  # fmt: skip
 from rft.experience import Sampling, Task
 
 if TYPE_CHECKING:
     from rft.buffer.mixture import Mixture
-
-TASKSET_KEY = "buffer.explorer_input.taskset"
 
 
 @dataclass(frozen=True)

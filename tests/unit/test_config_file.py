@@ -141,6 +141,7 @@ REFUSED = {
     "stages: [{stage_name: a, service: {data_juicer: {port: 1}}}]": "stages.0.service.data_juicer.port=1 is refused",
     "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {tools_key: tools}}]}}": "eval_tasksets.0.format.tools_key=tools",
     "buffer: {explorer_input: {eval_tasksets: [a.jsonl]}}": "eval_tasksets.0 is 'a.jsonl'",
+    "buffer: {explorer_input: {tasksets: [{path: a, format: {tools_key: tools}}]}}": "tasksets.0.format.tools_key=tools",
     "algorithm: {optimizer: {warmup_style: cosine, lr_scheduler_type: linear}}": "both are algorithm.optimizer.lr_scheduler_type",
     "defaults: [a]": "unknown key `defaults`",
     "- a": "a section of keys",
