@@ -20,7 +20,7 @@ from rft.config import (
     ModelConfig,
     TaskSelectorConfig,
     TasksetConfig,
-)  # fmt: skip
+)
 from rft.experience import Sampling, Task
 
 if TYPE_CHECKING:
