@@ -57,6 +57,7 @@ bench: setup
 	$(RUN) -m bench.loop --quick
 	$(RUN) -m bench.observe --quick
 	$(RUN) -m bench.buffer --quick
+	$(RUN) -m bench.rollout --quick
 
 clean:
 	rm -rf $(VENV) runs outputs multirun

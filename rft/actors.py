@@ -193,7 +193,7 @@ class Actors:
         cls, arguments = buffer_of(
             settings, configs.job_dir(config), f"{config.project}/{config.name}", config.buffer.batch_size,
             int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if limited else None,
-            config.trainer.total_steps, config.seed,
+            config.trainer.total_steps, config.seed, config.explorer.over_rollout if config.mode == "both" else None,
         )  # fmt: skip
         self._spawn("buffer", settings.name, cls, 1, *arguments)
 
@@ -280,6 +280,7 @@ class Actors:
         environment = (
             thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")} | trace.environment()
         )
+        environment |= self.config.explorer.env_vars if part == "explorer" else {}  # reward workers inherit them
         options = {"name": name, "num_cpus": cpus, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
         if gpus and self.cards is not None and self.cards.shared:
             environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(int(part.removeprefix("engine_")))
@@ -348,7 +349,10 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer
     from rft.buffer.taskset import build_tasksets
     from rft.rollout.explorer import Explorer
 
-    taskset, evals = build_tasksets(config.buffer, config.model, config.seed, config.trainer.total_steps)
+    staleness = config.synchronizer.max_staleness if config.mode == "both" else None
+    taskset, evals = build_tasksets(
+        config.buffer, config.model, config.seed, config.trainer.total_steps, max_staleness=staleness
+    )
     return (
         Explorer,
         1,

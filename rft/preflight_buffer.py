@@ -21,6 +21,11 @@ def check_buffer(config: Config) -> None:
     if config.mode == "bench":  # there is none
         return
     _check_replay(buffer)
+    if config.explorer.over_rollout.ratio > 0 and (buffer.storage_type == "sql" or buffer.replay_buffer.enable):
+        raise ConfigError(
+            f"explorer.over_rollout.ratio={config.explorer.over_rollout.ratio:g} needs a queue without a replay "
+            f"buffer, whose steps wait for certain tasks: set it to 0, or {KEY}.storage_type=queue and {REPLAY}.enable=false"
+        )
     if buffer.storage_type == "sql":
         if importlib.util.find_spec("sqlalchemy") is None:
             raise ConfigError(f"{KEY}.storage_type=sql needs SQLAlchemy: pip install rft[sql]")

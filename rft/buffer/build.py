@@ -14,6 +14,7 @@ from typing import Any
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.experience_file import is_file
 from rft.config import ExperienceBufferConfig
+from rft.config_explorer import OverRolloutConfig
 
 
 def journal_of(config: ExperienceBufferConfig, job: Path) -> str:
@@ -31,6 +32,7 @@ def buffer_of(
     max_staleness: int | None,
     total_steps: int | None,
     seed: int,
+    over_rollout: OverRolloutConfig | None = None,
 ) -> tuple[type, tuple[Any, ...]]:
     """`owner` names the run to others that share the buffer."""
     sizes = (tasks_per_step, repeat_times, max_staleness, total_steps)
@@ -38,4 +40,4 @@ def buffer_of(
         from rft.buffer.sql_buffer import SqlBuffer
 
         return SqlBuffer, (config, owner, *sizes)
-    return ExperienceBuffer, (config, journal_of(config, job), *sizes, seed)
+    return ExperienceBuffer, (config, journal_of(config, job), *sizes, seed, over_rollout)

@@ -52,11 +52,12 @@ class Restarted(Record, tag="restarted", kw_only=True):
 
 
 class Stored(Record, tag="stored", kw_only=True):
-    """The experiences of a group, an encoded list."""
+    """The experiences of a group, an encoded list. `told`: what its explorer's task selector learned of it."""
 
     group: int
     experiences: bytes
     version: int | None = None  # the oldest that sampled any token of it
+    told: list[Any] | None = None
 
 
 class Failed(Record, tag="failed", kw_only=True):
@@ -118,6 +119,7 @@ class Folded(Record, tag="folded", kw_only=True):
     num_stored: int
     num_failed: int
     num_evicted: int = 0
+    told: dict[str, list[list[Any]]] = {}
 
 
 JournalRecord = (
@@ -182,6 +184,7 @@ class Progress:
     num_stored: int = 0
     num_failed: int = 0
     num_evicted: int = 0
+    told: dict[str, list[list[Any]]] = field(default_factory=dict)  # by explorer, for all of the run: small
 
     # Records
 
@@ -199,6 +202,8 @@ class Progress:
                 group.stored, group.task = True, b""
                 group.model_version = record.version if record.version is not None else group.version
                 self.num_stored += 1
+                if record.told is not None:
+                    self.told.setdefault(group.explorer, []).append(record.told)
             case Failed():
                 del self.waiting[record.group]
                 self.num_failed += 1

@@ -27,7 +27,7 @@ import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from rft.buffer import sql_steps as steps
-from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of, oldest_version
+from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of
 from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, connect, create
 from rft.buffer.waits import Waits
@@ -90,7 +90,8 @@ class SqlBuffer:
         def attach(db: Connection) -> dict[str, Any]:
             self._explorers[me], cursor = self._steps.attach_explorer(db, me)
             reissue = self._steps.unfinished(db, me)
-            return {"cursor": cursor, "reissue": reissue, "run_epoch": self._epoch(db)}
+            told = self._steps.told(db, me)
+            return {"cursor": cursor, "reissue": reissue, "run_epoch": self._epoch(db), "told": told}
 
         found = await self._do(attach)
         self._beat()
@@ -132,8 +133,11 @@ class SqlBuffer:
         if await self._until(readmit) is WAIT:
             raise TimeoutError(f"group {group} could not start again in {self.timeout:g} s ({await self._where()})")
 
-    async def put(self, group: int, experiences: bytes) -> None:
-        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing."""
+    async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
+        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing.
+
+        `told`: as for `ExperienceBuffer.put`.
+        """
         facts, rows = facts_of(experiences), _rows.decode(experiences)
         if not rows:
             raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
@@ -151,7 +155,7 @@ class SqlBuffer:
         def put(db: Connection) -> bool:
             if not self._steps.is_open(db, group):
                 return False
-            self._steps.store(db, group, rows, facts, tasks, oldest_version(facts))
+            self._steps.store(db, group, rows, facts, tasks, told)
             return True
 
         stored = await self._do(put)

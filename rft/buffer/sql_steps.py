@@ -60,6 +60,12 @@ class Steps:
         query = sql.select(groups.c.number, groups.c.task).where(groups.c.explorer == name, groups.c.state == "left")
         return [(row.number, row.task) for row in db.execute(query.order_by(groups.c.number))]
 
+    def told(self, db: Connection, name: str) -> list[list[Any]]:
+        """What the task selector of this explorer was told, in that order."""
+        groups = self.tables.groups
+        query = sql.select(groups.c.told).where(groups.c.explorer == name, groups.c.told.is_not(None))
+        return [decode(lesson, list[Any]) for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars()]
+
     def incarnation(self, db: Connection, name: str) -> int | None:
         explorers = self.tables.explorers
         return db.execute(sql.select(explorers.c.incarnation).where(explorers.c.name == name)).scalar()
@@ -130,7 +136,13 @@ class Steps:
         return state in ("running", "left")
 
     def store(
-        self, db: Connection, group: int, rows: Sequence[Any], facts: list[Facts], tasks: list[str], version: int | None
+        self,
+        db: Connection,
+        group: int,
+        rows: Sequence[Any],
+        facts: list[Facts],
+        tasks: list[str],
+        told: list[Any] | None,
     ) -> None:
         groups = self.tables.groups
         values = [
@@ -141,7 +153,14 @@ class Steps:
             for number, (row, fact, task) in enumerate(zip(rows, facts, tasks, strict=True))
         ]  # fmt: skip
         db.execute(self.tables.experiences.insert(), values)
-        found = {"state": "stored", "task": b"", "size": len(rows), "model_version": version, "stored_at": now(db)}
+        found = {
+            "state": "stored",
+            "task": b"",
+            "size": len(rows),
+            "model_version": oldest_version(facts),
+            "stored_at": now(db),
+        }
+        found["told"] = None if told is None else encode(told)
         db.execute(groups.update().where(groups.c.number == group).values(found))
 
     def fail(self, db: Connection, group: int, reason: str) -> None:

@@ -48,7 +48,8 @@ class Tables:
             Column("task", LargeBinary), Column("version", Integer), Column("run_epoch", Integer),
             Column("state", text, nullable=False), Column("reason", text), Column("size", Integer),
             Column("model_version", Integer), Column("stored_at", Float), Column("trainer", text), Column("step", Integer),
-            sql.Index(f"{self.name}_by_state", "state", "number"), sql.Index(f"{self.name}_by_lease", "trainer", "step"),
+            Column("told", LargeBinary), sql.Index(f"{self.name}_by_state", "state", "number"),
+            sql.Index(f"{self.name}_by_lease", "trainer", "step"),
         )  # fmt: skip
         self.experiences = self._table(
             "experiences", Column("group", big, primary_key=True, autoincrement=False),
