@@ -33,6 +33,7 @@ from rft.config import (
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.preflight_agents import check_agents, fill_agents
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_limits import check_given, check_limits
 from rft.preflight_sync import check_sync, fill_sync
@@ -40,7 +41,7 @@ from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
 from rft.sync import narrow
 
-MODES = ("both", "train", "explore", "bench")
+MODES = ("both", "train", "explore", "bench", "serve")
 CHOICES = {
     "mode": MODES,
     "device": ("auto", "cpu", "cuda"),
@@ -69,7 +70,8 @@ CHOICES = {
 }
 POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
-    "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.reward_timeout", "explorer.agent_processes", "explorer.session_timeout",
+    "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
     "trainer.peak_tflops", "trainer.collective_timeout", "trainer.total_steps", "trainer.num_ranks",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
@@ -120,6 +122,7 @@ def fill(config: Config) -> Config:
     _fill_template(config.model)
     fill_sync(config)
     fill_colocate(config)
+    fill_agents(config)
     if config.deterministic:
         _fill_deterministic(config)
     return config
@@ -156,6 +159,7 @@ def check(config: Config) -> None:
     check_limits(config)
     check_sync(config)
     check_colocate(config)
+    check_agents(config)
     if config.cluster.node_num == 1 and config.cluster.ray_address is None:
         cards.split(config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     _check_places(config)

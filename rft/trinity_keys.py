@@ -120,13 +120,6 @@ KEYS: dict[str, Key] = {
     ),
     # G: explorer
     "explorer.env_vars": Key("G5", "all parts inherit the environment of `rft train` (or `ray start`): set them there", only=({},)),
-    "explorer.rollout_model.enable_history": Key(
-        "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
-    ),
-    "explorer.rollout_model.enable_openai_api": Key("G10", f"an OpenAI server of the engines is {YET}", only=(False,)),
-    "explorer.auxiliary_models": Key(
-        "G10", f"further models are {YET}: serve them with vLLM and call them from your reward or workflow", only=([],)
-    ),
     "explorer.over_rollout.ratio": Key("G13", ALL_TASKS, only=(0, 0.0)),
     "explorer.over_rollout.wait_after_min": Key("G14", ALL_TASKS, takes_any=True),
     "explorer.over_rollout.return_partial_tasks": Key("G13", "a part of a group would bias its baseline", only=(False,)),
@@ -198,6 +191,7 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.trainer_input.experience_buffer.format.system_prompt", "buffer.trainer_input.experience_buffer.format.messages_key",
     "explorer.name", "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
     "explorer.rollout_model.engine_type", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.rollout_model.enable_history", "explorer.rollout_model.enable_openai_api", "explorer.auxiliary_models",
     "explorer.eval_interval", "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "synchronizer.sync_method",
     "synchronizer.sync_interval", "synchronizer.sync_offset", "synchronizer.sync_timeout", "synchronizer.sync_style",
     "trainer.name", "trainer.trainer_type", "trainer.total_steps", "trainer.save_interval", "trainer.save_strategy",
@@ -227,7 +221,7 @@ for _key in ("buffer.explorer_input", TASKSET):
 RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
-    "mode": (("serve", "colocate"), "serving is not in rft yet, and sharing GPUs is mode=both with cluster.colocate=true"),
+    "mode": (("colocate",), "sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
         ("dpo", "mix", "opmd", "cpt", "dapo", "reinforceplusplus", "rloo", "asymre", "topr", "cispo", "gspo", "sapo", "mix_chord",
          "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd", "grpo_verl"), f"it is {YET}",

@@ -20,9 +20,11 @@ from typing import Any
 
 from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import Experience, Task, decode, encode
+from rft.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
 from rft.rollout.context import Shared
+from rft.rollout.endpoint.life import Api
+from rft.rollout.endpoint.life import start as start_endpoint
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.evaluation import Evaluator
 from rft.rollout.runner import AllTasksFail, Runner, one_line
@@ -36,12 +38,14 @@ class Explorer:
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
+        api: Api | None = None,
     ):  # fmt: skip
         self.config = config
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
+        self.api = api  # where agents reach the engines as OpenAI's API
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
         self.runner = Runner(config, self.shared)
@@ -64,6 +68,11 @@ class Explorer:
     async def prepare(self) -> dict[str, Any]:
         """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
         await self.shared.load()
+        if self.api is not None:
+            shared, model = self.shared, self.shared.model
+            shared.endpoint = await start_endpoint(
+                self.api, self.config, model, shared.tokenizer, self.pool, self._store
+            )
         if self.synchronizer is not None:
             self.following = asyncio.create_task(self.pool.follow(self.synchronizer))
             self.following.add_done_callback(self._settle)
@@ -190,6 +199,21 @@ class Explorer:
             finally:
                 del self.sampling[job]
 
+    # --- serving ------------------------------------------------------------------------------------------------
+
+    async def base_url(self) -> str:
+        """Of the OpenAI API, which answers since `prepare`."""
+        return f"{self.shared.served().url}/v1"
+
+    async def _store(self, name: str, experiences: list[Experience]) -> None:
+        """A group that no taskset asked for: sessions of clients that got their reward. Durable on return."""
+        assert self.buffer is not None
+        task = Task(id=f"endpoint/{name}", taskset="endpoint", row=0, prompt="", workflow="agent", sampling=Sampling())
+        group = await self.buffer.admit.remote(f"{self.config.name}/endpoint", encode(task), {})
+        for experience in experiences:
+            experience.group, experience.task = group, task.id
+        await self.buffer.put.remote(group, encode(experiences))
+
     # --- evaluating ---------------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, served: int | None = None) -> list[bytes]:
@@ -211,8 +235,9 @@ class Explorer:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The engine pool's numbers, for the metrics of a step."""
-        return self.pool.stats()
+        """The engine pool's numbers and the endpoint's, for the metrics of a step."""
+        endpoint = self.shared.endpoint
+        return self.pool.stats() | (endpoint.registry.stats() if endpoint else {})
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has answered all that it was asked for."""
@@ -227,4 +252,6 @@ class Explorer:
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        if self.shared.endpoint is not None:
+            await self.shared.endpoint.close()
         await self.shared.rewards.close()

@@ -65,8 +65,12 @@ class Runner:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
+        finally:
+            context.close()
+        says_samples = any(experience.sample or experience.turn for experience in experiences)
         for number, experience in enumerate(experiences):
-            experience.group, experience.sample, experience.task = group, number, task.id
+            experience.group, experience.task = group, task.id
+            experience.sample = experience.sample if says_samples else number
         return experiences
 
 

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from rft.buffer.render import chat_text, end_of_turn
 from rft.config import ConfigError, ModelConfig
 from rft.experience import Completion, GenerateRequest, Sampling
-from rft.rollout.endpoint.chat import Asked, Refused, behind
+from rft.rollout.endpoint.chat import Asked, Refused, behind, read
 from rft.rollout.endpoint.sessions import Place
 from rft.rollout.pool import EnginePool
 
@@ -53,20 +53,31 @@ class Model:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def room(self, prompt: list[int]) -> int:
-        """Tokens that an answer may have."""
-        return self.max_model_len - len(prompt)
-
     async def answer(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int = 1, stop: tuple[str, ...] = ()
     ) -> list[Completion]:
         """`n` answers; max_tokens=0 is as many as there is room for."""
-        room = self.room(prompt)
+        room = self.max_model_len - len(prompt)
         sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
         request = GenerateRequest(
             request_id=request_id, prompt=prompt, n=n, sampling=sampling, stop_token_ids=[self.stop_token], stop=list(stop)
         )  # fmt: skip
         return await self.pool.generate(request)
+
+    async def say(self, request_id: str, messages: list[dict[str, Any]], sampling: Sampling) -> str:
+        """The text of one answer to a conversation of its own. Raises Refused, a ValueError, for one that is too long."""
+        asked = read({"messages": messages}, sampling)
+        prompt = self.prompt(asked, None)
+        self.check_room(prompt)
+        [made] = await self.answer(request_id, prompt, sampling)
+        return self.text(made.tokens)
+
+    def check_room(self, prompt: list[int]) -> None:
+        if self.max_model_len - len(prompt) <= 0:
+            raise Refused(
+                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has {len(prompt)}: it must "
+                "be shorter", "messages", code="context_length_exceeded",
+            )  # fmt: skip
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

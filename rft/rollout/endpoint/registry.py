@@ -100,7 +100,9 @@ class Registry:
         """A reward for a session. Returns (experiences that it made here, whether they are stored)."""
         found = self.open_.get(name)
         if found is None:
-            raise Refused(f"there is no session {name}: it was never used, has its reward or is over", "session", status=404)
+            raise Refused(
+                f"there is no session {name}: it was never used, has its reward or is over", "session", status=404
+            )
         try:
             found.session.check(feedback)
         except ValueError as error:
@@ -159,6 +161,20 @@ class Registry:
             await self.commit([task for task, began in self._began.items() if began <= late])
 
     def stats(self) -> dict[str, float]:
-        names = ("requests", "answers", "tokens", "sessions", "expired", "feedbacks", "groups", "experiences", "branches", "refused")
+        names = (
+            "requests",
+            "answers",
+            "tokens",
+            "sessions",
+            "expired",
+            "feedbacks",
+            "groups",
+            "experiences",
+            "branches",
+            "refused",
+        )
         found = {f"endpoint/{name}": float(self.counts[name]) for name in names}
-        return found | {"endpoint/open_sessions": float(len(self.open_)), "endpoint/waiting_groups": float(len(self._groups))}
+        return found | {
+            "endpoint/open_sessions": float(len(self.open_)),
+            "endpoint/waiting_groups": float(len(self._groups)),
+        }

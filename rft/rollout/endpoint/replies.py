@@ -48,14 +48,26 @@ def chunks(id: str, asked: Asked, choices: list[Choice], prompt_tokens: int) -> 
 
 
 def error(refused: Refused) -> dict[str, Any]:
-    kind = "authentication_error" if refused.status == 401 else "server_error" if refused.status >= 500 else "invalid_request_error"
+    kind = (
+        "authentication_error"
+        if refused.status == 401
+        else "server_error"
+        if refused.status >= 500
+        else "invalid_request_error"
+    )
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def _head(id: str, asked: Asked, choices: list[Choice], stream: bool = False) -> dict[str, Any]:
     kind = "text_completion" if asked.messages is None else "chat.completion" + (".chunk" if stream else "")
     newest = max((span.version for one in choices for span in one.made.versions), default=0)
-    return {"id": id, "object": kind, "created": int(time.time()), "model": asked.model, "system_fingerprint": f"version-{newest}"}
+    return {
+        "id": id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.model,
+        "system_fingerprint": f"version-{newest}",
+    }
 
 
 def _choice(asked: Asked, number: int, choice: Choice) -> dict[str, Any]:
@@ -83,7 +95,10 @@ def _logprobs(asked: Asked, choice: Choice) -> dict[str, Any]:
     if asked.messages is None:
         return {"tokens": choice.tokens, "token_logprobs": list(numbers), "top_logprobs": None, "text_offset": []}
     rows = zip(choice.tokens, numbers, strict=True)
-    return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in rows], "refusal": None}
+    return {
+        "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in rows],
+        "refusal": None,
+    }
 
 
 def _usage(choices: list[Choice], prompt_tokens: int) -> dict[str, int]:

@@ -39,8 +39,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Endpoint:
     """`models[0]` is the policy."""
 
-    def __init__(self, registry: Registry, models: list[Model]):
+    def __init__(self, registry: Registry, models: list[Model], file: Path):
         self.registry = registry
+        self.file = file  # where its address and key are written
         self.policy = models[0]
         self.others = {model.name: model for model in models[1:]}
         self.url = ""
@@ -65,6 +66,7 @@ class Endpoint:
         await site.start()
         bound = self._runner.addresses[0]
         self.url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+        write_key(self.file, f"{self.url}/v1", self.registry.token)
         if self.registry.store is not None:
             self._expiring = asyncio.create_task(self.registry.expire())
         return self.url
@@ -74,6 +76,7 @@ class Endpoint:
             self._expiring.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
+            self.file.unlink(missing_ok=True)
 
     def base_url(self, session: str, model: str = "") -> str:
         """For a client that is to belong to this session."""
@@ -133,13 +136,11 @@ class Endpoint:
             place = session.find_ids(prompt)
         if place is not None and prompt[: len(place.tokens)] != place.tokens:
             place = None  # the template writes something else behind an answer: rendered anew
-        if model.room(prompt) <= 0:
-            if model is self.policy:
-                session.too_long = prompt
-            raise Refused(
-                f"This model's maximum context length is {model.max_model_len} tokens, and the prompt has {len(prompt)}: "
-                "it must be shorter", "messages", code="context_length_exceeded",
-            )  # fmt: skip
+        try:
+            model.check_room(prompt)
+        except Refused:
+            session.too_long = prompt if model is self.policy else session.too_long
+            raise
         return place, prompt
 
     async def _answer(
@@ -151,7 +152,10 @@ class Endpoint:
         made = await model.answer(f"{found.session.id}/{id}", prompt, sampling, asked.n, tuple(asked.stop))
         if any(one.stop == "abort" for one in made):
             raise Refused("the engine was told to give this answer up; ask again", status=503)
-        return [self._choice(model, asked, found, place, prompt, one, f"{id}-{n}" if n else id) for n, one in enumerate(made)]
+        return [
+            self._choice(model, asked, found, place, prompt, one, f"{id}-{n}" if n else id)
+            for n, one in enumerate(made)
+        ]
 
     def _choice(
         self, model: Model, asked: Asked, found: Open, place: Any, prompt: list[int], made: Completion, id: str
@@ -170,7 +174,9 @@ class Endpoint:
         self, request: web.Request, asked: Asked, answering: Any, prompt_tokens: int, id: str, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Events of the answer once it is whole; until then comments, which keep the connection."""
-        response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
         task = asyncio.ensure_future(answering)
         try:
@@ -217,18 +223,25 @@ class Endpoint:
         tasks = body.get("tasks")
         if tasks is not None and not isinstance(tasks, list):
             raise Refused("tasks is a list of names", "tasks")
-        return web.json_response({"groups": await self.registry.commit(None if tasks is None else list(map(str, tasks)))})
+        return web.json_response(
+            {"groups": await self.registry.commit(None if tasks is None else list(map(str, tasks)))}
+        )
 
     # --- about ---------------------------------------------------------------------------------------------------
 
     async def _models(self, _: web.Request) -> web.Response:
         rows = [self.policy, *self.others.values()]
-        listed = [{"id": m.name, "object": "model", "created": 0, "owned_by": "rft", "max_model_len": m.max_model_len} for m in rows]
+        listed = [
+            {"id": m.name, "object": "model", "created": 0, "owned_by": "rft", "max_model_len": m.max_model_len}
+            for m in rows
+        ]
         return web.json_response({"object": "list", "data": listed})
 
     async def _health(self, _: web.Request) -> web.Response:
         absence = self.policy.pool.absence()
-        return web.json_response({"status": "unavailable" if absence else "ok", "cause": absence}, status=503 if absence else 200)
+        return web.json_response(
+            {"status": "unavailable" if absence else "ok", "cause": absence}, status=503 if absence else 200
+        )
 
     async def _metrics(self, _: web.Request) -> web.Response:
         """In Prometheus' text form."""

@@ -4,8 +4,8 @@
     answer  ──► `record`: the line grows, or a new one begins    ──► reward ──► `experiences`
 
 A session is one run of an agent. Its answers lie in lines: a line is one token sequence that only ever grew at its end. A request
-whose history is a recorded one, up to an answer that this server gave, goes on from the ids of that answer; text that was sampled is
-never tokenized again. When a client comes back to an earlier point, or changed what was said before it, a new line begins there: it
+whose history is a recorded one, up to an answer that this server gave, goes on from the ids of that answer; text that was sampled
+is never tokenized again. When a client comes back to an earlier point, or changed what was said before it, a new line begins there: it
 has what it shares with another line in its prompt.
 
 Invariants: every sampled token is trained in exactly one experience, with the id, log-probability and version that the engine gave;
@@ -117,7 +117,7 @@ class Session:
         for line in self.lines:
             for number, call in enumerate(line.calls if line.frame == asked.frame else ()):
                 known = len(call.messages)
-                if length <= known <= len(history) and 0 < known and list(call.messages) == history[:known]:
+                if length <= known <= len(history) and known > 0 and list(call.messages) == history[:known]:
                     best, length = Place(line, number), known
         return best
 
@@ -190,6 +190,10 @@ class Session:
     def _of_turn(self, call: Call) -> float:
         return self.feedback.turns[self.calls.index(call)]
 
+    def forget(self) -> None:
+        """What was recorded was taken: a conversation that goes on begins a new line."""
+        self.lines, self.calls = [], []
+
     def check(self, feedback: Feedback) -> None:
         """Raises ValueError for rewards of other turns or tokens than there are."""
         if feedback.turns and len(feedback.turns) != len(self.calls):
@@ -199,5 +203,5 @@ class Session:
         lengths = [len(line.tokens) - line.prompt_length for line in self.lines]
         if lengths != [len(feedback.tokens)]:
             raise ValueError(
-                f"{len(feedback.tokens)} rewards of tokens for session {self.id}, whose sequences have {lengths} behind their prompt"
+                f"{len(feedback.tokens)} rewards of tokens for session {self.id}, whose sequences have {lengths} behind the prompt"
             )
