@@ -32,6 +32,7 @@ from rft.rollout.endpoint.sessions import Feedback
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
 LARGEST_BODY = 64 * 2**20
+SESSION = web.RequestKey("session", object)  # its name; None: any
 SCOPES = ("", "/s/{session}", "/m/{model}", "/s/{session}/m/{model}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -91,7 +92,7 @@ class Endpoint:
             if request.path != "/health":
                 named = request.match_info.get("session") or request.headers.get("X-Session-Id")
                 key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-                request["session"] = self.registry.admit(key, named)
+                request[SESSION] = self.registry.admit(key, named)
             return await handler(request)
         except Refused as refused:
             self.registry.counts["refused"] += 1
@@ -105,7 +106,7 @@ class Endpoint:
             return web.json_response(replies.error(refused), status=500)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        found = self.registry.get(request["session"])
+        found = self.registry.get(request[SESSION])
         found.under_way += 1
         try:
             asked = chat.read(await _json(request), found.session.sampling)
@@ -200,8 +201,8 @@ class Endpoint:
 
     async def _feedback(self, request: web.Request) -> web.Response:
         body = await _json(request)
-        session = request["session"] or body.get("session")
-        if request["session"] is not None and body.get("session") not in (None, session):
+        session = request[SESSION] or body.get("session")
+        if request[SESSION] is not None and body.get("session") not in (None, session):
             raise Refused("the body names another session than the key, path or header", "session", status=403)
         if not isinstance(session, str):
             raise Refused("say which session the reward is for", "session")
@@ -218,7 +219,7 @@ class Endpoint:
 
     async def _commit(self, request: web.Request) -> web.Response:
         body = await _json(request) if request.can_read_body else {}
-        if request["session"] is not None and self.registry.store is None:
+        if request[SESSION] is not None and self.registry.store is None:
             raise Refused("the workflow that opened this session takes its experiences", status=409)
         tasks = body.get("tasks")
         if tasks is not None and not isinstance(tasks, list):

@@ -5,8 +5,8 @@
 
 A session is one run of an agent. Its answers lie in lines: a line is one token sequence that only ever grew at its end. A request
 whose history is a recorded one, up to an answer that this server gave, goes on from the ids of that answer; text that was sampled
-is never tokenized again. When a client comes back to an earlier point, or changed what was said before it, a new line begins there: it
-has what it shares with another line in its prompt.
+is never tokenized again. When a client comes back to an earlier point, or changed what was said before it, a new line begins
+there: it has what it shares with another line in its prompt.
 
 Invariants: every sampled token is trained in exactly one experience, with the id, log-probability and version that the engine gave;
 all that an experience holds before a sampled token is what the engine saw before it.
