@@ -123,7 +123,7 @@ def test_a_context_that_is_full_is_an_ending(tmp_path: Path) -> None:
     """The client is told so and raises; what was answered before is learned from."""
     made = run(task(agent="two_turns", args={"turns": 9}), tmp_path, context=48)
     assert all(one.stop == "length" and 1 < one.metrics["turns"] < 9 and one.reward == 0.125 for one in made)
-    [alone] = run(task(repeat=1, agent="two_turns"), tmp_path, context=8)  # not one answer
+    [alone] = run(task(repeat=1, agent="two_turns"), tmp_path, context=6)  # not one answer
     assert (alone.stop, alone.response_length, alone.reward_outcome) == ("prompt_too_long", 0, "none")
 
 
