@@ -37,7 +37,9 @@ def experiences(job: Path) -> list[list[Experience]]:
 
 def test_an_openai_client_trains_the_policy(tmp_path: Path) -> None:
     assets = write_assets(tmp_path / "assets")
-    with train(*agents(tmp_path, "agents", assets)) as run:
+    judge = f"explorer.auxiliary_models=[{{name: judge, model_path: {assets / 'model'}, kv_cache_gb: 0.25}}]"
+    args = "+buffer.explorer_input.taskset.workflow_args.args.judge=judge"
+    with train(*agents(tmp_path, "agents", assets, judge, args)) as run:
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "agents"
     rows = step_rows(job)

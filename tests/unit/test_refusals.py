@@ -67,6 +67,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("cluster.master_port=70000", "cluster.master_port", "1 to 65535"),
     ("cluster.threads_per_rank=0", "cluster.threads_per_rank", "greater than 0"),
     ("cluster.ray_address=somewhere", "cluster.ray_address", "ray start --head"),
+    (f"{LARGE} explorer.rollout_model.engine_num=4 explorer.auxiliary_models=[{{name:a,model_path:x,engine_num:4}}]",
+     "explorer.auxiliary_models", "leaves 0 to the trainer"),
     (f"{LARGE} explorer.rollout_model.engine_num=8", "explorer.rollout_model.engine_num", "leaves 0 to the trainer"),
     (f"{LARGE} trainer.megatron.tensor_model_parallel_size=2", "explorer.rollout_model.engine_num", "no multiple of the 2"),
     (f"{LARGE} cluster.node_num=3 explorer.rollout_model.engine_num=4", "engine_num", "whole number of nodes"),
