@@ -124,7 +124,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("explorer.agent_processes=0", "explorer.agent_processes", "greater than 0"),
     ("explorer.session_timeout=0", "explorer.session_timeout", "greater than 0"),
     ("buffer.explorer_input.default_workflow_type=agent", f"{TASKSET}.workflow_args", "agent=file.py:function and command"),
-    (f"buffer.explorer_input.default_workflow_type=agent +{TASKSET}.workflow_args.agent=no.py:f", "agent 'no.py:f'", "cannot import"),
+    (f"buffer.explorer_input.default_workflow_type=agent +{TASKSET}.workflow_args.agent=no.py:f", "no.py:f", "cannot import"),
     ("explorer.rollout_model.kv_cache_gb=0", "explorer.rollout_model.kv_cache_gb", "greater than 0"),
     ("explorer.rollout_model.dtype=fp16", "explorer.rollout_model.dtype", "Known: bf16, fp32"),
     ("explorer.rollout_model.gpu_memory_utilization=1.5", "explorer.rollout_model.gpu_memory_utilization", "at most 1"),

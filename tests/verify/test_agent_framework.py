@@ -1,4 +1,4 @@
-"""A real agent framework, openai-agents, against the endpoint: its tool loop, and a run that it trains. Nothing of it is changed."""
+"""A real agent framework, openai-agents, against the endpoint: its tool loop, and a run that it trains. It is as it comes."""
 
 import asyncio
 import importlib.util
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_agent_loop import ROOM, TOLERANCE, experiences
 
 from rft.experience import Sampling, Task
 from tests.unit.scripted import TOKENIZER, Pool, listening
 from tests.unit.test_endpoint import TOOLS, exact
 
 from runs import REPEATS, REPOSITORY, overrides, step_rows, train, write_assets
-from test_agent_loop import ROOM, TOLERANCE, experiences
 
 FRAMEWORK = REPOSITORY / ".venv" / "agents"
 FILE = REPOSITORY / "tests" / "verify" / "framework_agent.py"
