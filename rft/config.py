@@ -26,6 +26,7 @@ from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
 from rft.config_explorer import AuxiliaryModelConfig as AuxiliaryModelConfig
+from rft.config_explorer import EngineConfig as EngineConfig
 from rft.config_explorer import ExplorerConfig
 from rft.config_explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config_sweep import SweepConfig

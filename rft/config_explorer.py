@@ -7,7 +7,9 @@ from omegaconf import MISSING
 
 
 @dataclass
-class RolloutModelConfig:
+class EngineConfig:
+    """vLLM instances of one model."""
+
     engine_type: str = "vllm"  # vllm (vllm_async is the same)
     engine_num: int = 1
     tensor_parallel_size: int = 1
@@ -17,13 +19,17 @@ class RolloutModelConfig:
     kv_cache_gb: float = 1.0  # CPU only
     gpu_memory_utilization: Optional[float] = None  # GPU only; default: 0.9, or 0.5 with cluster.colocate
     enforce_eager: bool = True
+
+
+@dataclass
+class RolloutModelConfig(EngineConfig):
     max_restarts: int = 3  # how often each engine that died is started again; 0: the run ends with the first
     enable_openai_api: bool = False  # agents reach the engines as OpenAI's API: docs/agents.md; on where it is needed
     enable_history: bool = False  # a workflow's model calls are kept until its end: docs/agents.md
 
 
 @dataclass
-class AuxiliaryModelConfig(RolloutModelConfig):
+class AuxiliaryModelConfig(EngineConfig):
     """A model beside the policy, with engines of its own and weights that never change."""
 
     name: str = MISSING  # what workflows and clients call it

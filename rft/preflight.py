@@ -33,7 +33,7 @@ from rft.config import (
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
-from rft.preflight_agents import check_agents, fill_agents
+from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_limits import check_given, check_limits
 from rft.preflight_sync import check_sync, fill_sync
@@ -62,8 +62,8 @@ CHOICES = {
     "synchronizer.lora_sync": (None, "adapter", "merged"),
     "synchronizer.receive": ("staged", "direct"),
     "synchronizer.kv": ("recompute", "keep"),
-    "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
-    "explorer.rollout_model.dtype": ("fp32", "bf16"),
+    "explorer.rollout_model.engine_type": ENGINE_TYPES,
+    "explorer.rollout_model.dtype": DTYPES,
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),

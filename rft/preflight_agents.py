@@ -9,13 +9,14 @@ import re
 import socket
 from pathlib import Path
 
-from rft.config import AuxiliaryModelConfig, Config, ConfigError
+from rft.config import AuxiliaryModelConfig, Config, ConfigError, nearest
 from rft.names import Dims, read_hf_config
 from rft.preflight_colocate import ALONE_SHARE
 from rft.rollout.agents import Settings
 from rft.sync import narrow
 
 AUXILIARY = "explorer.auxiliary_models"
+ENGINE_TYPES, DTYPES = ("vllm", "vllm_async"), ("fp32", "bf16")
 NAME = re.compile(r"[\w.@-]{1,64}")  # it stands in addresses
 
 
@@ -81,6 +82,12 @@ def _check_address(config: Config) -> None:
 def _check_auxiliary(config: Config, key: str, one: AuxiliaryModelConfig) -> None:
     if not NAME.fullmatch(one.name):
         raise ConfigError(f"{key}.name={one.name!r}: use letters, digits and . @ - _, at most 64")
+    if one.engine_type not in ENGINE_TYPES:
+        raise ConfigError(nearest(one.engine_type, ENGINE_TYPES, f"{key}.engine_type"))
+    if one.dtype not in DTYPES:
+        raise ConfigError(nearest(str(one.dtype), DTYPES, f"{key}.dtype"))
+    if not 0 < float(one.gpu_memory_utilization or 0) <= 1:
+        raise ConfigError(f"{key}.gpu_memory_utilization={one.gpu_memory_utilization}: give a share above 0, at most 1")
     for name in ("engine_num", "tensor_parallel_size", "max_num_seqs", "kv_cache_gb"):
         if getattr(one, name) <= 0:
             raise ConfigError(f"{key}.{name}={getattr(one, name)}: must be greater than 0")

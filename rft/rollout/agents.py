@@ -107,11 +107,15 @@ class Agent:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run(self, settings: Settings, task: Task, ctx: "WorkflowContext", sample: int) -> list[Experience]:
-        opened = ctx.open_session(task.sampling)
+        opened, limit = ctx.open_session(task.sampling), asyncio.timeout(settings.timeout)
         try:
-            async with asyncio.timeout(settings.timeout):
+            async with limit:
                 returned = await self._agent(settings, task, ctx, opened.access)
-        except Exception:
+        except Exception as error:
+            if limit.expired():
+                raise TimeoutError(
+                    f"the agent ran longer than {settings.timeout:g} s (workflow_args.timeout)"
+                ) from error
             if opened.session.too_long is None:  # the context was full, and the agent said so: that is an ending
                 raise
             returned = None

@@ -80,7 +80,7 @@ class Registry:
         self.counts["sessions"] += 1
         return session
 
-    def get(self, name: str | None) -> Open:
+    def _get(self, name: str | None) -> Open:
         """The session of a request; where anybody may, a new name begins one."""
         if name is not None and name in self.open_:
             found = self.open_[name]
@@ -88,8 +88,17 @@ class Registry:
             found = self.open_[self.open(name).id]
         else:
             raise Refused(f"there is no session {name}" if name else "this key names no session", "session", status=404)
-        found.touched = time.monotonic()
         return found
+
+    def enter(self, name: str | None) -> Open:
+        """The same for a request; it does not expire before `leave`."""
+        found = self._get(name)
+        found.under_way += 1
+        return found
+
+    def leave(self, found: Open) -> None:
+        found.under_way -= 1
+        found.touched = time.monotonic()
 
     def close(self, name: str) -> None:
         self.open_.pop(name, None)

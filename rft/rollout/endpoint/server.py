@@ -106,8 +106,7 @@ class Endpoint:
             return web.json_response(replies.error(refused), status=500)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        found = self.registry.get(request[SESSION])
-        found.under_way += 1
+        found = self.registry.enter(request[SESSION])
         try:
             asked = chat.read(await _json(request), found.session.sampling)
             if (asked.messages is None) == request.path.endswith("/chat/completions"):
@@ -121,7 +120,7 @@ class Endpoint:
                 return await self._stream(request, asked, answering, len(prompt), id, headers)
             return web.json_response(replies.reply(id, asked, await answering, len(prompt)), headers=headers)
         finally:
-            found.under_way -= 1
+            self.registry.leave(found)
 
     def _model(self, name: str) -> Model:
         return self.others.get(name, self.policy)
