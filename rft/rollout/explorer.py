@@ -70,9 +70,8 @@ class Explorer:
         await self.shared.load()
         if self.api is not None:
             shared, model = self.shared, self.shared.model
-            shared.endpoint = await start_endpoint(
-                self.api, self.config, model, shared.tokenizer, self.pool, self._store
-            )
+            args = (self.api, self.config, model, shared.tokenizer, self.pool, self._store)
+            shared.served.by(await start_endpoint(*args))
         if self.synchronizer is not None:
             self.following = asyncio.create_task(self.pool.follow(self.synchronizer))
             self.following.add_done_callback(self._settle)
@@ -203,7 +202,7 @@ class Explorer:
 
     async def base_url(self) -> str:
         """Of the OpenAI API, which answers since `prepare`."""
-        return f"{self.shared.served().url}/v1"
+        return f"{self.shared.served.endpoint.url}/v1"
 
     async def _store(self, name: str, experiences: list[Experience]) -> None:
         """A group that no taskset asked for: sessions of clients that got their reward. Durable on return."""
@@ -236,8 +235,7 @@ class Explorer:
 
     async def stats(self) -> dict[str, float]:
         """The engine pool's numbers and the endpoint's, for the metrics of a step."""
-        endpoint = self.shared.endpoint
-        return self.pool.stats() | (endpoint.registry.stats() if endpoint else {})
+        return self.pool.stats() | self.shared.served.stats()
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has answered all that it was asked for."""
@@ -252,6 +250,5 @@ class Explorer:
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        if self.shared.endpoint is not None:
-            await self.shared.endpoint.close()
+        await self.shared.served.close()
         await self.shared.rewards.close()

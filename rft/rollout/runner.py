@@ -66,7 +66,7 @@ class Runner:
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
         finally:
-            context.close()
+            context.end_sessions()
         says_samples = any(experience.sample or experience.turn for experience in experiences)
         for number, experience in enumerate(experiences):
             experience.group, experience.task = group, task.id

@@ -35,8 +35,8 @@ class Scores:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def score(self, items: list[tuple[Task, str]]) -> list[RewardResult]:
-        self.asked += [text for _, text in items]
+    async def score(self, items: list[tuple[Any, ...]]) -> list[RewardResult]:
+        self.asked += [item[1] for item in items]
         return [RewardResult(reward=0.125, metrics={"right": 0.125})] * len(items)
 
 
@@ -55,12 +55,12 @@ def in_context(
         pool = Pool(lambda p, n: "ok")
         async with asyncio.timeout(100), listening(pool, tmp_path, others=others, context=context) as endpoint:
             all_ = shared(pool, **rollout)
-            all_.endpoint = endpoint
+            all_.served.by(endpoint)
             ctx = Context(all_, "t", "0")
             try:
                 return await scenario(ctx)
             finally:
-                ctx.close()
+                ctx.end_sessions()
                 assert not endpoint.registry.open_
 
     return asyncio.run(whole())
