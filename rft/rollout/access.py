@@ -1,8 +1,8 @@
 """What a workflow may do with models behind OpenAI's API, and with what it asked: the part of `rft.rollout.context` that does so.
 
 In: the explorer's endpoint, model calls as they are answered. Out: sessions for agents, addresses and keys for clients, answers of
-auxiliary models, and, where that is wanted, every call of the attempt as an experience. Invariant: sessions and history end with the
-attempt that they belong to.
+auxiliary models, and, where that is wanted, every call of the attempt as an experience. Invariant: sessions and history end with
+the attempt that they belong to.
 """
 
 import asyncio

@@ -27,6 +27,7 @@ TOP = {
     "train",
     "preflight",
     "preflight_agents",
+    "preflight_algorithm",
     "preflight_trainer",
     "preflight_sync",
     "preflight_limits",
