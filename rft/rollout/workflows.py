@@ -113,20 +113,21 @@ def check(task: Task, experiences: list[Experience]) -> None:
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
     for position, made in enumerate(experiences):
-        if not 0 < made.prompt_length <= len(made.tokens):
-            raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
-        for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
-            if len(values) != made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "
-                    f"for {made.response_length} response tokens"
-                )
-        for span in made.versions:
-            if not 0 <= span.start <= span.end <= made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: version {span.version} of tokens {span.start} to "
-                    f"{span.end}, but the response has {made.response_length}"
-                )
+        if wrong := problem(made):
+            raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
+
+
+def problem(made: Experience) -> str | None:
+    """What of an experience contradicts itself."""
+    if not 0 < made.prompt_length <= len(made.tokens):
+        return f"prompt_length {made.prompt_length}"
+    for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+        if len(values) != made.response_length:
+            return f"{len(values)} entries of {name} for {made.response_length} response tokens"
+    for span in made.versions:
+        if not 0 <= span.start <= span.end <= made.response_length:
+            return f"version {span.version} of tokens {span.start} to {span.end}, but the response has {made.response_length}"
+    return None
 
 
 class _Function:
