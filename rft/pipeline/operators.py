@@ -78,7 +78,7 @@ def make(key: str, number: int, given: OperatorConfig, service: DataJuicerConfig
         raise ConfigError(
             nearest(given.name, table, f"{where}.name") + " Your own is package.module:Class or path/to/file.py:Class."
         )
-    made = lookup("operator", given.name, table)
+    made = lookup(f"{where}.name: operator", given.name, table)
     parameters = inspect.signature(made).parameters
     _check_args(where, given, parameters)
     arguments = dict(given.args) | ({SERVICE: service} if SERVICE in parameters else {})
@@ -89,7 +89,9 @@ def make(key: str, number: int, given: OperatorConfig, service: DataJuicerConfig
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}.args: {given.name} refuses {given.args}: {error}; correct it") from error
     if not callable(getattr(operator, "process", None)):
-        raise ConfigError(f"{where}.name={given.name}: what it makes has no method `process`; write a class that has one")
+        raise ConfigError(
+            f"{where}.name={given.name}: what it makes has no method `process`; write a class that has one"
+        )
     return operator
 
 

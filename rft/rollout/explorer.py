@@ -5,8 +5,9 @@
                             '--- freed when a published version covers the group
 
 Consumes tasks from its cursor on; waits for a slot (the buffer's staleness rule) and for a runner (its own concurrency
-limit). Invariant: the buffer knows a group before its first token is sampled and has it durably before it counts as done,
-so a group is either finished, or failed and counted, or handed out again after a restart.
+limit). Where there is a pipeline, a group goes through it on its way to the buffer. Invariant: the buffer knows a group before its
+first token is sampled and has it durably before it counts as done, so a group is either finished, or failed and counted, or handed
+out again after a restart.
 
 What happens to one task is `rft.rollout.runner`, what its workflow may do `context`, and evaluations are `evaluation`.
 
@@ -16,7 +17,9 @@ group is sampled whole, from one version, with the same seeds however often it s
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
@@ -30,12 +33,29 @@ from rft.rollout.runner import AllTasksFail, Runner, one_line
 log = logging.getLogger(__name__)
 
 
+class Processed(Protocol):
+    experiences: list[Experience]
+    dropped_by: str
+
+
+class Pipeline(Protocol):
+    """What groups go through between their workflow and the buffer: `rft.pipeline.experiences`."""
+
+    room: asyncio.Semaphore  # how many groups it takes while others are sampled
+
+    async def start(self, decode: Callable[[list[int]], str]) -> None: ...
+    async def process(self, group: int, task: Task, experiences: list[Experience]) -> Processed: ...
+    def pop_metrics(self) -> dict[str, float]: ...
+    async def close(self) -> None: ...
+
+
 class Explorer:
     """Runs as one Ray actor; every method is a coroutine on its event loop."""
 
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
+        make_pipeline: Callable[[], Pipeline] | None = None,
     ):  # fmt: skip
         self.config = config
         self.taskset = taskset
@@ -45,6 +65,7 @@ class Explorer:
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
         self.runner = Runner(config, self.shared)
+        self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
         self.evaluator = Evaluator(self.runner, eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
@@ -64,6 +85,8 @@ class Explorer:
     async def prepare(self) -> dict[str, Any]:
         """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
         await self.shared.load()
+        if self.pipeline is not None:
+            await self.pipeline.start(partial(self.shared.tokenizer.decode, skip_special_tokens=True))
         if self.synchronizer is not None:
             self.following = asyncio.create_task(self.pool.follow(self.synchronizer))
             self.following.add_done_callback(self._settle)
@@ -144,7 +167,6 @@ class Explorer:
     def _group_done(self, job: "asyncio.Task[None]") -> None:
         self.groups.discard(job)
         trace.count("groups", len(self.groups))
-        self.runners.release()
         self._settle(job)
 
     def _settle(self, job: "asyncio.Task[None]") -> None:
@@ -159,12 +181,16 @@ class Explorer:
     async def _run_group(self, group: int, task: Task, holds: int) -> None:
         """Run one task with retries inside one total time; store what came out or count the failure."""
         try:
-            experiences = await self._sample(group, task, holds)
+            experiences, dropped_by = await self._make(group, task, holds)
         except (
             EngineUnavailable
         ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
             raise
-        except Exception as error:  # a user's workflow may raise anything: it costs its own group, counted, not the run
+        except AllTasksFail:  # says the pipeline
+            raise
+        except (
+            Exception
+        ) as error:  # a user's workflow or operator may raise anything: it costs its own group, counted, not the run
             log.warning("task %s failed for good: %s", task.id, one_line(error))
             trace.instant("task failed", task=task.id, cause=one_line(error))
             self.failures += 1
@@ -173,7 +199,25 @@ class Explorer:
                 raise AllTasksFail(f"{self.failures} tasks in a row failed, the last with {one_line(error)}") from error
             return
         self.failures = 0
-        await self.buffer.put.remote(group, encode(experiences))
+        if dropped_by:  # the buffer admits another task in its place
+            await self.buffer.abandon.remote(group, dropped_by)
+        else:
+            await self.buffer.put.remote(group, encode(experiences))
+
+    async def _make(self, group: int, task: Task, holds: int) -> tuple[list[Experience], str]:
+        """What of a group is to be stored, or who dropped it. Its runner is free for another group once it is sampled."""
+        try:
+            experiences = await self._sample(group, task, holds)
+            if self.pipeline is None:
+                return experiences, ""
+            await self.pipeline.room.acquire()
+        finally:
+            self.runners.release()
+        try:
+            processed = await self.pipeline.process(group, task, experiences)
+            return processed.experiences, processed.dropped_by
+        finally:
+            self.pipeline.room.release()
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
         """Run it, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
@@ -211,8 +255,8 @@ class Explorer:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The engine pool's numbers, for the metrics of a step."""
-        return self.pool.stats()
+        """The engine pool's numbers, and those of the pipeline since the last call, for the metrics of a step."""
+        return self.pool.stats() | (self.pipeline.pop_metrics() if self.pipeline is not None else {})
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has answered all that it was asked for."""
@@ -228,3 +272,5 @@ class Explorer:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self.shared.rewards.close()
+        if self.pipeline is not None:
+            await self.pipeline.close()

@@ -4,7 +4,7 @@ from rft.experience import Experience
 
 
 class DropRepeats:
-    """Within a group; with `remember=n` also what is equal, prompt and response, to one of the last n experiences that were kept."""
+    """Within a group; with `remember=n` also what is equal, prompt and response, to one of the last n that were kept."""
 
     def __init__(self, remember: int = 0) -> None:
         self.remember = int(remember)

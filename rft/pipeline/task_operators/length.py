@@ -17,9 +17,7 @@ class TextLengthFilter:
             raise ValueError("max_length is below min_length")
 
     def process(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        kept = [
-            row for row in rows if self.least <= (n := self._length(row)) and (self.most is None or n <= self.most)
-        ]
+        kept = [row for row in rows if self.least <= (n := self._length(row)) and (self.most is None or n <= self.most)]
         return kept, {"filtered_count": len(rows) - len(kept)}
 
     def _length(self, row: dict[str, Any]) -> int:

@@ -68,7 +68,11 @@ class LLMDifficulty:
         import httpx
 
         task = "\n".join(f"{name}: {text_of(row, key)}" for key, name in zip(self.keys, self.names, strict=True))
-        question = {"model": self.model, "messages": [{"role": "user", "content": ASKED.format(task=task)}], "temperature": 0.0}
+        question = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": ASKED.format(task=task)}],
+            "temperature": 0.0,
+        }
         said = ""
         for _ in range(self.retries + 1):
             async with self.free:
@@ -81,4 +85,6 @@ class LLMDifficulty:
                     continue
             if found := ANSWER.search(said):
                 return int(found[1]) / 5
-        raise RuntimeError(f"{self.model} at {self.url} gave no difficulty in {self.retries + 1} tries; last: {said[:200]!r}")
+        raise RuntimeError(
+            f"{self.model} at {self.url} gave no difficulty in {self.retries + 1} tries; last: {said[:200]!r}"
+        )

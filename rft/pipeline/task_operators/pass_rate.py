@@ -10,13 +10,18 @@ from rft.pipeline.task_operators.length import text_of
 
 
 class PassRateFilter:
-    """`samples`: what `experience_pipeline.save_input` wrote, or JSON lines with a `prompt` and a `reward` each. Rows are matched by
-    `field`, the text of the prompt, so the data file may have changed since. The rate goes into the column `pass_rate`; rows
-    without a sample stay if `keep_unseen`.
+    """`samples`: what `experience_pipeline.save_input` wrote, or JSON lines with a `prompt` and a `reward` each. Rows are
+    matched by `field`, the text of the prompt, so the data file may have changed since. The rate goes into the column
+    `pass_rate`; rows without a sample stay if `keep_unseen`.
     """
 
     def __init__(
-        self, samples: str, field: str = "prompt", min_rate: float = 0.0, max_rate: float = 1.0, keep_unseen: bool = True
+        self,
+        samples: str,
+        field: str = "prompt",
+        min_rate: float = 0.0,
+        max_rate: float = 1.0,
+        keep_unseen: bool = True,
     ) -> None:
         self.path, self.field, self.keep_unseen = Path(samples), field, bool(keep_unseen)
         self.least, self.most = float(min_rate), float(max_rate)
