@@ -33,8 +33,10 @@ from rft.config import (
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.pipeline.output import place
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_limits import check_given, check_limits
+from rft.preflight_pipelines import check_pipelines
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
@@ -95,6 +97,7 @@ def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
     verl_keys.merge(config)
     check_given(config)
+    place(config)
     algorithm = config.algorithm
     if algorithm.algorithm_type not in ALGORITHMS:
         raise ConfigError(nearest(algorithm.algorithm_type, ALGORITHMS, "algorithm.algorithm_type"))
@@ -151,7 +154,8 @@ def check(config: Config) -> None:
     _check_checkpoints(config)
     check_profiler(config)
     _check_algorithm(config)
-    _check_data(config)
+    to_be_made = check_pipelines(config)  # the rows that the stage reads, by its task pipeline
+    _check_data(config, to_be_made)
     _check_deterministic(config)
     check_limits(config)
     check_sync(config)
@@ -159,9 +163,9 @@ def check(config: Config) -> None:
     if config.cluster.node_num == 1 and config.cluster.ray_address is None:
         cards.split(config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     _check_places(config)
-    if config.trainer.total_steps is None:
+    if config.trainer.total_steps is None and (config.buffer.total_steps or not to_be_made):
         config.trainer.total_steps = count_steps(config)
-    if config.mode in ("both", "train"):
+    if config.mode in ("both", "train") and config.trainer.total_steps is not None:
         check_optimizers(config)
 
 
@@ -307,11 +311,13 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_data(config: Config) -> None:
+def _check_data(config: Config, to_be_made: bool) -> None:
+    """`to_be_made`: the rows of the stage are not there yet; they are looked at when they are."""
     rows = config.buffer.trainer_input.experience_buffer
     if rows.storage_type == "file":
         key = "buffer.trainer_input.experience_buffer"
-        check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
+        if not to_be_made:
+            check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
         return
     if config.mode in ("both", "explore") and config.buffer.explorer_input.taskset is None:
         raise ConfigError(
@@ -319,10 +325,11 @@ def _check_data(config: Config) -> None:
         )
     if config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets: mode=bench needs at least one")
-    for key, taskset, _ in _tasksets(config):
+    for key, taskset, is_eval in _tasksets(config):
         if taskset.storage_type != "file":
             raise ConfigError(nearest(taskset.storage_type, ["file"], f"{key}.storage_type"))
-        check_taskset(taskset, f"{key}.path")
+        if is_eval or not to_be_made:
+            check_taskset(taskset, f"{key}.path")
         rewards.resolve(str(taskset.default_reward_fn_type))
         workflows.resolve(str(taskset.default_workflow_type))
 

@@ -20,13 +20,11 @@ from pathlib import Path
 from rft.config import DataJuicerConfig, ExperiencePipelineConfig
 from rft.experience import Experience, Task, decode, encode
 from rft.pipeline.juicer_server import JuicerServer
-from rft.pipeline.messages import Done, Setup, Work
+from rft.pipeline.messages import EXPERIENCES, Done, Setup, Work
 from rft.pipeline.process import OperatorFailed, OperatorProcess
 from rft.pipeline.tally import Tally
 from rft.pipeline.task_operators.length import text_of
 from rft.rollout.runner import AllTasksFail
-
-KEY = "data_processor.experience_pipeline"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class ExperiencePipeline:
         if self.config.save_input:
             record = self.config.input_save_path or str(self.directory / "buffer" / "explorer_output.jsonl")
         setup = Setup(
-            key=KEY,
+            key=EXPERIENCES,
             operators=[(operator.name, dict(operator.args)) for operator in self.config.operators],
             service=asdict(service),
             record=record,
@@ -102,7 +100,7 @@ class ExperiencePipeline:
         if self.dropped_in_a_row >= self.max_dropped:
             raise AllTasksFail(
                 f"{self.dropped_in_a_row} groups in a row were dropped, the last by {done.dropped_by}: no step can be filled "
-                f"({KEY}.max_dropped_groups)"
+                f"({EXPERIENCES}.max_dropped_groups)"
             )
         return Processed([], f"dropped by {done.dropped_by}")
 

@@ -151,6 +151,7 @@ def free_port(reserve: bool = True) -> int:
     who asks for any port, while a server that asks for this one (with SO_REUSEADDR, as servers do) gets it.
     """
     with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reserve))
         server.bind(("127.0.0.1", 0))
         if reserve:
             server.listen(1)

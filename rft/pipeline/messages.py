@@ -11,9 +11,11 @@ from typing import Any
 
 from rft.experience import Record
 
+EXPERIENCES, TASKS = "data_processor.experience_pipeline", "data_processor.task_pipeline"
+
 
 class Setup(Record, tag="setup", kw_only=True):
-    key: str  # data_processor.experience_pipeline or data_processor.task_pipeline
+    key: str  # EXPERIENCES or TASKS
     operators: list[tuple[str, dict[str, Any]]]  # name, args
     service: dict[str, Any]  # of DataJuicerConfig
     record: str | None = None  # file for what comes in

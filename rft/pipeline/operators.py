@@ -25,6 +25,7 @@ from rft.pipeline.experience_operators.pass_rate import PassRate
 from rft.pipeline.experience_operators.reward_filter import RewardFilter
 from rft.pipeline.experience_operators.reward_shaping import RewardShaping
 from rft.pipeline.experience_operators.reward_std import RewardStdFilter
+from rft.pipeline.messages import TASKS
 from rft.pipeline.task_operators.curriculum import Curriculum
 from rft.pipeline.task_operators.dedupe import DropSameRows
 from rft.pipeline.task_operators.difficulty import DifficultyFilter
@@ -67,8 +68,8 @@ TASK_OPERATORS: dict[str, Callable[..., Operator]] = {
 
 
 def table_of(key: str) -> dict[str, Callable[..., Operator]]:
-    """`key`: data_processor.experience_pipeline or data_processor.task_pipeline."""
-    return TASK_OPERATORS if key.endswith("task_pipeline") else EXPERIENCE_OPERATORS
+    """`key`: of the pipeline's section."""
+    return TASK_OPERATORS if key == TASKS else EXPERIENCE_OPERATORS
 
 
 def make(key: str, number: int, given: OperatorConfig, service: DataJuicerConfig) -> Operator:

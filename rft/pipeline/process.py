@@ -23,7 +23,7 @@ class OperatorFailed(RuntimeError):
 
     def __init__(self, operator: str, message: str) -> None:
         super().__init__(f"operator {operator}: {message}")
-        self.operator = operator
+        self.operator, self.reason = operator, message
 
 
 class OperatorProcess:

@@ -21,7 +21,7 @@ import msgspec
 from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.experience import Experience, decode, encode
 from rft.monitor import logs
-from rft.pipeline.messages import Answer, Broken, Close, Done, Entered, Question, Ready, Setup, Work
+from rft.pipeline.messages import TASKS, Answer, Broken, Close, Done, Entered, Question, Ready, Setup, Work
 from rft.pipeline.operators import Operator, build, call
 from rft.pipeline.record import Recorder
 from rft.rollout.child import HEADER, frame
@@ -79,7 +79,7 @@ class Worker:
         return Ready()
 
     async def _work(self, work: Work) -> Answer:
-        is_rows = self._setup.key.endswith("task_pipeline")
+        is_rows = self._setup.key == TASKS
         items: list[Any] = msgspec.json.decode(work.payload) if is_rows else self._received(work)
         done = Done(payload=b"", metrics=[], seconds=[], counts=[])
         tokens = None if is_rows else {tuple(experience.tokens) for experience in items}
