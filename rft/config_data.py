@@ -34,9 +34,7 @@ class TaskPipelineConfig:
 class ExperiencePipelineConfig:
     operators: list[OperatorConfig] = field(default_factory=list)  # in order, on every group: docs/pipelines.md
     timeout: float = 60.0  # seconds of one operator for one group; then its process is killed and the group given up
-    max_dropped_groups: Optional[int] = (
-        None  # dropped in a row before the run ends; default: 20 x batch_size, at least 200
-    )
+    max_dropped_groups: Optional[int] = None  # in a row, then the run ends; default: 20 batches, at least 200
     save_input: bool = False  # write down every group as the operators get it, in a file that can be read back
     input_save_path: Optional[str] = None  # that file, .jsonl; default: <job>/buffer/explorer_output.jsonl
 

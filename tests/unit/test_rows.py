@@ -56,8 +56,13 @@ ROWS = {  # by section of the reference; the blocks of veRL's keys are in test_v
     "trainer.megatron.context_parallel_size trainer.megatron.sequence_parallel trainer.param_offload trainer.optimizer_offload "
     "trainer.grad_offload trainer.offload_policy trainer.critic_warmup trainer.balance_batch "
     "trainer.max_checkpoints_to_keep trainer.enable_preview",
-    "J": "service.data_juicer.server_url service.data_juicer.auto_start service.data_juicer.port data_processor.task_pipeline "
-    "data_processor.experience_pipeline log.level log.group_by_node stages stage_name",
+    "J": "service.data_juicer.server_url service.data_juicer.auto_start service.data_juicer.port "
+    "data_processor.task_pipeline.num_process data_processor.task_pipeline.operators data_processor.task_pipeline.inputs "
+    "data_processor.task_pipeline.target_fields data_processor.task_pipeline.output.path data_processor.task_pipeline.config_path "
+    "data_processor.task_pipeline.priority_weights data_processor.task_pipeline.top_k "
+    "data_processor.experience_pipeline.operators data_processor.experience_pipeline.save_input "
+    "data_processor.experience_pipeline.input_save_path data_processor.experience_pipeline.inputs "
+    "data_processor.experience_pipeline.output log.level log.group_by_node stages stage_name",
 }  # fmt: skip
 
 
