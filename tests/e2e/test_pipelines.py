@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import runs
 
 from rft.buffer.progress import Failed
 from rft.pipeline import record
+
+import runs
 
 STEPS = 3
 SHAPING = "{name:reward_shaping_mapper,args:{reward_shaping_configs:[{stats_key:pass_rate,op_type:ADD,weight:0.5}]}}"
