@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from rft.buffer.taskset import Taskset
+from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Experience, Task, decode, encode
 from rft.monitor import trace
@@ -96,6 +96,10 @@ class Explorer:
             "eval": {t.name: len(t) for t in self.eval_tasksets},
         }
 
+    async def attempt(self, task: bytes) -> list[bytes]:
+        """The experiences of one task, kept nowhere: for whoever looks at every token of them."""
+        return [encode(experience) for experience in await self.runner.run(-1, decode(task, Task))]
+
     async def open(self) -> None:
         """The supervisor says that every part of the run serves."""
         self.is_open.set()
@@ -135,12 +139,12 @@ class Explorer:
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
         for group, task in start["reissue"]:  # left unfinished by an earlier process: the same numbers, sampled again
-            await self._launch(group, decode(task, Task), await self._readmit(group))
+            await self._launch(group, from_journal(task), await self._readmit(group))
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         for task in self.taskset:
             holds = self.holds
-            group = await self.buffer.admit.remote(self.config.name, encode(task), self.taskset.cursor)
+            group = await self.buffer.admit.remote(self.config.name, for_journal(task), self.taskset.cursor)
             if group is None:  # enough groups for the last step were admitted
                 break
             await self._launch(group, task, holds)

@@ -11,6 +11,7 @@ import logging
 
 from rft.config import ExplorerConfig
 from rft.experience import Experience, Task
+from rft.monitor import redact
 from rft.rollout import workflows
 from rft.rollout.context import Context, Shared
 from rft.rollout.engine import EngineUnavailable
@@ -71,7 +72,8 @@ class Runner:
 
 
 def one_line(error: BaseException | None) -> str:
-    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised."""
+    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised.
+    Without secrets: it is kept in the journal."""
     inner = getattr(error, "cause", None) or error
     lines = str(inner).strip().splitlines()
-    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+    return redact.text(f"{type(inner).__name__}: {lines[0]}") if lines else type(inner).__name__

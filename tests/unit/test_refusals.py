@@ -156,6 +156,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("monitor.monitor_type=swanlab", "monitor.monitor_type", "not in rft yet"),
     ("+monitor.monitor_args.uri=a", "monitor.monitor_args.uri", "it takes none"),
     ("monitor=wandb +monitor.monitor_args.key=a", "monitor.monitor_args.key", "it takes mode, base_url, api_key"),
+    ("monitor=mlflow +monitor.monitor_args.url=a", "monitor.monitor_args.url", "it takes uri, username, password"),
     ("monitor=wandb monitor.monitor_args.mode=onlin", "monitor.monitor_args.mode", "offline, online, disabled"),
     ("monitor.num_samples=-1", "monitor.num_samples", "0 or more"),
     ("log.level=info", "log.level", "INFO"),
@@ -166,6 +167,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("+stages=[{stage_name:a,trainer:{totl_steps:1}}]", "trainer.totl_steps", "trainer.total_steps"),
     ("+stages=[{stage_name:a,stages:[{stage_name:b}]}]", "stages", "of its own"),
     ("+stages=[a]", "stages", "its keys"),
+    ("+stages=[{stage_name:a}] +every_stage.trainer.totl_steps=1", "every_stage: unknown key `trainer.totl", "trainer.total_steps"),
+    ("+every_stage.stages=[]", "every_stage.stages", "like every_stage.trainer.total_steps"),
 ]  # fmt: skip
 
 
