@@ -22,6 +22,7 @@ from typing import Any
 from rft import cards, control
 from rft import config as configs
 from rft.adapters import versions_kept
+from rft.algorithm import recipe
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig, SynchronizerConfig
 from rft.control_socket import ControlSocket
@@ -351,6 +352,7 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer
         config.buffer.batch_size,
         config.seed if config.deterministic else None,
         synchronizer,
+        recipe.needs_baseline(config.algorithm),
         _pipeline(config),
     )
 

@@ -20,6 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rft import trinity_keys
 from rft.config_algorithm import AlgorithmConfig as AlgorithmConfig
 from rft.config_algorithm import OptimizerConfig
+from rft.config_algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
 from rft.config_buffer import BufferConfig, TasksetConfig
 from rft.config_buffer import ExperienceBufferConfig as ExperienceBufferConfig
 from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig

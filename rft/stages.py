@@ -45,7 +45,7 @@ def check(stages: list[Config]) -> None:
 
 def check_overrides(raw: DictConfig, overrides: list[str]) -> None:
     """Refuse a key of the command line that would do nothing, because every stage sets it for itself."""
-    stages = list(raw.stages)
+    stages = [stage for stage in raw.stages if isinstance(stage, DictConfig)]  # others are refused later, by name
     for line in overrides if stages else []:
         key = line.split("=", 1)[0].lstrip("+~")
         inner = re.sub(r"^stages\.\d+\.", "", key)

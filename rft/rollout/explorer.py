@@ -55,6 +55,7 @@ class Explorer:
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
+        greedy_baseline: bool = False,
         make_pipeline: Callable[[], Pipeline] | None = None,
     ):  # fmt: skip
         self.config = config
@@ -64,9 +65,9 @@ class Explorer:
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
-        self.runner = Runner(config, self.shared)
+        self.runner = Runner(config, self.shared, greedy_baseline)
         self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
-        self.evaluator = Evaluator(self.runner, eval_tasksets)
+        self.evaluator = Evaluator(Runner(config, self.shared), eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)

@@ -24,9 +24,12 @@ class AllTasksFail(RuntimeError):
 
 
 class Runner:
-    def __init__(self, config: ExplorerConfig, shared: Shared):
+    """`greedy_baseline`: each task gets a greedy response beside the others, to compare them with."""
+
+    def __init__(self, config: ExplorerConfig, shared: Shared, greedy_baseline: bool = False):
         self.config = config
         self.shared = shared
+        self.greedy_baseline = greedy_baseline
 
     async def run(self, group: int, task: Task, start: int = 0) -> list[Experience]:
         """At most 1 + max_retry_times attempts, all together within max_timeout seconds (then cancelled: W33).
@@ -59,6 +62,8 @@ class Runner:
         context = Context(self.shared, request, f"{self.shared.seed}/{task.id}/{attempt}")
         try:
             experiences = await workflows.run(task, context)
+            if self.greedy_baseline:
+                experiences += await workflows.greedy(task, context)
         except asyncio.CancelledError as error:
             job = asyncio.current_task()
             if job is None or job.cancelling():
@@ -66,8 +71,11 @@ class Runner:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
+        is_numbered = any(experience.sample or experience.turn for experience in experiences)
         for number, experience in enumerate(experiences):
-            experience.group, experience.sample, experience.task = group, number, task.id
+            experience.group, experience.task = group, task.id
+            if not is_numbered:
+                experience.sample = number
         return experiences
 
 

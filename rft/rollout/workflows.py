@@ -85,6 +85,16 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     return experiences
 
 
+async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
+    """What the workflow makes of one greedy response: only its reward is of use, so no token of it is trained on."""
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    made = await run(msgspec.structs.replace(task, repeat_times=1, sampling=sampling), ctx)
+    for one in made:
+        one.action_mask = [0] * one.response_length
+        one.info = {**one.info, "baseline": True}
+    return made
+
+
 def experience(
     task: Task, prompt: list[int], completion: Completion, result: RewardResult | None, sample: int = 0
 ) -> Experience:
@@ -121,7 +131,10 @@ def problem(made: Experience) -> str | None:
     """What of an experience contradicts itself."""
     if not 0 < made.prompt_length <= len(made.tokens):
         return f"prompt_length {made.prompt_length}"
-    for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+    per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+    if made.token_rewards:
+        per_token["token_rewards"] = made.token_rewards
+    for name, values in per_token.items():
         if len(values) != made.response_length:
             return f"{len(values)} entries of {name} for {made.response_length} response tokens"
     for span in made.versions:
