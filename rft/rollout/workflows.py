@@ -152,27 +152,31 @@ def check(task: Task, experiences: list[Experience]) -> None:
     if not isinstance(experiences, list) or not all(isinstance(made, Experience) for made in experiences):
         raise TypeError(f"workflow {task.workflow!r} must return a list of Experience, not {experiences!r:.80}")
     for position, made in enumerate(experiences):
-        numbers = {"reward": [made.reward], "logprobs": made.logprobs, "token_rewards": made.token_rewards}
-        for name, found in numbers.items():
-            if not all(map(isfinite, found)):
-                raise ValueError(f"workflow {task.workflow!r}, experience {position}: {name} is not finite")
-        if not 0 < made.prompt_length <= len(made.tokens):
-            raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
-        per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
-        if made.token_rewards:
-            per_token["token_rewards"] = made.token_rewards
-        for name, values in per_token.items():
-            if len(values) != made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "
-                    f"for {made.response_length} response tokens"
-                )
-        for span in made.versions:
-            if not 0 <= span.start <= span.end <= made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: version {span.version} of tokens {span.start} to "
-                    f"{span.end}, but the response has {made.response_length}"
-                )
+        if wrong := problem(made):
+            raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
+
+
+def problem(made: Experience) -> str | None:
+    """What of an experience contradicts itself."""
+    if not 0 < made.prompt_length <= len(made.tokens):
+        return f"prompt_length {made.prompt_length}"
+    per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+    if made.token_rewards:
+        per_token["token_rewards"] = made.token_rewards
+    for name, values in per_token.items():
+        if len(values) != made.response_length:
+            return f"{len(values)} entries of {name} for {made.response_length} response tokens"
+    for name, values in {
+        "reward": [made.reward],
+        "logprobs": made.logprobs,
+        "token_rewards": made.token_rewards,
+    }.items():
+        if not all(map(isfinite, values)):
+            return f"{name} is not finite"
+    for span in made.versions:
+        if not 0 <= span.start <= span.end <= made.response_length:
+            return f"version {span.version} of tokens {span.start} to {span.end}, but the response has {made.response_length}"
+    return None
 
 
 class _Function:
