@@ -97,7 +97,7 @@ def test_operators_change_a_group_in_order_and_remember(tmp_path: Path) -> None:
         ("no_metrics", "3 as its metrics, which is no dict"),
         ("other_tokens", "tokens that no engine sampled"),
         ("short_mask", "0 entries of action_mask for 2 response tokens"),
-        ("no_number", "a reward is nan"),
+        ("no_number", "reward is not finite"),
     ],
 )  # fmt: skip
 def test_an_operator_that_misbehaves_costs_its_group_and_is_named(tmp_path: Path, what: str, said: str) -> None:
