@@ -27,6 +27,13 @@ from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
 from rft.config_buffer import TaskSelectorConfig as TaskSelectorConfig
+from rft.config_data import DataJuicerConfig as DataJuicerConfig
+from rft.config_data import DataProcessorConfig, ServiceConfig
+from rft.config_data import ExperiencePipelineConfig as ExperiencePipelineConfig
+from rft.config_data import OperatorConfig as OperatorConfig
+from rft.config_data import TaskPipelineConfig as TaskPipelineConfig
+from rft.config_explorer import AuxiliaryModelConfig as AuxiliaryModelConfig
+from rft.config_explorer import EngineConfig as EngineConfig
 from rft.config_explorer import ExplorerConfig
 from rft.config_explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config_sweep import SweepConfig
@@ -187,7 +194,7 @@ class LogConfig:
 class Config:
     project: str = "rft"
     name: str = MISSING
-    mode: str = "both"  # both | train | explore | bench
+    mode: str = "both"  # both | train | explore | bench | serve
     seed: int = 0
     deterministic: bool = False  # repeatable and resumable bit by bit, and slow: see docs/deterministic.md
     device: str = "auto"  # auto | cpu | cuda
@@ -204,6 +211,8 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)  # of algorithms that need values, like ppo
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    data_processor: DataProcessorConfig = field(default_factory=DataProcessorConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
@@ -249,6 +258,7 @@ def unknown(key: str) -> str:
     if (other := trinity_keys.instead(key)) is not None:
         return f"{key} is no key of rft: {other}"
     listed = [f"model.lora_configs.{item.name}" for item in fields(LoraConfig)]
+    listed += [f"explorer.auxiliary_models.{item.name}" for item in fields(AuxiliaryModelConfig)]
     hint = closest(trinity_keys.canonical(key), [*known_keys(), *listed])
     return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
 

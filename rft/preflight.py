@@ -37,16 +37,19 @@ from rft.feed import reads_files
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.packing import AGGREGATIONS
+from rft.pipeline.output import place
+from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_algorithm import check_algorithm, fill_algorithm
 from rft.preflight_buffer import check_buffer
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_limits import check_given, check_limits
+from rft.preflight_pipelines import check_pipelines
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
 from rft.sync import narrow
 
-MODES = ("both", "train", "explore", "bench")
+MODES = ("both", "train", "explore", "bench", "serve")
 CHOICES = {
     "mode": MODES,
     "device": ("auto", "cpu", "cuda"),
@@ -67,15 +70,15 @@ CHOICES = {
     "synchronizer.lora_sync": (None, "adapter", "merged"),
     "synchronizer.receive": ("staged", "direct"),
     "synchronizer.kv": ("recompute", "keep"),
-    "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
-    "explorer.rollout_model.dtype": ("fp32", "bf16"),
+    "explorer.rollout_model.engine_type": ENGINE_TYPES,
+    "explorer.rollout_model.dtype": DTYPES,
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
-    "explorer.reward_timeout", "explorer.dynamic_timeout.ratio",
+    "explorer.reward_timeout", "explorer.dynamic_timeout.ratio", "explorer.agent_processes", "explorer.session_timeout",
     "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
     "trainer.peak_tflops", "trainer.collective_timeout", "trainer.total_steps", "trainer.num_ranks",
@@ -104,6 +107,7 @@ def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
     verl_keys.merge(config)
     check_given(config)
+    place(config)
     buffer, algorithm = config.buffer, fill_algorithm(config.algorithm)
     buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * int(algorithm.repeat_times or 1)
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
@@ -120,6 +124,7 @@ def fill(config: Config) -> Config:
     _fill_template(config.model)
     fill_sync(config)
     fill_colocate(config)
+    fill_agents(config)
     if config.deterministic:
         _fill_deterministic(config)
     return config
@@ -151,17 +156,19 @@ def check(config: Config) -> None:
     _check_checkpoints(config)
     check_profiler(config)
     _check_algorithm(config)
-    _check_data(config)
+    to_be_made = check_pipelines(config)  # the rows that the stage reads, by its task pipeline
+    _check_data(config, to_be_made)
     _check_deterministic(config)
     check_limits(config)
     check_sync(config)
     check_colocate(config)
+    check_agents(config)
     if config.cluster.node_num == 1 and config.cluster.ray_address is None:
         cards.split(config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     _check_places(config)
-    if config.trainer.total_steps is None:
+    if config.trainer.total_steps is None and (config.buffer.total_steps or not to_be_made):
         config.trainer.total_steps = count_steps(config)
-    if config.mode in ("both", "train"):
+    if config.mode in ("both", "train") and config.trainer.total_steps is not None:
         check_optimizers(config)
 
 
@@ -297,13 +304,15 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_data(config: Config) -> None:
+def _check_data(config: Config, to_be_made: bool) -> None:
+    """`to_be_made`: the rows of the stage are not there yet; they are looked at when they are."""
     rows = config.buffer.trainer_input.experience_buffer
     if ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
         check_buffer(config)
     elif rows.storage_type == "file":
         key = "buffer.trainer_input.experience_buffer"
-        check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
+        if not to_be_made:
+            check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
         return
     given = config.buffer.explorer_input
     if given.taskset is not None and given.tasksets:
@@ -316,11 +325,16 @@ def _check_data(config: Config) -> None:
         )
     if config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets: mode=bench needs at least one")
-    for key, taskset, _ in _tasksets(config):
-        check_taskset(taskset, f"{key}.path")
-        for name in {str(taskset.default_reward_fn_type), *names_in(taskset, "reward_fn_key", key)}:
+    for key, taskset, is_eval in _tasksets(config):
+        if is_eval or not to_be_made:
+            check_taskset(taskset, f"{key}.path")
+        readable = is_eval or not to_be_made
+        for name in {
+            str(taskset.default_reward_fn_type),
+            *(names_in(taskset, "reward_fn_key", key) if readable else ()),
+        }:
             rewards.resolve(name)
-        for name in {str(taskset.default_workflow_type), *names_in(taskset, "workflow_key", key)}:
+        for name in {str(taskset.default_workflow_type), *(names_in(taskset, "workflow_key", key) if readable else ())}:
             workflows.resolve(name)
 
 

@@ -57,8 +57,7 @@ class Key:
 
 YET = "not in rft yet"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
-JUICER = f"Data-Juicer is {YET}: process the files before the run, or in a function given as prepare=module:function"
-PIPELINE = f"pipelines over experiences are {YET}: shape rewards in buffer.explorer_input.default_reward_fn_type=module:function"
+EXPERIENCES_COME = "experiences come from the explorer and go to the buffer of the trainer: leave it out"
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
 NO_TINKER = "training is by Megatron on your own machines: leave it out"
@@ -93,13 +92,6 @@ KEYS: dict[str, Key] = {
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
-    "explorer.rollout_model.enable_history": Key(
-        "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
-    ),
-    "explorer.rollout_model.enable_openai_api": Key("G10", f"an OpenAI server of the engines is {YET}", only=(False,)),
-    "explorer.auxiliary_models": Key(
-        "G10", f"further models are {YET}: serve them with vLLM and call them from your reward or workflow", only=([],)
-    ),
     # H: synchronizer
     "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
     "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
@@ -116,11 +108,8 @@ KEYS: dict[str, Key] = {
     "trainer.offload_policy": Key("I17", OFFLOAD, only=(False,)),
     "trainer.enable_preview": Key("I17", to="monitor.num_samples", convert=none_if_false),
     # J: service, data processor, log
-    "service.data_juicer.server_url": Key("J1", JUICER),
-    "service.data_juicer.auto_start": Key("J2", JUICER, only=(False,)),
-    "service.data_juicer.port": Key("J3", JUICER),
-    "data_processor.task_pipeline": Key("J4-J8", JUICER, only=({},)),
-    "data_processor.experience_pipeline": Key("J9-J12", PIPELINE, only=({}, {"operators": []})),
+    "data_processor.experience_pipeline.inputs": Key("J9", EXPERIENCES_COME, only=({},)),
+    "data_processor.experience_pipeline.output": Key("J9", EXPERIENCES_COME),
 }  # fmt: skip
 for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.format"):
     KEYS |= {
@@ -178,6 +167,7 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.explorer_input.taskset.format.workflow_key", "buffer.explorer_input.taskset.format.reward_fn_key",
     "explorer.name", "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
     "explorer.rollout_model.engine_type", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.rollout_model.enable_history", "explorer.rollout_model.enable_openai_api", "explorer.auxiliary_models",
     "explorer.eval_interval", "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "synchronizer.sync_method",
     "synchronizer.sync_interval", "synchronizer.sync_offset", "synchronizer.sync_timeout", "synchronizer.sync_style",
     "trainer.name", "trainer.trainer_type", "trainer.total_steps", "trainer.save_interval", "trainer.save_strategy",
@@ -186,6 +176,12 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "trainer.megatron.virtual_pipeline_model_parallel_size", "trainer.megatron.expert_model_parallel_size",
     "trainer.megatron.expert_tensor_parallel_size", "trainer.megatron.context_parallel_size",
     "trainer.megatron.sequence_parallel", "trainer.critic_warmup", "trainer.balance_batch", "trainer.max_checkpoints_to_keep",
+    "service.data_juicer.server_url", "service.data_juicer.auto_start", "service.data_juicer.port",
+    "data_processor.task_pipeline.num_process", "data_processor.task_pipeline.operators", "data_processor.task_pipeline.inputs",
+    "data_processor.task_pipeline.target_fields", "data_processor.task_pipeline.output.path",
+    "data_processor.task_pipeline.config_path", "data_processor.task_pipeline.priority_weights",
+    "data_processor.task_pipeline.top_k", "data_processor.experience_pipeline.operators",
+    "data_processor.experience_pipeline.save_input", "data_processor.experience_pipeline.input_save_path",
     "log.level", "stages", "stage_name",
 ))  # fmt: skip
 
@@ -213,7 +209,7 @@ for _key in ("buffer.explorer_input", TASKSET):
 RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
-    "mode": (("serve", "colocate"), "serving is not in rft yet, and sharing GPUs is mode=both with cluster.colocate=true"),
+    "mode": (("colocate",), "sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
         ("dpo", "mix", "cpt", "mix_chord", "on_policy_distill", "jsd"), f"it is {YET}",
     ),

@@ -12,12 +12,14 @@ returns all its experiences or raises: what becomes of part of a group is for `r
 
 import inspect
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from math import isfinite
 from typing import Any, Protocol
 
 import msgspec
 
 from rft.experience import Completion, Experience, Sampling, Task
+from rft.rollout.agents import Access, Agent, AgentSession
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.rewards import lookup
 
@@ -36,6 +38,21 @@ class WorkflowContext(Protocol):
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
         """Run the task's reward function on each response, in killable processes."""
+
+    async def ask(self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None) -> str:
+        """The answer of an auxiliary model (`explorer.auxiliary_models`; the first, unless one is named)."""
+
+    def openai(self, model: str = "") -> Access:
+        """`base_url` and `api_key` for a client of OpenAI's API: of the policy, or of an auxiliary model."""
+
+    def extract_experience_from_history(self, clear: bool = True) -> list[Experience]:
+        """With `explorer.rollout_model.enable_history`: all model calls of this attempt so far, as experiences without reward."""
+
+    def open_session(self, sampling: Sampling) -> AgentSession:
+        """A session of the endpoint for one run of an agent, until the end of this attempt."""
+
+    def agent_slot(self) -> AbstractAsyncContextManager[None]:
+        """Held while a process of an agent runs: `explorer.agent_processes`."""
 
 
 class Workflow(Protocol):
@@ -74,7 +91,7 @@ class Math(SingleTurn):
         return await super().run(task, ctx)
 
 
-WORKFLOWS: dict[str, type[Workflow]] = {"single_turn": SingleTurn, "math": Math}
+WORKFLOWS: dict[str, type[Workflow]] = {"single_turn": SingleTurn, "math": Math, "agent": Agent}
 
 
 def resolve(name: str) -> Callable[[], Workflow]:
@@ -135,27 +152,31 @@ def check(task: Task, experiences: list[Experience]) -> None:
     if not isinstance(experiences, list) or not all(isinstance(made, Experience) for made in experiences):
         raise TypeError(f"workflow {task.workflow!r} must return a list of Experience, not {experiences!r:.80}")
     for position, made in enumerate(experiences):
-        numbers = {"reward": [made.reward], "logprobs": made.logprobs, "token_rewards": made.token_rewards}
-        for name, found in numbers.items():
-            if not all(map(isfinite, found)):
-                raise ValueError(f"workflow {task.workflow!r}, experience {position}: {name} is not finite")
-        if not 0 < made.prompt_length <= len(made.tokens):
-            raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
-        per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
-        if made.token_rewards:
-            per_token["token_rewards"] = made.token_rewards
-        for name, values in per_token.items():
-            if len(values) != made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "
-                    f"for {made.response_length} response tokens"
-                )
-        for span in made.versions:
-            if not 0 <= span.start <= span.end <= made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: version {span.version} of tokens {span.start} to "
-                    f"{span.end}, but the response has {made.response_length}"
-                )
+        if wrong := problem(made):
+            raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
+
+
+def problem(made: Experience) -> str | None:
+    """What of an experience contradicts itself."""
+    if not 0 < made.prompt_length <= len(made.tokens):
+        return f"prompt_length {made.prompt_length}"
+    per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+    if made.token_rewards:
+        per_token["token_rewards"] = made.token_rewards
+    for name, values in per_token.items():
+        if len(values) != made.response_length:
+            return f"{len(values)} entries of {name} for {made.response_length} response tokens"
+    for name, values in {
+        "reward": [made.reward],
+        "logprobs": made.logprobs,
+        "token_rewards": made.token_rewards,
+    }.items():
+        if not all(map(isfinite, values)):
+            return f"{name} is not finite"
+    for span in made.versions:
+        if not 0 <= span.start <= span.end <= made.response_length:
+            return f"version {span.version} of tokens {span.start} to {span.end}, but the response has {made.response_length}"
+    return None
 
 
 class _Function:

@@ -19,6 +19,7 @@ from tests.unit.test_config import grpo
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 QUEUE = "buffer.trainer_input.experience_buffer"
 SQL = f"{QUEUE}.storage_type=sql {QUEUE}"
+EXP = "data_processor.experience_pipeline"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
@@ -28,7 +29,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("project=/abs", "project", "letters, digits"),
     ("project='a*b'", "project", "letters, digits"),
     ("seed=-1", "seed", "0 or more"),
-    ("mode=serve", "mode", "Known: bench, both, explore, train"),
+    ("mode=server", "mode", "Known: bench, both, explore, serve, train"),
+    ("mode=serve synchronizer.sync_method=nccl", "synchronizer.sync_method", "there is no trainer here"),
     ("mode=colocate", "mode", "mode=both with cluster.colocate=true"),
     ("shutdown_grace_s=0", "shutdown_grace_s", "greater than 0"),
     ("prepare=nowhere:at_all", "prepare", "module:function"),
@@ -86,6 +88,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("cluster.master_port=70000", "cluster.master_port", "1 to 65535"),
     ("cluster.threads_per_rank=0", "cluster.threads_per_rank", "greater than 0"),
     ("cluster.ray_address=somewhere", "cluster.ray_address", "ray start --head"),
+    (f"{LARGE} explorer.rollout_model.engine_num=4 explorer.auxiliary_models=[{{name:a,model_path:x,engine_num:4}}]",
+     "explorer.auxiliary_models", "leaves 0 to the trainer"),
     (f"{LARGE} explorer.rollout_model.engine_num=8", "explorer.rollout_model.engine_num", "leaves 0 to the trainer"),
     (f"{LARGE} trainer.megatron.tensor_model_parallel_size=2", "explorer.rollout_model.engine_num", "no multiple of the 2"),
     (f"{LARGE} cluster.node_num=3 explorer.rollout_model.engine_num=4", "engine_num", "whole number of nodes"),
@@ -166,7 +170,18 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("explorer.over_rollout.wait_after_min=-1", "explorer.over_rollout.wait_after_min", "0 or more"),
     ("explorer.dynamic_timeout.ratio=0", "explorer.dynamic_timeout.ratio", "greater than 0"),
     ("explorer.runner_state_report_interval=-1", "explorer.runner_state_report_interval", "0 or more"),
-    ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", "serve them with vLLM"),
+    ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", ""),
+    ("explorer.auxiliary_models=[{nme:a}]", "explorer.auxiliary_models.nme", "did you mean `explorer.auxiliary_models.name`"),
+    ("explorer.auxiliary_models=[{name:a/b,model_path:x}]", "explorer.auxiliary_models.0.name", "letters, digits"),
+    ("explorer.auxiliary_models=[{name:a,model_path:x,engine_num:0}]", "explorer.auxiliary_models.0.engine_num", "greater than 0"),
+    ("explorer.auxiliary_models=[{name:a,model_path:/nowhere}]", "/nowhere", ""),
+    ("explorer.auxiliary_models=[{name:a}]", "explorer.auxiliary_models", "model_path"),
+    ("explorer.listen_address=localhost", "explorer.listen_address", "127.0.0.1 for this machine"),
+    ("explorer.proxy_port=70000", "explorer.proxy_port", "1 to 65535"),
+    ("explorer.agent_processes=0", "explorer.agent_processes", "greater than 0"),
+    ("explorer.session_timeout=0", "explorer.session_timeout", "greater than 0"),
+    ("buffer.explorer_input.default_workflow_type=agent", f"{TASKSET}.workflow_args", "agent=file.py:function and command"),
+    (f"buffer.explorer_input.default_workflow_type=agent +{TASKSET}.workflow_args.agent=no.py:f", "no.py:f", "cannot import"),
     ("explorer.rollout_model.kv_cache_gb=0", "explorer.rollout_model.kv_cache_gb", "greater than 0"),
     ("explorer.rollout_model.dtype=fp16", "explorer.rollout_model.dtype", "Known: bf16, fp32"),
     ("explorer.rollout_model.gpu_memory_utilization=1.5", "explorer.rollout_model.gpu_memory_utilization", "at most 1"),
@@ -192,10 +207,22 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("trainer.checkpoint.best_metric=eval/a/x trainer.checkpoint.keep_best=1", "trainer.checkpoint.best_metric", "which is empty"),
     ("trainer.megatron.tensor_model_parallel_size=0", "trainer.megatron.tensor_model_parallel_size", "greater than 0"),
     ("trainer.megatron.context_parallel_size=-1", "trainer.megatron.context_parallel_size", "greater than 0"),
+    # pipelines: the rest of them is in test_task_pipeline.py and test_experience_operators.py
+    (f"{EXP}.operators=[{{name:reward_filtre}}]", f"{EXP}.operators.0.name", "did you mean `reward_filter`"),
+    (f"{EXP}.operators=[{{nam:reward_filter}}]", f"{EXP}.operators", "nam"),
+    (f"{EXP}.operators=[{{name:reward_filter,args:{{treshold:1}}}}]", f"{EXP}.operators.0.args.treshold", "it takes threshold"),
+    (f"{EXP}.operators=[{{name:nowhere.py:Own}}]", f"{EXP}.operators", "name"),
+    (f"{EXP}.operators=[{{name:data_juicer,args:{{config_path:a}}}}]", f"{EXP}.operators.0", "service.data_juicer.auto_start=true"),
+    (f"{EXP}.timeout=0", f"{EXP}.timeout", "greater than 0"),
+    (f"{EXP}.max_dropped_groups=0", f"{EXP}.max_dropped_groups", "greater than 0"),
+    (f"{EXP}.input_save_path=a.jsonl", f"{EXP}.input_save_path", "set save_input=true"),
+    (f"{EXP}.save_input=true {EXP}.input_save_path=sqlite:///a.db", f"{EXP}.input_save_path", "name it .jsonl"),
+    (f"+{EXP}.output.path=a", f"{EXP}.output", "leave it out"),
+    ("service.data_juicer.server_url=localhost:5005", "service.data_juicer.server_url", "http://127.0.0.1:5005"),
+    ("service.data_juicer.start_timeout=0", "service.data_juicer.start_timeout", "greater than 0"),
+    ("service.data_juicer.timeout=-1", "service.data_juicer.timeout", "greater than 0"),
+    ("data_processor.task_pipeline.num_process=0", "data_processor.task_pipeline.num_process", "greater than 0"),
     # what rft leaves to others
-    ("service.data_juicer.server_url=http://127.0.0.1:5005", "service.data_juicer.server_url", "prepare=module:function"),
-    ("data_processor.task_pipeline.num_process=4", "data_processor.task_pipeline", "prepare=module:function"),
-    ("+data_processor.experience_pipeline.operators=[]", "data_processor.experience_pipeline", "default_reward_fn_type"),
     ("monitor.monitor_type=swanlab", "monitor.monitor_type", "not in rft yet"),
     ("+monitor.monitor_args.uri=a", "monitor.monitor_args.uri", "it takes none"),
     ("monitor=wandb +monitor.monitor_args.key=a", "monitor.monitor_args.key", "it takes mode, base_url, api_key"),
