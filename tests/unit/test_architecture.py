@@ -31,6 +31,7 @@ TOP = {
     "preflight_trainer",
     "preflight_sync",
     "preflight_limits",
+    "preflight_buffer",
     "preflight_colocate",
     "preflight_pipelines",
     "cards",

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, TrainerConfig
-from rft.experience import Batch, Experience
+from rft.control import QueueSource
+from rft.experience import Batch, Experience, encode
 from rft.feed import Feed
 from rft.packing import Cost, Cut, Packed
 from rft.rank import cut_of
@@ -36,6 +38,7 @@ class Rows:
     def mark(self) -> int:
         return 0
 
+    def saved(self, step: int) -> None: ...
     def retain(self, loop: dict[str, Any]) -> None: ...
 
 
@@ -53,3 +56,18 @@ def test_microbatches_are_what_the_config_asks_for(keys: dict[str, Any], cut: Cu
     feed = Feed(Rows(), Alone(), recipe, 30, 1, Cost(), cut_of(TrainerConfig(**keys)))
     step = feed.next(0, stopping=False)
     assert step is not None and [packed.cu_seqlens.tolist() for packed in step.part] == bounds
+
+
+@pytest.mark.parametrize(("age", "step", "oldest"), [(None, 5, None), (2, 5, 3), (2, 1, 0)])
+def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
+    age: int | None, step: int, oldest: int | None
+) -> None:
+    asked = []
+
+    class Asked(QueueSource):
+        def _call(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
+            asked.append((method, *arguments))
+            return encode(Delivery(step=step))
+
+    assert Asked(None, 1.0, age).take(step).experiences == []
+    assert asked == [("take", step, "trainer", oldest)]
