@@ -17,9 +17,9 @@ from rft.config import Config, ConfigError
 from tests.unit.test_config import grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
+EXP = "data_processor.experience_pipeline"
 QUEUE = "buffer.trainer_input.experience_buffer"
 SQL = f"{QUEUE}.storage_type=sql {QUEUE}"
-EXP = "data_processor.experience_pipeline"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
