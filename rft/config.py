@@ -25,6 +25,7 @@ from rft.config_buffer import ExperienceBufferConfig as ExperienceBufferConfig
 from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
+from rft.config_buffer import RowFormatConfig as RowFormatConfig
 from rft.config_explorer import ExplorerConfig
 from rft.config_explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config_sweep import SweepConfig

@@ -17,6 +17,15 @@ class FormatConfig:
 
 
 @dataclass
+class RowFormatConfig(FormatConfig):
+    tools_key: Optional[str] = None  # column of tools for the chat template: a list of objects, or that as JSON text
+    chosen_key: str = "chosen"  # dpo: the better answer, of the prompt's type, as is the worse one
+    rejected_key: str = "rejected"
+    enable_concatenated_multi_turn: bool = False  # messages: learn every answer of a dialogue; false: the last one
+    chat_template: Optional[str] = None  # default: model.custom_chat_template
+
+
+@dataclass
 class RolloutArgs:
     temperature: Optional[float] = None  # default: 1.0 for training, 0.0 for evaluation
     top_p: float = 1.0
@@ -58,7 +67,7 @@ class ExperienceBufferConfig:
     split: str = "train"
     shuffle: bool = True
     max_read_timeout: float = 1800.0  # seconds; afterwards the incomplete batch is returned
-    format: FormatConfig = field(default_factory=FormatConfig)
+    format: RowFormatConfig = field(default_factory=RowFormatConfig)
 
 
 @dataclass

@@ -114,28 +114,33 @@ def _check_reward_args(key: str, taskset: TasksetConfig) -> None:
 
 def _check_template(config: Config, formats: list[tuple[str, Any]]) -> None:
     """Chat messages need a template; a base model has none."""
+    of_model = "model.chat_template_path" if config.model.chat_template_path else "model.custom_chat_template"
+    if template := config.model.custom_chat_template:
+        _parse_template(of_model, template)
     rows = config.buffer.trainer_input.experience_buffer
     if rows.storage_type == "file":
-        formats = [*formats, ("buffer.trainer_input.experience_buffer", rows.format)]
-    template = config.model.custom_chat_template
-    if template is None:
-        root = Path(config.model.model_path)
-        told = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-        if told or list(root.glob("chat_template*")) or list(root.glob("additional_chat_templates/*")):
-            return
-        for key, form in formats:
-            if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
-                raise ConfigError(
-                    f"{key}.format has chat messages, and the tokenizer of model.model_path={root} has no chat template: set "
-                    "model.chat_template_path or model.custom_chat_template, or prompt_type=plaintext without a system prompt"
-                )
+        if own := rows.format.chat_template:
+            _parse_template("buffer.trainer_input.experience_buffer.format.chat_template", own)
+        else:
+            formats = [*formats, ("buffer.trainer_input.experience_buffer", rows.format)]
+    root = Path(config.model.model_path)
+    told = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    if template or told or list(root.glob("chat_template*")) or list(root.glob("additional_chat_templates/*")):
         return
+    for key, form in formats:
+        if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
+            raise ConfigError(
+                f"{key}.format has chat messages, and the tokenizer of model.model_path={root} has no chat template: set "
+                "model.chat_template_path or model.custom_chat_template, or prompt_type=plaintext without a system prompt"
+            )
+
+
+def _parse_template(key: str, template: str) -> None:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
     except TemplateSyntaxError as error:
-        key = "model.chat_template_path" if config.model.chat_template_path else "model.custom_chat_template"
         raise ConfigError(f"{key}: no Jinja template, in line {error.lineno}: {error.message}; correct it") from error
 
 

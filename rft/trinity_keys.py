@@ -65,6 +65,7 @@ OWN_LIMIT = "explorer.max_timeout is the limit of one task, all attempts togethe
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
 NO_TINKER = "training is by Megatron on your own machines: leave it out"
+PAIRS = "set algorithm.algorithm_type=dpo and buffer.trainer_input.experience_buffer.path"
 ONE_SET = f"one training set: put its files into one directory and set {TASKSET}.path"
 
 KEYS: dict[str, Key] = {
@@ -155,16 +156,15 @@ KEYS: dict[str, Key] = {
     "data_processor.task_pipeline": Key("J4-J8", JUICER, only=({},)),
     "data_processor.experience_pipeline": Key("J9-J12", PIPELINE, only=({}, {"operators": []})),
 }  # fmt: skip
-for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.format"):
-    KEYS |= {
-        f"{_where}.tools_key": Key("F42", f"tools in data files are {YET}: write them into the system prompt"),
-        f"{_where}.chosen_key": Key("F43", f"pairs of answers are {YET}: there is no algorithm_type=dpo"),
-        f"{_where}.rejected_key": Key("F43", f"pairs of answers are {YET}: there is no algorithm_type=dpo"),
-        f"{_where}.enable_concatenated_multi_turn": Key(
-            "F44", "only the last answer of a dialogue is learned", only=(False,)
-        ),
-        f"{_where}.chat_template": Key("F45", to="model.custom_chat_template"),
-    }
+KEYS |= {
+    f"{TASKSET}.format.tools_key": Key("F42", f"tools of a task are {YET}: write them into the system prompt"),
+    f"{TASKSET}.format.chosen_key": Key("F43", f"tasks have no pairs of answers: {PAIRS}"),
+    f"{TASKSET}.format.rejected_key": Key("F43", f"tasks have no pairs of answers: {PAIRS}"),
+    f"{TASKSET}.format.enable_concatenated_multi_turn": Key(
+        "F44", "it says which answers of supervised rows are learned, and a task has none: leave it out", only=(False,)
+    ),
+    f"{TASKSET}.format.chat_template": Key("F45", to="model.custom_chat_template"),
+}
 
 SHARED = frozenset((  # keys that both systems have, with the same meaning
     "project", "name", "mode", "checkpoint_root_dir", "continue_from_checkpoint", "ray_namespace", "algorithm.algorithm_type",
@@ -196,6 +196,10 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.trainer_input.experience_buffer.format.prompt_key", "buffer.trainer_input.experience_buffer.format.response_key",
     "buffer.trainer_input.experience_buffer.format.system_prompt_key",
     "buffer.trainer_input.experience_buffer.format.system_prompt", "buffer.trainer_input.experience_buffer.format.messages_key",
+    "buffer.trainer_input.experience_buffer.format.tools_key", "buffer.trainer_input.experience_buffer.format.chosen_key",
+    "buffer.trainer_input.experience_buffer.format.rejected_key",
+    "buffer.trainer_input.experience_buffer.format.enable_concatenated_multi_turn",
+    "buffer.trainer_input.experience_buffer.format.chat_template",
     "explorer.name", "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
     "explorer.rollout_model.engine_type", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.eval_interval", "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "synchronizer.sync_method",

@@ -13,22 +13,25 @@ _ANSWER = "answer"  # stands for an assistant's words when the end of its turn i
 
 
 def chat_text(
-    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, add_generation_prompt: bool = True
-) -> str:
+    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, add_generation_prompt: bool = True,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:  # fmt: skip
     """The conversation as the template writes it."""
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
-            "this taskset has chat messages or a system prompt, but the model's tokenizer has no chat template: set "
+            "these rows have chat messages or a system prompt, but the model's tokenizer has no chat template: set "
             "model.chat_template_path or model.custom_chat_template, or use format.prompt_type=plaintext without one"
         )
     return tokenizer.apply_chat_template(
-        messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
+        messages, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
     )
 
 
-def render_messages(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None) -> list[int]:
+def render_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
+) -> list[int]:  # fmt: skip
     """The ids of the conversation up to where the assistant begins to speak."""
-    text = chat_text(tokenizer, messages, chat_template)
+    text = chat_text(tokenizer, messages, chat_template, tools=tools)
     return list(tokenizer.encode(text, add_special_tokens=False))  # the template has written the special tokens
 
 

@@ -91,6 +91,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"+{TASKSET}.reward_fn_args.patern=x", f"{TASKSET}.reward_fn_args.patern", "it takes none"),
     (f"{TASKSET}.default_reward_fn_type=format +{TASKSET}.reward_fn_args.patern=x", "reward_fn_args.patern", "pattern, score"),
     (f"{TASKSET}.format.tools_key=tools", f"{TASKSET}.format.tools_key", "system prompt"),
+    (f"{TASKSET}.format.chosen_key=a", f"{TASKSET}.format.chosen_key", "algorithm_type=dpo"),
+    (f"{TASKSET}.format.enable_concatenated_multi_turn=true", "enable_concatenated_multi_turn", "leave it out"),
     (f"{EVALS}=[{{name:a,path:EVAL,repeat_times:-1,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0.repeat_times", "greater"),
     (f"{EVALS}=[{{name:a,path:nowhere.jsonl,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0.path", "does not exist"),
     (f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]", "taskset", "used twice"),
