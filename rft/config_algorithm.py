@@ -35,5 +35,5 @@ class AlgorithmConfig:
     kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
     kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
     kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
-    entropy_loss_fn: str = "default"  # default | none
+    entropy_loss_fn: Optional[str] = None  # default | none; default: the algorithm's own
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # entropy_coef (0.0)

@@ -64,7 +64,7 @@ class Feed:
         metrics = self.ranks.broadcast(metrics)
         if metrics is None:
             return None
-        parts = self._pack(experiences) if self.ranks.rank == 0 else None
+        parts = self._pack(experiences, step) if self.ranks.rank == 0 else None
         return StepInput(self.ranks.scatter_parts(parts), metrics, experiences)
 
     def consumed(self, step: int) -> None:
@@ -86,9 +86,10 @@ class Feed:
         if self.source and loop:
             self.source.retain(loop)
 
-    def _pack(self, experiences: list[Experience]) -> list[list[Packed]]:
+    def _pack(self, experiences: list[Experience], step: int) -> list[list[Packed]]:
         recipe = self.algorithm
-        rows = credit.rows(experiences, recipe.advantage_fn, recipe.advantage_fn_args, str(recipe.loss_agg_mode))
+        judged = credit.judge(experiences, recipe.advantage_fn, recipe.advantage_fn_args, step)
+        rows = credit.rows(judged, str(recipe.loss_agg_mode))
         return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
 
 

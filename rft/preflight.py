@@ -104,6 +104,11 @@ def fill(config: Config) -> Config:
     algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
     algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
     algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
+    algorithm.entropy_loss_fn = algorithm.entropy_loss_fn or defaults.entropy_loss_fn
+    if algorithm.advantage_fn == defaults.advantage_fn:  # arguments of another function would mean nothing to it
+        algorithm.advantage_fn_args = defaults.advantage_fn_args | algorithm.advantage_fn_args
+    if algorithm.policy_loss_fn == defaults.policy_loss_fn:
+        algorithm.policy_loss_fn_args = defaults.policy_loss_fn_args | algorithm.policy_loss_fn_args
     buffer = config.buffer
     buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(

@@ -1,13 +1,13 @@
 """Algorithms as data: which advantage, which loss, which aggregation. The functions live one noun per file beside this.
 
-An algorithm never touches the explorer, the packing or the trainer: it names a function that turns the rewards of a
-group (`advantages.py`) or the values of a critic (`gae.py`) into advantages, and one that turns log-probabilities into a
-loss per token (`losses.py`). Which models a step needs beside the policy follows from these names (`recipe.py`).
-Adding one is one function and one entry here. Importing this package loads neither torch nor numpy.
+An algorithm never touches the explorer, the packing or the trainer: it names a function that turns the rewards of a step
+(`advantages/`), or what models say of its tokens, into advantages, and one that turns log-probabilities into a loss per token
+(`losses/`). Which models a step needs beside the policy follows from these names (`recipe.py`). Adding one is one file in one of
+the two packages with its entry in the table there, and one entry here. Importing this loads neither torch nor numpy.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,13 @@ class Algorithm:
     loss_agg_mode: str
     repeat_times: int
     kl_loss_fn: str = "none"
+    entropy_loss_fn: str = "default"
+    advantage_fn_args: dict[str, Any] = field(default_factory=dict)
+    policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
 
 
 ALGORITHMS = {
     "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8),
     "ppo": Algorithm("rollouts", "ppo", "ppo", "token-mean", repeat_times=1, kl_loss_fn="k2"),
-    "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1),
+    "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none"),
 }

@@ -5,44 +5,59 @@ the whole batch here, before anything is cut, so no later split can change the g
 where the values lie (`rft.models`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES
-from rft.algorithm.gae import TOKEN_ADVANTAGES
+from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns
 from rft.experience import Experience
 from rft.packing import Row, token_weights
 
 
-def rows(
-    experiences: list[Experience], advantage_fn: str | None, advantage_args: dict[str, Any], mode: str
-) -> list[Row]:
+@dataclass(frozen=True)
+class Judged:
+    """What a step trains on: experiences, as often as their advantage function wants each, and the advantage of each."""
+
+    experiences: list[Experience]
+    advantages: np.ndarray
+    has_token_rewards: bool = False  # advantages are made later, of every token
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def judge(experiences: list[Experience], advantage_fn: str | None, arguments: dict[str, Any], seed: int = 0) -> Judged:
+    """Advantages are 0 where a value of every token is needed, which is not known yet. `seed`: the step."""
+    if advantage_fn not in ADVANTAGES:
+        return Judged(experiences, np.zeros(len(experiences)), advantage_fn in TOKEN_ADVANTAGES)
+    found = ADVANTAGES[advantage_fn](Columns.of(experiences, seed), **arguments)
+    if found.times is None:
+        return Judged(experiences, found.advantages, metrics=found.metrics)
+    chosen = np.repeat(np.arange(len(experiences)), found.times)
+    return Judged([experiences[i] for i in chosen], found.advantages[chosen], metrics=found.metrics)
+
+
+def rows(judged: Judged, mode: str) -> list[Row]:
     """One row per experience that has at least one trained token; `mode` is a loss_agg_mode.
 
-    Advantages that need a value of every token are 0 here, and the rewards travel as the score `reward`.
+    Where advantages are made of every token, the rewards travel as the score `reward`.
     """
-    advantages = np.zeros(len(experiences))
-    if advantage_fn in ADVANTAGES:
-        rewards = np.array([e.reward for e in experiences], dtype=np.float64)
-        advantages = ADVANTAGES[advantage_fn](rewards, np.array([e.group for e in experiences]), **advantage_args)
-    kept = [(e, a) for e, a in zip(experiences, advantages, strict=True) if any(e.action_mask)]
+    kept = [(e, a) for e, a in zip(judged.experiences, judged.advantages, strict=True) if any(e.action_mask)]
     if not kept:
         return []
     weights = token_weights([sum(e.action_mask) for e, _ in kept], mode)
     made = [_row(e, a, w) for (e, a), w in zip(kept, weights, strict=True)]
-    if advantage_fn not in TOKEN_ADVANTAGES:
+    if not judged.has_token_rewards:
         return made
-    return [
-        replace(row, scores={"reward": _at_last(row.trained, e.reward)}) for row, (e, _) in zip(made, kept, strict=True)
-    ]
+    return [replace(row, scores={"reward": _token_rewards(row, e)}) for row, (e, _) in zip(made, kept, strict=True)]
 
 
-def _at_last(trained: np.ndarray, reward: float) -> np.ndarray:
-    """The reward of a response belongs to its last trained token."""
-    rewards = np.zeros(len(trained), dtype=np.float32)
-    rewards[np.flatnonzero(trained)[-1]] = reward
+def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
+    """The reward of a response belongs to its last trained token, unless every token has its own."""
+    rewards = np.zeros(len(row.trained), dtype=np.float32)
+    if experience.token_rewards:
+        rewards[experience.prompt_length :] = experience.token_rewards
+    else:
+        rewards[np.flatnonzero(row.trained)[-1]] = experience.reward
     return rewards
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from rft.algorithm.advantages import ADVANTAGES
-from rft.algorithm.gae import TOKEN_ADVANTAGES
+from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES
 from rft.algorithm.kl import ESTIMATORS, KL_COEF
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.config import AlgorithmConfig, ConfigError, nearest
@@ -22,7 +21,8 @@ ENTROPY = ("default", "none")
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.advantage_fn in TOKEN_ADVANTAGES
+    found = TOKEN_ADVANTAGES.get(str(algorithm.advantage_fn))
+    return found is not None and found.needs_critic
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
@@ -44,11 +44,11 @@ def policy_loss(algorithm: AlgorithmConfig) -> "TokenLoss":
 
 def check(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError for the first name or argument that is unknown, or that something else must go with."""
-    advantages = {**ADVANTAGES, **TOKEN_ADVANTAGES}
+    advantages = ADVANTAGES | {name: found.function for name, found in TOKEN_ADVANTAGES.items()}
     _among("algorithm.policy_loss_fn", str(algorithm.policy_loss_fn), LOSSES)
     _among("algorithm.kl_loss_fn", str(algorithm.kl_loss_fn), ESTIMATORS)
     _among("algorithm.kl_penalty_fn", algorithm.kl_penalty_fn, ESTIMATORS)
-    _among("algorithm.entropy_loss_fn", algorithm.entropy_loss_fn, ENTROPY)
+    _among("algorithm.entropy_loss_fn", str(algorithm.entropy_loss_fn), ENTROPY)
     if algorithm.advantage_fn is not None:
         _among("algorithm.advantage_fn", algorithm.advantage_fn, advantages)
         _known("advantage_fn_args", algorithm.advantage_fn_args, _options(advantages[algorithm.advantage_fn]))

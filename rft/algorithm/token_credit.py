@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rft.algorithm.gae import TOKEN_ADVANTAGES, whitened
+from rft.algorithm.advantages import TOKEN_ADVANTAGES
+from rft.algorithm.advantages.gae import whitened
 from rft.algorithm.kl import estimate
 from rft.algorithm.recipe import penalty_coef
 from rft.config import AlgorithmConfig
@@ -26,14 +27,14 @@ def credited(
     """`counts`: whether this rank's tokens enter the moments (others may hold the same); `summed` adds up over all ranks."""
     if not all("value" in packed.scores for packed in part):
         return part, _moments(np.zeros((0, 4)), summed, algorithm)
-    function = TOKEN_ADVANTAGES[str(algorithm.advantage_fn)]
+    function = TOKEN_ADVANTAGES[str(algorithm.advantage_fn)].function
     found, columns = [], []
     for packed in part:
         trained, value = packed.weight != 0, packed.scores["value"]
         penalty = _penalty(packed, algorithm.kl_penalty_fn)
         # A step in which nothing is trained has no rows, and so no rewards; its collectives are made all the same.
         rewards = packed.scores.get("reward", np.zeros(packed.length, np.float32)) - penalty_coef(algorithm) * penalty
-        advantage, returns = function(rewards, value, trained, packed.cu_seqlens, **algorithm.advantage_fn_args)
+        advantage, returns = function(packed, rewards, **algorithm.advantage_fn_args)
         scores = packed.scores | {"returns": returns.astype(np.float32)}
         found.append(replace(packed, advantage=advantage, scores=scores))
         columns.append(np.stack([advantage, returns, value, penalty], axis=1)[trained])

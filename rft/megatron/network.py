@@ -144,12 +144,23 @@ class Network:
 
         weight = tensor(packed.weight)
         scores = {name: tensor(packed.scores[name]) for name in LOSS_SCORES if name in packed.scores}
+        lengths, count = np.diff(packed.cu_seqlens), len(packed.cu_seqlens) - 1
+        sequence = np.repeat(np.arange(count + 1), [*lengths, packed.length - int(packed.cu_seqlens[-1])])
         return Micro(
             tokens=tensor(packed.tokens)[None],
             positions=tensor(packed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
-            fields=Fields(tensor(packed.behaviour), tensor(packed.advantage), weight, weight != 0, **scores),
+            fields=Fields(
+                tensor(packed.behaviour),
+                tensor(packed.advantage),
+                weight,
+                weight != 0,
+                **scores,
+                sequence=tensor(sequence),
+                sequences=count + 1,
+                reduced=self.mesh.sum_over_context if self.mesh.cp > 1 else None,
+            ),
             packing=models.packing_of(packed, self.model[0], self.mesh),
         )
 
