@@ -49,6 +49,7 @@ class LoraConfig:
 class ModelConfig:
     model_path: str = MISSING  # directory of a Hugging Face checkpoint
     ref_model_path: Optional[str] = None  # what a KL term compares with; default: model_path, as it was at the start
+    teacher_model_path: Optional[str] = None  # of on_policy_distill and jsd: a frozen model with the same vocabulary
     critic_model_path: Optional[str] = None  # what the critic's trunk begins as; default: model_path
     custom_chat_template: Optional[str] = None
     chat_template_path: Optional[str] = None  # file; wins over custom_chat_template

@@ -25,6 +25,8 @@ class AlgorithmConfig:
     algorithm_type: str = "grpo"  # a key of rft.algorithm.ALGORITHMS
     repeat_times: Optional[int] = None  # responses per task; default: the algorithm's own
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sample_strategy: Optional[str] = None  # default | mix (expert rows beside rollouts); default: the algorithm's own
+    sample_strategy_args: dict[str, Any] = field(default_factory=dict)  # mix: expert_data_ratio (0.5), sft_dataset_name
     advantage_fn: Optional[str] = None  # default: the algorithm's own, as for the four keys below
     advantage_fn_args: dict[str, Any] = field(default_factory=dict)
     policy_loss_fn: Optional[str] = None
@@ -35,5 +37,5 @@ class AlgorithmConfig:
     kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
     kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
     kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
-    entropy_loss_fn: Optional[str] = None  # default | none; default: the algorithm's own
+    entropy_loss_fn: Optional[str] = None  # default | mix (of rollouts only) | none; default: the algorithm's own
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # entropy_coef (0.0)

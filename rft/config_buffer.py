@@ -73,6 +73,7 @@ class ExperienceBufferConfig:
 @dataclass
 class TrainerInputConfig:
     experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
+    auxiliary_buffers: dict[str, ExperienceBufferConfig] = field(default_factory=dict)  # by name: rows beside rollouts
 
 
 @dataclass

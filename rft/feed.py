@@ -8,7 +8,7 @@ every rank calls `next` once per step, in step order.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rft.algorithm import ALGORITHMS, credit
+from rft.algorithm import ALGORITHMS, credit, mixing
 from rft.config import AlgorithmConfig
 from rft.experience import Batch, Experience
 from rft.packing import BY_TOKENS, Cost, Cut, Packed, pack
@@ -42,8 +42,9 @@ class StepInput:
 class Feed:
     def __init__(
         self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int, cost: Cost,
-        cut: Cut = BY_TOKENS,
+        cut: Cut = BY_TOKENS, experts: Source | None = None,
     ):  # fmt: skip
+        """`experts`: rows that go into every batch beside what `source` gives."""
         self.source = source
         self.ranks = ranks
         self.algorithm = algorithm
@@ -51,16 +52,21 @@ class Feed:
         self.multiple = multiple
         self.cost = cost
         self.cut = cut
+        self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
 
     def next(self, step: int, stopping: bool) -> StepInput | None:
         """Step's input on every rank, or None on every rank: the data ended, or rank 0 was asked to stop."""
         batch = self.source.take(step) if self.source and not stopping else Batch(step=step, experiences=[])
         experiences = batch.experiences
-        self.current = batch if experiences else None
         metrics = (
             credit.metrics(experiences, step) | {"sample/replayed": float(batch.replayed)} if experiences else None
         )
+        if self.experts and metrics:
+            expert = self.experts.take(step).experiences
+            experiences += expert
+            metrics |= {"sample/expert_rows": float(len(expert)), "loss/mu": mixing.share(self.algorithm, step)}
+        self.current = batch if experiences else None
         metrics = self.ranks.broadcast(metrics)
         if metrics is None:
             return None
@@ -88,6 +94,9 @@ class Feed:
 
     def _pack(self, experiences: list[Experience], step: int) -> list[list[Packed]]:
         recipe = self.algorithm
+        if mixing.is_mixed(recipe):
+            rows = mixing.rows(experiences, recipe, step)
+            return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
         judged = credit.judge(experiences, recipe.advantage_fn, recipe.advantage_fn_args, step)
         rows = credit.rows(judged, str(recipe.loss_agg_mode))
         return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)

@@ -17,7 +17,6 @@ from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
-from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
@@ -35,6 +34,7 @@ from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_limits import check_given, check_limits
+from rft.preflight_rows import check_auxiliary, check_main, fill_rows, steps_of_rows
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
@@ -109,8 +109,7 @@ def fill(config: Config) -> Config:
         algorithm.advantage_fn_args = defaults.advantage_fn_args | algorithm.advantage_fn_args
     if algorithm.policy_loss_fn == defaults.policy_loss_fn:
         algorithm.policy_loss_fn_args = defaults.policy_loss_fn_args | algorithm.policy_loss_fn_args
-    buffer = config.buffer
-    buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
+    fill_rows(config)
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
         config, fewest_ranks(config.trainer.megatron)
     )
@@ -314,9 +313,9 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     rows = config.buffer.trainer_input.experience_buffer
+    check_auxiliary(config)
     if rows.storage_type == "file":
-        key = "buffer.trainer_input.experience_buffer"
-        check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
+        check_main(config)
         return
     if config.mode in ("both", "explore") and config.buffer.explorer_input.taskset is None:
         raise ConfigError(
@@ -381,9 +380,8 @@ def count_steps(config: Config) -> int:
         return buffer.total_steps
     rows = buffer.trainer_input.experience_buffer
     if rows.storage_type == "file":
-        taskset = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split, format=rows.format)
-        per_step = int(buffer.train_batch_size or 1)
-    elif buffer.explorer_input.taskset is not None:
+        return steps_of_rows(config)
+    if buffer.explorer_input.taskset is not None:
         taskset, per_step = buffer.explorer_input.taskset, buffer.batch_size
     else:
         return 0

@@ -74,11 +74,6 @@ KEYS: dict[str, Key] = {
     # B: algorithm
     "algorithm.optimizer.warmup_style": Key("B4", to="algorithm.optimizer.lr_scheduler_type"),
     "algorithm.optimizer.clip_grad": Key("B4", to="trainer.grad_clip"),
-    "algorithm.sample_strategy": Key(
-        "B6", "steps take groups in the order of their admission, so staleness is bounded and nothing is dropped: set "
-        "synchronizer.max_staleness; mixing in expert rows is " + YET, only=("default", "warmup"),
-    ),
-    "algorithm.sample_strategy_args": Key("B6", "set synchronizer.max_staleness for the age of experiences", only=({},)),
     "algorithm.enable_router_replay": Key("B11", f"replaying the choice of experts is {YET}", only=(False,)),
     "algorithm.bypass_old_logprobs": Key("B11", to="algorithm.proximal_logprobs", convert=opposite),
     "algorithm.rollout_correction": Key(
@@ -115,9 +110,6 @@ KEYS: dict[str, Key] = {
     ),
     "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args": Key(
         "F34", "it belongs to a replay buffer that is off", takes_any=True
-    ),
-    "buffer.trainer_input.auxiliary_buffers": Key(
-        "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
     "explorer.env_vars": Key("G5", "all parts inherit the environment of `rft train` (or `ray start`): set them there", only=({},)),
@@ -169,6 +161,7 @@ KEYS |= {
 SHARED = frozenset((  # keys that both systems have, with the same meaning
     "project", "name", "mode", "checkpoint_root_dir", "continue_from_checkpoint", "ray_namespace", "algorithm.algorithm_type",
     "log.group_by_node",
+    "algorithm.sample_strategy", "algorithm.sample_strategy_args",
     "algorithm.repeat_times", "algorithm.optimizer.lr", "algorithm.optimizer.lr_scheduler_type",
     "algorithm.optimizer.lr_warmup_steps", "algorithm.optimizer.lr_warmup_steps_ratio", "algorithm.optimizer.min_lr_ratio",
     "algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay",
@@ -189,6 +182,7 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.explorer_input.taskset.default_reward_fn_type", "buffer.explorer_input.taskset.workflow_args",
     "buffer.explorer_input.taskset.reward_fn_args", "buffer.trainer_input.experience_buffer.name",
     "buffer.trainer_input.experience_buffer.storage_type", "buffer.trainer_input.experience_buffer.path",
+    "buffer.trainer_input.auxiliary_buffers",
     "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.explorer_input.taskset.format.prompt_type",
     "buffer.explorer_input.taskset.format.prompt_key", "buffer.explorer_input.taskset.format.response_key",
     "buffer.explorer_input.taskset.format.system_prompt_key", "buffer.explorer_input.taskset.format.system_prompt",
@@ -233,14 +227,17 @@ RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
     "mode": (("serve", "colocate"), "serving is not in rft yet, and sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
-        ("dpo", "mix", "opmd", "cpt", "dapo", "reinforceplusplus", "rloo", "asymre", "topr", "cispo", "gspo", "sapo", "mix_chord",
-         "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd", "grpo_verl"), f"it is {YET}",
+        ("opmd", "dapo", "reinforceplusplus", "rloo", "asymre", "topr", "cispo", "gspo", "sapo",
+         "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "grpo_verl"), f"it is {YET}",
     ),
     "algorithm.advantage_fn": (
         ("grpo_verl", "step_wise_grpo", "gigpo", "reinforceplusplus", "reinforce", "remax", "rloo", "opmd", "opmd_verl", "asymre",
-         "asymre_verl", "rec", "on_policy_distill", "jsd", "clipb", "clipv"), f"it is {YET}",
+         "asymre_verl", "rec", "clipb", "clipv"), f"it is {YET}",
     ),
-    "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
+    "algorithm.sample_strategy": (
+        ("staleness_control",), "steps take groups in the order of their admission, so staleness is bounded and nothing is "
+        "dropped: set synchronizer.max_staleness",
+    ),
     f"{TASKSET}.storage_type": (("sql", "queue"), f"it is {YET}: export the rows to JSON lines and set {TASKSET}.path"),
     "buffer.trainer_input.experience_buffer.storage_type": (
         ("sql",), "the queue's journal is durable by itself, and mode=train reads what a run of mode=explore left: set queue",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from rft.algorithm import ALGORITHMS, mixing
 from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES
 from rft.algorithm.kl import ESTIMATORS, KL_COEF
 from rft.algorithm.losses import LOSSES, token_loss
@@ -17,7 +18,9 @@ from rft.config import AlgorithmConfig, ConfigError, nearest
 if TYPE_CHECKING:
     from rft.algorithm.losses import TokenLoss
 
-ENTROPY = ("default", "none")
+ENTROPY = ("default", "mix", "none")
+SAMPLES = ("default", "warmup", "mix")
+MIXED_LOSSES = ("mix", "mix_chord")
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
@@ -25,8 +28,26 @@ def needs_critic(algorithm: AlgorithmConfig) -> bool:
     return found is not None and found.needs_critic
 
 
+def needs_teacher(algorithm: AlgorithmConfig) -> bool:
+    found = TOKEN_ADVANTAGES.get(str(algorithm.advantage_fn))
+    return found is not None and found.needs_teacher
+
+
+def needs_pairs(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.policy_loss_fn == "dpo"
+
+
+def needs_proximal(algorithm: AlgorithmConfig) -> bool:
+    """Whether the policy scores its batch before it trains on it."""
+    return algorithm.proximal_logprobs or needs_pairs(algorithm)
+
+
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.kl_loss_fn != "none" or algorithm.kl_penalty_fn != "none"
+    return algorithm.kl_loss_fn != "none" or algorithm.kl_penalty_fn != "none" or needs_pairs(algorithm)
+
+
+def pair_beta(algorithm: AlgorithmConfig) -> float:
+    return float(algorithm.policy_loss_fn_args.get("beta", _options(LOSSES["dpo"])["beta"]))
 
 
 def penalty_coef(algorithm: AlgorithmConfig) -> float:
@@ -39,6 +60,7 @@ def policy_loss(algorithm: AlgorithmConfig) -> "TokenLoss":
         str(algorithm.policy_loss_fn), algorithm.policy_loss_fn_args, kl=str(algorithm.kl_loss_fn),
         kl_coef=float(algorithm.kl_loss_fn_args.get("kl_coef", KL_COEF)),
         entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0)) if has_entropy else 0.0,
+        entropy_of=str(algorithm.entropy_loss_fn),
     )  # fmt: skip
 
 
@@ -63,7 +85,10 @@ def check(algorithm: AlgorithmConfig) -> None:
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no such term; name its function, or "
                 "leave the arguments out"
             )
-    if algorithm.advantage_fn is None and (needs_reference(algorithm) or algorithm.proximal_logprobs):
+    _check_rows(algorithm)
+    _check_mixing(algorithm)
+    of_rows = algorithm.advantage_fn is None and not needs_pairs(algorithm)
+    if of_rows and (needs_reference(algorithm) or algorithm.proximal_logprobs):
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens no policy has sampled: leave "
             "kl_loss_fn, kl_penalty_fn and proximal_logprobs out"
@@ -77,6 +102,54 @@ def check(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             "algorithm.policy_loss_fn_args.importance_cap weighs tokens by the policy at the start of the step: set "
             "algorithm.proximal_logprobs=true, or leave the cap out"
+        )
+
+
+def _check_rows(algorithm: AlgorithmConfig) -> None:
+    kind, name = ALGORITHMS[algorithm.algorithm_type], f"algorithm.algorithm_type={algorithm.algorithm_type}"
+    if kind.source == "rows" and algorithm.advantage_fn is not None:
+        raise ConfigError(
+            f"algorithm.advantage_fn={algorithm.advantage_fn}: {name} learns from rows, which have no rewards; leave it out"
+        )
+    if (kind.schema == "dpo") != needs_pairs(algorithm):
+        raise ConfigError(
+            f"algorithm.policy_loss_fn={algorithm.policy_loss_fn} with {name}: the loss of pairs is dpo, and rows that are pairs "
+            "are those of algorithm_type=dpo; leave policy_loss_fn out"
+        )
+    if needs_pairs(algorithm) and algorithm.loss_agg_mode != kind.loss_agg_mode:
+        raise ConfigError(
+            f"algorithm.loss_agg_mode={algorithm.loss_agg_mode}: the loss of dpo is a mean over pairs, which is "
+            f"{kind.loss_agg_mode}; leave it out"
+        )
+
+
+def _check_mixing(algorithm: AlgorithmConfig) -> None:
+    """Expert rows need a loss that knows them, and advantages that are known before any token is scored."""
+    _among("algorithm.sample_strategy", str(algorithm.sample_strategy), SAMPLES)
+    mixed = mixing.is_mixed(algorithm)
+    _known("sample_strategy_args", algorithm.sample_strategy_args, mixing.DEFAULTS if mixed else {})
+    if mixed != (algorithm.policy_loss_fn in MIXED_LOSSES):
+        raise ConfigError(
+            f"algorithm.sample_strategy={algorithm.sample_strategy} with policy_loss_fn={algorithm.policy_loss_fn}: expert rows "
+            "come by sample_strategy=mix, and the losses that learn from them are mix and mix_chord; use both, as "
+            "algorithm_type=mix does"
+        )
+    if not mixed:
+        return
+    ratio = mixing.argument(algorithm, "expert_data_ratio")
+    if not 0 < ratio < 1:
+        raise ConfigError(
+            f"algorithm.sample_strategy_args.expert_data_ratio={ratio}: a share of the batch above 0 and below 1"
+        )
+    for name in ("mu", "mu_peak", "mu_valley"):
+        if not 0 <= (mu := algorithm.policy_loss_fn_args.get(name, 0.1)) <= 1:
+            raise ConfigError(
+                f"algorithm.policy_loss_fn_args.{name}={mu}: the weight of expert rows is a share, 0 to 1"
+            )
+    if algorithm.advantage_fn not in ADVANTAGES or algorithm.kl_penalty_fn != "none":
+        raise ConfigError(
+            f"algorithm.sample_strategy=mix with advantage_fn={algorithm.advantage_fn}, kl_penalty_fn={algorithm.kl_penalty_fn}: "
+            "expert rows have no rewards per token; use advantage_fn=grpo and kl_loss_fn"
         )
 
 

@@ -61,6 +61,7 @@ class SupervisedRows:
         chat_template: str | None = None,
         key_path: str = "buffer.trainer_input.experience_buffer",
         schema: str = "sft",
+        expert: bool = False,
     ) -> None:
         if config.path is None:
             raise ConfigError(f"{key_path}.path: storage_type=file needs the path of the rows")
@@ -69,6 +70,7 @@ class SupervisedRows:
         self.shuffle = config.shuffle
         self.seed = seed
         self.schema = schema
+        self.expert = expert
         self.batch_size = rows_per_step(train_batch_size, schema)
         self.num_rows = len(rows)
         self._rows: list[tuple[int, list[Sequence]]] = []  # number of the row, what it became
@@ -154,6 +156,7 @@ class SupervisedRows:
                 tokens=list(one.tokens),
                 prompt_length=one.prompt_length,
                 action_mask=one.mask,
+                expert=self.expert,
                 task=f"{task}/{PAIR[number]}" if self.schema == "dpo" else task,
             )
             for number, one in enumerate(made)

@@ -13,7 +13,7 @@ import pytest
 from rft import cli, stages, train
 from rft.buffer.data_files import check_rows, task_needs
 from rft.buffer.row_formats import row_needs
-from rft.config import FormatConfig
+from rft.config import RowFormatConfig
 from rft.sweep import arguments as sweeps
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,6 +13,7 @@ import numpy as np
 
 from rft.algorithm.advantages.columns import Columns as Columns
 from rft.algorithm.advantages.columns import Credit as Credit
+from rft.algorithm.advantages.distillation import jsd, on_policy_distill
 from rft.algorithm.advantages.gae import ppo
 from rft.algorithm.advantages.grpo import grpo
 
@@ -23,8 +24,13 @@ class TokenAdvantage:
 
     function: Callable[..., tuple[np.ndarray, np.ndarray]]
     needs_critic: bool = False
+    needs_teacher: bool = False
     is_whitened: bool = False  # to mean 0 and variance 1 over all trained tokens of the step
 
 
 ADVANTAGES: dict[str, Callable[..., Credit]] = {"grpo": grpo}
-TOKEN_ADVANTAGES = {"ppo": TokenAdvantage(ppo, needs_critic=True, is_whitened=True)}
+TOKEN_ADVANTAGES = {
+    "ppo": TokenAdvantage(ppo, needs_critic=True, is_whitened=True),
+    "on_policy_distill": TokenAdvantage(on_policy_distill, needs_teacher=True),
+    "jsd": TokenAdvantage(jsd, needs_teacher=True),
+}

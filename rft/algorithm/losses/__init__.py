@@ -2,7 +2,8 @@
 
 In: `logprobs` [T] of the current policy (with gradient) and `Fields`, aligned with it; more arguments have defaults and are the
 keys of `algorithm.policy_loss_fn_args`. Out: the loss [T] before masking and weighting, and metrics [T]; names ending in ":max"
-are reduced by maximum over the trained tokens, all others by their mean. Which metrics a loss names depends on its arguments
+are reduced by maximum over the trained tokens, all others by their mean. In a step with expert rows, names beginning with
+"expert/" are means over those, and all others over the rest. Which metrics a loss names depends on its arguments
 only: ranks that see no token must name the same. Importing this loads no torch.
 """
 
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.kl import estimate
+from rft.algorithm.losses.dpo import dpo
 from rft.algorithm.losses.fields import Fields as Fields
 from rft.algorithm.losses.fields import mismatch as mismatch
+from rft.algorithm.losses.mix import mix, mix_chord
 from rft.algorithm.losses.ppo import ppo
 from rft.algorithm.losses.sft import sft
 from rft.algorithm.losses.value import clipped_value as clipped_value
@@ -21,13 +24,19 @@ if TYPE_CHECKING:
 
     from rft.algorithm.losses.fields import TokenLoss as TokenLoss
 
-LOSSES: dict[str, Callable[..., tuple["Tensor", dict[str, "Tensor"]]]] = {"ppo": ppo, "sft": sft}
+LOSSES: dict[str, Callable[..., tuple["Tensor", dict[str, "Tensor"]]]] = {
+    "ppo": ppo, "sft": sft, "dpo": dpo, "mix": mix, "mix_chord": mix_chord,
+}  # fmt: skip
 
 
 def token_loss(
-    name: str, arguments: dict[str, Any], kl: str = "none", kl_coef: float = 0.0, entropy_coef: float = 0.0
-) -> "TokenLoss":
-    """A loss of `LOSSES` with its arguments, plus kl_coef * KL(policy || reference), minus entropy_coef * entropy."""
+    name: str, arguments: dict[str, Any], kl: str = "none", kl_coef: float = 0.0, entropy_coef: float = 0.0,
+    entropy_of: str = "default",
+) -> "TokenLoss":  # fmt: skip
+    """A loss of `LOSSES` with its arguments, plus kl_coef * KL(policy || reference), minus entropy_coef * entropy.
+
+    The estimate of the KL is one for tokens that a policy sampled: expert rows have none. `entropy_of="mix"`: nor entropy.
+    """
     function = LOSSES[name]
 
     def bound(logprobs: "Tensor", fields: Fields) -> tuple["Tensor", dict[str, "Tensor"]]:
@@ -35,11 +44,17 @@ def token_loss(
         if kl != "none":
             assert fields.reference is not None
             term = estimate(kl, logprobs, fields.reference, fields.old)
-            losses, metrics["kl/reference"] = losses + kl_coef * term, term
+            losses, metrics["kl/reference"] = losses + kl_coef * _of_rollouts(term, fields), term
         if fields.entropy is not None:
             metrics["entropy/mean"] = fields.entropy
             if entropy_coef:
-                losses = losses - entropy_coef * fields.entropy
+                counted = _of_rollouts(fields.entropy, fields) if entropy_of == "mix" else fields.entropy
+                losses = losses - entropy_coef * counted
         return losses, metrics
 
     return bound
+
+
+def _of_rollouts(values: "Tensor", fields: Fields) -> "Tensor":
+    """0 on expert rows."""
+    return values if fields.expert is None else values.where(fields.expert == 0, values.new_zeros(()))
