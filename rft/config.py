@@ -232,6 +232,8 @@ def explain(error: Exception, inside: str = "") -> str:
     if key and inside.rpartition(".")[2] and not str(key).startswith(inside.split(".")[0]):
         key = f"{inside}.{key}"
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
+    if "is not a subclass of ExperienceBufferConfig" in text:
+        return f"buffer.trainer_input.auxiliary_buffers: give one in one piece, +...auxiliary_buffers={{{key}: {{path: FILE}}}}"
     if key and isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give it a value"
     if key and "not in" in text:

@@ -221,7 +221,7 @@ REFUSED = {  # overrides: what the message must say
     "algorithm.kl_loss_fn=k4": "corrected_k3, k1, k2, k3",
     "+algorithm.kl_loss_fn_args.coef=1": "known: kl_coef",
     "algorithm.kl_penalty_fn=k1": "set algorithm.kl_loss_fn instead",
-    "algorithm.entropy_loss_fn=mix": "algorithm.entropy_loss_fn=mix",
+    "algorithm.entropy_loss_fn=mixed": "algorithm.entropy_loss_fn=mix",
     "algorithm.kl_loss_fn=k2 model.ref_model_path=/nowhere": "model.ref_model_path=/nowhere",
     "algorithm.algorithm_type=ppo model.critic_model_path=/nowhere": "model.critic_model_path=/nowhere",
     "algorithm.algorithm_type=ppo critic.optim.lr=0": "critic.optim.lr",

@@ -17,6 +17,12 @@ from rft.config import Config, ConfigError
 from tests.unit.test_config import grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
+ROWS, BESIDE = "buffer.trainer_input.experience_buffer", "buffer.trainer_input.auxiliary_buffers.sft_dataset"
+OF_ROWS = f"mode=train {ROWS}.storage_type=file {ROWS}.path=EVAL {ROWS}.format.prompt_type=plaintext"
+PAIRS = f"algorithm.algorithm_type=dpo {OF_ROWS} {ROWS}.format.chosen_key=response {ROWS}.format.rejected_key=response"
+TEXT = f"algorithm.algorithm_type=cpt {OF_ROWS}"
+EXPERT = "{sft_dataset:{storage_type:file,path:EVAL,format:{prompt_type:plaintext}}}"
+MIX = f"algorithm.algorithm_type=mix +buffer.trainer_input.auxiliary_buffers={EXPERT}"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
@@ -34,9 +40,38 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     # algorithm
     ("algorithm.repeat_times=0", "algorithm.repeat_times", "or left out"),
     ("algorithm.repeat_times=-3", "algorithm.repeat_times", "greater than 0"),
-    ("algorithm.algorithm_type=dpo", "algorithm.algorithm_type", "not in rft yet. Known: grpo, ppo, sft"),
+    ("algorithm.algorithm_type=grpo_verl", "algorithm.algorithm_type", "not in rft yet. Known:"),
+    ("algorithm.algorithm_type=dpo", "algorithm.algorithm_type=dpo", "set mode=train"),
+    ("algorithm.policy_loss_fn=dpo", "algorithm.policy_loss_fn=dpo", "leave policy_loss_fn out"),
+    (f"{PAIRS} algorithm.policy_loss_fn=sft", "algorithm.policy_loss_fn=sft", "algorithm_type=dpo"),
+    (f"{PAIRS} algorithm.loss_agg_mode=token-mean", "algorithm.loss_agg_mode", "leave it out"),
+    (f"{PAIRS} algorithm.advantage_fn=grpo", "algorithm.advantage_fn", "leave it out"),
+    (f"{PAIRS} buffer.train_batch_size=5", "buffer.train_batch_size=5", "give an even number"),
+    (f"{PAIRS} {ROWS}.format.chosen_key=chosen", f"{ROWS}.format.chosen_key", "has no 'chosen'"),
+    (f"{PAIRS} +algorithm.policy_loss_fn_args.betta=1", "algorithm.policy_loss_fn_args.betta", "known: beta, label_smoothing"),
+    (f"{PAIRS} buffer.batch_size=2 {ROWS}.format.chat_template='{{% if %}}'", f"{ROWS}.format.chat_template", "in line 1"),
+    (f"{TEXT} {ROWS}.format.prompt_type=messages", f"{ROWS}.format", "set prompt_type=plaintext"),
+    (f"{TEXT} {ROWS}.format.system_prompt=a", f"{ROWS}.format", "without system_prompt"),
+    (f"{TEXT} {ROWS}.format.prompt_key=text", f"{ROWS}.format.prompt_key", "has no 'text'"),
+    ("algorithm.sample_strategy=staleness_control", "algorithm.sample_strategy", "synchronizer.max_staleness"),
+    ("+algorithm.sample_strategy_args.expert_data_ratio=0.5", "sample_strategy_args.expert_data_ratio", "it takes none"),
+    ("algorithm.algorithm_type=mix", "auxiliary_buffers.sft_dataset", "auxiliary_buffers.sft_dataset.path=FILE"),
+    (f"{MIX} +algorithm.sample_strategy_args.sft_dataset_name=b", "auxiliary_buffers.b", "Known: sft_dataset"),
+    (f"{MIX} +algorithm.sample_strategy_args.expert_data_ratio=1", "sample_strategy_args.expert_data_ratio=1", "below 1"),
+    (f"{MIX} +algorithm.policy_loss_fn_args.mu=2", "algorithm.policy_loss_fn_args.mu=2", "0 to 1"),
+    (f"{MIX} algorithm.policy_loss_fn=ppo", "algorithm.sample_strategy=mix", "use both"),
+    (f"{MIX} algorithm.advantage_fn=ppo", "advantage_fn=ppo", "use advantage_fn=grpo"),
+    (f"{MIX} buffer.batch_size=1 buffer.train_batch_size=9", "buffer.train_batch_size=9", "leave it out for 16"),
+    (f"{MIX} {BESIDE}.storage_type=queue", f"{BESIDE}.storage_type", "read from file"),
+    (f"{MIX} {BESIDE}.path=nowhere.jsonl", f"{BESIDE}.path", "does not exist"),
+    (f"{MIX} {BESIDE}.format.response_key=label", f"{BESIDE}.format.response_key", "has no 'label'"),
+    (f"+buffer.trainer_input.auxiliary_buffers={EXPERT}", BESIDE, "use algorithm_type=mix"),
+    (f"+{BESIDE}.path=EVAL", "buffer.trainer_input.auxiliary_buffers", "one in one piece"),
+    ("algorithm.algorithm_type=jsd", "model.teacher_model_path", "Hugging Face checkpoint"),
+    ("model.teacher_model_path=DIR", "model.teacher_model_path", "algorithm_type=on_policy_distill"),
+    ("algorithm.algorithm_type=on_policy_distill model.teacher_model_path=DIR", "model.teacher_model_path", "safetensors"),
     ("algorithm.advantage_fn=rloo", "algorithm.advantage_fn", "not in rft yet. Known: grpo"),
-    ("algorithm.sample_strategy=mix", "algorithm.sample_strategy", "synchronizer.max_staleness"),
+    ("algorithm.sample_strategy=mix", "algorithm.sample_strategy=mix", "mix_chord"),
     ("algorithm.optimizer.lr=inf", "algorithm.optimizer.lr", "finite"),
     ("algorithm.optimizer.lr=nan", "algorithm.optimizer.lr", "finite"),
     ("algorithm.optimizer.eps=0", "algorithm.optimizer.eps", "greater than 0"),
@@ -101,7 +136,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("buffer.trainer_input.experience_buffer.storage_type=sql", "buffer.trainer_input.experience_buffer.storage_type", "set queue"),
     ("buffer.trainer_input.experience_buffer.path=sqlite:///a.db", "buffer.trainer_input.experience_buffer.path", "leave it out"),
     ("buffer.trainer_input.experience_buffer.max_read_timeout=0", "experience_buffer.max_read_timeout", "greater"),
-    ("buffer.trainer_input.auxiliary_buffers.sft=a", "buffer.trainer_input.auxiliary_buffers", "algorithm_type=sft"),
+    ("+buffer.trainer_input.auxiliary_buffers={a:{pth:b}}", "buffer.trainer_input.auxiliary_buffers", "pth"),
     ("buffer.trainer_input.experience_buffer.replay_buffer.enable=true", "replay_buffer.enable", "buffer.total_epochs"),
     # explorer
     ("explorer.runner_per_model=0", "explorer.runner_per_model", "greater than 0"),
