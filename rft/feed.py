@@ -1,17 +1,17 @@
 """The feed: one step's experiences, taken once at rank 0, handed to every rank as its own packed microbatches.
 
 In: a `Source` at rank 0 (the durable queue behind Ray, or supervised rows). Out: `StepInput` on every rank: the part that its
-data-parallel index trains on, and the batch's metrics. Invariant: all global counts are taken here, before the batch is cut;
-every rank calls `next` once per step, in step order.
+data-parallel index trains on, the batch's metrics, and the group of every row. Invariant: all global counts are taken here,
+before the batch is cut; every rank calls `next` once per step, in step order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rft.algorithm import ALGORITHMS, credit, mixing
+from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
 from rft.config import AlgorithmConfig
 from rft.experience import Batch, Experience
-from rft.packing import BY_TOKENS, Cost, Cut, Packed, pack
+from rft.packing import BY_TOKENS, Cost, Cut, Packed, Row, pack
 
 
 class Source(Protocol):
@@ -37,14 +37,16 @@ class StepInput:
     part: list[Packed]
     metrics: dict[str, float]
     experiences: list[Experience]  # rank 0 only: what the samples table shows
+    groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
 
 
 class Feed:
     def __init__(
         self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int, cost: Cost,
-        cut: Cut = BY_TOKENS, experts: Source | None = None,
+        cut: Cut = BY_TOKENS, longest: int = 1, experts: Source | None = None,
     ):  # fmt: skip
-        """`experts`: rows that go into every batch beside what `source` gives."""
+        """`longest`: response that a config allows; one way to aggregate the loss divides by it. `experts`: rows that go into
+        every batch beside what `source` gives."""
         self.source = source
         self.ranks = ranks
         self.algorithm = algorithm
@@ -52,6 +54,7 @@ class Feed:
         self.multiple = multiple
         self.cost = cost
         self.cut = cut
+        self.longest = longest
         self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
 
@@ -59,19 +62,21 @@ class Feed:
         """Step's input on every rank, or None on every rank: the data ended, or rank 0 was asked to stop."""
         batch = self.source.take(step) if self.source and not stopping else Batch(step=step, experiences=[])
         experiences = batch.experiences
-        metrics = (
-            credit.metrics(experiences, step) | {"sample/replayed": float(batch.replayed)} if experiences else None
-        )
-        if self.experts and metrics:
-            expert = self.experts.take(step).experiences
-            experiences += expert
-            metrics |= {"sample/expert_rows": float(len(expert)), "loss/mu": mixing.share(self.algorithm, step)}
+        metrics = credit.metrics(experiences, step) if experiences else {}
+        if self.experts and experiences:
+            experiences += self.experts.take(step).experiences
         self.current = batch if experiences else None
-        metrics = self.ranks.broadcast(metrics)
-        if metrics is None:
+        told, rows = None, []
+        if experiences:
+            told, rows = self._rows(batch, metrics)
+        told = self.ranks.broadcast(told)
+        if told is None:
             return None
-        parts = self._pack(experiences, step) if self.ranks.rank == 0 else None
-        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences)
+        parts = None
+        if self.ranks.rank == 0:
+            parts = pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+        metrics, groups = told
+        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences, groups)
 
     def consumed(self, step: int) -> None:
         self.current = None
@@ -92,14 +97,27 @@ class Feed:
         if self.source and loop:
             self.source.retain(loop)
 
-    def _pack(self, experiences: list[Experience], step: int) -> list[list[Packed]]:
-        recipe = self.algorithm
+    def _rows(self, batch: Batch, metrics: dict[str, float]) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
+        """What every rank is told of the step, and its rows."""
+        recipe, step = self.algorithm, batch.step
+        metrics = metrics | {"sample/replayed": float(batch.replayed)}
+        fresh, dropped = self._fresh(batch)
         if mixing.is_mixed(recipe):
-            rows = mixing.rows(experiences, recipe, step)
-            return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
-        judged = credit.judge(experiences, recipe.advantage_fn, recipe.advantage_fn_args, step)
-        rows = credit.rows(judged, str(recipe.loss_agg_mode))
-        return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+            judged, rows = mixing.rows(fresh, recipe, step, self.longest)
+            return (metrics | mixing.metrics(fresh, recipe, step) | judged.metrics, judged.groups), rows
+        judged = credit.judge(
+            fresh, recipe.advantage_fn, recipe.advantage_fn_args, step, penalised=token_credit.is_penalised(recipe)
+        )
+        rows = credit.rows(judged, str(recipe.loss_agg_mode), self.longest)
+        return (metrics | dropped | judged.metrics, judged.groups), rows
+
+    def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
+        """`sample_strategy=staleness_control` leaves out experiences with a token of a version that is too old."""
+        if self.algorithm.sample_strategy != "staleness_control":
+            return batch.experiences, {}
+        oldest = batch.step - int(self.algorithm.sample_strategy_args["max_staleness"])
+        fresh = [e for e in batch.experiences if e.oldest_version is None or e.oldest_version >= oldest]
+        return fresh, {"sample/dropped_stale": float(len(batch.experiences) - len(fresh))}
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

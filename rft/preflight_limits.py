@@ -13,6 +13,7 @@ from typing import Any
 
 from rft.algorithm import mixing
 from rft.config import Config, ConfigError, TasksetConfig, get
+from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
 from rft.preflight_rows import rollouts_per_step
 from rft.rollout import rewards
@@ -27,7 +28,7 @@ GIVEN = (  # what `fill` derives where it is not given: 0 is not "not given"
 )  # fmt: skip
 RUN_NAMES = ("project", "name")
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers, which Jinja does not know
-MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS}
+MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS, "mlflow": mlflow.ARGS}
 WANDB_MODES = ("offline", "online", "disabled")
 FORBIDDEN = re.compile(r"[\x00-\x1f\\*?\"<>|]")
 

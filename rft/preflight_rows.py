@@ -16,7 +16,6 @@ def fill_rows(config: Config) -> None:
     """How many experiences a step takes, and the names of auxiliary buffers."""
     algorithm, buffer = config.algorithm, config.buffer
     defaults = ALGORITHMS[algorithm.algorithm_type]
-    algorithm.sample_strategy = algorithm.sample_strategy or defaults.sample_strategy
     if defaults.schema == "dpo":
         algorithm.repeat_times = 2  # a pair is two experiences, whatever was asked for (B2)
     if buffer.train_batch_size is None:

@@ -236,7 +236,8 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     checkpoints = checkpoint_manager(rank, mesh, epoch, models.policy.lora)
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
-        policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer), _experts(rank) if lead else None,
+        policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer), int(config.model.max_response_tokens or 1),
+        _experts(rank) if lead else None,
     )  # fmt: skip
     return Trainer(
         config=config.trainer,
@@ -257,7 +258,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
-        token_loss=recipe.policy_loss(config.algorithm),
+        token_loss=recipe.policy_loss(config.algorithm, models.nearness.loss),
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),

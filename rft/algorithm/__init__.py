@@ -28,8 +28,44 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8),
     "ppo": Algorithm("rollouts", "ppo", "ppo", "token-mean", repeat_times=1, kl_loss_fn="k2"),
+    "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8),
+    "dr_grpo": Algorithm(
+        "rollouts",
+        "ppo",
+        "grpo",
+        "seq-mean-token-sum-norm",
+        repeat_times=8,
+        advantage_fn_args={"normalize_std": False},
+    ),
+    "dapo": Algorithm(
+        "rollouts",
+        "ppo",
+        "grpo",
+        "token-mean",
+        repeat_times=16,
+        advantage_fn_args={"std_threshold": 0.0},
+        policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
+    ),
+    "gspo": Algorithm("rollouts", "gspo", "grpo", "seq-mean-token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "cispo": Algorithm("rollouts", "cispo", "grpo", "token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "sapo": Algorithm("rollouts", "sapo", "grpo", "token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "rloo": Algorithm("rollouts", "ppo", "rloo", "token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "reinforceplusplus": Algorithm(
+        "rollouts", "ppo", "reinforceplusplus", "token-mean", repeat_times=2, kl_loss_fn="k2"
+    ),
+    "reinforce": Algorithm(
+        "rollouts", "importance_sampling", "reinforce", "token-mean", repeat_times=1, kl_loss_fn="k2"
+    ),
+    "remax": Algorithm("rollouts", "ppo", "remax", "token-mean", repeat_times=1, kl_loss_fn="k2"),
+    "opmd": Algorithm("rollouts", "opmd", "opmd", "token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "asymre": Algorithm("rollouts", "opmd", "asymre", "token-mean", repeat_times=2, entropy_loss_fn="none"),
+    "topr": Algorithm("rollouts", "topr", "reinforce", "token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "sppo": Algorithm("rollouts", "sppo", "opmd", "token-mean", repeat_times=2, entropy_loss_fn="none"),
+    "rec": Algorithm("rollouts", "rec", "rec", "token-mean", repeat_times=2, kl_loss_fn="k2"),
+    "raft": Algorithm("rollouts", "sft", "raft", "token-mean", repeat_times=8, entropy_loss_fn="none"),
+    "multi_step_grpo": Algorithm("rollouts", "ppo", "step_wise_grpo", "token-mean", repeat_times=8, kl_loss_fn="k2"),
+    "gigpo": Algorithm("rollouts", "ppo", "gigpo", "token-mean", repeat_times=8, kl_loss_fn="k2"),
     "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none"),
     "cpt": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none", schema="cpt"),
     "dpo": Algorithm("rows", "dpo", None, "seq-mean-token-sum", repeat_times=2, schema="dpo"),

@@ -59,14 +59,22 @@ def share(algorithm: AlgorithmConfig, step: int) -> float:
     return valley + (peak - valley) * (1 + cos(pi * (step - warmup) / decay)) / 2
 
 
-def rows(experiences: list[Experience], algorithm: AlgorithmConfig, step: int) -> list[Row]:
-    """Rollouts first, then expert rows."""
+def rows(
+    experiences: list[Experience], algorithm: AlgorithmConfig, step: int, longest: int = 1
+) -> tuple[credit.Judged, list[Row]]:
+    """Rollouts first, then expert rows; `longest` as in `credit.rows`."""
     mu, mode = share(algorithm, step), str(algorithm.loss_agg_mode)
     rollouts, experts = split(experiences)
     judged = credit.judge(rollouts, algorithm.advantage_fn, algorithm.advantage_fn_args, step)
-    found = credit.rows(replace(judged, advantages=(1 - mu) * judged.advantages), mode)
-    taught = credit.rows(credit.Judged(experts, np.full(len(experts), mu)), mode)
-    return [_marked(row, 0.0) for row in found] + [_marked(row, 1.0) for row in taught]
+    found = credit.rows(replace(judged, advantages=(1 - mu) * judged.advantages), mode, longest)
+    taught = credit.Judged(experts, np.full(len(experts), mu))
+    whole = [_marked(row, 0.0) for row in found] + [_marked(row, 1.0) for row in credit.rows(taught, mode, longest)]
+    both = np.concatenate([judged.advantages, taught.advantages])
+    return replace(judged, experiences=judged.experiences + experts, advantages=both), whole
+
+
+def metrics(experiences: list[Experience], algorithm: AlgorithmConfig, step: int) -> dict[str, float]:
+    return {"sample/expert_rows": float(len(split(experiences)[1])), "loss/mu": share(algorithm, step)}
 
 
 def split(experiences: list[Experience]) -> tuple[list[Experience], list[Experience]]:

@@ -85,6 +85,16 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     return experiences
 
 
+async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
+    """What the workflow makes of one greedy response: only its reward is of use, so no token of it is trained on."""
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    made = await run(msgspec.structs.replace(task, repeat_times=1, sampling=sampling), ctx)
+    for one in made:
+        one.action_mask = [0] * one.response_length
+        one.info = {**one.info, "baseline": True}
+    return made
+
+
 def experience(
     task: Task, prompt: list[int], completion: Completion, result: RewardResult | None, sample: int = 0
 ) -> Experience:
@@ -115,7 +125,10 @@ def check(task: Task, experiences: list[Experience]) -> None:
     for position, made in enumerate(experiences):
         if not 0 < made.prompt_length <= len(made.tokens):
             raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
-        for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+        per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+        if made.token_rewards:
+            per_token["token_rewards"] = made.token_rewards
+        for name, values in per_token.items():
             if len(values) != made.response_length:
                 raise ValueError(
                     f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "

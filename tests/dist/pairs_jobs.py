@@ -20,6 +20,7 @@ DPO = AlgorithmConfig(
     policy_loss_fn="dpo",
     policy_loss_fn_args={"beta": BETA, "label_smoothing": SMOOTHING},
     kl_loss_fn="none",
+    proximal_logprobs=True,
 )
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm import ALGORITHMS
+from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns
 from rft.algorithm.credit import judge, metrics, rows
 from rft.algorithm.kl import ESTIMATORS
 from rft.algorithm.losses import LOSSES, Fields, mismatch, token_loss
+from rft.config import AlgorithmConfig
 from rft.experience import Experience, VersionSpan
 
 
@@ -32,7 +33,7 @@ def columns(rewards: list[float], groups: list[int]) -> Columns:
 
 
 def grpo(rewards: list[float], groups: list[int], **arguments: Any) -> np.ndarray:
-    return ADVANTAGES["grpo"](columns(rewards, groups), **arguments).advantages
+    return ADVANTAGES["grpo"].function(columns(rewards, groups), **arguments).advantages
 
 
 def test_every_algorithm_names_functions_that_exist() -> None:
@@ -84,6 +85,12 @@ def test_asymmetric_clipping_and_clip_fraction() -> None:
     )
     assert loss.tolist() == pytest.approx([-np.exp(0.3), -1.4])
     assert found["clip_frac"].tolist() == [0.0, 1.0]
+
+
+def test_a_penalty_brings_its_reference() -> None:
+    """W54: where the KL comes off the rewards only, there is something to compare with all the same."""
+    assert recipe.needs_reference(AlgorithmConfig(advantage_fn="rloo", kl_penalty_fn="k1", kl_loss_fn="none"))
+    assert not recipe.needs_reference(AlgorithmConfig(advantage_fn="rloo", kl_loss_fn="none"))
 
 
 def test_mismatch_is_zero_for_equal_policies_and_k3_otherwise() -> None:

@@ -89,7 +89,7 @@ def test_each_kind_is_divided_by_its_own_count(loss: str, mu: float) -> None:
     ]
     wanted = closed_form(loss, mu, drawn, batch)
     gradients = torch.autograd.grad(wanted, drawn)
-    made = mixing.rows(batch, recipe(loss, **({"mu": mu} if loss == "mix" else {})), step=4)
+    _, made = mixing.rows(batch, recipe(loss, **({"mu": mu} if loss == "mix" else {})), step=4)
     bound, total = token_loss(loss, {"mu": mu} if loss == "mix" else {}), torch.zeros((), dtype=torch.float64)
     order = [0, 2, 1, 3]  # rollouts first
     for row, place in zip(made, order, strict=True):

@@ -10,7 +10,7 @@ import torch
 from rft.algorithm import credit, token_credit
 from rft.algorithm.advantages.gae import gae, whitened
 from rft.algorithm.kl import ESTIMATORS, estimate
-from rft.algorithm.losses import LOSSES, Fields, clipped_value, token_loss
+from rft.algorithm.losses import LOSSES, Correction, Fields, clipped_value, token_loss
 from rft.config import AlgorithmConfig
 from rft.experience import Experience
 from rft.packing import Packed, Row, decode_part, encode_part, pack, slice_cp
@@ -96,7 +96,7 @@ def test_the_ratio_is_to_the_proximal_policy_where_there_is_one() -> None:
     assert metrics["logprob_diff/mean"].tolist() == pytest.approx([0.5, 1.5]), (
         "the engine is still what is compared with"
     )
-    weighed, metrics = LOSSES["ppo"](logprobs, fields(**given), importance_cap=2.0)
+    weighed, metrics = token_loss("ppo", {}, correction=Correction("token", cap=2.0))(logprobs, fields(**given))
     assert metrics["importance/mean"].tolist() == pytest.approx([np.exp(0.4), 2.0])
     assert weighed.tolist() == pytest.approx([-np.exp(0.1) * np.exp(0.4), -np.exp(0.1) * 2])
     clipped, _ = LOSSES["ppo"](logprobs, fields(**given | {"proximal": [-1.0, -1.0]}))

@@ -37,6 +37,18 @@ class Columns:
             seed=seed,
         )
 
+    def at(self, places: np.ndarray) -> "Columns":
+        """Of these experiences only."""
+        columns = (self.rewards, self.groups, self.samples, self.turns, self.logprobs)
+        return Columns(*(column[places] for column in columns), [self.infos[i] for i in places], self.seed)
+
+    def runs(self) -> list[np.ndarray]:
+        """The places of each attempt's experiences, first turn first; by group, then by attempt."""
+        order = np.lexsort((self.turns, self.samples, self.groups))
+        keys = np.stack([self.groups[order], self.samples[order]])
+        starts = np.flatnonzero((np.diff(keys, axis=1) != 0).any(axis=0)) + 1
+        return [run for run in np.split(order, starts) if len(run)]
+
     def members(self) -> list[np.ndarray]:
         """The places of each group's experiences, groups in ascending order."""
         return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]

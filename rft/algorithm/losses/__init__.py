@@ -10,13 +10,22 @@ only: ranks that see no token must name the same. Importing this loads no torch.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rft.algorithm.kl import estimate
+from rft.algorithm.kl import Coefficient, estimate
+from rft.algorithm.losses.cispo import cispo
+from rft.algorithm.losses.correction import Correction
 from rft.algorithm.losses.dpo import dpo
 from rft.algorithm.losses.fields import Fields as Fields
 from rft.algorithm.losses.fields import mismatch as mismatch
+from rft.algorithm.losses.gspo import gspo
+from rft.algorithm.losses.importance_sampling import importance_sampling
 from rft.algorithm.losses.mix import mix, mix_chord
+from rft.algorithm.losses.opmd import opmd
 from rft.algorithm.losses.ppo import ppo
-from rft.algorithm.losses.sft import sft
+from rft.algorithm.losses.rec import rec
+from rft.algorithm.losses.sapo import sapo
+from rft.algorithm.losses.sft import sft, sft_is, sft_phi
+from rft.algorithm.losses.sppo import sppo
+from rft.algorithm.losses.topr import topr
 from rft.algorithm.losses.value import clipped_value as clipped_value
 
 if TYPE_CHECKING:
@@ -25,15 +34,18 @@ if TYPE_CHECKING:
     from rft.algorithm.losses.fields import TokenLoss as TokenLoss
 
 LOSSES: dict[str, Callable[..., tuple["Tensor", dict[str, "Tensor"]]]] = {
-    "ppo": ppo, "sft": sft, "dpo": dpo, "mix": mix, "mix_chord": mix_chord,
+    "ppo": ppo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "opmd": opmd, "topr": topr, "sppo": sppo, "rec": rec,
+    "importance_sampling": importance_sampling, "sft": sft, "sft_is": sft_is, "sft_phi": sft_phi,
+    "dpo": dpo, "mix": mix, "mix_chord": mix_chord,
 }  # fmt: skip
 
 
 def token_loss(
-    name: str, arguments: dict[str, Any], kl: str = "none", kl_coef: float = 0.0, entropy_coef: float = 0.0,
-    entropy_of: str = "default",
+    name: str, arguments: dict[str, Any], kl: str = "none", kl_coef: float | Coefficient = 0.0, entropy_coef: float = 0.0,
+    correction: Correction | None = None, entropy_of: str = "default",
 ) -> "TokenLoss":  # fmt: skip
-    """A loss of `LOSSES` with its arguments, plus kl_coef * KL(policy || reference), minus entropy_coef * entropy.
+    """A loss of `LOSSES` with its arguments, weighed by `correction`, plus kl_coef * KL(policy || reference), minus
+    entropy_coef * entropy. An adaptive coefficient is read anew at every call.
 
     The estimate of the KL is one for tokens that a policy sampled: expert rows have none. `entropy_of="mix"`: nor entropy.
     """
@@ -41,10 +53,13 @@ def token_loss(
 
     def bound(logprobs: "Tensor", fields: Fields) -> tuple["Tensor", dict[str, "Tensor"]]:
         losses, metrics = function(logprobs, fields, **arguments)
+        if correction is not None:
+            weight, more = correction(fields)
+            losses, metrics = losses * weight, metrics | more
         if kl != "none":
             assert fields.reference is not None
             term = estimate(kl, logprobs, fields.reference, fields.old)
-            losses, metrics["kl/reference"] = losses + kl_coef * _of_rollouts(term, fields), term
+            losses, metrics["kl/reference"] = losses + float(kl_coef) * _of_rollouts(term, fields), term
         if fields.entropy is not None:
             metrics["entropy/mean"] = fields.entropy
             if entropy_coef:

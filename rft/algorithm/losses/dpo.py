@@ -8,8 +8,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BETA = 0.1
+
+
 def dpo(
-    logprobs: "Tensor", fields: Fields, beta: float = 0.1, label_smoothing: float = 0.0
+    logprobs: "Tensor", fields: Fields, beta: float = BETA, label_smoothing: float = 0.0
 ) -> tuple["Tensor", dict[str, "Tensor"]]:
     """-(1 - s) log sigma(beta D) - s log sigma(-beta D), mean over pairs (arXiv:2305.18290, eq. 7; s: label smoothing).
 

@@ -66,6 +66,11 @@ def limited(log_ratio: "Tensor") -> "Tensor":
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def versus_engine(logprobs: "Tensor", fields: Fields) -> dict[str, "Tensor"]:
+    """`mismatch` of the trainer as it is now: part of what every loss on rollouts tells."""
+    return mismatch(limited(logprobs - fields.behaviour).detach())
+
+
 def mismatch(log_ratio: "Tensor") -> dict[str, "Tensor"]:
     """How far trainer and engine disagree on the sampled tokens; log_ratio [T] = trainer - engine.
 
