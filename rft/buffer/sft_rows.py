@@ -12,7 +12,7 @@ from typing import Any
 
 from rft.buffer.data_files import check_rows, data_files, load_rows
 from rft.buffer.row_formats import PER_ROW, Reader, Sequence, row_needs
-from rft.buffer.taskset import shuffled
+from rft.buffer.selectors import shuffled
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.experience import Batch, Experience
 

@@ -7,11 +7,12 @@ a name from it users give their own `package.module:name` or `path/to/file.py:na
 
 Invariant: the ids of an experience are those the engine saw and produced, the action mask is made here, where the
 tokens are, and per-token lists have the length of the response (`check` says so, for user workflows too). A workflow
-returns all its experiences or raises; part of a group would bias the group's baseline.
+returns all its experiences or raises: what becomes of part of a group is for `rft.rollout.runner` to say.
 """
 
 import inspect
 from collections.abc import Awaitable, Callable
+from math import isfinite
 from typing import Any, Protocol
 
 import msgspec
@@ -38,7 +39,11 @@ class WorkflowContext(Protocol):
 
 
 class Workflow(Protocol):
-    """Runs one task. Made anew for every attempt, so `self` may hold the state of an episode."""
+    """Runs one task. Made anew for every attempt, so `self` may hold the state of an episode.
+
+    Flags that a class may set: `can_repeat = False`: it is called once per run of the task, all at the same time, each with
+    `repeat_times` 1. `compares_runs = True`: it judges the runs against each other, so part of them is never taken.
+    """
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
 
@@ -76,6 +81,11 @@ def resolve(name: str) -> Callable[[], Workflow]:
     """What makes a workflow called `name`: its class, or a wrapper of the user's function. Raises ConfigError."""
     found = lookup("workflow", name, WORKFLOWS)
     return found if inspect.isclass(found) else lambda: _Function(name, found)
+
+
+def flag(name: str, which: str, default: bool) -> bool:
+    """What the workflow `name` says of itself."""
+    return bool(getattr(lookup("workflow", name, WORKFLOWS), which, default))
 
 
 async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
@@ -122,7 +132,13 @@ def check(task: Task, experiences: list[Experience]) -> None:
     """Refuse, by name, what the trainer could not learn from or would learn wrongly from."""
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
+    if not isinstance(experiences, list) or not all(isinstance(made, Experience) for made in experiences):
+        raise TypeError(f"workflow {task.workflow!r} must return a list of Experience, not {experiences!r:.80}")
     for position, made in enumerate(experiences):
+        numbers = {"reward": [made.reward], "logprobs": made.logprobs, "token_rewards": made.token_rewards}
+        for name, found in numbers.items():
+            if not all(map(isfinite, found)):
+                raise ValueError(f"workflow {task.workflow!r}, experience {position}: {name} is not finite")
         if not 0 < made.prompt_length <= len(made.tokens):
             raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
         per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
