@@ -41,9 +41,7 @@ class AlgorithmConfig:
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: Optional[str] = None  # token-mean, or seq-mean-token-mean | -sum | -sum-norm
     sample_strategy: Optional[str] = None  # default | warmup (the same) | staleness_control (drops) | mix
-    sample_strategy_args: dict[str, Any] = field(
-        default_factory=dict
-    )  # max_staleness | expert_data_ratio, sft_dataset_name
+    sample_strategy_args: dict[str, Any] = field(default_factory=dict)  # staleness_control, mix: docs/preferences.md
     proximal_logprobs: Optional[bool] = None  # ratios are to the policy before the step; default: where needed
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     kl_loss_fn: Optional[str] = None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's
