@@ -59,7 +59,7 @@ class Dialogues:
 
     def answers(self, messages: Messages, learned: list[int], tools: Messages | None = None) -> tuple[list[int], Spans]:
         """Ids up to the end of the last of the answers `learned`, given by their numbers."""
-        text = chat_text(self.tokenizer, messages, self.template, False, tools)
+        text = chat_text(self.tokenizer, messages, self.template, False, tools=tools)
         ids: list[int] = []
         spans: Spans = []
         at = 0
@@ -75,7 +75,7 @@ class Dialogues:
         return ids, spans
 
     def _start(self, text: str, messages: Messages, number: int, tools: Messages | None) -> int:
-        before = chat_text(self.tokenizer, messages[:number], self.template, True, tools)
+        before = chat_text(self.tokenizer, messages[:number], self.template, True, tools=tools)
         if not text.startswith(before):
             raise ConfigError(
                 f"the chat template does not write message {number + 1}, an answer, behind the prompt that it makes of the "
@@ -91,7 +91,7 @@ class Dialogues:
         found = text.find(self._end_text, start, limit)
         if found >= 0:
             return found + len(self._end_text), True
-        after = chat_text(self.tokenizer, messages[: number + 1], self.template, False, tools)
+        after = chat_text(self.tokenizer, messages[: number + 1], self.template, False, tools=tools)
         stop = len(after) if text.startswith(after) else limit
         return start + len(text[start:stop].rstrip()), False
 

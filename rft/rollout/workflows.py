@@ -12,12 +12,14 @@ returns all its experiences or raises: what becomes of part of a group is for `r
 
 import inspect
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from math import isfinite
 from typing import Any, Protocol
 
 import msgspec
 
 from rft.experience import Completion, Experience, Sampling, Task
+from rft.rollout.agents import Access, Agent, AgentSession
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.rewards import lookup
 
@@ -36,6 +38,21 @@ class WorkflowContext(Protocol):
 
     async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
         """Run the task's reward function on each response, in killable processes."""
+
+    async def ask(self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None) -> str:
+        """The answer of an auxiliary model (`explorer.auxiliary_models`; the first, unless one is named)."""
+
+    def openai(self, model: str = "") -> Access:
+        """`base_url` and `api_key` for a client of OpenAI's API: of the policy, or of an auxiliary model."""
+
+    def extract_experience_from_history(self, clear: bool = True) -> list[Experience]:
+        """With `explorer.rollout_model.enable_history`: all model calls of this attempt so far, as experiences without reward."""
+
+    def open_session(self, sampling: Sampling) -> AgentSession:
+        """A session of the endpoint for one run of an agent, until the end of this attempt."""
+
+    def agent_slot(self) -> AbstractAsyncContextManager[None]:
+        """Held while a process of an agent runs: `explorer.agent_processes`."""
 
 
 class Workflow(Protocol):
@@ -74,7 +91,7 @@ class Math(SingleTurn):
         return await super().run(task, ctx)
 
 
-WORKFLOWS: dict[str, type[Workflow]] = {"single_turn": SingleTurn, "math": Math}
+WORKFLOWS: dict[str, type[Workflow]] = {"single_turn": SingleTurn, "math": Math, "agent": Agent}
 
 
 def resolve(name: str) -> Callable[[], Workflow]:

