@@ -19,7 +19,7 @@ def chat_text(
     """The conversation as the template writes it; `template_args` are its own, like `tools` or `enable_thinking`."""
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
-            "this taskset has chat messages or a system prompt, but the model's tokenizer has no chat template: set "
+            "these rows have chat messages or a system prompt, but the model's tokenizer has no chat template: set "
             "model.chat_template_path or model.custom_chat_template, or use format.prompt_type=plaintext without one"
         )
     return tokenizer.apply_chat_template(
@@ -31,9 +31,11 @@ def chat_text(
     )
 
 
-def render_messages(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None) -> list[int]:
+def render_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
+) -> list[int]:  # fmt: skip
     """The ids of the conversation up to where the assistant begins to speak."""
-    text = chat_text(tokenizer, messages, chat_template)
+    text = chat_text(tokenizer, messages, chat_template, tools=tools)
     return list(tokenizer.encode(text, add_special_tokens=False))  # the template has written the special tokens
 
 

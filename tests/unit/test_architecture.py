@@ -30,6 +30,7 @@ TOP = {
     "preflight_algorithm",
     "preflight_trainer",
     "preflight_sync",
+    "preflight_rows",
     "preflight_limits",
     "preflight_buffer",
     "preflight_colocate",
