@@ -194,7 +194,7 @@ class Actors:
 
         config = self.config
         settings = config.buffer.trainer_input.experience_buffer
-        limited = config.mode == "both" or self.is_shared
+        limited = config.mode == "both" or (self.is_shared and config.mode != "serve")  # a client asks when it asks
         cls, arguments = buffer_of(
             settings, configs.job_dir(config), f"{config.project}/{config.name}", config.buffer.batch_size,
             int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if limited else None,

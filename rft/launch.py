@@ -112,7 +112,7 @@ def with_model(stages: list[Config], index: int) -> Config:
 def resolved_of(config: Config) -> Path:
     """Where a stage's config is written down. Explorers of a database run beside the trainer of the same name."""
     job = configs.job_dir(config)
-    if config.mode == "explore" and config.buffer.trainer_input.experience_buffer.storage_type == "sql":
+    if config.mode in ("explore", "serve") and config.buffer.trainer_input.experience_buffer.storage_type == "sql":
         return job / "explorers" / config.explorer.name / "resolved.yaml"
     return (job / "bench" if config.mode == "bench" else job) / "resolved.yaml"
 

@@ -8,9 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
+from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import DataJuicerConfig, ExperienceBufferConfig, ExperiencePipelineConfig, OperatorConfig
-from rft.experience import Batch, Experience, Sampling, Task, decode
+from rft.experience import Batch, Experience, Sampling, Task
 from rft.pipeline import record
 from rft.pipeline.experiences import ExperiencePipeline
 from rft.pipeline.process import OperatorFailed
@@ -221,7 +222,7 @@ async def train(actor: Any, buffer: ExperienceBuffer) -> tuple[list[Batch], dict
     async def steps() -> list[Batch]:
         batches = []
         for step in range(STEPS):
-            batches.append(decode(await buffer.take(step), Batch))
+            batches.append(opened(await buffer.take(step)))
             await buffer.consumed(step)
             await buffer.published(step + 1)
         await actor.finished()
