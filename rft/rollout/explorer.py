@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.buffer.render import end_of_turn, render_prompt
+from rft.buffer.render import end_of_turn, render_follow_up, render_prompt
 from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
@@ -31,7 +31,7 @@ from rft.rollout import workflows
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.pool import EnginePool
 from rft.rollout.reward_pool import RewardPool
-from rft.rollout.reward_worker import RewardResult
+from rft.rollout.reward_worker import UNKNOWN, RewardResult
 
 log = logging.getLogger(__name__)
 EVAL_SAMPLES = 8  # rollouts of each evaluation kept for reading
@@ -251,8 +251,8 @@ class Explorer:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
-        for number, experience in enumerate(experiences):
-            experience.group, experience.sample, experience.task = group, number, task.id
+        for experience in experiences:
+            experience.group, experience.task = group, task.id
         return experiences
 
     # --- evaluating ---------------------------------------------------------------------------------------------
@@ -329,10 +329,15 @@ class Context:
     def render(self, task: Task) -> list[int]:
         return render_prompt(self.explorer.tokenizer, task, self.explorer.model.custom_chat_template)
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    def follow(self, messages: list[dict[str, Any]]) -> list[int]:
+        return render_follow_up(self.explorer.tokenizer, messages, self.explorer.model.custom_chat_template)
+
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None
+    ) -> list[Completion]:
         """n continuations; a prompt over the limit comes back as n empty ones with stop "prompt_too_long"."""
         limits = self.explorer.limits
-        if len(prompt) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
+        if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
             return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
         self.calls += 1
         if self.explorer.seed is not None and sampling.seed is None:
@@ -350,8 +355,9 @@ class Context:
     def decode(self, tokens: list[int]) -> str:
         return self.explorer.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        return await self.explorer.rewards.score([(task, response) for response in responses])
+    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
+        counts = tokens or [UNKNOWN] * len(responses)
+        return await self.explorer.rewards.score([(task, r, n) for r, n in zip(responses, counts, strict=True)])
 
 
 def seed_of(text: str) -> int:

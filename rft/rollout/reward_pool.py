@@ -21,11 +21,12 @@ from typing import TypeVar
 
 from rft.device import thread_environment
 from rft.experience import Task, decode
-from rft.rollout.reward_worker import HEADER, Loaded, Reply, RewardResult, ScoreRequest, frame
+from rft.rollout.reward_worker import HEADER, UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest, frame
 
 LOAD_TIMEOUT_S = 120.0  # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
 EXIT_TIMEOUT_S = 1.0  # between the end of a worker's socket and its exit status
+Item = tuple[Task, str] | tuple[Task, str, int]
 Answer = TypeVar("Answer", Loaded, RewardResult)
 
 
@@ -51,8 +52,8 @@ class RewardPool:
                 worker.start()
                 self._idle.put_nowait(worker)
 
-    async def score(self, items: Sequence[tuple[Task, str]]) -> list[RewardResult]:
-        """Score (task, response) pairs in one round trip to one worker; results in the same order."""
+    async def score(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Score (task, response[, its number of tokens]) in one round trip to one worker; results in the same order."""
         if not items:
             return []
         await self.start()
@@ -65,7 +66,7 @@ class RewardPool:
         finally:
             self._idle.put_nowait(worker)
 
-    async def _score_on(self, worker: "_Worker", items: Sequence[tuple[Task, str]]) -> list[RewardResult]:
+    async def _score_on(self, worker: "_Worker", items: Sequence[Item]) -> list[RewardResult]:
         results: list[RewardResult] = []
         died_loading = False
         if not worker.alive:
@@ -91,14 +92,16 @@ class RewardPool:
                 self._replace(worker)
         return results
 
-    async def _ask(self, worker: "_Worker", items: Sequence[tuple[Task, str]]) -> None:
+    async def _ask(self, worker: "_Worker", items: Sequence[Item]) -> None:
         places: dict[int, int] = {}
         tasks: list[Task] = []
-        for task, _ in items:
+        for task, *_ in items:
             if id(task) not in places:
                 places[id(task)] = len(tasks)
                 tasks.append(task)
-        request = ScoreRequest(tasks=tasks, items=[(places[id(task)], response) for task, response in items])
+        request = ScoreRequest(
+            tasks=tasks, items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items]
+        )
         async with asyncio.timeout(self._load_timeout_s):
             await worker.send(frame(request))
         await self._reply(worker, Loaded, self._load_timeout_s)
