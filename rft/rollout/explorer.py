@@ -8,46 +8,26 @@ Consumes tasks from its cursor on; waits for a slot (the buffer's staleness rule
 limit). Invariant: the buffer knows a group before its first token is sampled and has it durably before it counts as done,
 so a group is either finished, or failed and counted, or handed out again after a restart.
 
-A deterministic run adds: every request has a seed of its own, made of the run's seed, the task and the request's number, and
-`hold` ends what is being sampled before a trainer that came back publishes its weights: each group is sampled whole, from
-one version, with the same seeds however often it starts.
+What happens to one task is `rft.rollout.runner`, what its workflow may do `context`, and evaluations are `evaluation`.
+
+A deterministic run adds: `hold` ends what is being sampled before a trainer that came back publishes its weights, so that each
+group is sampled whole, from one version, with the same seeds however often it starts.
 """
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-import numpy as np
-import xxhash
-
-from rft.buffer.render import end_of_turn, render_follow_up, render_prompt
 from rft.buffer.taskset import Taskset
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import Completion, EvalResult, Experience, GenerateRequest, Sampling, Task, decode, encode
+from rft.experience import Experience, Task, decode, encode
 from rft.monitor import trace
-from rft.rollout import workflows
+from rft.rollout.context import Shared
 from rft.rollout.engine import EngineUnavailable
-from rft.rollout.pool import EnginePool
-from rft.rollout.reward_pool import RewardPool
-from rft.rollout.reward_worker import UNKNOWN, RewardResult
+from rft.rollout.evaluation import Evaluator
+from rft.rollout.runner import AllTasksFail, Runner, one_line
 
 log = logging.getLogger(__name__)
-EVAL_SAMPLES = 8  # rollouts of each evaluation kept for reading
-EVALUATED_AT_ONCE = 256  # tasks per engine
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Lengths that a prompt and a response must keep, in tokens."""
-
-    max_prompt_tokens: int
-    max_model_len: int
-
-
-class AllTasksFail(RuntimeError):
-    """Not a task is to blame but the set-up: a workflow, an engine, a configuration."""
 
 
 class Explorer:
@@ -58,14 +38,14 @@ class Explorer:
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
     ):  # fmt: skip
         self.config = config
-        self.model = model
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
-        self.seed = seed  # of a deterministic run
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
-        self.pool = EnginePool(engines)
-        self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
+        self.shared = Shared(config, model, engines, seed)
+        self.pool = self.shared.pool
+        self.runner = Runner(config, self.shared)
+        self.evaluator = Evaluator(self.runner, eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -83,14 +63,7 @@ class Explorer:
 
     async def prepare(self) -> dict[str, Any]:
         """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            self.model.model_path, trust_remote_code=self.model.trust_remote_code
-        )
-        self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
-        self.limits = Limits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
-        await self.rewards.start()
+        await self.shared.load()
         if self.synchronizer is not None:
             self.following = asyncio.create_task(self.pool.follow(self.synchronizer))
             self.following.add_done_callback(self._settle)
@@ -203,11 +176,11 @@ class Explorer:
         await self.buffer.put.remote(group, encode(experiences))
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
-        """`_attempts`, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
+        """Run it, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
         while True:
             if holds != self.holds:
                 holds = await self._readmit(group)
-            job = asyncio.create_task(self._attempts(group, task))
+            job = asyncio.create_task(self.runner.run(group, task, holds))
             self.sampling[job] = None
             try:
                 return await job
@@ -216,44 +189,6 @@ class Explorer:
                     raise
             finally:
                 del self.sampling[job]
-
-    async def _attempts(self, group: int, task: Task) -> list[Experience]:
-        """At most 1 + max_retry_times attempts, all together within max_timeout seconds (then cancelled: W33)."""
-        limit = asyncio.timeout(self.config.max_timeout)
-        try:
-            async with limit:
-                for attempt in range(self.config.max_retry_times + 1):
-                    try:
-                        return await self._run_workflow(group, task, attempt)
-                    except EngineUnavailable:
-                        raise
-                    except Exception as error:
-                        if attempt == self.config.max_retry_times:
-                            raise
-                        log.warning("task %s, attempt %d: %s", task.id, attempt + 1, one_line(error))
-        except TimeoutError:
-            if limit.expired():
-                absence = self.pool.absence()
-                raise TimeoutError(
-                    f"no result in {self.config.max_timeout:g} s (explorer.max_timeout){absence and ': ' + absence}"
-                ) from None
-            raise
-        raise AssertionError("unreachable: the loop returns or raises")
-
-    async def _run_workflow(self, group: int, task: Task, attempt: int) -> list[Experience]:
-        context = Context(self, f"{task.id}/g{group}/h{self.holds}/a{attempt}", f"{self.seed}/{task.id}/{attempt}")
-        try:
-            experiences = await workflows.run(task, context)
-        except asyncio.CancelledError as error:
-            job = asyncio.current_task()
-            if job is None or job.cancelling():
-                raise  # we were cancelled; otherwise the workflow raised it by itself
-            raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
-        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
-            raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
-        for experience in experiences:
-            experience.group, experience.task = group, task.id
-        return experiences
 
     # --- evaluating ---------------------------------------------------------------------------------------------
 
@@ -264,32 +199,10 @@ class Explorer:
         """
         try:
             with trace.overlapping("evaluate", version=version):
-                return [encode(await self._evaluate_set(taskset, version)) for taskset in self.eval_tasksets]
+                return [encode(result) for result in await self.evaluator.run(version)]
         except AllTasksFail as error:
             self._break(error)
             raise
-
-    async def _evaluate_set(self, taskset: Taskset, version: int) -> EvalResult:
-        taskset.seek({"epoch": 0, "index": 0})
-        tasks = list(taskset)
-        limit = self.pool.slots(EVALUATED_AT_ONCE)
-
-        async def run(number: int, task: Task) -> list[Experience] | Exception:
-            async with limit:
-                try:
-                    return await self._attempts(-1 - number, task)
-                except EngineUnavailable:
-                    raise
-                except Exception as error:  # costs this task, counted as wrong, not the evaluation
-                    log.warning("evaluation of task %s failed for good: %s", task.id, one_line(error))
-                    return error
-
-        outcomes = await asyncio.gather(*(run(i, t) for i, t in enumerate(tasks)))
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if len(failed) == len(tasks):
-            raise AllTasksFail(f"all {len(tasks)} tasks of {taskset.name} failed, the last with {one_line(failed[-1])}")
-        done = [(t, outcome) for t, outcome in zip(tasks, outcomes, strict=True) if not isinstance(outcome, Exception)]
-        return summarise(taskset.name, version, len(tasks), done, self.tokenizer)
 
     async def load_weights(self, path: str, version: int) -> None:
         """Bench mode: every engine loads a Hugging Face directory."""
@@ -314,96 +227,4 @@ class Explorer:
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.rewards.close()
-
-
-class Context:
-    """What a workflow may do: render, generate, decode, score. One per attempt at a task."""
-
-    def __init__(self, explorer: Explorer, request: str, stream: str):
-        self.explorer = explorer
-        self.request = request
-        self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
-        self.calls = 0
-
-    def render(self, task: Task) -> list[int]:
-        return render_prompt(self.explorer.tokenizer, task, self.explorer.model.custom_chat_template)
-
-    def follow(self, messages: list[dict[str, Any]]) -> list[int]:
-        return render_follow_up(self.explorer.tokenizer, messages, self.explorer.model.custom_chat_template)
-
-    async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None
-    ) -> list[Completion]:
-        """n continuations; a prompt over the limit comes back as n empty ones with stop "prompt_too_long"."""
-        limits = self.explorer.limits
-        if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
-            return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
-        self.calls += 1
-        if self.explorer.seed is not None and sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{self.calls}"))
-        return await self.explorer.pool.generate(
-            GenerateRequest(
-                request_id=f"{self.request}/{self.calls}",
-                prompt=prompt,
-                n=n,
-                sampling=sampling,
-                stop_token_ids=[self.explorer.stop_token],
-            )
-        )
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.explorer.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
-        counts = tokens or [UNKNOWN] * len(responses)
-        return await self.explorer.rewards.score([(task, r, n) for r, n in zip(responses, counts, strict=True)])
-
-
-def seed_of(text: str) -> int:
-    """Unlike Python's own hash, the same in every process; fits a signed 64-bit number."""
-    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
-
-
-def summarise(
-    name: str, version: int, asked: int, done: list[tuple[Task, list[Experience]]], tokenizer: Any
-) -> EvalResult:
-    """Accuracy (share of all responses asked for with reward >= 1; a failed task's are wrong), and of those that came mean
-    reward, length, and a few samples to read."""
-    flat = [e for _, group in done for e in group]
-    rewards = np.array([e.reward for e in flat])
-    metrics = {
-        "accuracy": float(np.mean(rewards >= 1)) * len(done) / asked,
-        "reward/mean": float(rewards.mean()),
-        "response_length/mean": float(np.mean([e.response_length for e in flat])),
-        "truncated_frac": float(np.mean([e.stop == "length" for e in flat])),
-        "failed_frac": 1 - len(done) / asked,
-        **versions_of(flat, version),
-    }
-    samples = [sample_row(task, group[0], tokenizer) for task, group in done[:EVAL_SAMPLES]]
-    return EvalResult(taskset=name, version=version, num_tasks=asked, metrics=metrics, samples=samples)
-
-
-def versions_of(experiences: list[Experience], version: int) -> dict[str, float]:
-    """Who was really evaluated as `version`: newer weights may come while an evaluation is under way."""
-    found = [span.version for experience in experiences for span in experience.versions] or [version]
-    return {"oldest_version": float(min(found)), "newest_version": float(max(found))}
-
-
-def sample_row(task: Task, experience: Experience, tokenizer: Any) -> dict[str, Any]:
-    return {
-        "task": task.id,
-        "prompt": tokenizer.decode(experience.tokens[: experience.prompt_length]),
-        "response": tokenizer.decode(experience.tokens[experience.prompt_length :]),
-        "truth": task.truth,
-        "reward": experience.reward,
-        "outcome": experience.reward_outcome,
-        "stop": experience.stop,
-    }
-
-
-def one_line(error: BaseException | None) -> str:
-    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised."""
-    inner = getattr(error, "cause", None) or error
-    lines = str(inner).strip().splitlines()
-    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+        await self.shared.rewards.close()

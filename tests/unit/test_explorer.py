@@ -8,9 +8,11 @@ import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import EvalResult, Experience, GenerateRequest, Sampling, Task, VersionSpan, decode, encode
-from rft.rollout import explorer as explorers
+from rft.rollout import evaluation, workflows
+from rft.rollout.context import Limits
 from rft.rollout.engine import EngineDied
-from rft.rollout.explorer import AllTasksFail, Explorer
+from rft.rollout.explorer import Explorer
+from rft.rollout.runner import AllTasksFail
 
 
 class Remote:
@@ -91,10 +93,10 @@ def explorer(behaviour: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch, 
             raise outcome
         return outcome
 
-    monkeypatch.setattr(explorers.workflows, "run", run)
+    monkeypatch.setattr(workflows, "run", run)
     settings = ExplorerConfig(**{"max_retry_times": 1, "max_timeout": 30.0, **config})
     actor = Explorer(settings, ModelConfig(), tasks(count), [tasks(count)], {"engine_0": None}, Buffer(), batch_size=2)
-    actor.tokenizer = Tokenizer()
+    actor.shared.tokenizer = Tokenizer()
     return actor
 
 
@@ -244,7 +246,7 @@ def test_shutdown_while_held_ends_everything(monkeypatch: pytest.MonkeyPatch) ->
         while not actor.sampling:
             await asyncio.sleep(0)
         await actor.hold()
-        await actor.rewards.start()
+        await actor.shared.rewards.start()
         async with asyncio.timeout(10):
             await actor.shutdown()
         return actor
@@ -269,12 +271,12 @@ def seeds_of(seed: int | None, monkeypatch: pytest.MonkeyPatch, sampling: Sampli
 
     async def scenario() -> list[GenerateRequest]:
         actor = explorer(lambda t: made(), monkeypatch)
-        actor.seed, actor.pool, actor.stop_token = seed, Pool(), 0
-        actor.limits = explorers.Limits(8, 16)
-        monkeypatch.setattr(explorers.workflows, "run", ask_twice)
+        actor.shared.seed, actor.shared.pool, actor.shared.stop_token = seed, Pool(), 0
+        actor.shared.limits = Limits(8, 16)
+        monkeypatch.setattr(workflows, "run", ask_twice)
         for group, task in enumerate(tasks(2)):
-            await actor._attempts(group, task)
-        return actor.pool.asked
+            await actor.runner.run(group, task)
+        return actor.shared.pool.asked
 
     async def ask_twice(task: Task, context: Any) -> list[Experience]:
         for _ in range(2):
@@ -297,10 +299,10 @@ def test_a_deterministic_run_gives_every_request_its_own_seed(monkeypatch: pytes
 
 def test_an_evaluation_tells_which_versions_it_was_really_of() -> None:
     spans = [VersionSpan(version=6, start=0, end=1), VersionSpan(version=7, start=1, end=2)]
-    assert explorers.versions_of(
+    assert evaluation.versions_of(
         [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1], versions=spans)], 6
     ) == {
         "oldest_version": 6,
         "newest_version": 7,
     }
-    assert explorers.versions_of(made(), 5) == {"oldest_version": 5, "newest_version": 5}
+    assert evaluation.versions_of(made(), 5) == {"oldest_version": 5, "newest_version": 5}

@@ -30,7 +30,7 @@ class FakeContext:
     def decode(self, tokens: list[int]) -> str:
         return "".join(map(chr, tokens))
 
-    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
         self.scored.append((task.reward, responses))
         slow = RewardResult(outcome="timeout", message="slow")
         return [slow if text == "hang" else RewardResult(reward=len(text), metrics={"l": 1}) for text in responses]
@@ -110,8 +110,19 @@ async def long_span(task, ctx):
     made = await Mine().run(task, ctx)
     made[0].versions = [VersionSpan(version=3, start=0, end=2)]
     return made
-def not_async(task, ctx):
-    return []
+def late(task, ctx):
+    return function(task, ctx)
+def not_experiences(task, ctx):
+    return [1]
+def plain(task, ctx):
+    assert ctx.score(task, ["42"])[0].reward == 2
+    return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[-1.0])]
+async def twice_the_same(task, ctx):
+    made = [*await function(task, ctx), *await function(task, ctx)]
+    made[0].sample = made[1].sample = 1
+    return made
+async def not_finite(task, ctx):
+    return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[float("-inf")])]
 """
 
 
@@ -122,7 +133,7 @@ def user_file(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["Mine", "function"])
+@pytest.mark.parametrize("name", ["Mine", "function", "plain"])
 def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> None:
     assert run(task(1, workflow=f"{user_file}:{name}"), FakeContext([]))[0].tokens == [1, 2]
 
@@ -134,7 +145,10 @@ def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> 
         ("short_mask", ValueError, "1 entries of action_mask for 2 response tokens"),
         ("no_logprobs", ValueError, "0 entries of logprobs for 2 response tokens"),
         ("long_span", ValueError, "version 3 of tokens 0 to 2, but the response has 1"),
-        ("not_async", TypeError, "must be an async function"),
+        ("late", TypeError, "returned something to be awaited"),
+        ("not_experiences", TypeError, "must return a list of experiences"),
+        ("twice_the_same", ValueError, "two experiences with sample 1 and turn 0"),
+        ("not_finite", ValueError, "logprobs is not finite"),
     ],
 )
 def test_a_workflow_that_breaks_the_contract_is_refused(

@@ -5,6 +5,7 @@ engine saw and produced, the action mask is made where the tokens are, and per-t
 (`check` says so, for user workflows too).
 """
 
+from math import isfinite
 from typing import Any, Protocol
 
 from rft.experience import Completion, Experience, Sampling, Task
@@ -84,6 +85,10 @@ def check(task: Task, experiences: list[Experience]) -> None:
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
     for position, made in enumerate(experiences):
+        numbers = {"reward": [made.reward], "logprobs": made.logprobs, "token_rewards": made.token_rewards}
+        for name, found in numbers.items():
+            if not all(map(isfinite, found)):
+                raise ValueError(f"workflow {task.workflow!r}, experience {position}: {name} is not finite")
         if not 0 < made.prompt_length <= len(made.tokens):
             raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
         for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):

@@ -75,6 +75,8 @@ class RubricJudge(Judged):
 class Ruler(Judged):
     """All responses of the group in one question; the reward is the judge's relative score."""
 
+    compares_runs = True
+
     async def judge(self, task: Task, ctx: WorkflowContext, responses: list[str]) -> list[RewardResult]:
         if not responses:
             return []

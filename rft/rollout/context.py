@@ -1,0 +1,96 @@
+"""What a workflow may do, and what all workflows of one explorer share: tokenizer, engines, reward workers.
+
+In: a task and token ids from a workflow. Out: rendered prompts, completions of the engine pool, scored responses. Invariants: a
+prompt over the limit never reaches an engine; every request of a deterministic run has a seed of its own, made of the run's
+seed, the task, the attempt and the request's number, whichever engine answers it and whenever.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rft.buffer.render import end_of_turn, render_follow_up, render_prompt
+from rft.config import ExplorerConfig, ModelConfig
+from rft.experience import Completion, GenerateRequest, Sampling, Task
+from rft.rollout.pool import EnginePool
+from rft.rollout.reward_pool import RewardPool
+from rft.rollout.reward_worker import UNKNOWN, RewardResult
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Lengths that a prompt and a response must keep, in tokens."""
+
+    max_prompt_tokens: int
+    max_model_len: int
+
+
+class Shared:
+    """One per explorer; `seed` is that of a deterministic run."""
+
+    def __init__(self, config: ExplorerConfig, model: ModelConfig, engines: dict[str, Any], seed: int | None):
+        self.model = model
+        self.seed = seed
+        self.pool = EnginePool(engines)
+        self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
+
+    async def load(self) -> None:
+        """Load the tokenizer, start the reward workers."""
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            self.model.model_path, trust_remote_code=self.model.trust_remote_code
+        )
+        self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
+        self.limits = Limits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
+        await self.rewards.start()
+
+
+class Context:
+    """What a workflow may do: render, generate, decode, score. One per attempt at a task."""
+
+    def __init__(self, shared: Shared, request: str, stream: str):
+        self.shared = shared
+        self.request = request
+        self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
+        self.calls = 0
+
+    def render(self, task: Task) -> list[int]:
+        return render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
+
+    def follow(self, messages: list[dict[str, Any]]) -> list[int]:
+        return render_follow_up(self.shared.tokenizer, messages, self.shared.model.custom_chat_template)
+
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None
+    ) -> list[Completion]:
+        """n continuations; a prompt over the limit comes back as n empty ones with stop "prompt_too_long"."""
+        limits = self.shared.limits
+        if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
+            return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
+        self.calls += 1
+        if self.shared.seed is not None and sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{self.calls}"))
+        return await self.shared.pool.generate(
+            GenerateRequest(
+                request_id=f"{self.request}/{self.calls}",
+                prompt=prompt,
+                n=n,
+                sampling=sampling,
+                stop_token_ids=[self.shared.stop_token],
+            )
+        )
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.shared.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
+        counts = tokens or [UNKNOWN] * len(responses)
+        return await self.shared.rewards.score([(task, r, n) for r, n in zip(responses, counts, strict=True)])
+
+
+def seed_of(text: str) -> int:
+    """Unlike Python's own hash, the same in every process; fits a signed 64-bit number."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
