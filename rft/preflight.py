@@ -34,6 +34,7 @@ from rft.config import (
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.preflight_colocate import check_colocate, fill_colocate
+from rft.preflight_flows import check_flows
 from rft.preflight_limits import check_given, check_limits
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
@@ -154,6 +155,7 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_deterministic(config)
     check_limits(config)
+    check_flows(config)
     check_sync(config)
     check_colocate(config)
     if config.cluster.node_num == 1 and config.cluster.ray_address is None:

@@ -18,6 +18,7 @@ import sys
 import traceback
 from typing import Any, Literal
 
+from rft import plugins
 from rft.experience import Record, Task, decode, encode
 from rft.monitor import logs
 from rft.rollout.rewards import RewardFunction, prepare
@@ -125,6 +126,7 @@ def main() -> None:
     logs.die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         return
+    plugins.load()
     serve(socket.socket(fileno=descriptor))
 
 

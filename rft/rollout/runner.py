@@ -65,6 +65,7 @@ class Runner:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
+        workflows.numbered(task, experiences)
         for experience in experiences:
             experience.group, experience.task = group, task.id
         return experiences

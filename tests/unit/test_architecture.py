@@ -28,6 +28,7 @@ TOP = {
     "preflight",
     "preflight_trainer",
     "preflight_sync",
+    "preflight_flows",
     "preflight_limits",
     "preflight_colocate",
     "cards",

@@ -111,16 +111,13 @@ async def long_span(task, ctx):
     made[0].versions = [VersionSpan(version=3, start=0, end=2)]
     return made
 def late(task, ctx):
-    return function(task, ctx)
+    import asyncio
+    return asyncio.sleep(0)
 def not_experiences(task, ctx):
     return [1]
 def plain(task, ctx):
     assert ctx.score(task, ["42"])[0].reward == 2
     return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[-1.0])]
-async def twice_the_same(task, ctx):
-    made = [*await function(task, ctx), *await function(task, ctx)]
-    made[0].sample = made[1].sample = 1
-    return made
 async def not_finite(task, ctx):
     return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[float("-inf")])]
 """
@@ -147,7 +144,6 @@ def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> 
         ("long_span", ValueError, "version 3 of tokens 0 to 2, but the response has 1"),
         ("late", TypeError, "returned something to be awaited"),
         ("not_experiences", TypeError, "must return a list of experiences"),
-        ("twice_the_same", ValueError, "two experiences with sample 1 and turn 0"),
         ("not_finite", ValueError, "logprobs is not finite"),
     ],
 )
@@ -161,3 +157,15 @@ def test_a_workflow_that_breaks_the_contract_is_refused(
 def test_an_unknown_workflow_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'single_turn'"):
         workflows.resolve("singleturn")
+
+
+def test_runs_that_say_nothing_are_numbered_by_place_and_numbers_given_are_kept() -> None:
+    def made(*places: tuple[int, int]) -> list[Experience]:
+        return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], sample=s, turn=t) for s, t in places]
+
+    silent, told = made((0, 0), (0, 0), (0, 0)), made((0, 0), (0, 1), (1, 0))
+    workflows.numbered(task(3), silent)
+    workflows.numbered(task(2), told)
+    assert [(e.sample, e.turn) for e in silent + told] == [(0, 0), (1, 0), (2, 0), (0, 0), (0, 1), (1, 0)]
+    with pytest.raises(ValueError, match="two experiences with sample 1 and turn 0"):
+        workflows.numbered(task(2), made((0, 0), (1, 0), (1, 0)))

@@ -15,8 +15,11 @@ from typing import Any
 from rft.experience import Experience, Task
 from rft.rollout.rewards import lookup
 from rft.rollout.workflows.base import Workflow as Workflow
-from rft.rollout.workflows.base import WorkflowContext, check, numbered
+from rft.rollout.workflows.base import WorkflowContext as WorkflowContext
+from rft.rollout.workflows.base import check as check
 from rft.rollout.workflows.base import experience as experience
+from rft.rollout.workflows.base import numbered as numbered
+from rft.rollout.workflows.base import problem as problem
 from rft.rollout.workflows.dialogue import MultiTurn as MultiTurn
 from rft.rollout.workflows.dialogue import RewardPropagation as RewardPropagation
 from rft.rollout.workflows.dialogue import StepWiseReward as StepWiseReward
@@ -47,5 +50,4 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     found = resolve(task.workflow)
     made: list[Experience] = await called(found().run if inspect.isclass(found) else found, task, ctx)
     check(task, made)
-    numbered(task, made)
     return made

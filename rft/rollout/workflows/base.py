@@ -44,7 +44,8 @@ class Workflow(Protocol):
     function: it then has a thread of its own, where the context's methods wait (`rft.rollout.workflows.threads`).
 
     A class may say `needs_judge = True`: it asks an auxiliary model, and is refused before the start where there is none;
-    `needs_cell = True`: it runs foreign programs, and is refused where they cannot be isolated.
+    `needs_cell = True`: it runs foreign programs, and is refused where they cannot be isolated; `needs_template = True`: it speaks
+    in chat messages. `compares_runs = True`: it judges the runs against each other.
     """
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
@@ -85,24 +86,28 @@ def check(task: Task, experiences: list[Experience]) -> None:
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
     for position, made in enumerate(experiences):
-        numbers = {"reward": [made.reward], "logprobs": made.logprobs, "token_rewards": made.token_rewards}
-        for name, found in numbers.items():
-            if not all(map(isfinite, found)):
-                raise ValueError(f"workflow {task.workflow!r}, experience {position}: {name} is not finite")
-        if not 0 < made.prompt_length <= len(made.tokens):
-            raise ValueError(f"workflow {task.workflow!r}, experience {position}: prompt_length {made.prompt_length}")
-        for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
-            if len(values) != made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: {len(values)} entries of {name} "
-                    f"for {made.response_length} response tokens"
-                )
-        for span in made.versions:
-            if not 0 <= span.start <= span.end <= made.response_length:
-                raise ValueError(
-                    f"workflow {task.workflow!r}, experience {position}: version {span.version} of tokens {span.start} to "
-                    f"{span.end}, but the response has {made.response_length}"
-                )
+        if wrong := problem(made):
+            raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
+
+
+def problem(made: Experience) -> str | None:
+    """What of an experience contradicts itself."""
+    if not 0 < made.prompt_length <= len(made.tokens):
+        return f"prompt_length {made.prompt_length}"
+    for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+        if len(values) != made.response_length:
+            return f"{len(values)} entries of {name} for {made.response_length} response tokens"
+    for name, numbers in (
+        ("reward", [made.reward]),
+        ("logprobs", made.logprobs),
+        ("token_rewards", made.token_rewards),
+    ):
+        if not all(map(isfinite, numbers)):
+            return f"{name} is not finite"
+    for span in made.versions:
+        if not 0 <= span.start <= span.end <= made.response_length:
+            return f"version {span.version} of tokens {span.start} to {span.end}, but the response has {made.response_length}"
+    return None
 
 
 def numbered(task: Task, experiences: list[Experience]) -> None:

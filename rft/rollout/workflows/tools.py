@@ -97,6 +97,7 @@ class ToolUse(MultiTurn):
     """
 
     needs_cell = True
+    needs_template = True
 
     def begin(self, task: Task) -> None:
         self.made = self.failed = 0
