@@ -87,8 +87,8 @@ class Feed:
             self.source.retain(loop)
 
     def _pack(self, experiences: list[Experience]) -> list[list[Packed]]:
-        recipe = self.algorithm
-        rows = credit.rows(experiences, recipe.advantage_fn, recipe.advantage_fn_args, str(recipe.loss_agg_mode))
+        recipe, judged = self.algorithm, [e for e in experiences if not e.failed]
+        rows = credit.rows(judged, recipe.advantage_fn, recipe.advantage_fn_args, str(recipe.loss_agg_mode))
         return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
 
 

@@ -82,7 +82,7 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
             "reward/mean": rewards.mean(),
             "reward/std": rewards.std(),
             "reward/zero_signal_groups": np.mean(np.array(spreads) == 0),
-            "reward/failed_frac": np.mean([e.reward_outcome in ("timeout", "error") for e in rollouts]),
+            "reward/failed_frac": np.mean([e.failed for e in rollouts]),
             "staleness/mean": ages.mean() if len(ages) else 0.0,
             "staleness/max": ages.max() if len(ages) else 0.0,
             "staleness/tokens_mixed_frac": np.mean(np.array(versions) > 1),

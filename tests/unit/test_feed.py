@@ -53,3 +53,38 @@ def test_microbatches_are_what_the_config_asks_for(keys: dict[str, Any], cut: Cu
     feed = Feed(Rows(), Alone(), recipe, 30, 1, Cost(), cut_of(TrainerConfig(**keys)))
     step = feed.next(0, stopping=False)
     assert step is not None and [packed.cu_seqlens.tolist() for packed in step.part] == bounds
+
+
+@pytest.mark.parametrize("outcome", ["timeout", "error"])
+def test_a_reward_that_failed_trains_nothing_and_moves_no_baseline(outcome: Any) -> None:
+    def step(*judged: tuple[float, Any]) -> Packed:
+        class Group(Rows):
+            def take(self, step: int) -> Batch:
+                made = [
+                    Experience(
+                        tokens=[1, n],
+                        prompt_length=1,
+                        action_mask=[1],
+                        group=0,
+                        reward=r,
+                        reward_outcome=o,
+                        logprobs=[-1.0],
+                    )
+                    for n, (r, o) in enumerate(judged)
+                ]
+                return Batch(step=step, experiences=made)
+
+        recipe = AlgorithmConfig(algorithm_type="grpo", advantage_fn="grpo", loss_agg_mode="token-mean")
+        found = Feed(Group(), Alone(), recipe, 30, 1, Cost()).next(0, stopping=False)
+        assert found is not None
+        (part,) = found.part
+        failed[len(judged)] = found.metrics["reward/failed_frac"]
+        return part
+
+    failed: dict[int, float] = {}
+    with_it, without = step((1.0, "ok"), (0.5, "ok"), (0.0, outcome)), step((1.0, "ok"), (0.5, "ok"))
+    assert with_it.tokens.tolist() == without.tokens.tolist() == [1, 0, 1, 1]
+    assert (
+        with_it.advantage.tolist() == without.advantage.tolist() and with_it.weight.tolist() == without.weight.tolist()
+    )
+    assert failed == {3: pytest.approx(1 / 3), 2: 0.0}
