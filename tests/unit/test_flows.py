@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rft.experience import Completion, Experience, GenerateRequest, Sampling, Task, VersionSpan
-from rft.rollout import sandbox, workflows
+from rft.rollout import rewards, sandbox, workflows
 from rft.rollout.context import Context, Limits
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.workflows import MultiTurn, RewardPropagation, StepWiseReward, ToolUse
@@ -370,3 +372,31 @@ def test_a_ruler_that_cannot_be_read_fails_the_whole_group(run: Any, said: str |
     made = run("ruler", Scripted(f"41{END}", f"42{END}", judge=judge), repeat_times=2)
     assert [(e.reward, e.reward_outcome) for e in made] == [(0.0, "error")] * 2
     assert all(problem in e.info["reward_message"] for e in made)
+
+
+# The page on workflows
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "workflows.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "lines", "reward"),
+    [
+        ("my_workflow.py", "twice", (f"41{END}", f"42{END}"), [0.0, 1.0]),
+        ("guess.py", "Guess", (f"7{END}", f"42{END}"), [1.0]),
+    ],
+)
+def test_what_the_page_shows_runs(
+    tmp_path: Path, file: str, name: str, lines: tuple[str, ...], reward: list[float]
+) -> None:
+    (tmp_path / file).write_text(EXAMPLES[file])
+    of = task(f"{tmp_path / file}:{name}", repeat_times=len(reward))
+    assert [made.reward for made in asyncio.run(workflows.run(of, Scripted(*lines)))] == reward
+
+
+def test_the_page_lists_every_name() -> None:
+    for name in (*workflows.WORKFLOWS, *rewards.REWARDS):
+        assert f"| `{name}` |" in PAGE, name
+    assert "from rft.plugins import register" in EXAMPLES["plugins/mine.py"]
