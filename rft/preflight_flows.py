@@ -6,10 +6,11 @@ of themselves (`needs_judge`, `needs_cell`, `needs_template`) and starts nothing
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from rft.config import Config, ConfigError, TasksetConfig
+from rft.config import Config, ConfigError
 from rft.rollout import rewards, sandbox, workflows
 
 TIMED = ("code_tests", "remote_judge")  # rewards with a limit of their own, `seconds`
@@ -20,12 +21,11 @@ def check_flows(config: Config) -> None:
     sets = [("buffer.explorer_input.taskset", given.taskset)] if given.taskset else []
     sets += [(f"buffer.explorer_input.eval_tasksets.{number}", one) for number, one in enumerate(given.eval_tasksets)]
     for key, taskset in sets:
-        _check_workflow(config, key, taskset)
-        _check_reward(config, key, taskset)
+        _check_workflow(config, key, str(taskset.default_workflow_type), taskset.workflow_args)
+        _check_reward(config, key, str(taskset.default_reward_fn_type), taskset.reward_fn_args)
 
 
-def _check_workflow(config: Config, key: str, taskset: TasksetConfig) -> None:
-    name, args = str(taskset.default_workflow_type), taskset.workflow_args
+def _check_workflow(config: Config, key: str, name: str, args: dict[str, Any]) -> None:
     flow = workflows.resolve(name)
     steps = args.get("max_step_num")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
@@ -57,8 +57,7 @@ def _check_judge(config: Config, key: str, name: str, judge: str) -> None:
         raise ConfigError(f"{key}.workflow_args.judge={judge}: explorer.auxiliary_models has {', '.join(known)}")
 
 
-def _check_reward(config: Config, key: str, taskset: TasksetConfig) -> None:
-    name, args = str(taskset.default_reward_fn_type), taskset.reward_fn_args
+def _check_reward(config: Config, key: str, name: str, args: dict[str, Any]) -> None:
     if name == "code_tests":
         _check_cell(bool(args.get("isolate", True)), f"{key}.reward_fn_args.isolate", f"reward {name}")
     if name == "remote_judge":

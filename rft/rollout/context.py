@@ -5,6 +5,7 @@ prompt over the limit never reaches an engine; every request of a deterministic 
 seed, the task, the attempt and the request's number, whichever engine answers it and whenever.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class Context:
         self.shared = shared
         self.request = request
         self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
-        self.calls = 0
+        self.calls: Counter[int | None] = Counter()  # by run of the task, where the workflow says of which one
 
     def render(self, task: Task) -> list[int]:
         return render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
@@ -64,18 +65,19 @@ class Context:
         return render_follow_up(self.shared.tokenizer, messages, self.shared.model.custom_chat_template)
 
     async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None
+        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None, run: int | None = None
     ) -> list[Completion]:
         """n continuations; a prompt over the limit comes back as n empty ones with stop "prompt_too_long"."""
         limits = self.shared.limits
         if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
             return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
-        self.calls += 1
+        self.calls[run] += 1
+        number = f"{self.calls[run]}" if run is None else f"r{run}/{self.calls[run]}"
         if self.shared.seed is not None and sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{self.calls}"))
+            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{number}"))
         return await self.shared.pool.generate(
             GenerateRequest(
-                request_id=f"{self.request}/{self.calls}",
+                request_id=f"{self.request}/{number}",
                 prompt=prompt,
                 n=n,
                 sampling=sampling,

@@ -18,11 +18,12 @@ WORKFLOW = f"{REPOSITORY / 'tests' / 'e2e' / 'calculator.py'}:Counted"
 def test_what_the_tool_said_is_seen_and_not_trained(tmp_path: Path) -> None:
     from rft.tools.toy import write_arithmetic, write_model
 
-    write_model(tmp_path / "assets" / "model", hidden=64, layers=2, heads=2, kv_heads=2, ffn=128, context=1200)
+    write_model(tmp_path / "assets" / "model", hidden=64, layers=2, heads=2, kv_heads=2, ffn=128, context=1300)
     write_arithmetic(tmp_path / "assets", digits=1, num_eval=16)
     more = [
         "trainer.total_steps=2", f"buffer.explorer_input.default_workflow_type={WORKFLOW}", "model.max_prompt_tokens=900",
-        "model.max_model_len=1200", f"buffer.explorer_input.default_reward_fn_type={LETTERS}",
+        "model.max_response_tokens=150",
+        "model.max_model_len=1300", f"buffer.explorer_input.default_reward_fn_type={LETTERS}",
         "+buffer.explorer_input.taskset.workflow_args.limits.seconds=60",
     ]  # fmt: skip
     with train(*overrides(tmp_path, "tools", tmp_path / "assets", *more)) as run:
@@ -38,16 +39,15 @@ def test_what_the_tool_said_is_seen_and_not_trained(tmp_path: Path) -> None:
         for record in History(job / "buffer" / "experience_buffer").of(Stored)
     ]
     assert len(groups) >= 2 * TASKS
-    for group in groups:
-        assert [(e.sample, e.turn) for e in group] == [(number, 0) for number in range(REPEATS)]
-        for made in group:
-            assert made.metrics == {"turns": 2.0, "tools/calls": 1.0, "tools/failed": 0.0} | made.metrics
-            foreign = [
-                t for t, mask in zip(made.tokens[made.prompt_length :], made.action_mask, strict=True) if not mask
-            ]
-            own = [t for t, mask in zip(made.tokens[made.prompt_length :], made.action_mask, strict=True) if mask]
-            heard = tokenizer.decode(foreign)
-            first = made.action_mask.index(0)
-            said = tokenizer.decode(own[:first], skip_special_tokens=True)
-            assert f"<|tool|>{len(said)}\n<|end|><|assistant|>" in heard
-            assert sum(span.end - span.start for span in made.versions) == len(own)
+    made = [experience for group in groups for experience in group]
+    assert all([(e.sample, e.turn) for e in group] == [(number, 0) for number in range(REPEATS)] for group in groups)
+    assert all((e.metrics["tools/calls"], e.metrics["tools/failed"]) == (1.0, 0.0) for e in made)
+    twice = [e for e in made if e.metrics["turns"] == 2]
+    assert len(twice) > len(made) / 2, "the others were cut in their first turn"
+    for one in twice:
+        first = one.action_mask.index(0)
+        response, sampled = one.tokens[one.prompt_length :], sum(one.action_mask)
+        said = tokenizer.decode(response[:first], skip_special_tokens=True)
+        heard = [token for token, mask in zip(response, one.action_mask, strict=True) if not mask]
+        assert tokenizer.decode(heard) == f"<|tool|>{len(said)}\n<|end|><|assistant|>"
+        assert sum(span.end - span.start for span in one.versions) == sampled

@@ -152,6 +152,34 @@ def test_a_dialogue_ends_where_the_context_or_an_answer_does(run: Any) -> None:
     assert (made.stop, made.reward_outcome, made.response_length) == ("prompt_too_long", "none", 0)
 
 
+def test_seeds_of_a_deterministic_run_depend_on_run_and_turn_alone(run: Any) -> None:
+    """Tools of two runs may take as long as they like."""
+
+    def seeds(later: int) -> dict[str, int | None]:
+        class Slow(Guess):
+            def begin(self, task: Task) -> None:
+                super().begin(task)
+                self.number = len(begun)
+                begun.append(self)
+
+            async def step(self, answer: str) -> Any:  # type: ignore[override]
+                if self.number == later and self.heard == 0:
+                    await asyncio.wait_for(other.wait(), 20)
+                elif self.heard == 1:
+                    other.set()
+                return super().step(answer)
+
+        begun: list[Slow] = []
+        other = asyncio.Event()
+        ctx = Scripted(*[f"7{END}"] * 4)
+        ctx.shared.seed = 3
+        run(Slow, ctx, repeat_times=2, workflow_args={"max_step_num": 2})
+        return {request.request_id: request.sampling.seed for request in ctx.asked}
+
+    first, second = seeds(0), seeds(1)
+    assert list(first) != list(second) and first == second and len(set(first.values())) == 4
+
+
 class Stepping(StepWiseReward):
     def step(self, answer: str) -> list[dict[str, Any]] | None:
         return None if answer == "42" else [{"role": "user", "content": "no"}]

@@ -49,7 +49,7 @@ def test_a_program_gets_its_stdin_and_says_how_it_ended(isolate: bool) -> None:
 def test_what_does_not_end_is_ended_with_its_children(program: str, ending: str, limits: dict, isolate: bool) -> None:
     before = offspring()
     ran = run(program, **limits, isolate=isolate)
-    assert ran.ending == ending and not ran.well or ending == "exit"
+    assert ran.ending == ending and ran.well == (ending == "exit")
     assert len(ran.out) <= Limits().output
     assert offspring() <= before
 

@@ -22,11 +22,12 @@ class WorkflowContext(Protocol):
         """Ids behind an assistant's words: the end of its turn, these messages, and where the assistant speaks again."""
 
     async def generate(
-        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None
+        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None, run: int | None = None
     ) -> list[Completion]:
         """`n` continuations of the same ids, from one request. A prompt that is too long comes back with that stop.
 
         `prompt_length`: of a dialogue under way, how many ids are the task's own; the others only have to fit the model.
+        `run`: which run of the task asks, where several do at the same time; seeds of a deterministic run depend on that, not on time.
         """
 
     def decode(self, tokens: list[int]) -> str:

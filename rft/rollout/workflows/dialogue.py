@@ -90,7 +90,7 @@ class MultiTurn:
         talk = Dialogue(task, ctx.render(self.opening(task)), sample)
         answer, limit = "", int(task.workflow_args.get("max_step_num", self.max_step_num))
         for turn in range(limit):
-            (made,) = await ctx.generate(list(talk.ids), 1, task.sampling, len(talk.prompt))
+            (made,) = await ctx.generate(list(talk.ids), 1, task.sampling, len(talk.prompt), sample)
             if made.stop == "abort":
                 raise RuntimeError(f"task {task.id}: turn {turn} of run {sample} was aborted")
             if made.stop == "prompt_too_long":
