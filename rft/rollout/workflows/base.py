@@ -27,7 +27,7 @@ class WorkflowContext(Protocol):
         """`n` continuations of the same ids, from one request. A prompt that is too long comes back with that stop.
 
         `prompt_length`: of a dialogue under way, how many ids are the task's own; the others only have to fit the model.
-        `run`: which run of the task asks, where several do at the same time; seeds of a deterministic run depend on that, not on time.
+        `run`: which run of the task asks, where several do at once; seeds of a deterministic run depend on that, not on time.
         """
 
     def decode(self, tokens: list[int]) -> str:
