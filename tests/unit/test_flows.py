@@ -313,6 +313,16 @@ def test_a_model_uses_python_and_what_it_says_is_not_trained(run: Any) -> None:
     assert (made.reward, made.metrics) == (1.0, told)
 
 
+def test_a_machine_that_cannot_run_programs_is_no_fault_of_the_models(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "CELL", "/nowhere/cell.py")
+    with pytest.raises(sandbox.CellError, match="no cell for a program could be made: .*nowhere"):
+        run("tool_use", Scripted(called_with("print(6*7)"), f"42{END}"))
+    with pytest.raises(sandbox.CellError):
+        rewards.resolve("code_tests")("print(1)", json.dumps({"inputs": [""], "outputs": ["1"]}), task("tool_use"))
+
+
 def test_tools_of_ones_own_and_calls_that_cannot_be_made(run: Any) -> None:
     class Own(ToolUse):
         def tools(self, task: Task) -> list[Tool]:

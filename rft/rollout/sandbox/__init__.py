@@ -40,6 +40,10 @@ class Limits(Record, frozen=True, forbid_unknown_fields=True):
 USUAL = Limits()
 
 
+class CellError(RuntimeError):
+    """This machine could not make a cell: no word on the program."""
+
+
 class Ran(Record):
     """How a program ended. `code` is its exit status, where it ended by itself."""
 
@@ -65,7 +69,7 @@ class Ran(Record):
 
 
 async def run(program: str, stdin: str = "", limits: Limits = USUAL) -> Ran:
-    """Run Python text. Raises OSError where the cell itself cannot be made."""
+    """Run Python text. Raises CellError where the cell itself cannot be made."""
     read, write = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -125,7 +129,7 @@ async def _ended(process: Any, told: Any, asked: bytes, limits: Limits) -> Ran:
         report = {"ending": "timeout"}
     found = Ran(out=out, err=err, ending=report.get("ending", "failed"), code=report.get("code", 0))
     if found.ending == "failed":
-        raise OSError(f"no cell for a program could be made: {err.strip()[-300:] or 'its process was killed'}")
+        raise CellError(f"no cell for a program could be made: {err.strip()[-300:] or 'its process was killed'}")
     return found
 
 

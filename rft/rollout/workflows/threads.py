@@ -39,6 +39,8 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
         value, error = None, None
         try:
             value = function(*given)
+            if inspect.iscoroutine(value):
+                value.close()
             if inspect.isawaitable(value):
                 raise TypeError(f"{function!r} returned something to be awaited: make it an async function")
         except Exception as raised:

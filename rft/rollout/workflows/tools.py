@@ -3,8 +3,9 @@
     answer ── calls ──► python (in a cell) or a function of yours ── text ──► message of role `tool` ──► next turn
 
 In: a task; the tools are described in its system message, in the form that Hermes and Qwen models were trained on, so that any
-chat template will do. Out: experiences of `MultiTurn`: what a tool said has action mask 0. Invariant: a call that cannot be read,
-that names no tool, that fails or takes too long is told to the model as such, and counted; it is never an error of the task.
+chat template will do. Out: experiences of `MultiTurn`: what a tool said has action mask 0. Invariant: a call that cannot be
+read, that names no tool, that fails or takes too long is told to the model as such, and counted. Only a machine that cannot run
+programs fails the task.
 """
 
 import inspect
@@ -126,6 +127,8 @@ class ToolUse(MultiTurn):
         if tool and not problem:
             try:
                 return shown(str(await called(_with_names(tool.run, call.arguments))))
+            except sandbox.CellError:
+                raise
             except Exception as error:
                 problem = str(error) or type(error).__name__
         self.failed += 1
