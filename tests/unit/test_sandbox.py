@@ -155,4 +155,7 @@ asyncio.run(main())
     assert len(family) == 3
     outer.kill()
     outer.wait()
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    alive = psutil.wait_procs(family, timeout=30)[1]
+    for left in alive:
+        left.kill()
+    assert not alive
