@@ -56,7 +56,8 @@ class Context:
         self.shared = shared
         self.request = request
         self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
-        self.calls: Counter[int | None] = Counter()  # by run of the task, where the workflow says of which one
+        self.calls = 0
+        self.calls_of: Counter[int] = Counter()  # run of the task, where the workflow says of which one
 
     def render(self, task: Task) -> list[int]:
         return render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
@@ -71,8 +72,11 @@ class Context:
         limits = self.shared.limits
         if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
             return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
-        self.calls[run] += 1
-        number = f"{self.calls[run]}" if run is None else f"r{run}/{self.calls[run]}"
+        self.calls += 1
+        number = f"{self.calls}"
+        if run is not None:
+            self.calls_of[run] += 1
+            number = f"r{run}/{self.calls_of[run]}"
         if self.shared.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{number}"))
         return await self.shared.pool.generate(
