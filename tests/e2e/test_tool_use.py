@@ -1,4 +1,4 @@
-"""A run whose model uses a tool: two requests and a program per response, trained on as one dialogue."""
+"""A run whose model uses a tool, by a plug-in's workflow: two requests and a program per response, one dialogue."""
 
 from pathlib import Path
 
@@ -12,7 +12,15 @@ from runs import LETTERS, REPEATS, REPOSITORY, TASKS, History, overrides, step_r
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
-WORKFLOW = f"{REPOSITORY / 'tests' / 'e2e' / 'calculator.py'}:Counted"
+PLUGIN = """
+import sys
+from pathlib import Path
+from rft.plugins import load_file, register
+
+register("workflow", "counted")(load_file(Path({workflow!r})).Counted)
+with open({mark!r}, "a") as file:
+    print(Path(sys.argv[0]).name, file=file)
+"""
 
 
 def test_what_the_tool_said_is_seen_and_not_trained(tmp_path: Path) -> None:
@@ -20,14 +28,21 @@ def test_what_the_tool_said_is_seen_and_not_trained(tmp_path: Path) -> None:
 
     write_model(tmp_path / "assets" / "model", hidden=64, layers=2, heads=2, kv_heads=2, ffn=128, context=1300)
     write_arithmetic(tmp_path / "assets", digits=1, num_eval=16)
+    (tmp_path / "plugins").mkdir()
+    workflow, mark = str(REPOSITORY / "tests" / "e2e" / "calculator.py"), str(tmp_path / "loaded")
+    (tmp_path / "plugins" / "mine.py").write_text(PLUGIN.format(workflow=workflow, mark=mark))
     more = [
-        "trainer.total_steps=2", f"buffer.explorer_input.default_workflow_type={WORKFLOW}", "model.max_prompt_tokens=900",
-        "model.max_response_tokens=150",
+        "trainer.total_steps=2", "buffer.explorer_input.default_workflow_type=counted", f"plugin_dirs=[{tmp_path / 'plugins'}]",
+        "model.max_prompt_tokens=900", "model.max_response_tokens=150",
         "model.max_model_len=1300", f"buffer.explorer_input.default_reward_fn_type={LETTERS}",
         "+buffer.explorer_input.taskset.workflow_args.limits.seconds=60",
     ]  # fmt: skip
     with train(*overrides(tmp_path, "tools", tmp_path / "assets", *more)) as run:
         assert (run.end(), run.errors()) == (0, "")
+    loaded = set(Path(mark).read_text().split())
+    assert loaded >= {"train.py", "rank.py", "default_worker.py", "reward_worker.py"}, (
+        "supervisor, rank, actors, rewards"
+    )
     job, tokenizer = tmp_path / "rft" / "tools", character_tokenizer()
     rows = step_rows(job)
     assert rows[0]["staleness/max"] == 0 and rows[0]["logprob_diff/max"] < TOLERANCE, (
