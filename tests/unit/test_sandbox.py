@@ -1,6 +1,7 @@
 """Programs that misbehave, in real cells: what they reach, what they leave, and how they are said to have ended."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -159,3 +160,30 @@ asyncio.run(main())
     for left in alive:
         left.kill()
     assert not alive
+
+
+@isolated
+@pytest.mark.skipif(
+    os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="the other tests are of who is not root"
+)
+def test_who_is_not_root_has_cells_too() -> None:
+    """Under /usr/bin/python3, which everybody may read."""
+    program = """
+import os
+print(os.getuid(), len([name for name in os.listdir("/proc") if name.isdecimal()]))
+for path in ("/etc/passwd", "/usr/here", "/here"):
+    try:
+        open(path, "r" if path == "/etc/passwd" else "w")
+        print("opened", path)
+    except OSError:
+        pass
+open("own", "w").write("x")
+"""
+    asked = json.loads(sandbox.order(program, "", Limits(seconds=20.0)))
+    asked |= {"python": "/usr/bin/python3", "readable": ["/bin", "/lib", "/lib64", "/usr"]}
+    command = ["/usr/bin/python3", "-I", "-S", "-c", Path(sandbox.CELL).read_text(), "2"]
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, env={}, cwd="/", user=1234, group=1234, extra_groups=[]
+    )  # fmt: skip
+    assert json.loads(done.stderr) == {"ending": "exit", "code": 0}, done
+    assert done.stdout == "65534 2\n"

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000, 0x40000
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 NOBODY = 65534
 PLACES = ("/mnt", "/media", "/srv", "/tmp", "/var", "/home")  # one of them is hidden, for the cell only, by its root
@@ -104,14 +106,14 @@ def furnish(directories: list[str], megabytes: int) -> None:
     """A root in memory with what a Python program reads, and one directory that it may write to."""
     mount(None, "/", None, REC | PRIVATE)
     root = next(p for p in PLACES if os.path.isdir(p) and not any(f"{d}/".startswith(f"{p}/") for d in directories))
-    mount("cell", root, "tmpfs", NOSUID | NODEV, f"size={megabytes}m,nr_inodes=4096,mode=755")
+    mount("cell", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     for directory in directories:
         if os.path.islink(directory):
             os.symlink(os.readlink(directory), root + directory)
             continue
         os.makedirs(root + directory, exist_ok=True)
         mount(directory, root + directory, None, BIND | REC)
-        mount(None, root + directory, None, BIND | REMOUNT | RDONLY | locked(directory))
+        read_only(directory, root + directory)
     os.mkdir(f"{root}/dev")
     for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
         with open(root + device, "wb"):
@@ -120,8 +122,16 @@ def furnish(directories: list[str], megabytes: int) -> None:
     os.mkdir(f"{root}/proc")
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
     os.mkdir(f"{root}/cell")
-    os.chmod(f"{root}/cell", 0o777)
+    mount("cell", f"{root}/cell", "tmpfs", NOSUID | NODEV, f"size={megabytes}m,nr_inodes=4096,mode=777")
+    mount(None, root, None, REMOUNT | RDONLY | NOSUID | NODEV)
     os.chroot(root)
+
+
+def read_only(directory: str, at: str) -> None:
+    """With all that is mounted below it; kernels before 5.12 can do so only with the directory itself."""
+    attributes = struct.pack("QQQQ", RDONLY, 0, 0, 0)
+    if libc.syscall(MOUNT_SETATTR, AT_FDCWD, at.encode(), AT_RECURSIVE, attributes, len(attributes)):
+        mount(None, at, None, BIND | REMOUNT | RDONLY | locked(directory))
 
 
 def locked(directory: str) -> int:
