@@ -54,6 +54,7 @@ DOING = {
     "explorer": "exploring",
 }  # for messages
 Failed = Callable[[str, str, str], None]
+Work = Callable[[Any], None]
 
 
 def start_patiently(start: Callable[..., Any], **settings: Any) -> None:
@@ -69,8 +70,11 @@ def start_patiently(start: Callable[..., Any], **settings: Any) -> None:
 
 
 class Actors:
-    def __init__(self, config: Config, log_dir: Path, failed: Failed, say: Callable[[str], None]):
+    def __init__(
+        self, config: Config, log_dir: Path, failed: Failed, say: Callable[[str], None], task: Work | None = None
+    ):
         self.config = config
+        self.task = task  # instead of what the mode does with the explorer
         self.log_dir = log_dir
         self.failed = failed
         self.say = say
@@ -205,7 +209,9 @@ class Actors:
 
         from rft import modes
 
-        if self.config.mode == "both":
+        if self.task is not None:
+            self.task(self.handles["explorer"])
+        elif self.config.mode == "both":
             ray.get(self.handles["explorer"].open.remote())
         elif self.config.mode == "explore":
             modes.explore(self.config, self.handles["explorer"], self.handles["synchronizer"])

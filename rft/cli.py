@@ -7,6 +7,9 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
+       rft studio [--port N]                                         a page on which a config is put together
+       rft debug [--set NAME] [--row N] experiment=NAME ...          one task on a real engine, every token of it
+       rft view JOB_DIR | FILE.jsonl                                 its experiences in the browser, token by token
        rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
        rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)
        rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)
@@ -16,10 +19,13 @@ TOOLS = {  # word: module of rft.tools
     "ckpt": "ckpt",
     "config": "config",
     "doctor": "doctor",
+    "debug": "debug",
     "engines": "engines",
     "sweep-report": "sweep_report",
     "report": "report",
+    "studio": "studio",
     "trace": "timeline",
+    "view": "view",
 }
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from rft import config as configs
 from rft import modes, processes
-from rft.actors import Actors
+from rft.actors import Actors, Work
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError
 from rft.control import cause
@@ -124,8 +124,9 @@ def signals_as_events(events: "queue.SimpleQueue[Event]") -> Iterator[None]:
 class Stage:
     """One stage from start to end."""
 
-    def __init__(self, config: Config, events: "queue.SimpleQueue[Event]"):
+    def __init__(self, config: Config, events: "queue.SimpleQueue[Event]", task: Work | None = None):
         self.config = config
+        self.task = task
         self.events = events
         self.job = configs.job_dir(config)
         self.ranks: subprocess.Popen[bytes] | None = None
@@ -156,7 +157,7 @@ class Stage:
     def _start(self) -> None:
         """Create all parts; they load at the same time."""
         if not is_supervised(self.config.algorithm) or self.config.mode == "bench":
-            self.actors = Actors(self.config, self.log_dir, self._actor_failed, say)
+            self.actors = Actors(self.config, self.log_dir, self._actor_failed, say, self.task)
             try:
                 self.actors.start()
             except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts

@@ -154,6 +154,12 @@ class Taskset:
         self._index += 1
         return self._task(row)
 
+    def at(self, row: int) -> Task:
+        """The task of one row, whatever the order."""
+        if not 0 <= row < len(self._rows):
+            raise ConfigError(f"taskset {self.name!r} has rows 0 to {len(self._rows) - 1}, and no {row}")
+        return self._task(row)
+
     @property
     def cursor(self) -> dict[str, int]:
         """Which task comes next."""

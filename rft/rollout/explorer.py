@@ -73,6 +73,10 @@ class Explorer:
             "eval": {t.name: len(t) for t in self.eval_tasksets},
         }
 
+    async def attempt(self, task: bytes) -> list[bytes]:
+        """The experiences of one task, kept nowhere: for whoever looks at every token of them."""
+        return [encode(experience) for experience in await self.runner.run(-1, decode(task, Task))]
+
     async def open(self) -> None:
         """The supervisor says that every part of the run serves."""
         self.is_open.set()

@@ -23,7 +23,7 @@ def table() -> str:
     lines: list[str] = []
     for title, prefix, cls in sections(configs.Config, ""):
         lines += [f"### {title}", "", "| key | type | default | meaning | source |", "| --- | --- | --- | --- | --- |"]
-        lines += [row(prefix, cls, item) for item in fields(cls) if not is_dataclass(item.default_factory)]
+        lines += [row(prefix, cls, item) for item in leaves(cls)]
         lines.append("")
     return "\n".join(lines)
 
@@ -39,7 +39,13 @@ def sections(cls: Any, prefix: str) -> list[tuple[str, str, Any]]:
     return found
 
 
-def row(prefix: str, cls: Any, item: Any) -> str:
+def leaves(cls: Any) -> list[Any]:
+    """Its keys that hold a value, not a section."""
+    return [item for item in fields(cls) if not is_dataclass(item.default_factory)]
+
+
+def described(cls: Any, item: Any) -> tuple[str, str, str]:
+    """(type, default, meaning) as they stand in the source."""
     source = next(inspect.getsource(c) for c in cls.__mro__ if item.name in vars(c).get("__annotations__", {}))
     line = re.search(
         rf"^    {item.name}: (?P<type>[^=#]+?)(?: = (?P<default>.*?))?(?:  # (?P<meaning>.*))?$", source, re.M
@@ -51,11 +57,16 @@ def row(prefix: str, cls: Any, item: Any) -> str:
         "required" if default == "MISSING" else re.sub(r"field\(default_factory=(lambda: )?(.*)\)", r"\2", default)
     )
     default = {"dict": "{}", "list": "[]", "None": ""}.get(default, default)
+    return line["type"], default, line["meaning"] or ""
+
+
+def row(prefix: str, cls: Any, item: Any) -> str:
+    kind, default, meaning = described(cls, item)
     name = prefix + item.name
     origin = (
         "Trinity-RFT" if name in trinity_keys.SHARED else "Megatron" if item.name.startswith("override_") else "rft"
     )
-    cells = [f"`{name}`", line["type"], f"`{default}`" if default else "", line["meaning"] or "", origin]
+    cells = [f"`{name}`", kind, f"`{default}`" if default else "", meaning, origin]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

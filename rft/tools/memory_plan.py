@@ -58,6 +58,10 @@ def plan(config: Config) -> Plan:
         mine_trained * max(item, MASTER) + mine_trained * MOMENTS[config.algorithm.optimizer.optimizer_type] // shards
     )
     saved += int(critic > 0) * saved
+    stored = trained * (
+        max(item, MASTER) + MOMENTS[config.algorithm.optimizer.optimizer_type]
+    )  # copies are stored once
+    stored += int(critic > 0) * stored
     budget = config.trainer.checkpoint.host_memory_gb
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
     workers, versions = rollout.tensor_parallel_size, 1 if synchronizer.receive == "direct" else 2
@@ -66,7 +70,7 @@ def plan(config: Config) -> Plan:
         optimizer=mine_trained * state // shards, beside=critic + reference,
         activations=tokens * dims.hidden * -(-dims.layers // pp) * kept * item // 2 // tp,
         staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
-        checkpoint=saved * int(config.trainer.num_ranks or 1), export=trained * item,
+        checkpoint=stored, export=trained * item,
         engine=total * ITEM[str(rollout.dtype)] * versions // workers + int(rollout.kv_cache_gb * 1e9),
     )  # fmt: skip
 

@@ -1,14 +1,13 @@
 """A real run with planted secrets, a rank that is killed, and a browser that looks at its report without a network."""
 
 import json
-import os
 import re
-import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import browser
 import pytest
 
 from rft.monitor import redact
@@ -102,23 +101,11 @@ def test_the_timeline_has_every_part_and_the_rank_that_was_killed(job: Path) -> 
     assert sum(event["name"] == "process_name" and "rank_0 " in event["args"]["name"] for event in events) == 2
 
 
-def chromium() -> str:
-    """The browser; installed where this is Debian and we may, else the test is skipped with the reason."""
-    if found := shutil.which("chromium"):
-        return found
-    if os.geteuid() or not shutil.which("apt-get"):
-        pytest.skip("no chromium here, and it cannot be installed: not root on a Debian")
-    for arguments in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", "chromium"]):
-        done = subprocess.run(["apt-get", *arguments], capture_output=True, text=True)
-    if not (found := shutil.which("chromium")):
-        pytest.skip(f"chromium cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    return found
-
-
 def browse(page: Path, profile: Path, *arguments: str) -> str:
     command = [
-        chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
-        "--virtual-time-budget=4000", "--proxy-server=127.0.0.1:9", "--enable-logging=stderr", *arguments, page.as_uri(),
+        browser.program("chromium"), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        f"--user-data-dir={profile}", "--virtual-time-budget=4000", "--proxy-server=127.0.0.1:9", "--enable-logging=stderr",
+        *arguments, page.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

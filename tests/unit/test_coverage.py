@@ -1,0 +1,44 @@
+"""docs/coverage.md says of every feature of the reference one thing, with tests that exist."""
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rft.tools import coverage_page
+
+ROOT = Path(__file__).resolve().parents[2]
+STANDINGS = coverage_page.standings()
+
+
+@cache
+def names_in(file: str) -> set[str]:
+    """Names of the test functions in a file, those in classes included."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {function.name for function in functions if function.name.startswith("test_")}
+
+
+def test_every_feature_stands_somewhere_once() -> None:
+    counts = Counter(standing.row for standing in STANDINGS)
+    assert not [row for row, count in counts.items() if count > 1], "said twice"
+    assert not set(counts) - set(coverage_page.features()), "no feature of the reference"
+
+
+@pytest.mark.parametrize("standing", STANDINGS, ids=lambda standing: standing.row)
+def test_what_is_said_is_shown_by_tests_that_exist(standing: coverage_page.Standing) -> None:
+    assert standing.state in coverage_page.STATES
+    assert standing.how, "say how, or why not"
+    assert standing.tests, "name a test"
+    for test in standing.tests:
+        file, _, name = test.partition("::")
+        assert (ROOT / file).is_file(), f"{file} does not exist"
+        assert name in names_in(file), f"{file} has no {name}"
+
+
+def test_the_page_is_that_of_the_tables() -> None:
+    assert coverage_page.PAGE.read_text(encoding="utf-8") == coverage_page.page(), (
+        "run python -m rft.tools.coverage_page"
+    )
