@@ -21,6 +21,7 @@ from typing import Any
 from rft import cards, control, plugins
 from rft import config as configs
 from rft.adapters import versions_kept
+from rft.algorithm import recipe
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig, SynchronizerConfig
 from rft.control_socket import ControlSocket
@@ -354,4 +355,5 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer
         config.buffer.batch_size,
         config.seed if config.deterministic else None,
         synchronizer,
+        recipe.needs_baseline(config.algorithm),
     )

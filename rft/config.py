@@ -20,6 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rft import trinity_keys
 from rft.config_algorithm import AlgorithmConfig as AlgorithmConfig
 from rft.config_algorithm import OptimizerConfig
+from rft.config_algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
 from rft.config_buffer import BufferConfig, TasksetConfig
 from rft.config_buffer import ExperienceBufferConfig as ExperienceBufferConfig
 from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
@@ -207,6 +208,7 @@ class Config:
     prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
     finish: Optional[str] = None  # "module:function" called with the list of stage configs after success
     stages: list[Any] = field(default_factory=list)
+    every_stage: dict[str, Any] = field(default_factory=dict)  # merged over every stage, by debug=fast
     stage_name: Optional[str] = None  # set by `stage_configs`
 
 
@@ -291,10 +293,15 @@ def checkpoint_root(config: Config) -> str:
 
 
 def stage_configs(raw: DictConfig) -> list[Config]:
-    """One full config per stage: each stage's keys are merged, key by key, over the global ones. No stages: one config."""
+    """One full config per stage: each stage's keys are merged, key by key, over the global ones, and `every_stage` over
+    that. No stages: one config."""
     base = OmegaConf.merge(OmegaConf.structured(Config), raw)
-    stages = list(base.stages)
-    base.stages = []
+    stages, over = list(base.stages), base.every_stage.copy()
+    base.stages, base.every_stage = [], {}
+    if strange := next((key for key in ("stages", "every_stage", "stage_name") if key in over), None):
+        raise ConfigError(
+            f"every_stage.{strange}: a stage has none; give keys of a stage, like every_stage.trainer.total_steps"
+        )
     if not stages:
         return [to_config(base)]
     if strange := next((stage for stage in stages if not isinstance(stage, DictConfig) or "stages" in stage), None):
@@ -305,9 +312,17 @@ def stage_configs(raw: DictConfig) -> list[Config]:
     if len(set(names)) != len(names) or "None" in names:
         raise ConfigError(f"stages: every stage needs its own stage_name, got {names}")
     try:
-        return [to_config(OmegaConf.merge(base, stage)) for stage in stages]
+        merged = [OmegaConf.merge(base, stage) for stage in stages]
     except OmegaConfBaseException as error:
         raise ConfigError("stages: " + explain(error)) from error
+    return [to_config(_over(stage, over)) for stage in merged]
+
+
+def _over(stage: Any, over: DictConfig) -> Any:
+    try:
+        return OmegaConf.merge(stage, over)
+    except OmegaConfBaseException as error:
+        raise ConfigError("every_stage: " + explain(error)) from error
 
 
 def save(config: Config, path: Path) -> None:

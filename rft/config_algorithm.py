@@ -21,6 +21,16 @@ class OptimizerConfig:
 
 
 @dataclass
+class RolloutCorrectionConfig:
+    rollout_is: str = "none"  # none | token | sequence: weigh by policy / engine, at most rollout_is_threshold (TIS)
+    rollout_is_threshold: float = 2.0
+    rollout_rs: str = "none"  # none | token (IcePop) | sequence | geometric (MIS): leave out what is outside a range
+    rollout_rs_threshold: Optional[float] = None  # upper end of the range; default: rollout_is_threshold
+    rollout_rs_threshold_lower: Optional[float] = None  # lower end; default: 1 / the upper one
+    rollout_token_veto_threshold: Optional[float] = None  # leave out responses with a token below this
+
+
+@dataclass
 class AlgorithmConfig:
     algorithm_type: str = "grpo"  # a key of rft.algorithm.ALGORITHMS
     repeat_times: Optional[int] = None  # responses per task; default: the algorithm's own
@@ -29,11 +39,14 @@ class AlgorithmConfig:
     advantage_fn_args: dict[str, Any] = field(default_factory=dict)
     policy_loss_fn: Optional[str] = None
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: Optional[str] = None  # token-mean | seq-mean-token-mean | seq-mean-token-sum
-    proximal_logprobs: bool = False  # the policy scores its batch first: the loss's ratio is to that, not to the engine
+    loss_agg_mode: Optional[str] = None  # token-mean, or seq-mean-token-mean | -sum | -sum-norm
+    sample_strategy: str = "default"  # default | warmup (the same) | staleness_control (drops)
+    sample_strategy_args: dict[str, Any] = field(default_factory=dict)  # staleness_control: max_staleness
+    proximal_logprobs: Optional[bool] = None  # ratios are to the policy before the step; default: where needed
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     kl_loss_fn: Optional[str] = None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's
-    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
+    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001), adaptive, target_kl, horizon
     kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
-    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001)
-    entropy_loss_fn: str = "default"  # default | none
+    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # the same
+    entropy_loss_fn: Optional[str] = None  # default | none; default: the algorithm's own
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # entropy_coef (0.0)

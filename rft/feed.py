@@ -1,17 +1,17 @@
 """The feed: one step's experiences, taken once at rank 0, handed to every rank as its own packed microbatches.
 
 In: a `Source` at rank 0 (the durable queue behind Ray, or supervised rows). Out: `StepInput` on every rank: the part that its
-data-parallel index trains on, and the batch's metrics. Invariant: all global counts are taken here, before the batch is cut;
-every rank calls `next` once per step, in step order.
+data-parallel index trains on, the batch's metrics, and the group of every row. Invariant: all global counts are taken here,
+before the batch is cut; every rank calls `next` once per step, in step order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rft.algorithm import ALGORITHMS, credit
+from rft.algorithm import ALGORITHMS, credit, token_credit
 from rft.config import AlgorithmConfig
 from rft.experience import Batch, Experience
-from rft.packing import BY_TOKENS, Cost, Cut, Packed, pack
+from rft.packing import BY_TOKENS, Cost, Cut, Packed, Row, pack
 
 
 class Source(Protocol):
@@ -37,13 +37,15 @@ class StepInput:
     part: list[Packed]
     metrics: dict[str, float]
     experiences: list[Experience]  # rank 0 only: what the samples table shows
+    groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
 
 
 class Feed:
     def __init__(
         self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int, cost: Cost,
-        cut: Cut = BY_TOKENS,
+        cut: Cut = BY_TOKENS, longest: int = 1,
     ):  # fmt: skip
+        """`longest`: response that a config allows; one way to aggregate the loss divides by it."""
         self.source = source
         self.ranks = ranks
         self.algorithm = algorithm
@@ -51,6 +53,7 @@ class Feed:
         self.multiple = multiple
         self.cost = cost
         self.cut = cut
+        self.longest = longest
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
 
     def next(self, step: int, stopping: bool) -> StepInput | None:
@@ -58,14 +61,17 @@ class Feed:
         batch = self.source.take(step) if self.source and not stopping else Batch(step=step, experiences=[])
         experiences = batch.experiences
         self.current = batch if experiences else None
-        metrics = (
-            credit.metrics(experiences, step) | {"sample/replayed": float(batch.replayed)} if experiences else None
-        )
-        metrics = self.ranks.broadcast(metrics)
-        if metrics is None:
+        told, rows = None, []
+        if experiences:
+            told, rows = self._rows(batch)
+        told = self.ranks.broadcast(told)
+        if told is None:
             return None
-        parts = self._pack(experiences) if self.ranks.rank == 0 else None
-        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences)
+        parts = None
+        if self.ranks.rank == 0:
+            parts = pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+        metrics, groups = told
+        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences, groups)
 
     def consumed(self, step: int) -> None:
         self.current = None
@@ -86,10 +92,25 @@ class Feed:
         if self.source and loop:
             self.source.retain(loop)
 
-    def _pack(self, experiences: list[Experience]) -> list[list[Packed]]:
-        recipe, judged = self.algorithm, [e for e in experiences if not e.failed]
-        rows = credit.rows(judged, recipe.advantage_fn, recipe.advantage_fn_args, str(recipe.loss_agg_mode))
-        return pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+    def _rows(self, batch: Batch) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
+        """What every rank is told of the step, and its rows."""
+        recipe, step = self.algorithm, batch.step
+        metrics = credit.metrics(batch.experiences, step) | {"sample/replayed": float(batch.replayed)}
+        fresh, dropped = self._fresh(batch)
+        fresh = credit.scored(fresh)
+        judged = credit.judge(
+            fresh, recipe.advantage_fn, recipe.advantage_fn_args, step, penalised=token_credit.is_penalised(recipe)
+        )
+        rows = credit.rows(judged, str(recipe.loss_agg_mode), self.longest)
+        return (metrics | dropped | judged.metrics, judged.groups), rows
+
+    def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
+        """`sample_strategy=staleness_control` leaves out experiences with a token of a version that is too old."""
+        if self.algorithm.sample_strategy != "staleness_control":
+            return batch.experiences, {}
+        oldest = batch.step - int(self.algorithm.sample_strategy_args["max_staleness"])
+        fresh = [e for e in batch.experiences if e.oldest_version is None or e.oldest_version >= oldest]
+        return fresh, {"sample/dropped_stale": float(len(batch.experiences) - len(fresh))}
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

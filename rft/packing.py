@@ -100,14 +100,16 @@ class Cut:
 
 
 BY_TOKENS = Cut()
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 TOKEN_FIELDS = ("tokens", "positions", "labels", "weight", "behaviour", "advantage", "temperature")
 PADDING = {"temperature": 1.0}  # every other field is padded with 0
 
 
-def token_weights(lengths: list[int], mode: str) -> list[float]:
+def token_weights(lengths: list[int], mode: str, longest: int = 1) -> list[float]:
     """Weight of every trained token of each row, so that the sum of weight * loss is the aggregate `mode` over the batch.
 
-    `lengths` counts the trained tokens of every row of the step; rows without any do not count as sequences.
+    `lengths` counts the trained tokens of every row of the step; rows without any do not count as sequences. The mode
+    `seq-mean-token-sum-norm` divides by `longest`, which is the same in every step (Dr. GRPO, arXiv:2503.20783).
     """
     sequences, tokens = sum(n > 0 for n in lengths), sum(lengths)
     if mode == "token-mean":
@@ -116,7 +118,9 @@ def token_weights(lengths: list[int], mode: str) -> list[float]:
         return [1.0 / (sequences * n) if n else 0.0 for n in lengths]
     if mode == "seq-mean-token-sum":
         return [1.0 / sequences if n else 0.0 for n in lengths]
-    raise ValueError(f"algorithm.loss_agg_mode={mode}: use token-mean, seq-mean-token-mean or seq-mean-token-sum")
+    if mode == "seq-mean-token-sum-norm":
+        return [1.0 / (sequences * longest) if n else 0.0 for n in lengths]
+    raise ValueError(f"algorithm.loss_agg_mode={mode}: use one of {', '.join(AGGREGATIONS)}")
 
 
 def pack(

@@ -25,8 +25,13 @@ TABLES = {  # kind: where its table lies; imported with the first of its kind
     "workflow": "rft.rollout.workflows:WORKFLOWS",
     "reward": "rft.rollout.rewards:REWARDS",
     "advantage": "rft.algorithm.advantages:ADVANTAGES",
+    "token_advantage": "rft.algorithm.advantages:TOKEN_ADVANTAGES",
     "policy_loss": "rft.algorithm.losses:LOSSES",
 }
+RECORDS = {
+    "advantage": "Advantage",
+    "token_advantage": "TokenAdvantage",
+}  # beside the table; what a function becomes there
 T = TypeVar("T")
 
 
@@ -42,7 +47,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
             raise ConfigError(
                 f"{kind} {name!r} is registered twice, in {_place(known)[0]} and in {_place(what)[0]}: give one another name"
             )
-        table[name] = what
+        table[name] = entry(kind, what)
         return what
 
     return enter
@@ -52,6 +57,14 @@ def table_of(kind: str) -> dict[str, Any]:
     module, _, attribute = TABLES[kind].partition(":")
     table: dict[str, Any] = getattr(importlib.import_module(module), attribute)
     return table
+
+
+def entry(kind: str, what: Any) -> Any:
+    """What the table holds: a record with defaults around a plain function, where its entries are records."""
+    if kind not in RECORDS:
+        return what
+    record = getattr(importlib.import_module(TABLES[kind].partition(":")[0]), RECORDS[kind])
+    return what if isinstance(what, record) else record(what)
 
 
 def load(directories: Iterable[str] = ()) -> list[str]:
@@ -125,6 +138,7 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
 
 def _place(what: Any) -> tuple[str, str]:
     """Where a function or class was written; the same file imported again says the same."""
+    what = getattr(what, "function", what)  # of a record
     module = sys.modules.get(what.__module__)
     code = getattr(what, "__code__", None)
     file = code.co_filename if code else getattr(module, "__file__", None)

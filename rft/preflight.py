@@ -15,8 +15,7 @@ import fsspec
 
 from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
-from rft.algorithm import ALGORITHMS, recipe
-from rft.algorithm.advantages import ADVANTAGES
+from rft.algorithm import ALGORITHMS
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
@@ -33,6 +32,8 @@ from rft.config import (
 )
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.packing import AGGREGATIONS
+from rft.preflight_algorithm import check_algorithm, fill_algorithm
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_flows import check_flows
 from rft.preflight_limits import check_given, check_limits
@@ -57,7 +58,7 @@ CHOICES = {
     "critic.optim.optimizer_type": ("adam", "sgd"),
     "critic.optim.lr_scheduler_type": schedule.SCHEDULERS,
     "trainer.profiler": (None, "torch", "nsys"),
-    "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    "algorithm.loss_agg_mode": AGGREGATIONS,
     "synchronizer.sync_method": ("nccl", "checkpoint", "memory"),
     "synchronizer.lora_sync": (None, "adapter", "merged"),
     "synchronizer.receive": ("staged", "direct"),
@@ -96,17 +97,8 @@ def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
     verl_keys.merge(config)
     check_given(config)
-    algorithm = config.algorithm
-    if algorithm.algorithm_type not in ALGORITHMS:
-        raise ConfigError(nearest(algorithm.algorithm_type, ALGORITHMS, "algorithm.algorithm_type"))
-    defaults = ALGORITHMS[algorithm.algorithm_type]
-    algorithm.repeat_times = algorithm.repeat_times or defaults.repeat_times
-    algorithm.advantage_fn = algorithm.advantage_fn or defaults.advantage_fn
-    algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
-    algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
-    algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
-    buffer = config.buffer
-    buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * algorithm.repeat_times
+    buffer, algorithm = config.buffer, fill_algorithm(config.algorithm)
+    buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * int(algorithm.repeat_times or 1)
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
         config, fewest_ranks(config.trainer.megatron)
     )
@@ -289,12 +281,7 @@ def _check_lengths(model: ModelConfig, context: int) -> None:
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     kind = ALGORITHMS[algorithm.algorithm_type]
-    if algorithm.advantage_fn in ADVANTAGES and int(algorithm.repeat_times or 0) < 2:
-        raise ConfigError(
-            f"algorithm.repeat_times={algorithm.repeat_times} with advantage_fn={algorithm.advantage_fn}: a group of one has no "
-            "baseline to compare with; set it to 2 or more"
-        )
-    recipe.check(algorithm)
+    check_algorithm(config)
     check_beside(config)
     storage = config.buffer.trainer_input.experience_buffer.storage_type
     if kind.source == "rows" and (config.mode != "train" or storage != "file"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import Config, ConfigError, TasksetConfig, get
+from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
 from rft.rollout import rewards
 
@@ -25,7 +26,7 @@ GIVEN = (  # what `fill` derives where it is not given: 0 is not "not given"
 )  # fmt: skip
 RUN_NAMES = ("project", "name")
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers, which Jinja does not know
-MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS}
+MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS, "mlflow": mlflow.ARGS}
 WANDB_MODES = ("offline", "online", "disabled")
 FORBIDDEN = re.compile(r"[\x00-\x1f\\*?\"<>|]")
 

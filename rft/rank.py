@@ -234,7 +234,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     checkpoints = checkpoint_manager(rank, mesh, epoch, models.policy.lora)
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
-        policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer),
+        policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer), int(config.model.max_response_tokens or 1),
     )  # fmt: skip
     return Trainer(
         config=config.trainer,
@@ -255,7 +255,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=lambda step, metrics, experiences: None,
         export=lambda step: None,
-        token_loss=recipe.policy_loss(config.algorithm),
+        token_loss=recipe.policy_loss(config.algorithm, models.nearness.loss),
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),

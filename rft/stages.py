@@ -5,6 +5,8 @@ anything starts. A stage goes on from the newest stage before it that trains and
 with a path of its own begins there.
 """
 
+import re
+
 from omegaconf import DictConfig, OmegaConf
 
 from rft.config import Config, ConfigError, job_dir
@@ -43,11 +45,17 @@ def check(stages: list[Config]) -> None:
 
 def check_overrides(raw: DictConfig, overrides: list[str]) -> None:
     """Refuse a key of the command line that would do nothing, because every stage sets it for itself."""
-    stages = list(raw.stages)
+    stages = [stage for stage in raw.stages if isinstance(stage, DictConfig)]  # others are refused later, by name
     for line in overrides if stages else []:
         key = line.split("=", 1)[0].lstrip("+~")
+        inner = re.sub(r"^stages\.\d+\.", "", key)
+        if OmegaConf.select(raw, f"every_stage.{inner}") is not None:
+            raise ConfigError(
+                f"{key}: every_stage.{inner} wins over it, so it would do nothing: set every_stage.{inner}"
+            )
         if all(OmegaConf.select(stage, key) is not None for stage in stages):
             names = " or ".join(f"stages.{number}.{key}" for number in range(len(stages)))
             raise ConfigError(
-                f"{key} is set by every stage for itself, so the command line's would do nothing: set {names}"
+                f"{key} is set by every stage for itself, so the command line's would do nothing: set {names}, or "
+                f"+every_stage.{key}"
             )

@@ -80,7 +80,7 @@ class Trainer:
             self.publisher.rest()
             self.profiler.begin(step + 1)
             with self._doing("score"):
-                part, scored = self.models.score(batch.part)
+                part, scored = self.models.score(batch.part, batch.groups)
             with self._doing("train"):
                 metrics = self.models.train_step(part, self.token_loss, before_update=self._before_update)
             step += 1

@@ -73,16 +73,8 @@ KEYS: dict[str, Key] = {
     # B: algorithm
     "algorithm.optimizer.warmup_style": Key("B4", to="algorithm.optimizer.lr_scheduler_type"),
     "algorithm.optimizer.clip_grad": Key("B4", to="trainer.grad_clip"),
-    "algorithm.sample_strategy": Key(
-        "B6", "steps take groups in the order of their admission, so staleness is bounded and nothing is dropped: set "
-        "synchronizer.max_staleness; mixing in expert rows is " + YET, only=("default", "warmup"),
-    ),
-    "algorithm.sample_strategy_args": Key("B6", "set synchronizer.max_staleness for the age of experiences", only=({},)),
     "algorithm.enable_router_replay": Key("B11", f"replaying the choice of experts is {YET}", only=(False,)),
     "algorithm.bypass_old_logprobs": Key("B11", to="algorithm.proximal_logprobs", convert=opposite),
-    "algorithm.rollout_correction": Key(
-        "B11", "set algorithm.proximal_logprobs=true with algorithm.policy_loss_fn_args.importance_cap", only=({}, False)
-    ),
     # C: monitor
     "monitor.enable_ray_timeline": Key("C6", to="monitor.trace"),
     "monitor.detailed_stats": Key("C9", to="monitor.detailed"),
@@ -174,7 +166,11 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay",
     "algorithm.advantage_fn", "algorithm.advantage_fn_args", "algorithm.kl_penalty_fn", "algorithm.kl_penalty_fn_args",
     "algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args", "algorithm.entropy_loss_fn", "algorithm.entropy_loss_fn_args",
-    "algorithm.policy_loss_fn", "algorithm.policy_loss_fn_args", "algorithm.loss_agg_mode", "monitor.monitor_type",
+    "algorithm.policy_loss_fn", "algorithm.policy_loss_fn_args", "algorithm.loss_agg_mode", "algorithm.sample_strategy",
+    "algorithm.sample_strategy_args", "monitor.monitor_type",
+    "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower", "algorithm.rollout_correction.rollout_token_veto_threshold",
     "monitor.monitor_args", "model.model_path", "model.critic_model_path", "model.custom_chat_template",
     "model.chat_template_path", "model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens",
     "model.min_response_tokens", "model.lora_configs", "model.trust_remote_code", "cluster.node_num", "cluster.gpu_per_node",
@@ -212,6 +208,12 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
 RENAMED: dict[str, dict[str, tuple[str, str]]] = {  # key: its value there, what it is here, and what is said of it
     "trainer.trainer_type": {"verl": ("megatron", "the trainer is Megatron")},
     "algorithm.kl_penalty_fn": {"": ("none", "")},
+    "algorithm.algorithm_type": {"grpo_verl": ("grpo", "advantages are made in one place")},
+    "algorithm.advantage_fn": {
+        "grpo_verl": ("grpo", ""),
+        "opmd_verl": ("opmd", ""),
+        "asymre_verl": ("asymre", ""),
+    },
 }
 _WORKFLOWS = {
     "simple_workflow": ("single_turn", ""), "async_simple_workflow": ("single_turn", ""), "math_workflow": ("math", ""),
@@ -232,13 +234,12 @@ RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
     "mode": (("serve", "colocate"), "serving is not in rft yet, and sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
-        ("dpo", "mix", "opmd", "cpt", "dapo", "reinforceplusplus", "rloo", "asymre", "topr", "cispo", "gspo", "sapo", "mix_chord",
-         "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd", "grpo_verl"), f"it is {YET}",
+        ("dpo", "mix", "cpt", "mix_chord", "on_policy_distill", "jsd"), f"it is {YET}",
     ),
     "algorithm.advantage_fn": (
-        ("grpo_verl", "step_wise_grpo", "gigpo", "reinforceplusplus", "reinforce", "remax", "rloo", "opmd", "opmd_verl", "asymre",
-         "asymre_verl", "rec", "on_policy_distill", "jsd", "clipb", "clipv"), f"it is {YET}",
+        ("on_policy_distill", "jsd", "clipv"), f"it is {YET}",
     ),
+    "algorithm.sample_strategy": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
     "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
     f"{TASKSET}.storage_type": (("sql", "queue"), f"it is {YET}: export the rows to JSON lines and set {TASKSET}.path"),
     "buffer.trainer_input.experience_buffer.storage_type": (

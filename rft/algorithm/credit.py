@@ -5,44 +5,112 @@ the whole batch here, before anything is cut, so no later split can change the g
 where the values lie (`rft.models`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES
-from rft.algorithm.gae import TOKEN_ADVANTAGES
+from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns, Credit
+from rft.algorithm.advantages.columns import total_reward
 from rft.experience import Experience
 from rft.packing import Row, token_weights
 
 
-def rows(
-    experiences: list[Experience], advantage_fn: str | None, advantage_args: dict[str, Any], mode: str
-) -> list[Row]:
-    """One row per experience that has at least one trained token; `mode` is a loss_agg_mode.
+@dataclass(frozen=True)
+class Judged:
+    """What a step trains on: experiences, as often as their advantage function wants each, and the advantage of each.
 
-    Advantages that need a value of every token are 0 here, and the rewards travel as the score `reward`.
+    `per_token`: advantages are made later, of every token, of the rewards. `baselines`: of each group, where greedy responses give
+    one.
     """
-    advantages = np.zeros(len(experiences))
-    if advantage_fn in ADVANTAGES:
-        rewards = np.array([e.reward for e in experiences], dtype=np.float64)
-        advantages = ADVANTAGES[advantage_fn](rewards, np.array([e.group for e in experiences]), **advantage_args)
-    kept = [(e, a) for e, a in zip(experiences, advantages, strict=True) if any(e.action_mask)]
-    if not kept:
-        return []
-    weights = token_weights([sum(e.action_mask) for e, _ in kept], mode)
-    made = [_row(e, a, w) for (e, a), w in zip(kept, weights, strict=True)]
-    if advantage_fn not in TOKEN_ADVANTAGES:
+
+    experiences: list[Experience]
+    advantages: np.ndarray
+    per_token: bool = False
+    baselines: dict[int, float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[int]:
+        return [experience.group for experience in self.experiences]
+
+
+def judge(
+    experiences: list[Experience], advantage_fn: str | None, arguments: dict[str, Any], seed: int = 0, penalised: bool = False
+) -> Judged:  # fmt: skip
+    """`seed`: the step. `penalised`: a KL term comes off the rewards later. Experiences that have no token to train on are compared
+    with the others of their group, and then left out."""
+    compared = [experience for experience in experiences if not is_baseline(experience)]
+    is_taught = np.array([any(experience.action_mask) for experience in compared], dtype=bool)
+    later = TOKEN_ADVANTAGES.get(str(advantage_fn))
+    per_token = penalised or (later is not None and later.over is None)
+    found = Credit(np.zeros(len(compared)))
+    if later is not None and later.over is not None:
+        found = later.over(Columns.of(compared, seed))
+    elif advantage_fn is not None and not per_token:
+        found = ADVANTAGES[advantage_fn].function(Columns.of(compared, seed), **arguments)
+    times = np.ones(len(compared), dtype=np.int64) if found.times is None else found.times
+    chosen = np.repeat(np.arange(len(compared)), times * is_taught)
+    baselines = _baselines(experiences) if later is not None and later.needs_baseline else None
+    return Judged([compared[i] for i in chosen], found.advantages[chosen], per_token, baselines, found.metrics)
+
+
+def rows(judged: Judged, mode: str, longest: int = 1) -> list[Row]:
+    """One row per experience; `mode` is a loss_agg_mode, `longest` the length of response that one of them divides by.
+
+    Where advantages are made of every token, the rewards travel as the score `reward`, and a group's baseline as `baseline`.
+    """
+    weights = token_weights([sum(e.action_mask) for e in judged.experiences], mode, longest)
+    given = zip(judged.experiences, judged.advantages, weights, strict=True)
+    made = [_row(experience, advantage, weight) for experience, advantage, weight in given]
+    if not judged.per_token:
         return made
     return [
-        replace(row, scores={"reward": _at_last(row.trained, e.reward)}) for row, (e, _) in zip(made, kept, strict=True)
+        replace(row, scores=_scores(row, e, judged.baselines)) for row, e in zip(made, judged.experiences, strict=True)
     ]
 
 
-def _at_last(trained: np.ndarray, reward: float) -> np.ndarray:
-    """The reward of a response belongs to its last trained token."""
-    rewards = np.zeros(len(trained), dtype=np.float32)
-    rewards[np.flatnonzero(trained)[-1]] = reward
+def scored(experiences: list[Experience]) -> list[Experience]:
+    """Those whose reward did not fail. A group whose greedy response has none has nothing to be compared with."""
+    lost = {experience.group for experience in experiences if experience.failed and is_baseline(experience)}
+    return [one for one in experiences if not one.failed and one.group not in lost]
+
+
+def is_baseline(experience: Experience) -> bool:
+    """A greedy response that was made to be compared with: it is not trained on, nor counted among the others."""
+    return bool(experience.info.get("baseline"))
+
+
+def _baselines(experiences: list[Experience]) -> dict[int, float]:
+    """The mean reward of each group's greedy responses."""
+    found: dict[int, list[float]] = {}
+    for experience in filter(is_baseline, experiences):
+        found.setdefault(experience.group, []).append(total_reward(experience))
+    if missing := {e.group for e in experiences} - found.keys():
+        raise ValueError(
+            f"advantage_fn=remax: group {min(missing)} has no greedy response to compare with: explore again, with this algorithm"
+        )
+    return {group: sum(rewards) / len(rewards) for group, rewards in found.items()}
+
+
+def _scores(row: Row, experience: Experience, baselines: dict[int, float] | None) -> dict[str, np.ndarray]:
+    found = {"reward": _token_rewards(row, experience)}
+    if baselines is not None:
+        found["baseline"] = row.trained * np.float32(baselines[experience.group])
+    return found
+
+
+def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
+    """The reward of a response belongs to its last trained token, unless every token has its own: then that of a token which
+    is not trained goes to the trained one before it, or to the first."""
+    rewards, trained = np.zeros(len(row.trained), dtype=np.float32), np.flatnonzero(row.trained)
+    if not experience.token_rewards:
+        rewards[trained[-1]] = experience.reward
+        return rewards
+    places = np.arange(experience.prompt_length, len(rewards))
+    np.add.at(
+        rewards, trained[np.maximum(np.searchsorted(trained, places, side="right") - 1, 0)], experience.token_rewards
+    )
     return rewards
 
 
@@ -64,6 +132,7 @@ def _row(experience: Experience, advantage: float, weight: float) -> Row:
 
 def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
     """What the batch looked like: rewards, lengths, staleness (`step` is the policy version that trains on it)."""
+    experiences = [e for e in experiences if not is_baseline(e)]
     lengths = np.array([e.response_length for e in experiences], dtype=np.float64)
     found = {
         "response_length/mean": lengths.mean(),
@@ -73,7 +142,7 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
     }
     rollouts = [e for e in experiences if e.group >= 0]
     if rollouts:
-        rewards = np.array([e.reward for e in rollouts])
+        rewards = np.array([total_reward(e) for e in rollouts])
         groups = np.array([e.group for e in rollouts])
         spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
         ages = np.array([step - e.oldest_version for e in rollouts if e.oldest_version is not None])

@@ -7,54 +7,80 @@ some term compares with it. Importing this loads no torch.
 import inspect
 from collections.abc import Callable, Iterable
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from rft.algorithm.advantages import ADVANTAGES
-from rft.algorithm.gae import TOKEN_ADVANTAGES
-from rft.algorithm.kl import ESTIMATORS, KL_COEF
+from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, TokenAdvantage
+from rft.algorithm.kl import ESTIMATORS, KL_COEF, Coefficient
 from rft.algorithm.losses import LOSSES, token_loss
-from rft.config import AlgorithmConfig, ConfigError, nearest
+from rft.algorithm.losses.correction import MASKS, WEIGHTS, Correction
+from rft.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig, nearest
 
 if TYPE_CHECKING:
     from rft.algorithm.losses import TokenLoss
 
 ENTROPY = ("default", "none")
+KL_OPTIONS = {"kl_coef": KL_COEF, "adaptive": False, "target_kl": None, "horizon": None}
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.advantage_fn in TOKEN_ADVANTAGES
+    return (kind := _of_tokens(algorithm)) is not None and kind.needs_critic
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
     return algorithm.kl_loss_fn != "none" or algorithm.kl_penalty_fn != "none"
 
 
-def penalty_coef(algorithm: AlgorithmConfig) -> float:
-    return float(algorithm.kl_penalty_fn_args.get("kl_coef", KL_COEF))
+def needs_entropy(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantages look at the policy's entropy before the step."""
+    return (kind := _of_tokens(algorithm)) is not None and kind.measured is not None
 
 
-def policy_loss(algorithm: AlgorithmConfig) -> "TokenLoss":
+def needs_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Whether every task needs a greedy response to compare the others with."""
+    return (kind := _of_tokens(algorithm)) is not None and kind.needs_baseline
+
+
+def needs_proximal(algorithm: AlgorithmConfig) -> bool:
+    """Whether something works only with the policy's own log-probabilities at the start of the step."""
+    return is_corrected(algorithm.rollout_correction) or needs_entropy(algorithm)
+
+
+def is_corrected(wanted: RolloutCorrectionConfig) -> bool:
+    return wanted.rollout_is != "none" or wanted.rollout_rs != "none" or wanted.rollout_token_veto_threshold is not None
+
+
+def loss_coef(algorithm: AlgorithmConfig) -> Coefficient:
+    return _coefficient(algorithm.kl_loss_fn_args)
+
+
+def penalty_coef(algorithm: AlgorithmConfig) -> Coefficient:
+    return _coefficient(algorithm.kl_penalty_fn_args)
+
+
+def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) -> "TokenLoss":
+    """`kl_coef`: of the KL in the loss, where somebody moves it."""
     has_entropy = algorithm.entropy_loss_fn != "none"
     return token_loss(
         str(algorithm.policy_loss_fn), algorithm.policy_loss_fn_args, kl=str(algorithm.kl_loss_fn),
-        kl_coef=float(algorithm.kl_loss_fn_args.get("kl_coef", KL_COEF)),
+        kl_coef=kl_coef or loss_coef(algorithm),
         entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0)) if has_entropy else 0.0,
+        correction=_correction(algorithm.rollout_correction),
     )  # fmt: skip
 
 
 def check(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError for the first name or argument that is unknown, or that something else must go with."""
-    advantages = {**ADVANTAGES, **TOKEN_ADVANTAGES}
+    advantages = {name: found.function for name, found in (ADVANTAGES | TOKEN_ADVANTAGES).items()}
     _among("algorithm.policy_loss_fn", str(algorithm.policy_loss_fn), LOSSES)
     _among("algorithm.kl_loss_fn", str(algorithm.kl_loss_fn), ESTIMATORS)
     _among("algorithm.kl_penalty_fn", algorithm.kl_penalty_fn, ESTIMATORS)
-    _among("algorithm.entropy_loss_fn", algorithm.entropy_loss_fn, ENTROPY)
+    _among("algorithm.entropy_loss_fn", str(algorithm.entropy_loss_fn), ENTROPY)
     if algorithm.advantage_fn is not None:
         _among("algorithm.advantage_fn", algorithm.advantage_fn, advantages)
-        _known("advantage_fn_args", algorithm.advantage_fn_args, _options(advantages[algorithm.advantage_fn]))
-    _known("policy_loss_fn_args", algorithm.policy_loss_fn_args, _options(LOSSES[str(algorithm.policy_loss_fn)]))
-    _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, {"kl_coef": KL_COEF})
-    _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, {"kl_coef": KL_COEF})
+        _known("advantage_fn_args", algorithm.advantage_fn_args, *_options(advantages[algorithm.advantage_fn]))
+    _known("policy_loss_fn_args", algorithm.policy_loss_fn_args, *_options(LOSSES[str(algorithm.policy_loss_fn)]))
+    _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, KL_OPTIONS)
+    _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, KL_OPTIONS)
     _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, {"entropy_coef": 0.0})
     for term in ("kl_loss", "kl_penalty", "entropy_loss"):
         arguments = getattr(algorithm, f"{term}_fn_args")
@@ -63,21 +89,99 @@ def check(algorithm: AlgorithmConfig) -> None:
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no such term; name its function, or "
                 "leave the arguments out"
             )
-    if algorithm.advantage_fn is None and (needs_reference(algorithm) or algorithm.proximal_logprobs):
+    _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
+    _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
+    _check_ranges(algorithm)
+    _check_penalty(algorithm)
+    _check_correction(algorithm)
+
+
+def _check_penalty(algorithm: AlgorithmConfig) -> None:
+    if algorithm.kl_penalty_fn == "none":
+        return
+    of_responses, of_tokens = ADVANTAGES.get(str(algorithm.advantage_fn)), _of_tokens(algorithm)
+    if (of_responses is None or not of_responses.takes_penalty) and (of_tokens is None or of_tokens.over is not None):
+        taking = [name for name, found in ADVANTAGES.items() if found.takes_penalty]
+        taking += [name for name, found in TOKEN_ADVANTAGES.items() if found.over is None]
+        raise ConfigError(
+            f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes rewards on the trainer's ranks, and algorithm.advantage_fn="
+            f"{algorithm.advantage_fn} needs them before: set kl_loss_fn instead, or an advantage_fn of {', '.join(taking)}"
+        )
+
+
+def _check_adaptive(key: str, given: dict[str, Any]) -> None:
+    target, horizon = given.get("target_kl"), given.get("horizon")
+    if given.get("adaptive"):
+        for name, value in (("target_kl", target), ("horizon", horizon)):
+            if value is None or value <= 0:
+                raise ConfigError(f"algorithm.{key}.{name}={value} with adaptive=true: give a number greater than 0")
+    elif target is not None or horizon is not None:
+        raise ConfigError(
+            f"algorithm.{key}: target_kl and horizon move an adaptive coefficient: set adaptive=true, or leave them out"
+        )
+
+
+def _check_ranges(algorithm: AlgorithmConfig) -> None:
+    """What would divide by zero, or turn a gradient round."""
+    given = algorithm.policy_loss_fn_args | algorithm.advantage_fn_args
+    for name in ("tau_pos", "tau_neg", "temp", "cutoff_prob"):
+        if given.get(name, 1) <= 0:
+            raise ConfigError(f"algorithm.policy_loss_fn_args.{name}={given[name]}: give a number greater than 0")
+    if given.get("tau", 1) <= 0:
+        raise ConfigError(f"algorithm: tau={given['tau']} of opmd must be greater than 0")
+    if algorithm.policy_loss_fn == "sapo" and given.get("tau_neg", 1.05) < given.get("tau_pos", 1.0):
+        raise ConfigError(
+            f"algorithm.policy_loss_fn_args.tau_neg={given.get('tau_neg', 1.05)} is below tau_pos={given.get('tau_pos', 1.0)}: bad "
+            "responses would keep their gradient for longer than good ones; raise it"
+        )
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    if algorithm.advantage_fn is None and (
+        needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)
+    ):
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens no policy has sampled: leave "
-            "kl_loss_fn, kl_penalty_fn and proximal_logprobs out"
+            "kl_loss_fn, kl_penalty_fn, proximal_logprobs and rollout_correction out"
         )
-    if algorithm.kl_penalty_fn != "none" and not needs_critic(algorithm):
+    _among(f"{key}.rollout_is", wanted.rollout_is, WEIGHTS)
+    _among(f"{key}.rollout_rs", wanted.rollout_rs, MASKS)
+    if needs_proximal(algorithm) and not algorithm.proximal_logprobs:
+        what = key if is_corrected(wanted) else f"algorithm.advantage_fn={algorithm.advantage_fn}"
         raise ConfigError(
-            f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes the reward of every token, and "
-            f"algorithm.advantage_fn={algorithm.advantage_fn} knows one reward per response: set algorithm.kl_loss_fn instead"
+            f"algorithm.proximal_logprobs=false, but {what} needs what the policy says of its batch before the step: leave the "
+            "former out"
         )
-    if algorithm.policy_loss_fn_args.get("importance_cap") is not None and not algorithm.proximal_logprobs:
+    correction = _correction(wanted)
+    if correction is not None and not (0 <= correction.lower < 1 < correction.upper and correction.cap > 0):
         raise ConfigError(
-            "algorithm.policy_loss_fn_args.importance_cap weighs tokens by the policy at the start of the step: set "
-            "algorithm.proximal_logprobs=true, or leave the cap out"
+            f"{key}: rollout_is_threshold={correction.cap} must be greater than 0, and the range [{correction.lower:g}, "
+            f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must hold 1 inside"
         )
+
+
+def _correction(wanted: RolloutCorrectionConfig) -> Correction | None:
+    if not is_corrected(wanted):
+        return None
+    cap, veto = wanted.rollout_is_threshold, wanted.rollout_token_veto_threshold
+    upper = cap if wanted.rollout_rs_threshold is None else wanted.rollout_rs_threshold
+    inverse = 1 / upper if upper > 0 else 0.0
+    lower = inverse if wanted.rollout_rs_threshold_lower is None else wanted.rollout_rs_threshold_lower
+    return Correction(wanted.rollout_is, cap, wanted.rollout_rs, lower, upper, veto)
+
+
+def _coefficient(given: dict[str, Any]) -> Coefficient:
+    value = float(given.get("kl_coef", KL_COEF))
+    return (
+        Coefficient(value, float(given["target_kl"]), float(given["horizon"]))
+        if given.get("adaptive")
+        else Coefficient(value)
+    )
+
+
+def _of_tokens(algorithm: AlgorithmConfig) -> TokenAdvantage | None:
+    return TOKEN_ADVANTAGES.get(str(algorithm.advantage_fn))
 
 
 def _among(key: str, value: str, choices: Iterable[str]) -> None:
@@ -89,17 +193,23 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value))
 
 
-def _known(key: str, given: dict[str, Any], options: dict[str, Any]) -> None:
-    for name in given:
+def _known(key: str, given: dict[str, Any], options: dict[str, Any], choices: dict[str, tuple[str, ...]] = {}) -> None:  # noqa: B006
+    """`options`: names and their defaults, whose kind a value must have; `choices`: the words that an option may be."""
+    for name, value in given.items():
         if name not in options:
             known = f"known: {', '.join(options)}" if options else "it takes none"
             raise ConfigError(f"algorithm.{key}.{name} is unknown; {known}")
-        value, default = given[name], options[name]
-        if isinstance(default, int | float | None) and not isinstance(default, bool) and not _is_number(value):
-            raise ConfigError(f"algorithm.{key}.{name}={value}: give a number, like {default or 1}")
+        default, whole = options[name], f"algorithm.{key}.{name}"
+        if name in choices:
+            _among(whole, str(value), choices[name])
+        elif isinstance(default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{whole}={value}: give true or false")
+        elif isinstance(default, int | float | None) and not isinstance(default, bool) and not _is_number(value):
+            raise ConfigError(f"{whole}={value}: give a number, like {default or 1}")
 
 
-def _options(function: Callable[..., Any]) -> dict[str, Any]:
-    """Arguments of `function` that have a default, with it: those that a config may set."""
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+def _options(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Arguments of `function` that a config may set: those with a default, and of those that are words, which there are."""
+    found = [one for one in inspect.signature(function).parameters.values() if one.default is not one.empty]
+    words = {one.name: get_args(one.annotation) for one in found if get_origin(one.annotation) is Literal}
+    return {one.name: one.default for one in found}, words

@@ -9,9 +9,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rft.buffer.data_files import check_rows, count_rows, data_files, load_rows, task_needs
 from rft.config import BufferConfig, ConfigError, ExplorerInputConfig, FormatConfig, ModelConfig, TasksetConfig
-from rft.experience import Sampling, Task
+from rft.experience import Sampling, Task, decode, encode
+from rft.monitor import redact
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,25 @@ class Taskset:
             sampling=self._sampling,
             raw=raw,
         )
+
+
+def for_journal(task: Task) -> bytes:
+    """The task as it is kept on disk: of a secret among its arguments only the name of the variable that has it."""
+    args = {"reward_args": redact.named(task.reward_args), "workflow_args": redact.named(task.workflow_args)}
+    return encode(msgspec.structs.replace(task, **args))
+
+
+def from_journal(data: bytes) -> Task:
+    """The task again. Raises ConfigError when the environment lacks a secret of it."""
+    task = decode(data, Task)
+    try:
+        args = {"reward_args": redact.restored(task.reward_args), "workflow_args": redact.restored(task.workflow_args)}
+    except KeyError as error:
+        raise ConfigError(
+            f"{task.id} was begun with a secret in the variable {error.args[0]}, which is not set: set it, or give the same "
+            "reward_fn_args and workflow_args as before"
+        ) from error
+    return msgspec.structs.replace(task, **args)
 
 
 def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.nn.functional import all_reduce
 
 from rft.config import MegatronConfig
 from rft.device import Device, collective_timeout
@@ -188,6 +189,12 @@ class Mesh:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._control)
             if len(maxima):
                 dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control)
+
+    @_named
+    def sum_over_context(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Added up over the ranks that hold parts of the same sequences, with gradient."""
+        found: torch.Tensor = all_reduce(tensor, group=self.cp_group)
+        return found
 
     @_named
     def longest(self, lengths: list[int]) -> list[int]:

@@ -27,8 +27,9 @@ class Totals:
         self.token_loss = token_loss
         self.counts = counts
         # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one empty call names all.
-        nothing = torch.zeros(1)
-        names = sorted(token_loss(nothing, Fields(**{field.name: nothing for field in fields_of(Fields)}))[1])
+        nothing, own = torch.zeros(1), {"sequence": torch.zeros(1).long(), "sequences": 1, "reduced": None}
+        given = {field.name: nothing for field in fields_of(Fields)} | {"mask": nothing > 0} | own
+        names = sorted(token_loss(nothing, Fields(**given))[1])
         self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
         self.sums = torch.zeros(2 + len(self.means), dtype=torch.float64)

@@ -82,6 +82,21 @@ class Network:
             return [np.zeros(0, dtype=np.float32) for _ in part]
         return [self._whole(packed, local) for packed, local in zip(part, found, strict=False)]
 
+    @torch.no_grad()
+    def uncertainty(self, part: list[Packed]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Log-probabilities of the trained labels and entropies there, as `score` gives them."""
+
+        def use(micro: Micro, hidden: Tensor) -> Tensor:
+            return torch.stack(self._logprobs(micro, hidden, micro.fields.mask))
+
+        found = self._run(part, use, forward_only=True)
+        if not self.mesh.is_last_stage:
+            return [np.zeros(0, dtype=np.float32) for _ in part], [np.zeros(0, dtype=np.float32) for _ in part]
+        pairs = list(zip(part, found, strict=False))
+        return [self._whole(packed, local[0]) for packed, local in pairs], [
+            self._whole(packed, local[1]) for packed, local in pairs
+        ]
+
     def _token_scores(self, micro: Micro, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
         return self._logprobs(micro, hidden, wanted)[0]
 
@@ -144,12 +159,23 @@ class Network:
 
         weight = tensor(packed.weight)
         scores = {name: tensor(packed.scores[name]) for name in LOSS_SCORES if name in packed.scores}
+        lengths, count = np.diff(packed.cu_seqlens), len(packed.cu_seqlens) - 1
+        sequence = np.repeat(np.arange(count + 1), [*lengths, packed.length - int(packed.cu_seqlens[-1])])
         return Micro(
             tokens=tensor(packed.tokens)[None],
             positions=tensor(packed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
-            fields=Fields(tensor(packed.behaviour), tensor(packed.advantage), weight, weight != 0, **scores),
+            fields=Fields(
+                tensor(packed.behaviour),
+                tensor(packed.advantage),
+                weight,
+                weight != 0,
+                **scores,
+                sequence=tensor(sequence),
+                sequences=count + 1,
+                reduced=self.mesh.sum_over_context if self.mesh.cp > 1 else None,
+            ),
             packing=models.packing_of(packed, self.model[0], self.mesh),
         )
 

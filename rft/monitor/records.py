@@ -23,7 +23,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_lines(path) if 0 < resume_step >= line["step"]]
         self.last: dict[str, Any] = kept[-1] if kept else {}
-        _replace(path, "".join(_encode(line) for line in kept))
+        replace(path, "".join(_encode(line) for line in kept))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, line: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
     """Give `path` this content at once: a crash leaves the old file or the new one."""
     new = path.with_name(path.name + ".new")
     with new.open("w", encoding="utf-8") as file:

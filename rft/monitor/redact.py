@@ -20,6 +20,7 @@ VARIABLES = re.compile(
     r"(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|MLFLOW_TRACKING_USERNAME)$|^" + PASSED_ON, re.IGNORECASE
 )
 KEYS = re.compile(r"(^|_)(api_?key|access_key|secret|secret_key|password|passwd|token|credentials?)$", re.IGNORECASE)
+NAMED = re.compile(r"\$\{oc\.env:(\w+)\}")  # in the place of a secret
 IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)")  # user:password
 
 
@@ -57,6 +58,26 @@ def _passed_on(key: str, value: Any, path: str) -> Any:
     name = variable_of(value) or re.sub(r"\W", "_", path).upper()
     os.environ[name] = value
     return f"${{oc.env:{name}}}"
+
+
+def named(found: Any) -> Any:
+    """`found` with a variable's name in the place of every text that is a variable's secret: for what is read again later."""
+    if isinstance(found, str):
+        name = variable_of(found)
+        return found if name is None else f"${{oc.env:{name}}}"
+    if isinstance(found, Mapping):
+        return {key: named(value) for key, value in found.items()}
+    return [named(item) for item in found] if isinstance(found, list) else found
+
+
+def restored(found: Any) -> Any:
+    """What `named` was given, with the variables as they are now; raises KeyError with the name of one that is gone."""
+    if isinstance(found, str):
+        told = NAMED.fullmatch(found)
+        return os.environ[told[1]] if told else found
+    if isinstance(found, Mapping):
+        return {key: restored(value) for key, value in found.items()}
+    return [restored(item) for item in found] if isinstance(found, list) else found
 
 
 def inherited() -> dict[str, str]:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from typing import Any
 
-from rft.buffer.taskset import Taskset
+from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Experience, Task, decode, encode
 from rft.monitor import trace
@@ -36,6 +36,7 @@ class Explorer:
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
+        greedy_baseline: bool = False,
     ):  # fmt: skip
         self.config = config
         self.taskset = taskset
@@ -44,8 +45,8 @@ class Explorer:
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
-        self.runner = Runner(config, self.shared)
-        self.evaluator = Evaluator(self.runner, eval_tasksets)
+        self.runner = Runner(config, self.shared, greedy_baseline)
+        self.evaluator = Evaluator(Runner(config, self.shared), eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -116,12 +117,12 @@ class Explorer:
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
         for group, task in start["reissue"]:  # left unfinished by an earlier process: the same numbers, sampled again
-            await self._launch(group, decode(task, Task), await self._readmit(group))
+            await self._launch(group, from_journal(task), await self._readmit(group))
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
         for task in self.taskset:
             holds = self.holds
-            group = await self.buffer.admit.remote(self.config.name, encode(task), self.taskset.cursor)
+            group = await self.buffer.admit.remote(self.config.name, for_journal(task), self.taskset.cursor)
             if group is None:  # enough groups for the last step were admitted
                 break
             await self._launch(group, task, holds)

@@ -11,6 +11,7 @@ import logging
 
 from rft.config import ExplorerConfig
 from rft.experience import Experience, Task
+from rft.monitor import redact
 from rft.rollout import workflows
 from rft.rollout.context import Context, Shared
 from rft.rollout.engine import EngineUnavailable
@@ -23,9 +24,12 @@ class AllTasksFail(RuntimeError):
 
 
 class Runner:
-    def __init__(self, config: ExplorerConfig, shared: Shared):
+    """`greedy_baseline`: each task gets a greedy response beside the others, to compare them with."""
+
+    def __init__(self, config: ExplorerConfig, shared: Shared, greedy_baseline: bool = False):
         self.config = config
         self.shared = shared
+        self.greedy_baseline = greedy_baseline
 
     async def run(self, group: int, task: Task, start: int = 0) -> list[Experience]:
         """At most 1 + max_retry_times attempts, all together within max_timeout seconds (then cancelled: W33).
@@ -58,6 +62,9 @@ class Runner:
         context = Context(self.shared, request, f"{self.shared.seed}/{task.id}/{attempt}")
         try:
             experiences = await workflows.run(task, context)
+            workflows.numbered(task, experiences)
+            if self.greedy_baseline:
+                experiences += await workflows.greedy(task, context)
         except asyncio.CancelledError as error:
             job = asyncio.current_task()
             if job is None or job.cancelling():
@@ -65,14 +72,14 @@ class Runner:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
-        workflows.numbered(task, experiences)
         for experience in experiences:
             experience.group, experience.task = group, task.id
         return experiences
 
 
 def one_line(error: BaseException | None) -> str:
-    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised."""
+    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised.
+    Without secrets: it is kept in the journal."""
     inner = getattr(error, "cause", None) or error
     lines = str(inner).strip().splitlines()
-    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+    return redact.text(f"{type(inner).__name__}: {lines[0]}") if lines else type(inner).__name__

@@ -17,6 +17,8 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rft.monitor.records import replace
+
 RECORD, LOCK = "trial.json", "trial.lock"
 NOT_OF_THE_RUN = ("sweep=", "sweep.", "+sweep=")  # how trials are chosen and judged does not change what a trial does
 
@@ -78,16 +80,6 @@ def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
             number += 1
         else:
             return read(sweep_dir / str(number))
-
-
-def replace(path: Path, text: str) -> None:
-    """Give `path` this content at once: a crash leaves the old file or the new one."""
-    draft = path.with_name(path.name + ".new")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def lock(directory: Path, timeout: float) -> int | None:

@@ -138,7 +138,7 @@ def time_shares(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[
 
 
 def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
-    _style(axes, "Evaluation accuracy", "share of right answers on held-out tasks")
+    style(axes, "Evaluation accuracy", "share of right answers on held-out tasks")
     names = sorted(
         {n for s in stages for row in s.rows for n in row if n.startswith("eval/") and n.endswith("/accuracy")}
     )
@@ -179,20 +179,20 @@ def _before_after(axes: Any, series: Sequence[tuple[list[int], list[float]]], co
 
 
 def _loss(axes: Any, stages: Sequence[Stage]) -> None:
-    _style(axes, "Warm-up loss", "per token, supervised")
+    style(axes, "Warm-up loss", "per token, supervised")
     _faint_and_smooth(axes, in_a_row(stages), "loss", LOSS_SMOOTHING)
     axes.set_ylim(bottom=0)
 
 
 def _reward(axes: Any, stages: Sequence[Stage]) -> None:
-    _style(axes, "Training reward", "mean of the batch, and smoothed")
+    style(axes, "Training reward", "mean of the batch, and smoothed")
     if not stages:
         return _absent(axes, "no rollouts")
     return _faint_and_smooth(axes, in_a_row(stages), "reward/mean", SMOOTHING)
 
 
 def _staleness(axes: Any, stages: Sequence[Stage]) -> None:
-    _style(axes, "Staleness", "policy versions behind: largest, and mean")
+    style(axes, "Staleness", "policy versions behind: largest, and mean")
     stages = in_a_row([stage for stage in stages if stage.has("staleness/mean")])
     if not stages:
         return _absent(axes)
@@ -206,7 +206,7 @@ def _staleness(axes: Any, stages: Sequence[Stage]) -> None:
 
 
 def _mismatch(axes: Any, stages: Sequence[Stage]) -> None:
-    _style(axes, "Trainer vs. engine", "KL (k3) between their log-probabilities")
+    style(axes, "Trainer vs. engine", "KL (k3) between their log-probabilities")
     stages = in_a_row([stage for stage in stages if stage.has("kl/mismatch")])
     if not stages:
         return _absent(axes)
@@ -224,7 +224,7 @@ def _mismatch(axes: Any, stages: Sequence[Stage]) -> None:
 
 
 def _time(axes: Any, stages: Sequence[Stage]) -> None:
-    _style(axes, "Where the time went", "seconds per step")
+    style(axes, "Where the time went", "seconds per step")
     binned = [(s, *time_shares(s.rows)) for s in in_a_row([stage for stage in stages if stage.has("time/step_s")])]
     if not binned:
         return _absent(axes)
@@ -263,15 +263,17 @@ def _time_legend(axes: Any, names: Sequence[tuple[str, str]], totals: Sequence[f
 # Looks
 
 
-def _style(axes: Any, title: str, subtitle: str) -> None:
-    axes.text(0, 1.13, title, transform=axes.transAxes, fontsize=13, weight="bold", color=INK)
-    axes.text(0, 1.045, subtitle, transform=axes.transAxes, fontsize=9.5, color=MUTED)
+def style(axes: Any, title: str, subtitle: str, x: str = "step") -> None:
+    """A quiet panel with its title and subtitle above it; `x` counts in whole numbers."""
+    above = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(title, xytext=(0, 26), fontsize=13, weight="bold", color=INK, **above)
+    axes.annotate(subtitle, xytext=(0, 9), fontsize=9.5, color=MUTED, **above)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
     axes.grid(axis="y", color=GRID, linewidth=0.9)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=9, length=0)
-    axes.set_xlabel("step", color=MUTED, fontsize=9)
+    axes.set_xlabel(x, color=MUTED, fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.margins(x=0.02)
 

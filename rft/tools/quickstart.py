@@ -44,28 +44,28 @@ def finish(stages: list[Config]) -> None:
     warmup, tuned = stages[0], stages[-1]
     rows = read_metrics(configs.job_dir(tuned) / "metrics.jsonl")
     scores = {row["step"]: row[f"eval/{EVAL_SET}/accuracy"] for row in rows if f"eval/{EVAL_SET}/accuracy" in row}
-    first, last = min(scores), max(scores)
+    first, last = scores.get(min(scores, default=0)), scores.get(max(scores, default=0))  # None: nothing was evaluated
     summary = root / "quickstart.json"
     if not summary.exists():
         seconds = time.time() - float((root / "assets" / "started").read_text(encoding="utf-8"))
         outcome = {
-            "eval_sft": round(scores[first], 4),
-            "eval_rft": round(scores[last], 4),
+            "eval_sft": first and round(first, 4),
+            "eval_rft": last and round(last, 4),
             "seconds": round(seconds, 1),
         }
         summary.write_text(json.dumps({"quickstart": outcome}), encoding="utf-8")
     picture = root / "curves.png"
     curves.draw([(str(c.stage_name), configs.job_dir(c) / "metrics.jsonl") for c in (warmup, tuned)], picture)
     export = result(tuned)["huggingface"]
-    print(curves.table(table_rows(warmup, tuned, scores)))
+    print(curves.table(table_rows((warmup, first), (tuned, last))))
     print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
     print(summary.read_text(encoding="utf-8"), flush=True)
 
 
-def table_rows(warmup: Config, tuned: Config, scores: dict[int, float]) -> list[dict[str, str]]:
+def table_rows(*stages: tuple[Config, float | None]) -> list[dict[str, str]]:
     """One row per stage: steps, how they were spent, and accuracy on the held-out tasks after it."""
     found = []
-    for config, score in ((warmup, scores[min(scores)]), (tuned, scores[max(scores)])):
+    for config, score in stages:
         rows = [r for r in read_metrics(configs.job_dir(config) / "metrics.jsonl") if "time/step_s" in r]
         found.append(
             {
@@ -74,7 +74,7 @@ def table_rows(warmup: Config, tuned: Config, scores: dict[int, float]) -> list[
                 "steps": str(max(r["step"] for r in rows)),
                 "seconds": f"{sum(r['time/step_s'] for r in rows):.0f}",
                 "tokens/s": f"{sum(r['tokens_per_s'] for r in rows) / len(rows):,.0f}",
-                f"accuracy on {NUM_EVAL} held-out tasks": f"{score:.3f}",
+                f"accuracy on {NUM_EVAL} held-out tasks": "-" if score is None else f"{score:.3f}",
             }
         )
     return found

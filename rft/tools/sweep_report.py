@@ -15,9 +15,10 @@ from typing import Any
 from rft import config as configs
 from rft.config import ConfigError
 from rft.config_sweep import SweepConfig
+from rft.monitor.records import replace
 from rft.sweep import objective, records
 from rft.sweep.records import Trial, state
-from rft.tools.curves import GRID, INK, MUTED, table
+from rft.tools.curves import INK, MUTED, style, table
 
 BEST, OTHERS, BAD = "#3b5bdb", "#91a7ff", "#e8590c"
 MOST_NAMED = 8  # curves in the legend; of more trials, the best ones
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
         print(f"best     trial {best.trial.number}: {judged_by.objective}={best.value:g} with {best.chosen}")
     out = Path(options.out or sweep_dir)
     out.mkdir(parents=True, exist_ok=True)
-    records.replace(out / "sweep.md", markdown(cells))
+    replace(out / "sweep.md", markdown(cells))
     with (out / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(cells[0]))
         writer.writeheader()
@@ -140,7 +141,7 @@ def draw(rows: list[Row], judged_by: SweepConfig, path: Path) -> None:
 def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
     counts = {kind: sum(row.state == kind for row in rows) for kind in dict.fromkeys(row.state for row in rows)}
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    _style(
+    style(
         axes, f"Objective: {judged_by.objective or 'none'}", f"{judged_by.value} value of each trial; {told}", "trial"
     )
     judged = [row for row in rows if row.value is not None]
@@ -171,7 +172,7 @@ def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepC
 def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
     from matplotlib import colormaps
 
-    _style(axes, "Curves of all trials", f"{judged_by.objective or 'no objective'} over steps", "step")
+    style(axes, "Curves of all trials", f"{judged_by.objective or 'no objective'} over steps")
     sign = 1 if judged_by.direction == "maximize" else -1
     ordered = sorted(rows, key=lambda row: -sign * row.value if row.value is not None else float("inf"))
     colors = colormaps["viridis"]
@@ -192,18 +193,6 @@ def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig
             zorder=3 if row is best else 2,
         )
     _legend(axes)
-
-
-def _style(axes: Any, title: str, subtitle: str, x: str) -> None:
-    axes.text(0, 1.11, title, transform=axes.transAxes, fontsize=13, weight="bold", color=INK)
-    axes.text(0, 1.04, subtitle, transform=axes.transAxes, fontsize=9.5, color=MUTED)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(MUTED)
-    axes.grid(axis="y", color=GRID, linewidth=0.9)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0)
-    axes.set_xlabel(x, color=MUTED, fontsize=9)
-    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _legend(axes: Any) -> None:

@@ -37,20 +37,32 @@ class Track:
         kind = next((i for i, name in enumerate(ORDER) if self.part.startswith(name)), len(ORDER))
         return self.attempt, kind, self.part
 
+    @property
+    def last(self) -> float:
+        return max((event["ts"] for event in self.events), default=0.0)
+
     def spans(self) -> Iterator[tuple[str, float, float, dict[str, Any], bool]]:
         """(name, begin, end in microseconds, arguments, whether it was finished) of every span, nested ones too."""
-        end = max((event["ts"] for event in self.events), default=0.0)
+        for begun, ended in self.pairs():
+            yield (
+                begun["name"],
+                begun["ts"],
+                ended["ts"] if ended else self.last,
+                begun.get("args", {}),
+                ended is not None,
+            )
+
+    def pairs(self) -> Iterator[tuple[Event, Event | None]]:
+        """The events that begin and end each span; those without an end come last, outer ones before inner ones."""
         running: dict[tuple[Any, ...], list[Event]] = {}
         for event in self.events:
             key = (event["tid"],) if event["ph"] in "BE" else (event.get("id"), event["name"])
             if event["ph"] in ("B", "b"):
                 running.setdefault(key, []).append(event)
             elif event["ph"] in ("E", "e") and running.get(key):
-                begun = running[key].pop()
-                yield begun["name"], begun["ts"], event["ts"], begun.get("args", {}), True
+                yield running[key].pop(), event
         for stack in running.values():
-            for begun in stack:
-                yield begun["name"], begun["ts"], end, begun.get("args", {}), False
+            yield from ((begun, None) for begun in stack)
 
 
 def stage_dirs(run: Path) -> list[Path]:
@@ -122,24 +134,12 @@ def _about(track: Track, what: str, **args: Any) -> Event:
 
 def _endings(track: Track, start: float) -> Iterator[Event]:
     """Ends for what had none, so that viewers do not draw it to the end of the run."""
-    stacks: dict[tuple[str, Any], list[Event]] = {}
-    for event in track.events:
-        if event["ph"] in "BE":
-            stack = stacks.setdefault(("B", event["tid"]), [])
-        elif event["ph"] in "be":
-            stack = stacks.setdefault(("b", event["id"]), [])
-        else:
-            continue
-        if event["ph"] in "Bb":
-            stack.append(event)
-        elif stack:
-            stack.pop()
-    last = max((event["ts"] for event in track.events), default=0.0)
-    for (kind, _), stack in stacks.items():
-        for begun in reversed(stack):
-            more = {key: begun[key] for key in ("cat", "id") if key in begun}
-            end = {"name": begun["name"], "ph": "E" if kind == "B" else "e", "ts": round(last - start, 1)}
-            yield end | {"pid": track.number, "tid": begun["tid"], "args": {"unfinished": True}} | more
+    at = round(track.last - start, 1)
+    open_ = [begun for begun, ended in track.pairs() if ended is None]
+    for begun in reversed(open_):
+        same = {key: begun[key] for key in ("name", "tid", "cat", "id") if key in begun}
+        phase = "E" if begun["ph"] == "B" else "e"
+        yield same | {"ph": phase, "ts": at, "pid": track.number, "args": {"unfinished": True}}
 
 
 def write(run: Path) -> Path:

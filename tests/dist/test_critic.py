@@ -10,7 +10,7 @@ import transformers
 from critic_jobs import PPO, head, rewarded
 from rows import make_rows
 
-from rft.algorithm.gae import gae
+from rft.algorithm.advantages.gae import gae
 from rft.checkpoint.layout import boxes
 
 from ranks import Ranks

@@ -22,7 +22,7 @@ def test_ppo_learns_values_and_keeps_near_the_first_version(tmp_path: Path) -> N
     arguments = overrides(
         tmp_path, "ppo", assets, "algorithm.algorithm_type=ppo", f"trainer.total_steps={STEPS}", "critic.optim.lr=1e-3",
         f"trainer.critic_warmup={WARMUP}", "algorithm.proximal_logprobs=true", "algorithm.kl_penalty_fn=k1",
-        "+algorithm.policy_loss_fn_args.importance_cap=5", "+algorithm.entropy_loss_fn_args.entropy_coef=0.01",
+        "algorithm.rollout_correction.rollout_is=token", "+algorithm.entropy_loss_fn_args.entropy_coef=0.01",
     )  # fmt: skip
     with train(*arguments) as run:
         assert (run.end(), run.errors()) == (0, "")

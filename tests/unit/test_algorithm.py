@@ -1,15 +1,17 @@
 """Advantages and losses against closed forms computed by hand, in fp64, and their gradients."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from rft.algorithm import ALGORITHMS
-from rft.algorithm.advantages import ADVANTAGES, grpo
-from rft.algorithm.credit import metrics, rows
-from rft.algorithm.gae import TOKEN_ADVANTAGES
+from rft.algorithm import ALGORITHMS, recipe
+from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns
+from rft.algorithm.credit import judge, metrics, rows
 from rft.algorithm.kl import ESTIMATORS
-from rft.algorithm.losses import LOSSES, Fields, mismatch, ppo, sft, token_loss
+from rft.algorithm.losses import LOSSES, Fields, mismatch, token_loss
+from rft.config import AlgorithmConfig
 from rft.experience import Experience, VersionSpan
 
 
@@ -26,6 +28,14 @@ def experience(reward: float, group: int, response: int = 3, version: int = 0) -
     )  # fmt: skip
 
 
+def columns(rewards: list[float], groups: list[int]) -> Columns:
+    return Columns.of([experience(reward, group) for reward, group in zip(rewards, groups, strict=True)])
+
+
+def grpo(rewards: list[float], groups: list[int], **arguments: Any) -> np.ndarray:
+    return ADVANTAGES["grpo"].function(columns(rewards, groups), **arguments).advantages
+
+
 def test_every_algorithm_names_functions_that_exist() -> None:
     for algorithm in ALGORITHMS.values():
         assert algorithm.policy_loss_fn in LOSSES and algorithm.kl_loss_fn in ESTIMATORS
@@ -33,7 +43,7 @@ def test_every_algorithm_names_functions_that_exist() -> None:
 
 
 def test_grpo_normalises_within_each_group_with_the_unbiased_deviation() -> None:
-    advantages = grpo(np.array([1.0, 0.0, 0.0, 5.0, 5.0]), np.array([7, 7, 7, 8, 8]))
+    advantages = grpo([1.0, 0.0, 0.0, 5.0, 5.0], [7, 7, 7, 8, 8])
     deviation = np.sqrt(1 / 3)  # unbiased variance of (1, 0, 0) is 1/3
     assert advantages == pytest.approx(
         [(2 / 3) / deviation, (-1 / 3) / deviation, (-1 / 3) / deviation, 0, 0], abs=1e-5
@@ -41,12 +51,12 @@ def test_grpo_normalises_within_each_group_with_the_unbiased_deviation() -> None
 
 
 def test_grpo_without_scaling_and_for_a_group_of_one() -> None:
-    assert grpo(np.array([1.0, 0.0]), np.array([0, 0]), normalize_std=False) == pytest.approx([0.5, -0.5])
-    assert grpo(np.array([3.0]), np.array([0])) == pytest.approx([0.0])
+    assert grpo([1.0, 0.0], [0, 0], normalize_std=False) == pytest.approx([0.5, -0.5])
+    assert grpo([3.0], [0]) == pytest.approx([0.0])
 
 
 def test_sft_is_negative_log_likelihood() -> None:
-    loss, _ = sft(torch.tensor([-1.5, -0.2]), fields([0, 0], [0, 0]))
+    loss, _ = LOSSES["sft"](torch.tensor([-1.5, -0.2]), fields([0, 0], [0, 0]))
     assert loss.tolist() == pytest.approx([1.5, 0.2])
 
 
@@ -63,7 +73,7 @@ def test_sft_is_negative_log_likelihood() -> None:
 )
 def test_ppo_value_and_gradient(log_ratio: float, advantage: float, expected: float, slope: float) -> None:
     logprobs = torch.tensor([-1.0 + log_ratio], dtype=torch.float64, requires_grad=True)
-    loss, _ = ppo(logprobs, fields([-1.0], [advantage]))
+    loss, _ = LOSSES["ppo"](logprobs, fields([-1.0], [advantage]))
     loss.sum().backward()
     assert loss.item() == pytest.approx(expected)
     assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope)
@@ -77,13 +87,19 @@ def test_asymmetric_clipping_and_clip_fraction() -> None:
     assert found["clip_frac"].tolist() == [0.0, 1.0]
 
 
+def test_a_penalty_brings_its_reference() -> None:
+    """W54: where the KL comes off the rewards only, there is something to compare with all the same."""
+    assert recipe.needs_reference(AlgorithmConfig(advantage_fn="rloo", kl_penalty_fn="k1", kl_loss_fn="none"))
+    assert not recipe.needs_reference(AlgorithmConfig(advantage_fn="rloo", kl_loss_fn="none"))
+
+
 def test_mismatch_is_zero_for_equal_policies_and_k3_otherwise() -> None:
     assert all(float(v) in (0.0, 1.0) for v in mismatch(torch.zeros(1)).values())
     assert float(mismatch(torch.tensor([0.1]))["kl/mismatch"]) == pytest.approx(np.exp(0.1) - 1 - 0.1, abs=1e-6)
 
 
 def test_rows_align_advantage_and_weight_with_response_tokens() -> None:
-    made = rows([experience(1.0, 0, response=1), experience(0.0, 0, response=3)], "grpo", {}, "token-mean")
+    made = rows(judge([experience(1.0, 0, response=1), experience(0.0, 0, response=3)], "grpo", {}), "token-mean")
     assert [r.trained.tolist() for r in made] == [[0, 0, 1], [0, 0, 1, 1, 1]]
     assert sum(r.weight.sum() for r in made) == pytest.approx(1.0)
     assert made[0].weight[2] == pytest.approx(0.25) and made[0].advantage[0] == 0 and made[0].advantage[2] > 0
@@ -91,7 +107,7 @@ def test_rows_align_advantage_and_weight_with_response_tokens() -> None:
 
 def test_rows_leave_out_experiences_without_a_trained_token() -> None:
     empty = Experience(tokens=[1, 2], prompt_length=2, action_mask=[], group=0, reward=0.0, stop="prompt_too_long")
-    assert len(rows([empty, experience(1.0, 0)], "grpo", {}, "token-mean")) == 1
+    assert len(rows(judge([empty, experience(1.0, 0)], "grpo", {}), "token-mean")) == 1
 
 
 def test_metrics_count_staleness_and_groups_without_signal() -> None:

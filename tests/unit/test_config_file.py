@@ -56,6 +56,14 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "planted" not in said
 
 
+def test_types_that_differ_in_where_they_compute_are_one_here(tmp_path: Path) -> None:
+    """Row W55: a type that computes the advantages of another one elsewhere is that one."""
+    text = (FLAT / "both.yaml").read_text(encoding="utf-8")
+    assert "algorithm_type: grpo" in text
+    (config,) = prepared(written(tmp_path, text.replace("algorithm_type: grpo", "algorithm_type: grpo_verl")))
+    assert (config.algorithm.algorithm_type, config.algorithm.advantage_fn) == ("grpo", "grpo")
+
+
 def test_stages_of_a_file_are_translated_and_inherit(tmp_path: Path) -> None:
     warmup, tuned = prepared(FLAT / "stages.yaml", "buffer.batch_size=2")
     assert (warmup.mode, tuned.mode) == ("train", "both")

@@ -1,6 +1,6 @@
 """Every command in README and docs is one that exists: its keys compose, its tool and its files are there.
 
-What they do is tested elsewhere; this keeps a renamed key, option or file from staying in a page.
+tests/verify/test_docs_commands_run.py runs them; this keeps a renamed key, option or file from staying in a page.
 """
 
 import importlib.util

@@ -106,6 +106,21 @@ async def explored(actor: Explorer) -> Buffer:
     return actor.buffer  # type: ignore[return-value]
 
 
+def test_attempts_are_numbered_unless_the_workflow_says_which_is_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    def behaviour(task: Task) -> list[Experience]:
+        found = [made()[0], made()[0], made()[0]]
+        if task.row == 1:
+            found[1].turn, found[2].sample = 1, 1
+        return found
+
+    async def scenario() -> Buffer:
+        return await explored(explorer(behaviour, monkeypatch, count=2))
+
+    stored = asyncio.run(scenario()).stored
+    places = {group: [(e.sample, e.turn) for e in rows] for group, rows in stored.items()}
+    assert places == {0: [(0, 0), (1, 0), (2, 0)], 1: [(0, 0), (0, 1), (1, 0)]}
+
+
 @pytest.mark.parametrize(
     ("raised", "reason"),
     [

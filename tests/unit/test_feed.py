@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rft.algorithm import credit
 from rft.config import AlgorithmConfig, TrainerConfig
 from rft.experience import Batch, Experience
 from rft.feed import Feed
@@ -88,3 +89,13 @@ def test_a_reward_that_failed_trains_nothing_and_moves_no_baseline(outcome: Any)
         with_it.advantage.tolist() == without.advantage.tolist() and with_it.weight.tolist() == without.weight.tolist()
     )
     assert failed == {3: pytest.approx(1 / 3), 2: 0.0}
+
+
+def test_a_group_whose_greedy_response_has_no_reward_is_left_out() -> None:
+    def one(group: int, outcome: Any, **info: Any) -> Experience:
+        return Experience(
+            tokens=[1, 2], prompt_length=1, action_mask=[1], group=group, reward_outcome=outcome, info=info
+        )
+
+    kept, lost = [one(0, "ok"), one(0, "ok", baseline=True)], [one(1, "ok"), one(1, "timeout", baseline=True)]
+    assert credit.scored([*kept, *lost, one(0, "error")]) == kept

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from rft import plugins
+from rft.algorithm.advantages import Columns
 from rft.config import ConfigError
-from rft.experience import Sampling, Task
+from rft.experience import Experience, Sampling, Task
 from rft.rollout import rewards, workflows
 from rft.rollout.reward_pool import RewardPool
 
 PLUGIN = """
     from dataclasses import dataclass
 
+    from rft.algorithm.advantages import Advantage, Credit
     from rft.plugins import register
 
     @register("reward", "length_of")
@@ -27,8 +29,10 @@ PLUGIN = """
         return float(len(response))
 
     @register("advantage", "none_at_all")
-    def none_at_all(rewards, groups):
-        return rewards * 0
+    def none_at_all(columns):
+        return Credit(columns.rewards * 0)
+
+    register("advantage", "of_two")(Advantage(none_at_all, fewest=2))
 
     @register("policy_loss", "flat")
     def flat(logprobs, fields):
@@ -61,7 +65,10 @@ def test_every_table_can_be_added_to(directory: Path) -> None:
     assert plugins.load([str(directory)]) == [str(directory)]
     assert rewards.resolve("length_of")("abc", None, None) == 3.0
     assert workflows.resolve("quiet")().turns == 1
-    assert "none_at_all" in plugins.table_of("advantage") and "flat" in plugins.table_of("policy_loss")
+    advantages, losses = plugins.table_of("advantage"), plugins.table_of("policy_loss")
+    columns = Columns.of([Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=3.0)])
+    assert advantages["none_at_all"].function(columns).advantages.tolist() == [0.0] and advantages["of_two"].fewest == 2
+    assert "flat" in losses
     plugins.load([str(directory)])  # once more, as a process does that inherits them
     assert os.environ[plugins.VARIABLE] == str(directory)
     with pytest.raises(ConfigError, match="did you mean 'length_of'"):

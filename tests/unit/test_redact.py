@@ -1,5 +1,6 @@
 """Secrets: found by the names of variables and keys, and absent from everything that a run writes."""
 
+import asyncio
 import io
 import json
 import logging
@@ -12,8 +13,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from rft import config as configs
-from rft.config import Config, MonitorConfig, known_keys
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.taskset import for_journal, from_journal
+from rft.config import Config, ExperienceBufferConfig, MonitorConfig, known_keys
+from rft.experience import Sampling, Task
 from rft.monitor import logs, redact, sinks, trace
+from rft.rollout.explorer import one_line
 from rft.tools import report, timeline
 
 SECRETS = {
@@ -88,6 +93,48 @@ def test_a_secret_of_the_config_reaches_the_processes_and_no_file(
     assert configs.load(tmp_path / "resolved.yaml") == config
     assert redact.inherited()["RFT_SECRET_MONITOR_MONITOR_ARGS_API_KEY"] == "only-in-the-config"
     assert redact.text("only-in-the-config") == redact.HIDDEN, "and is a secret like all others from now on"
+
+
+def test_the_journal_has_none_and_a_task_that_runs_again_has_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One given as a variable, one that only the config had, and one in the message of a task that failed."""
+    only, variable = "only-in-the-config-0007", f"{redact.PASSED_ON}BUFFER_TOKEN"
+    monkeypatch.setenv(variable, only)  # as `configs.save` passes it on
+    args = {"api_key": SECRETS["HF_TOKEN"], "token": only, "more": [{"url": "http://x", "n": 3}]}
+    made = Task(
+        id="a/0/0",
+        taskset="a",
+        row=0,
+        prompt="1+1=",
+        sampling=Sampling(),
+        reward_args=args,
+        workflow_args={"key": only},
+    )
+
+    def buffer() -> ExperienceBuffer:
+        return ExperienceBuffer(ExperienceBufferConfig(), str(tmp_path), 2, 1, None, None)
+
+    async def before() -> None:
+        first = buffer()
+        await first.attach_explorer("e")
+        assert [await first.admit("e", for_journal(made), {}) for _ in range(2)] == [0, 1]
+        await first.abandon(1, one_line(RuntimeError(f"401 with {SECRETS['DB_PASSWORD']}")))
+        await first.shutdown()
+
+    async def after() -> list[Task]:
+        second = buffer()
+        started = await second.attach_explorer("e")
+        await second.shutdown()
+        return [from_journal(task) for _, task in started["reissue"]]
+
+    asyncio.run(before())
+    assert_clean(tmp_path)
+    assert not any(only.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert asyncio.run(after()) == [made]
+    monkeypatch.delenv(variable)
+    with pytest.raises(configs.ConfigError, match=f"{variable}, which is not set"):
+        asyncio.run(after())
 
 
 def test_a_process_that_lacks_the_variable_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_they_come_out_of_the_journal_as_they_went_in(tmp_path: Path) -> None:
 
 def test_packing_goes_without_them() -> None:
     def packed(routes: RoutedExperts | None) -> bytes:
-        (found,) = pack(credit.rows([made(routes)], None, {}, "token-mean"), 1, 100, 1)[0]
+        (found,) = pack(credit.rows(credit.judge([made(routes)], None, {}), "token-mean"), 1, 100, 1)[0]
         return found.tokens.tobytes() + found.behaviour.tobytes()
 
     assert packed(routed()) == packed(None)

@@ -15,7 +15,10 @@ ROWS = {  # by section of the reference; the blocks of veRL's keys are in test_v
     "algorithm.advantage_fn algorithm.advantage_fn_args algorithm.kl_penalty_fn algorithm.kl_penalty_fn_args "
     "algorithm.kl_loss_fn algorithm.kl_loss_fn_args algorithm.entropy_loss_fn algorithm.entropy_loss_fn_args "
     "algorithm.policy_loss_fn algorithm.policy_loss_fn_args algorithm.loss_agg_mode algorithm.enable_router_replay "
-    "algorithm.bypass_old_logprobs algorithm.rollout_correction",
+    "algorithm.bypass_old_logprobs "
+    "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold "
+    "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold "
+    "algorithm.rollout_correction.rollout_rs_threshold_lower algorithm.rollout_correction.rollout_token_veto_threshold",
     "C": "monitor.monitor_type monitor.monitor_args monitor.enable_ray_timeline monitor.detailed_stats",
     "D": "model.model_path model.critic_model_path model.custom_chat_template model.chat_template_path model.max_model_len "
     "model.max_prompt_tokens model.max_response_tokens model.min_response_tokens model.enable_prompt_truncation "

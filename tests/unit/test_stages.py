@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rft import config as configs
-from rft import launch, stages
+from rft import launch, stages, train
 from rft.config import Config, ConfigError
 
 GLOBAL = {
@@ -106,6 +106,21 @@ def test_a_key_that_every_stage_sets_is_refused_on_the_command_line() -> None:
         stages.check_overrides(raw, ["experiment=x", "trainer.total_steps=5"])
     stages.check_overrides(raw, ["seed=1", "stages.0.trainer.total_steps=5", "trainer.grad_clip=1"])
     stages.check_overrides(OmegaConf.create({"stages": [], "seed": 0}), ["seed=1"])
+
+
+def test_debug_fast_reaches_every_stage() -> None:
+    """Also a stage that sets the key for itself; what it would hide is refused."""
+    raw = train.compose(["experiment=quickstart", "debug=fast"])
+    found = configs.stage_configs(raw)
+    assert [config.trainer.total_steps for config in found] == [3, 3]
+    assert [config.trainer.save_interval for config in found] == [100, 25], "the rest stays"
+    assert not found[1].explorer.eval_on_startup and not found[1].every_stage
+    for key in ("trainer.total_steps", "stages.1.trainer.total_steps"):
+        with pytest.raises(ConfigError, match=f"^{key}: every_stage.trainer.total_steps wins over it"):
+            stages.check_overrides(raw, [f"{key}=5"])
+    stages.check_overrides(raw, ["every_stage.trainer.total_steps=5", "stages.1.trainer.save_interval=2"])
+    (alone,) = configs.stage_configs(train.compose(["debug=fast", "trainer.total_steps=5", "model.model_path=base"]))
+    assert alone.trainer.total_steps == 5
 
 
 def test_a_failed_stage_ends_the_run_with_its_code(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rft.algorithm import credit, token_credit
-from rft.algorithm.gae import gae, whitened
+from rft.algorithm.advantages.gae import gae, whitened
 from rft.algorithm.kl import ESTIMATORS, estimate
-from rft.algorithm.losses import Fields, clipped_value, ppo, token_loss
+from rft.algorithm.losses import LOSSES, Correction, Fields, clipped_value, token_loss
 from rft.config import AlgorithmConfig
 from rft.experience import Experience
 from rft.packing import Packed, Row, decode_part, encode_part, pack, slice_cp
@@ -91,15 +91,15 @@ def fields(**given: list[float]) -> Fields:
 def test_the_ratio_is_to_the_proximal_policy_where_there_is_one() -> None:
     logprobs = torch.tensor([-0.5, -0.5], dtype=torch.float64, requires_grad=True)
     given = {"behaviour": [-1.0, -2.0], "advantage": [1.0, 1.0], "proximal": [-0.6, -0.6]}
-    loss, metrics = ppo(logprobs, fields(**given))
+    loss, metrics = LOSSES["ppo"](logprobs, fields(**given))
     assert loss.tolist() == pytest.approx([-np.exp(0.1)] * 2)
     assert metrics["logprob_diff/mean"].tolist() == pytest.approx([0.5, 1.5]), (
         "the engine is still what is compared with"
     )
-    weighed, metrics = ppo(logprobs, fields(**given), importance_cap=2.0)
+    weighed, metrics = token_loss("ppo", {}, correction=Correction("token", cap=2.0))(logprobs, fields(**given))
     assert metrics["importance/mean"].tolist() == pytest.approx([np.exp(0.4), 2.0])
     assert weighed.tolist() == pytest.approx([-np.exp(0.1) * np.exp(0.4), -np.exp(0.1) * 2])
-    clipped, _ = ppo(logprobs, fields(**given | {"proximal": [-1.0, -1.0]}))
+    clipped, _ = LOSSES["ppo"](logprobs, fields(**given | {"proximal": [-1.0, -1.0]}))
     assert clipped.tolist() == pytest.approx([-1.2] * 2)
 
 
@@ -184,7 +184,7 @@ def credited(rows: list[Row], dp: int, limit: int, algorithm: AlgorithmConfig) -
 @pytest.mark.parametrize("penalty", [{}, PENALTY], ids=["plain", "kl_penalty"])
 def test_advantages_of_a_step_do_not_depend_on_how_it_is_cut(penalty: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig(advantage_fn="ppo", advantage_fn_args={"gamma": 0.9, "lam": 0.8}, **penalty)
-    rows = credit.rows(experiences(), "ppo", {}, "token-mean")
+    rows = credit.rows(credit.judge(experiences(), "ppo", {}), "token-mean")
     whole, moments = credited(rows, 1, 10**6, algorithm)
     cut, same = credited(rows, 3, 12, algorithm)
     assert sum(len(part) for part in cut) > 3
@@ -196,7 +196,7 @@ def test_advantages_of_a_step_do_not_depend_on_how_it_is_cut(penalty: dict[str, 
 
 
 def test_the_penalty_is_taken_off_the_reward_of_every_token() -> None:
-    (packed,) = pack(credit.rows(experiences(1), "ppo", {}, "token-mean"), 1, 100, 1)[0]
+    (packed,) = pack(credit.rows(credit.judge(experiences(1), "ppo", {}), "token-mean"), 1, 100, 1)[0]
     packed = said(packed)
     trained = packed.weight != 0
     algorithm = AlgorithmConfig(advantage_fn="ppo", **PENALTY)
@@ -211,7 +211,7 @@ def test_the_penalty_is_taken_off_the_reward_of_every_token() -> None:
 
 
 def test_a_rank_without_scores_takes_part_in_the_sums() -> None:
-    (packed,) = pack(credit.rows(experiences(2), "ppo", {}, "token-mean"), 1, 100, 1)[0]
+    (packed,) = pack(credit.rows(credit.judge(experiences(2), "ppo", {}), "token-mean"), 1, 100, 1)[0]
     asked: list[list[float]] = []
 
     def summed(numbers: list[float]) -> list[float]:
@@ -234,14 +234,14 @@ def test_a_step_without_trained_tokens_is_credited_too() -> None:
 
 def test_the_reward_is_that_of_the_last_trained_token() -> None:
     one = Experience(tokens=[5, 6, 7, 8, 9], prompt_length=2, action_mask=[1, 1, 0], group=0, reward=2.5)
-    (row,) = credit.rows([one], "ppo", {}, "token-mean")
+    (row,) = credit.rows(credit.judge([one], "ppo", {}), "token-mean")
     assert row.scores["reward"].tolist() == [0, 0, 0, 2.5, 0] and not row.advantage.any()
-    (plain,) = credit.rows([one], "grpo", {}, "token-mean")
+    (plain,) = credit.rows(credit.judge([one], "grpo", {}), "token-mean")
     assert plain.scores == {}
 
 
 def test_scores_travel_and_are_cut_like_every_other_field() -> None:
-    part = pack(credit.rows(experiences(), "ppo", {}, "token-mean"), 1, 12, 2)[0]
+    part = pack(credit.rows(credit.judge(experiences(), "ppo", {}), "token-mean"), 1, 12, 2)[0]
     for sent, received in zip(part, decode_part(encode_part(part)), strict=True):
         assert sent.scores.keys() == received.scores.keys() == {"reward"}
         assert np.array_equal(sent.scores["reward"], received.scores["reward"])

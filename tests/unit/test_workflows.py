@@ -72,6 +72,14 @@ def test_single_turn_keeps_exact_ids_logprobs_versions_and_asks_once() -> None:
     assert decode(encode([first, second]), list[Experience]) == [first, second]
 
 
+def test_a_greedy_response_has_a_reward_and_no_token_to_train_on() -> None:
+    """One, whatever the group's size, by the task's own workflow."""
+    ctx = FakeContext([completion("42")])
+    (found,) = asyncio.run(workflows.greedy(task(4), ctx))
+    assert [(n, sampling) for _, n, sampling in ctx.generated] == [(1, Sampling(temperature=0.0))]
+    assert (found.reward, found.action_mask, found.info) == (2, [0, 0], {"baseline": True})
+
+
 def test_a_prompt_that_is_too_long_is_not_scored() -> None:
     ctx = FakeContext([completion("", stop="prompt_too_long"), completion("42")])
     too_long, answered = run(task(2), ctx)
@@ -104,6 +112,8 @@ async def empty(task, ctx):
     return []
 async def short_mask(task, ctx):
     return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1], logprobs=[-1.0, -1.0])]
+async def short_rewards(task, ctx):
+    return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1], logprobs=[0.0, 0.0], token_rewards=[1.0])]
 async def no_logprobs(task, ctx):
     return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1])]
 async def long_span(task, ctx):
@@ -140,6 +150,7 @@ def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> 
     [
         ("empty", ValueError, "no experience"),
         ("short_mask", ValueError, "1 entries of action_mask for 2 response tokens"),
+        ("short_rewards", ValueError, "1 entries of token_rewards for 2 response tokens"),
         ("no_logprobs", ValueError, "0 entries of logprobs for 2 response tokens"),
         ("long_span", ValueError, "version 3 of tokens 0 to 2, but the response has 1"),
         ("late", TypeError, "returned something to be awaited"),

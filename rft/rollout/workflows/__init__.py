@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from rft.experience import Experience, Task
 from rft.rollout.rewards import lookup
 from rft.rollout.workflows.base import Workflow as Workflow
@@ -43,6 +45,17 @@ def resolve(name: str) -> Callable[..., Any]:
     """The class, or the function, called `name`. Raises ConfigError."""
     found: Callable[..., Any] = lookup("workflow", name, WORKFLOWS)
     return found
+
+
+async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
+    """What the workflow makes of one greedy response: only its reward is of use, so no token of it is trained on."""
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    made = await run(msgspec.structs.replace(task, repeat_times=1, sampling=sampling), ctx)
+    for one in made:
+        one.sample = task.repeat_times  # behind the others
+        one.action_mask = [0] * one.response_length
+        one.info = {**one.info, "baseline": True}
+    return made
 
 
 async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:

@@ -95,7 +95,10 @@ def problem(made: Experience) -> str | None:
     """What of an experience contradicts itself."""
     if not 0 < made.prompt_length <= len(made.tokens):
         return f"prompt_length {made.prompt_length}"
-    for name, values in (("action_mask", made.action_mask), ("logprobs", made.logprobs)):
+    per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+    if made.token_rewards:
+        per_token["token_rewards"] = made.token_rewards
+    for name, values in per_token.items():
         if len(values) != made.response_length:
             return f"{len(values)} entries of {name} for {made.response_length} response tokens"
     for name, numbers in (

@@ -5,9 +5,9 @@ In: rewards and the critic's values of one microbatch [T], aligned with the pred
 no decay: the token that follows a trained one is the next *trained* one of the same sequence.
 """
 
-from collections.abc import Callable
-
 import numpy as np
+
+from rft.packing import Packed
 
 EPSILON = 1e-8
 
@@ -37,4 +37,6 @@ def whitened(advantages: np.ndarray, trained: np.ndarray, mean: float, variance:
     return found
 
 
-TOKEN_ADVANTAGES: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {"ppo": gae}
+def ppo(packed: Packed, rewards: np.ndarray, gamma: float = 1.0, lam: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """`gae` over the critic's values."""
+    return gae(rewards, packed.scores["value"], packed.weight != 0, packed.cu_seqlens, gamma, lam)

@@ -1,0 +1,211 @@
+"""Every command of README and docs/*.md is run: its keys, files, tools and exit code are those that a reader meets.
+
+In: the shell blocks and transcripts of the pages. What a page leaves to the reader (a model, task files, `...`) is put there by
+PLACES; a run is made small by `smaller`, which adds keys and changes none that the page gives. A command that reads a run
+has the one that its page makes (MADE_BY). Invariant: a command is run here, or ELSEWHERE names who runs it, or why nobody can.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rft.tools.toy import write_model
+from tests.unit.test_docs_commands import PAGES, ROOT, commands
+
+from runs import MODEL, Run, write_assets
+
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
+RUN_S = 900.0  # a sweep of four runs
+TRANSCRIPT = re.compile(r"^\$ (.*)$", re.MULTILINE)
+NAMED_FILE = re.compile(r"```python\n(# (\w+\.py)\n.*?)```", re.DOTALL)
+STARTS_A_RUN = re.compile(r"rft\.train\b|^rft train\b|launch/torchrun\.sh")
+
+GRPO = "model.model_path=DIR buffer.explorer_input.taskset.path=FILE"
+PLACES = (  # what a page leaves to the reader, and what is there
+    (r'^make quickstart(?: ARGS="(.*)")?$', r"python -m rft.train experiment=quickstart \1"),
+    (r"^\.\.\.", f"python -m rft.train experiment=grpo {GRPO}"),
+    (r"(experiment=grpo.*) \.\.\.", rf"\1 {GRPO}"),
+    (r"experiment=(grpo|ppo)((?! model\.model_path).)*$", rf"\g<0> {GRPO}"),
+    (r"/models/Qwen3-0\.6B|=DIR\b", lambda found: ("=" if "=" in found[0] else "") + "model"),
+    (r"=FILE\b|=gsm8k\.jsonl", "=train.jsonl"),
+    (r"^rft train ", "python -m rft.train "),
+    (r"num_trials=20", "num_trials=2"),
+)
+MADE_BY = (  # a directory that a command reads, and the command that makes it
+    ("runs/rft/my_run", "python -m rft.train experiment=grpo name=my_run"),
+    ("runs/rft/lr_and_seed/sweep", "python -m rft.train -m experiment=grpo name=lr_and_seed"),
+    ("runs/rft/grid/sweep", "python -m rft.train -m experiment=sft name=grid"),
+    ("out/torch_dist ", "rft ckpt export runs/rft/demo@20 out/torch_dist"),
+    ("runs/rft/demo", "python -m rft.train experiment=sft name=demo"),
+)
+UNSAID = (  # the one run that a page shows the checkpoints of, without the command
+    "python -m rft.train experiment=sft name=demo model.model_path=DIR trainer.total_steps=20 trainer.save_interval=10 "
+    "buffer.trainer_input.experience_buffer.path=FILE"
+)
+DIFFERS = re.compile(r"^rft ckpt diff ")  # its exit code says so
+UNDER_WAY = re.compile(r"^rft engines ")  # of the run of two engines in docs/quickstart.md
+ELSEWHERE = (  # command, who runs it or why it cannot be run here
+    (r"^make (setup|lint|verify)$", "tests: what `make verify`, which runs this test, is or does first"),
+    (r"^make test", "tests: the suite that this test belongs to, or a part of it"),
+    (r"^make bench$", "bench: hours, and a quiet machine"),
+    (r"^make quickstart$", "tests/verify/test_quickstart.py"),
+    (r"^pip install ", "setup.py: what it installs is in requirements/cpu.lock"),
+    (r"^nsys ", "tests/unit/test_profiler.py: the rest wants an NVIDIA GPU"),
+    (r"launch/slurm(_sweep)?\.sh|^scancel |^cat rft-2\.log", "tests/verify/test_slurm.py"),
+    (r"^cat > trials|^algorithm\.|^END$", "tests/verify/test_slurm.py"),
+    (r"NNODES=2 ", "tests/verify/test_torchrun_nodes.py"),
+    (r"^export HEAD|^for node|^ssh |^done$|^wait$", "tests/verify/test_ray_launch.py"),
+    (r"launch/ray_job\.sh|^ray job stop", "tests/verify/test_ray_launch.py"),
+    (r"^kubectl ", "tests/verify/test_kubernetes.py: no cluster here, the files and their scripts are checked"),
+    (r"monitor=mlflow", "tests/verify/test_mlflow.py"),
+    (r"monitor_args\.mode=online", "tests/unit/test_services.py: offline, for online wants W&B's service"),
+    (
+        r"storage=s3:",
+        "tests/e2e/test_sync_methods.py tests/unit/test_ckpt_objects.py: the two halves, without S3 between",
+    ),
+    (r"^kill -9 ", "tests/e2e/test_pool.py"),
+)
+
+
+def lines() -> list[tuple[str, str]]:
+    """(page, command) of the pages, each once, without comments."""
+    found = commands()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        found += [(page.name, line) for line in TRANSCRIPT.findall(text)]
+    plain = [(page, " ".join(re.sub(r"\s#\s.*$", "", line).split())) for page, line in found]
+    return list(dict.fromkeys(plain))
+
+
+def elsewhere(line: str) -> str | None:
+    return next((who for pattern, who in ELSEWHERE if re.search(pattern, line)), None)
+
+
+def completed(line: str) -> str:
+    """The command with what the page leaves to the reader."""
+    for pattern, there in PLACES:
+        line = re.sub(pattern, there, line).strip()
+    return f"{line} {' '.join(smaller(line))}".strip() if STARTS_A_RUN.search(line) or "rft doctor e" in line else line
+
+
+def smaller(line: str) -> list[str]:
+    """Keys that make it a matter of seconds on two cores; never one that the command gives."""
+    keys = ["trainer.total_steps=10", "device=cpu"] if "--config" in line else ["device=cpu", "trainer.total_steps=3"]
+    keys += ["explorer.rollout_model.kv_cache_gb=0.25"]
+    if "experiment=quickstart" in line:
+        keys = ["debug=fast"]
+    elif "experiment=sft" in line:
+        keys += ["buffer.train_batch_size=8", "buffer.total_epochs=1000"]
+    elif "--config" not in line:
+        keys += [
+            "buffer.batch_size=4",
+            "buffer.total_epochs=1000",
+            "algorithm.repeat_times=2",
+            "trainer.max_token_len_per_gpu=8192",
+        ]
+        keys += ["model.max_prompt_tokens=16", "model.max_response_tokens=16"]
+        keys += ["trainer.critic_warmup=1"] if "experiment=ppo" in line else []
+    given = {word.partition("=")[0] for word in shlex.split(line)}
+    return [key for key in keys if key.partition("=")[0] not in given]
+
+
+HERE = [(page, line) for page, line in lines() if not elsewhere(line) and not UNDER_WAY.search(line)]
+Perform = Callable[[str], tuple[Path, str]]
+
+
+@pytest.fixture(scope="session")
+def perform(tmp_path_factory: pytest.TempPathFactory) -> Perform:
+    """Runs a completed command once, in a directory of its own or in that of the run it reads; returns that, and stdout."""
+    shared = tmp_path_factory.mktemp("shared")
+    write_assets(shared)
+    (shared / "model").rename(shared / "small")
+    write_model(shared / "model", context=2048, **MODEL)
+    for name in ("test.jsonl", "rows.jsonl"):
+        (shared / name).symlink_to("train.jsonl")
+    (shared / "run.yaml").symlink_to(ROOT / "tests" / "unit" / "flat" / "both.yaml")
+    (shared / "launch").symlink_to(ROOT / "launch")
+    (shared / "assets").symlink_to(".")
+    for page in PAGES:
+        for text, name in NAMED_FILE.findall(page.read_text(encoding="utf-8")):
+            (shared / name).write_text(text, encoding="utf-8")
+    done: dict[str, tuple[Path, str]] = {}
+
+    def perform(line: str) -> tuple[Path, str]:
+        if line not in done:
+            place = directory(line)
+            done[line] = place, call(line, place)
+        return done[line]
+
+    def directory(line: str) -> Path:
+        for made, by in MADE_BY:
+            if made in line and by not in line:
+                known = [*(line for _, line in lines()), UNSAID]
+                (maker,) = {completed(one) for one in known if completed(one).startswith(by)}
+                return perform(maker)[0]
+        place = tmp_path_factory.mktemp("command")
+        for path in shared.iterdir():
+            (place / path.name).symlink_to(path)
+        return place
+
+    return perform
+
+
+def environment(place: Path) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    flat = {"FLAT_ROOT": "runs", "FLAT_MODEL": str(place / "small"), "FLAT_DATA": str(place)}
+    return {**os.environ, **flat, "PATH": path, "PYTHONPATH": f"{ROOT}:{place}"}
+
+
+def call(line: str, place: Path) -> str:
+    command = ["bash", "-c", line]
+    ended = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True, timeout=RUN_S)
+    assert ended.returncode == (1 if DIFFERS.search(line) else 0), (
+        f"{line}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    )
+    return ended.stdout
+
+
+def test_every_command_has_a_place() -> None:
+    """One that is run, and nothing that only looks so: what is run elsewhere names a file, and no pattern has gone stale."""
+    assert len(HERE) > 30
+    for pattern, who in ELSEWHERE:
+        assert any(re.search(pattern, line) for _, line in lines()), f"{pattern}: no page says so any more"
+        assert all((ROOT / path).exists() for path in who.partition(":")[0].split()), who
+    for _, line in HERE:
+        assert "..." not in completed(line) and "DIR" not in completed(line), completed(line)
+
+
+@pytest.mark.parametrize(("page", "line"), HERE, ids=[f"{page}: {line}" for page, line in HERE])
+def test_it_runs(perform: Perform, page: str, line: str) -> None:
+    place, printed = perform(completed(line))
+    assert printed.strip(), "it said nothing"
+    if STARTS_A_RUN.search(line):
+        assert any("loss" in path.read_text() for path in place.rglob("metrics.jsonl")), "no step was trained"
+
+
+def test_commands_of_a_run_under_way(perform: Perform, tmp_path: Path) -> None:
+    """`rft engines` of all pages, in their order, against the run of docs/quickstart.md with two engines."""
+    (start,) = (line for page, line in HERE if "engine_num=2" in line and page == "quickstart.md")
+    asked = [line for _, line in lines() if UNDER_WAY.search(line)]
+    assert len(asked) >= 4
+    endless = [
+        completed(start).replace("debug=fast", "").strip(),
+        "stages.0.trainer.total_steps=2",
+        "stages.1.trainer.total_steps=100000",
+    ]
+    with Run(["bash", "-c", f"cd {tmp_path} && exec env PYTHONPATH={ROOT} {' '.join(endless)}"]) as run:
+        run.wait_step(2)
+        run.wait_for("1 trainer rank.*engine")
+        run.wait_step(2)
+        for line in asked:
+            printed = call(line.replace("runs/rft/quickstart", "runs/rft/two"), tmp_path)
+            assert "engine_" in printed
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM
