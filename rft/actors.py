@@ -181,7 +181,7 @@ class Actors:
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
 
     def _spawn_buffer(self) -> None:
-        from rft.buffer.experience_buffer import ExperienceBuffer
+        from rft.buffer.experience_buffer import SEGMENT_BYTES, ExperienceBuffer
 
         config = self.config
         settings = config.buffer.trainer_input.experience_buffer
@@ -189,7 +189,7 @@ class Actors:
         self._spawn(
             "buffer", settings.name, ExperienceBuffer, 1, settings, directory, config.buffer.batch_size,
             int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if config.mode == "both" else None,
-            config.trainer.total_steps,
+            config.trainer.total_steps, SEGMENT_BYTES, config.explorer.over_rollout if config.mode == "both" else None,
         )  # fmt: skip
 
     def _await_ready(self) -> None:
@@ -273,6 +273,7 @@ class Actors:
             | trace.environment()
             | {plugins.VARIABLE: os.pathsep.join(self.config.plugin_dirs)}
         )
+        environment |= self.config.explorer.env_vars if part == "explorer" else {}  # reward workers inherit them
         options = {"name": name, "num_cpus": cpus, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
         if gpus and self.cards is not None and self.cards.shared:
             environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(int(part.removeprefix("engine_")))
@@ -342,7 +343,10 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer
     from rft.buffer.taskset import build_tasksets
     from rft.rollout.explorer import Explorer
 
-    taskset, evals = build_tasksets(config.buffer, config.model, config.seed, config.trainer.total_steps)
+    staleness = config.synchronizer.max_staleness if config.mode == "both" else None
+    taskset, evals = build_tasksets(
+        config.buffer, config.model, config.seed, config.trainer.total_steps, max_staleness=staleness
+    )
     return (
         Explorer,
         1,

@@ -26,6 +26,7 @@ from rft.config_buffer import ExperienceBufferConfig as ExperienceBufferConfig
 from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
+from rft.config_buffer import TaskSelectorConfig as TaskSelectorConfig
 from rft.config_explorer import ExplorerConfig
 from rft.config_explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config_sweep import SweepConfig
@@ -54,6 +55,7 @@ class ModelConfig:
     chat_template_path: Optional[str] = None  # file; wins over custom_chat_template
     max_model_len: Optional[int] = None  # default: max_prompt_tokens + max_response_tokens
     max_prompt_tokens: Optional[int] = None
+    enable_prompt_truncation: bool = False  # a longer one keeps its end; false: it trains nothing, counted
     max_response_tokens: Optional[int] = None
     min_response_tokens: int = 0
     trust_remote_code: bool = False

@@ -14,6 +14,16 @@ class FormatConfig:
     system_prompt_key: Optional[str] = None
     system_prompt: Optional[str] = None
     messages_key: str = "messages"
+    workflow_key: Optional[str] = None  # tasks: column that names the workflow of a row; null in it: the set's
+    reward_fn_key: Optional[str] = None  # tasks: the same for its reward
+
+
+@dataclass
+class TaskSelectorConfig:
+    selector_type: Optional[str] = None  # sequential | shuffle | random | offline_easy2hard | difficulty_based
+    seed: Optional[int] = None  # default: the run's
+    feature_keys: list[str] = field(default_factory=list)  # columns of numbers, larger is easier: docs/explore.md
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of difficulty_based
 
 
 @dataclass
@@ -27,11 +37,14 @@ class RolloutArgs:
 @dataclass
 class TasksetConfig:
     name: Optional[str] = None
-    storage_type: str = "file"
-    path: str = MISSING  # .jsonl, .parquet, or a directory of them
-    subset_name: Optional[str] = None
+    storage_type: str = "file"  # file | sql: a table of an SQLite file
+    path: str = MISSING  # .jsonl, .parquet, or a directory of them; sql: the SQLite file
+    subset_name: Optional[str] = None  # a directory in path; sql: the table
     split: str = "train"
     shuffle: bool = True  # training sets only; the order depends on (seed, epoch)
+    task_selector: TaskSelectorConfig = field(
+        default_factory=TaskSelectorConfig
+    )  # training sets only; wins over shuffle
     repeat_times: Optional[int] = None
     format: FormatConfig = field(default_factory=FormatConfig)
     rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
@@ -44,6 +57,7 @@ class TasksetConfig:
 @dataclass
 class ExplorerInputConfig:
     taskset: Optional[TasksetConfig] = None
+    tasksets: list[TasksetConfig] = field(default_factory=list)  # instead of taskset: several, mixed by their sizes
     eval_tasksets: list[TasksetConfig] = field(default_factory=list)
     default_workflow_type: str = "single_turn"
     default_eval_workflow_type: Optional[str] = None

@@ -19,11 +19,28 @@ class RolloutModelConfig:
 
 
 @dataclass
+class OverRolloutConfig:
+    ratio: float = 0.0  # a step waits for (1 - ratio) x batch_size groups only; needs a sync_style other than fixed
+    wait_after_min: float = 30.0  # seconds for the others, once those are there; then they are cancelled and counted
+    return_partial_tasks: bool = False  # a task of which some runs are finished is taken with these
+
+
+@dataclass
+class DynamicTimeoutConfig:
+    enable: bool = False  # after the first step's worth of tasks; never longer than max_timeout
+    ratio: float = 3.0  # times the mean seconds of the tasks that succeeded
+
+
+@dataclass
 class ExplorerConfig:
-    name: str = "explorer"
+    name: str = "explorer"  # several explorers on one buffer need a name each
     runner_per_model: int = 8  # groups in flight per engine
     max_timeout: float = 900.0  # seconds for one task, all attempts together
-    max_retry_times: int = 2
+    max_retry_times: int = 2  # further attempts after one that failed, inside max_timeout
+    over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
+    dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
+    runner_state_report_interval: float = 0.0  # seconds, for lines in explorer.log of what each does; 0: none
+    env_vars: dict[str, str] = field(default_factory=dict)  # environment of workflows and rewards
     reward_workers: int = 1
     reward_timeout: float = 10.0  # seconds for one reward; then its worker is killed
     rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)

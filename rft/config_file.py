@@ -144,6 +144,7 @@ class Flat:
 
 LISTS = {
     "stages": "",
+    "buffer.explorer_input.tasksets": configs.TASKSET_KEY + ".",
     "buffer.explorer_input.eval_tasksets": configs.TASKSET_KEY + ".",
 }  # and the prefix of their items' keys
 

@@ -46,6 +46,7 @@ class Task(Record, kw_only=True):
     taskset: str
     row: int
     epoch: int = 0
+    draw: int = 0  # how many tasks its set gave out before
     prompt: str | list[dict[str, Any]]  # plain text, or chat messages
     truth: str | None = None
     workflow: str = "single_turn"

@@ -1,7 +1,7 @@
 """What a stage without a trainer does: collect rollouts (`explore`) or score exported checkpoints (`bench`).
 
 In: the explorer actor. Out: experiences in the durable buffer, or `bench/<set>/<metric>` in metrics.jsonl, with the
-checkpoint's step as the step.
+checkpoint's step as the step. Invariant: what is in bench/metrics.jsonl of all sets is not evaluated again.
 """
 
 import json
@@ -28,23 +28,46 @@ def explore(config: Config, explorer: Any, synchronizer: Any) -> None:
 
 
 def evaluate_checkpoints(config: Config, explorer: Any) -> None:
-    """Evaluate the base model as step 0 and every Hugging Face export in ascending order (A8), or only the newest."""
+    """Evaluate every Hugging Face export in ascending order (A8), with explorer.eval_on_startup after the base model as step 0; or
+    only the newest. A bench that was stopped goes on behind what it has reported."""
     import ray
 
-    from rft.monitor.sinks import build
+    from rft.monitor.sinks import build, read_metrics
 
     job = configs.job_dir(config)
-    found = exports(job)
-    chosen = found[-1:] if config.explorer.bench_on_latest_checkpoint else [(0, Path(config.model.model_path)), *found]
-    monitor = build(config.monitor, job / "bench", config.project, f"{config.name}_bench")
-    for step, path in chosen:
+    names = [str(taskset.name) for taskset in config.buffer.explorer_input.eval_tasksets]
+    reported = [row for row in read_metrics(job / "bench" / "metrics.jsonl") if is_whole(row, names)]
+    done = {int(row["step"]) for row in reported}
+    if done == {0}:  # a monitor that goes on from step 0 begins anew
+        done = set()
+    left = [(step, path) for step, path in chosen(config) if step not in done]
+    if done:
+        print(f"bench: {len(done)} version(s) are in {job / 'bench'} already, {len(left)} to go", flush=True)
+    monitor = build(
+        config.monitor, job / "bench", config.project, f"{config.name}_bench", resume_step=max(done, default=0)
+    )
+    for step, path in left:
         ray.get(explorer.load_weights.remote(str(path), step))
+        metrics = {}
         for reply in ray.get(explorer.evaluate.remote(step)):
             outcome = decode(reply, EvalResult)
-            metrics = {f"bench/{outcome.taskset}/{name}": value for name, value in outcome.metrics.items()}
-            monitor.log(metrics, step)
-            print(json.dumps({"step": step, **metrics}), flush=True)
+            metrics |= {f"bench/{outcome.taskset}/{name}": value for name, value in outcome.metrics.items()}
+        monitor.log(metrics, step)
+        print(json.dumps({"step": step, **metrics}), flush=True)
     monitor.close()
+
+
+def is_whole(row: dict[str, Any], names: list[str]) -> bool:
+    """Whether a row of metrics has the results of all these sets."""
+    return all(f"bench/{name}/accuracy" in row for name in names)
+
+
+def chosen(config: Config) -> list[tuple[int, Path]]:
+    """(step, directory) of the models that a bench evaluates."""
+    found = exports(configs.job_dir(config))
+    if config.explorer.bench_on_latest_checkpoint:
+        return found[-1:]
+    return ([(0, Path(config.model.model_path))] if config.explorer.eval_on_startup else []) + found
 
 
 def check_exports(config: Config) -> None:

@@ -17,10 +17,12 @@ from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS
 from rft.buffer.sft_rows import check_supervised
+from rft.buffer.task_source import names_in
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
 from rft.config import (
+    TASKSET_KEY,
     Config,
     ConfigError,
     MegatronConfig,
@@ -71,7 +73,8 @@ CHOICES = {
 }
 POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
-    "explorer.reward_timeout", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.reward_timeout", "explorer.dynamic_timeout.ratio",
+    "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
     "trainer.peak_tflops", "trainer.collective_timeout", "trainer.total_steps", "trainer.num_ranks",
     "trainer.megatron.tensor_model_parallel_size", "trainer.megatron.pipeline_model_parallel_size",
@@ -83,7 +86,8 @@ POSITIVE = (
     "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s", "critic.optim.lr", "critic.cliprange_value",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "explorer.max_retry_times", "explorer.eval_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
+    "explorer.max_retry_times", "explorer.eval_interval", "explorer.over_rollout.wait_after_min",
+    "explorer.runner_state_report_interval", "trainer.save_interval", "trainer.max_checkpoints_to_keep",
     "trainer.max_restarts", "explorer.rollout_model.max_restarts", "trainer.grad_clip", "trainer.max_skipped_steps",
     "synchronizer.sync_offset", "synchronizer.max_staleness", "synchronizer.probe_interval", "algorithm.optimizer.weight_decay",
     "algorithm.optimizer.lr_warmup_steps", "monitor.num_samples", "log.max_mb", "cluster.master_port",
@@ -302,18 +306,23 @@ def _check_data(config: Config) -> None:
         key = "buffer.trainer_input.experience_buffer"
         check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
         return
-    if config.mode in ("both", "explore") and config.buffer.explorer_input.taskset is None:
+    given = config.buffer.explorer_input
+    if given.taskset is not None and given.tasksets:
+        raise ConfigError(
+            "buffer.explorer_input.taskset and tasksets are both given: write the one into the list, or leave the list out"
+        )
+    if config.mode in ("both", "explore") and given.taskset is None and not given.tasksets:
         raise ConfigError(
             f"buffer.explorer_input.taskset: mode={config.mode} needs one; set buffer.explorer_input.taskset.path=FILE"
         )
     if config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets: mode=bench needs at least one")
     for key, taskset, _ in _tasksets(config):
-        if taskset.storage_type != "file":
-            raise ConfigError(nearest(taskset.storage_type, ["file"], f"{key}.storage_type"))
         check_taskset(taskset, f"{key}.path")
-        rewards.resolve(str(taskset.default_reward_fn_type))
-        workflows.resolve(str(taskset.default_workflow_type))
+        for name in {str(taskset.default_reward_fn_type), *names_in(taskset, "reward_fn_key", key)}:
+            rewards.resolve(name)
+        for name in {str(taskset.default_workflow_type), *names_in(taskset, "workflow_key", key)}:
+            workflows.resolve(name)
 
 
 def _check_deterministic(config: Config) -> None:
@@ -367,20 +376,21 @@ def count_steps(config: Config) -> int:
     if rows.storage_type == "file":
         taskset = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split, format=rows.format)
         per_step = int(buffer.train_batch_size or 1)
-    elif buffer.explorer_input.taskset is not None:
-        taskset, per_step = buffer.explorer_input.taskset, buffer.batch_size
+        sets = [(TASKSET_KEY, taskset)]
     else:
-        return 0
-    total = Taskset.count(taskset)
-    if total < per_step:
-        raise ConfigError(f"buffer.batch_size={per_step} is more than the {total} rows of {taskset.path}: lower it")
+        sets, per_step = [(key, one) for key, one, is_eval in _tasksets(config) if not is_eval], buffer.batch_size
+    total = sum(Taskset.count(one, key) for key, one in sets)
+    if sets and total < per_step:
+        paths = ", ".join(str(one.path) for _, one in sets)
+        raise ConfigError(f"buffer.batch_size={per_step} is more than the {total} rows of {paths}: lower it")
     return buffer.total_epochs * (total // per_step)
 
 
 def _tasksets(config: Config) -> list[tuple[str, TasksetConfig, bool]]:
     """(config key, taskset, is evaluation) of every taskset."""
     given = config.buffer.explorer_input
-    found = [("buffer.explorer_input.taskset", given.taskset, False)] if given.taskset else []
+    found = [(TASKSET_KEY, given.taskset, False)] if given.taskset else []
+    found += [(f"{TASKSET_KEY}s.{i}", t, False) for i, t in enumerate(given.tasksets)]
     return [*found, *((f"buffer.explorer_input.eval_tasksets.{i}", t, True) for i, t in enumerate(given.eval_tasksets))]
 
 
@@ -388,7 +398,8 @@ def _fill_tasksets(config: Config) -> None:
     """Workflow and reward: the set's own, else the section's default for its kind (F7-F9, F17-F19)."""
     given = config.buffer.explorer_input
     for key, taskset, is_eval in _tasksets(config):
-        taskset.name = taskset.name or ("taskset" if not is_eval else f"eval_taskset_{key.rsplit('.', 1)[1]}")
+        own = "taskset" if key == TASKSET_KEY else f"{'eval_' if is_eval else ''}taskset_{key.rsplit('.', 1)[1]}"
+        taskset.name = taskset.name or own
         kind = (given.default_eval_workflow_type if is_eval else None) or given.default_workflow_type
         taskset.default_workflow_type = taskset.default_workflow_type or kind
         taskset.default_reward_fn_type = taskset.default_reward_fn_type or given.default_reward_fn_type

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rft.buffer.task_source import names_in
 from rft.config import Config, ConfigError
 from rft.rollout import rewards, sandbox, workflows
 
@@ -21,8 +22,10 @@ def check_flows(config: Config) -> None:
     sets = [("buffer.explorer_input.taskset", given.taskset)] if given.taskset else []
     sets += [(f"buffer.explorer_input.eval_tasksets.{number}", one) for number, one in enumerate(given.eval_tasksets)]
     for key, taskset in sets:
-        _check_workflow(config, key, str(taskset.default_workflow_type), taskset.workflow_args)
-        _check_reward(config, key, str(taskset.default_reward_fn_type), taskset.reward_fn_args)
+        for name in {str(taskset.default_workflow_type), *names_in(taskset, "workflow_key", key)}:
+            _check_workflow(config, key, name, taskset.workflow_args)
+        for name in {str(taskset.default_reward_fn_type), *names_in(taskset, "reward_fn_key", key)}:
+            _check_reward(config, key, name, taskset.reward_fn_args)
 
 
 def _check_workflow(config: Config, key: str, name: str, args: dict[str, Any]) -> None:

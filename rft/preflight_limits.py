@@ -51,6 +51,7 @@ def check_given(config: Config) -> None:
 def check_limits(config: Config) -> None:
     given = config.buffer.explorer_input
     sets = [("buffer.explorer_input.taskset", given.taskset)] if given.taskset else []
+    sets += [(f"buffer.explorer_input.tasksets.{number}", one) for number, one in enumerate(given.tasksets)]
     sets += [(f"buffer.explorer_input.eval_tasksets.{number}", one) for number, one in enumerate(given.eval_tasksets)]
     for key, taskset in sets:
         _check_sampling(config, key, taskset)
@@ -59,6 +60,7 @@ def check_limits(config: Config) -> None:
     _check_batches(config)
     _check_best(config, [str(one.name) for one in given.eval_tasksets])
     _check_times(config)
+    _check_explorer(config)
     _check_monitor(config)
 
 
@@ -185,6 +187,32 @@ def _check_times(config: Config) -> None:
         raise ConfigError(
             f"trainer.checkpoint.lease_s={checkpoint.lease_s:g} is longer than agent_deadline_s={checkpoint.agent_deadline_s:g}: "
             "nobody could take over in time; lower it"
+        )
+
+
+def _check_explorer(config: Config) -> None:
+    for name in config.explorer.env_vars:
+        if name.startswith("RFT_") or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"explorer.env_vars.{name}: give names of variables of your own; RFT_ are rft's")
+    over, key = config.explorer.over_rollout, "explorer.over_rollout"
+    if not 0 <= over.ratio < 1:
+        raise ConfigError(
+            f"{key}.ratio={over.ratio:g}: the share of a step's tasks that is not waited for; 0 to below 1"
+        )
+    if over.ratio == 0:
+        return
+    if config.mode != "both":
+        raise ConfigError(
+            f"{key}.ratio={over.ratio:g} with mode={config.mode}: no step waits for tasks here; set it to 0"
+        )
+    if config.synchronizer.sync_style == "fixed":
+        raise ConfigError(
+            f"{key}.ratio={over.ratio:g} with synchronizer.sync_style=fixed, in which every step takes all its tasks: set "
+            "sync_style to dynamic_by_explorer, trainer_driven or fully_async"
+        )
+    if config.deterministic:
+        raise ConfigError(
+            f"{key}.ratio={over.ratio:g} with deterministic=true: who is late is a matter of time; set it to 0"
         )
 
 

@@ -60,12 +60,9 @@ OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularit
 JUICER = f"Data-Juicer is {YET}: process the files before the run, or in a function given as prepare=module:function"
 PIPELINE = f"pipelines over experiences are {YET}: shape rewards in buffer.explorer_input.default_reward_fn_type=module:function"
 REPLAY = f"a replay buffer is {YET}: raise buffer.total_epochs to see tasks again"
-ALL_TASKS = "every task of a step is waited for, and explorer.max_timeout caps the slow ones"
-OWN_LIMIT = "explorer.max_timeout is the limit of one task, all attempts together"
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
 NO_TINKER = "training is by Megatron on your own machines: leave it out"
-ONE_SET = f"one training set: put its files into one directory and set {TASKSET}.path"
 
 KEYS: dict[str, Key] = {
     # A: the top level
@@ -79,9 +76,6 @@ KEYS: dict[str, Key] = {
     "monitor.enable_ray_timeline": Key("C6", to="monitor.trace"),
     "monitor.detailed_stats": Key("C9", to="monitor.detailed"),
     # D: model
-    "model.enable_prompt_truncation": Key(
-        "D9", "a prompt longer than model.max_prompt_tokens is never cut: it gets empty responses", takes_any=True
-    ),
     "model.temperature": Key("D11", f"{SAMPLING}.temperature"),
     "model.top_p": Key("D11", f"{SAMPLING}.top_p"),
     "model.top_k": Key("D11", f"{SAMPLING}.top_k"),
@@ -94,11 +88,8 @@ KEYS: dict[str, Key] = {
     # F: buffer
     "buffer.default_workflow_type": Key("F19", to="buffer.explorer_input.default_workflow_type"),
     "buffer.default_reward_fn_type": Key("F19", to="buffer.explorer_input.default_reward_fn_type"),
-    "buffer.explorer_input.tasksets": Key("F5", ONE_SET, only=([],)),
     f"{TASKSET}.rollout_args.logprobs": Key("F18", "log-probabilities of what was sampled are always recorded", only=(0,)),
     f"{TASKSET}.rollout_args.n": Key("F18", "set algorithm.repeat_times, or repeat_times of an evaluation set", only=(1,)),
-    f"{TASKSET}.format.workflow_key": Key("F21", f"a workflow per row is {YET}: set {TASKSET}.default_workflow_type to your own"),
-    f"{TASKSET}.format.reward_fn_key": Key("F21", f"a reward per row is {YET}: your own reward function gets the row as task.raw"),
     "buffer.trainer_input.experience_buffer.replay_buffer.enable": Key("F29", REPLAY, only=(False,)),
     "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": Key("F30", REPLAY),
     "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": Key(
@@ -111,7 +102,6 @@ KEYS: dict[str, Key] = {
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
-    "explorer.env_vars": Key("G5", "all parts inherit the environment of `rft train` (or `ray start`): set them there", only=({},)),
     "explorer.rollout_model.enable_history": Key(
         "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
     ),
@@ -119,12 +109,6 @@ KEYS: dict[str, Key] = {
     "explorer.auxiliary_models": Key(
         "G10", f"further models are {YET}: serve them with vLLM and call them from your reward or workflow", only=([],)
     ),
-    "explorer.over_rollout.ratio": Key("G13", ALL_TASKS, only=(0, 0.0)),
-    "explorer.over_rollout.wait_after_min": Key("G14", ALL_TASKS, takes_any=True),
-    "explorer.over_rollout.return_partial_tasks": Key("G13", "a part of a group would bias its baseline", only=(False,)),
-    "explorer.dynamic_timeout.enable": Key("G15", OWN_LIMIT, only=(False,)),
-    "explorer.dynamic_timeout.ratio": Key("G16", OWN_LIMIT, takes_any=True),
-    "explorer.runner_state_report_interval": Key("G17", "what tasks and steps took is in metrics.jsonl", takes_any=True),
     # H: synchronizer
     "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
     "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
@@ -192,6 +176,12 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.trainer_input.experience_buffer.format.prompt_key", "buffer.trainer_input.experience_buffer.format.response_key",
     "buffer.trainer_input.experience_buffer.format.system_prompt_key",
     "buffer.trainer_input.experience_buffer.format.system_prompt", "buffer.trainer_input.experience_buffer.format.messages_key",
+    "explorer.over_rollout.ratio", "explorer.over_rollout.wait_after_min", "explorer.over_rollout.return_partial_tasks",
+    "explorer.dynamic_timeout.enable", "explorer.dynamic_timeout.ratio", "explorer.runner_state_report_interval",
+    "explorer.env_vars", "model.enable_prompt_truncation", "buffer.explorer_input.tasksets",
+    "buffer.explorer_input.taskset.task_selector.selector_type", "buffer.explorer_input.taskset.task_selector.seed",
+    "buffer.explorer_input.taskset.task_selector.feature_keys", "buffer.explorer_input.taskset.task_selector.kwargs",
+    "buffer.explorer_input.taskset.format.workflow_key", "buffer.explorer_input.taskset.format.reward_fn_key",
     "explorer.name", "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
     "explorer.rollout_model.engine_type", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.eval_interval", "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "synchronizer.sync_method",
@@ -241,7 +231,6 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
     ),
     "algorithm.sample_strategy": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
     "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
-    f"{TASKSET}.storage_type": (("sql", "queue"), f"it is {YET}: export the rows to JSON lines and set {TASKSET}.path"),
     "buffer.trainer_input.experience_buffer.storage_type": (
         ("sql",), "the queue's journal is durable by itself, and mode=train reads what a run of mode=explore left: set queue",
     ),
@@ -252,9 +241,9 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
 
 
 def canonical(key: str) -> str:
-    """Tasksets for evaluation have the keys of the one for training, and a stage those of the whole."""
+    """Tasksets for evaluation, and several for training, have the keys of the one, and a stage those of the whole."""
     key = re.sub(r"^stages(\[\d+\]|\.\d+)\.", "", key)
-    return re.sub(r"^buffer\.explorer_input\.eval_tasksets(\[\d+\]|\.\d+)?\.", f"{TASKSET}.", key)
+    return re.sub(r"^buffer\.explorer_input\.(?:eval_)?tasksets(\[\d+\]|\.\d+)?\.", f"{TASKSET}.", key)
 
 
 def instead(key: str) -> str | None:

@@ -137,8 +137,11 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
     found = {
         "response_length/mean": lengths.mean(),
         "response_length/max": lengths.max(),
+        "response_length/min": lengths.min(),
         "truncated_frac": np.mean([e.stop == "length" for e in experiences]),
         "prompt_length/mean": np.mean([e.prompt_length for e in experiences]),
+        "prompt_length/max": max(e.prompt_length for e in experiences),
+        "prompt_length/min": min(e.prompt_length for e in experiences),
     }
     rollouts = [e for e in experiences if e.group >= 0]
     if rollouts:
@@ -149,6 +152,8 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
         versions = [len({span.version for span in e.versions}) for e in rollouts]
         found |= {
             "reward/mean": rewards.mean(),
+            "reward/max": rewards.max(),
+            "reward/min": rewards.min(),
             "reward/std": rewards.std(),
             "reward/zero_signal_groups": np.mean(np.array(spreads) == 0),
             "reward/failed_frac": np.mean([e.failed for e in rollouts]),

@@ -18,24 +18,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from rft.buffer import progress as records
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
-from rft.buffer.progress import (
-    Attached,
-    Consumed,
-    Failed,
-    Group,
-    Issued,
-    JournalRecord,
-    Leased,
-    Restarted,
-    Resumed,
-    Stored,
-)
+from rft.buffer.over_rollout import OverRollout
+from rft.buffer.progress import Group, JournalRecord
 from rft.config import ExperienceBufferConfig
+from rft.config_explorer import OverRolloutConfig
 from rft.experience import Batch, Experience, decode, encode
 
-COUNTERS = ("experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups")
+COUNTERS = (
+    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups", "cut_groups",
+)  # fmt: skip
+SEGMENT_BYTES = 64 * 2**20  # of the journal
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +39,9 @@ class ExperienceBuffer:
     """The one buffer of a run. `max_staleness=None`: no slot limit; `total_steps=None`: until the input is done."""
 
     def __init__(
-        self,
-        config: ExperienceBufferConfig,
-        directory: str,
-        tasks_per_step: int,
-        repeat_times: int,
-        max_staleness: int | None,
-        total_steps: int | None,
-        segment_bytes: int = 64 * 2**20,
-    ) -> None:
+        self, config: ExperienceBufferConfig, directory: str, tasks_per_step: int, repeat_times: int, max_staleness: int | None,
+        total_steps: int | None, segment_bytes: int = SEGMENT_BYTES, over_rollout: OverRolloutConfig | None = None,
+    ) -> None:  # fmt: skip
         self.timeout = config.max_read_timeout
         self.tasks_per_step = tasks_per_step
         self.repeat_times = repeat_times
@@ -60,6 +49,7 @@ class ExperienceBuffer:
         self.total_steps = total_steps
         self._ledger = Ledger(directory, segment_bytes)
         self._progress = self._ledger.progress
+        self._over = OverRollout(over_rollout or OverRolloutConfig(), tasks_per_step)
         self._published: int | None = None  # unknown until a trainer says where it begins
         self._stored_before = 0  # groups stored when that version was published
         self._attached: set[str] = set()
@@ -87,9 +77,10 @@ class ExperienceBuffer:
         self._done.discard(name)
         self._all_done = False
         if name in self._progress.cursors:
-            await self._record(Attached(explorer=name))
+            await self._record(records.Attached(explorer=name))
         groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
-        return {"cursor": self._progress.cursors.get(name), "reissue": groups, "run_epoch": self._progress.run_epoch}
+        cursor, told = self._progress.cursors.get(name), self._progress.told.get(name, [])
+        return {"cursor": cursor, "reissue": groups, "run_epoch": self._progress.run_epoch, "told": told}
 
     async def admit(self, explorer: str, task: bytes, cursor: dict[str, Any]) -> int | None:
         """Wait for a slot and return the number of the new group; None: the run needs no more, the task was not taken.
@@ -105,16 +96,7 @@ class ExperienceBuffer:
             if not self._may_admit():
                 return None
             number = self._progress.next_group
-            self._append(
-                Issued(
-                    group=number,
-                    explorer=explorer,
-                    task=task,
-                    cursor=cursor,
-                    version=self._version_now(),
-                    run_epoch=self._progress.run_epoch,
-                )
-            )
+            self._append(records.Issued(group=number, explorer=explorer, task=task, cursor=cursor, **self._now()))
         await self._settle()
         return number
 
@@ -135,18 +117,21 @@ class ExperienceBuffer:
                 )
             if group not in {unfinished.number for unfinished in self._progress.unfinished(explorer)}:
                 raise ValueError(f"group {group} is not an unfinished group of explorer {explorer!r}")
-            self._append(Restarted(group=group, version=self._version_now(), run_epoch=self._progress.run_epoch))
+            self._append(records.Restarted(group=group, **self._now()))
         await self._settle()
 
-    async def put(self, group: int, experiences: bytes) -> None:
-        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing."""
+    async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
+        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing.
+
+        `told`: what the task selector of its explorer learns of it; every later `attach_explorer` returns all of these.
+        """
         rows = decode(experiences, list[Experience])
         if not rows:
             raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
         if self._is_open_group(group, "duplicate_puts"):
             self._counts["short_groups"] += len(rows) < self.repeat_times
             self._counts["experiences"] += len(rows)
-            await self._record(Stored(group=group, experiences=experiences))
+            await self._record(records.Stored(group=group, experiences=experiences, told=told))
         else:
             await self._settle()  # the first put may still be on its way to the disk
 
@@ -154,14 +139,18 @@ class ExperienceBuffer:
         """Give a group up: no step waits for it any more. Does nothing for one that is stored."""
         if self._is_open_group(group, "late_abandons"):
             logger.warning("group %d was abandoned: %s", group, reason)
-            await self._record(Failed(group=group, reason=reason))
+            await self._record(records.Failed(group=group, reason=reason))
+
+    async def cuts(self, explorer: str) -> list[int]:
+        """Wait for groups of this explorer that a step goes on without: it puts what is finished of each, or abandons it."""
+        async with self._changed:
+            await self._wait(lambda: not self._over.is_told(explorer))
+            return self._over.tell(explorer)
 
     async def input_done(self, explorer: str | None = None) -> None:
         """The taskset of this explorer, or of all, is exhausted: no step waits for groups that nobody will issue."""
-        if explorer is None:
-            self._all_done = True
-        else:
-            self._done.add(explorer)
+        self._all_done = self._all_done or explorer is None
+        self._done |= {explorer} if explorer else set()
         await self._notify()
 
     # Trainer
@@ -172,7 +161,7 @@ class ExperienceBuffer:
         self._attempt += 1
         self._published, self._stored_before = step, self._progress.num_stored
         self._stopped = self._stopped if self._stop_is_failure else ""  # a plain stop was meant for the trainer before
-        await self._record(Resumed(step=step, run_epoch=run_epoch))
+        await self._record(records.Resumed(step=step, run_epoch=run_epoch))
         replays = self._progress.replays(step)
         told = f"{len(replays)} batches are replayed, {len(self._progress.waiting)} groups wait"
         logger.info("%s begins at step %d in run epoch %d: %s", trainer, step, run_epoch, told)
@@ -195,14 +184,11 @@ class ExperienceBuffer:
             return encode(Batch(step=step, experiences=[]))
         async with self._changed:
             self._check_step(step)
-            complete = step in self._progress.leases or await self._wait(
-                lambda: (
-                    self._attempt != attempt
-                    or bool(self._stopped)
-                    or step in self._progress.leases
-                    or self._next_groups(step) is not None
-                )
-            )
+
+            def is_over() -> bool:
+                return self._attempt != attempt or bool(self._stopped) or step in self._progress.leases
+
+            groups = None if is_over() else await self._await_groups(step, is_over)
             if self._stop_is_failure:
                 raise RuntimeError(self._stopped)
             if self._stopped:
@@ -210,7 +196,7 @@ class ExperienceBuffer:
             if self._attempt != attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             if step not in self._progress.leases:
-                groups = self._next_groups(step) if complete else self._incomplete(step)
+                groups = self._incomplete(step) if groups is None else groups
                 if not groups:
                     return encode(Batch(step=step, experiences=[]))
                 self._lease(step, trainer, groups)
@@ -224,7 +210,7 @@ class ExperienceBuffer:
         """The trainer has finished `step`."""
         if step not in self._progress.leases:
             raise ValueError(f"step {step} has no batch that could be consumed ({self._where()})")
-        await self._record(Consumed(step=step))
+        await self._record(records.Consumed(step=step))
 
     async def published(self, version: int, run_epoch: int | None = None) -> None:
         """All engines serve `version`: groups of the steps before it free their slots.
@@ -241,10 +227,9 @@ class ExperienceBuffer:
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer after a step."""
-        if self._published is None:
-            return False
-        return self._progress.asks(
-            self._published, self._stored_before, interval, self.tasks_per_step, self.max_staleness
+        published, before = self._published, self._stored_before
+        return published is not None and self._progress.asks(
+            published, before, interval, self.tasks_per_step, self.max_staleness
         )
 
     # Checkpoints
@@ -338,10 +323,10 @@ class ExperienceBuffer:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _wait(self, ready: Callable[[], bool]) -> bool:
+    async def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait, holding `_changed`, until `ready()`; False after the deadline."""
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self.timeout if seconds is None else seconds):
                 await self._changed.wait_for(lambda: self._closed or self._failure is not None or ready())
         except TimeoutError:
             return False
@@ -365,8 +350,9 @@ class ExperienceBuffer:
         if self._closed:
             raise JournalError("the experience buffer is closed")
 
-    def _version_now(self) -> int | None:
-        return None if self.max_staleness is None else self._published
+    def _now(self) -> dict[str, int | None]:
+        version = None if self.max_staleness is None else self._published
+        return {"version": version, "run_epoch": self._progress.run_epoch}
 
     def _may_admit(self) -> bool:
         if self.total_steps is not None and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0:
@@ -411,6 +397,30 @@ class ExperienceBuffer:
             return None
         return groups if len(groups) >= self.tasks_per_step or self._is_input_done() else None
 
+    async def _await_groups(self, step: int, is_over: Callable[[], bool]) -> list[Group] | None:
+        """What `step` takes; None after the deadline. With over_rollout: what is there of it when the others were cut."""
+        found: list[Group] | None = None
+
+        def is_ready() -> bool:
+            nonlocal found
+            found = self._next_groups(step)
+            return is_over() or found is not None
+
+        def wanted() -> list[Group]:
+            return self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
+
+        await self._wait(lambda: is_ready() or self._over.has_enough(wanted()))
+        if is_ready() or not self._over.has_enough(wanted()) or await self._wait(is_ready, self._over.wait_s):
+            return found
+        groups = wanted()
+        late = self._over.cut(groups)
+        self._counts["cut_groups"] += len(late)
+        logger.warning("step %d goes on without groups %s", step, [group.number for group in late])
+        self._changed.notify_all()
+        running = self._progress.waiting
+        await self._wait(lambda: is_over() or all(group.stored or group.number not in running for group in late))
+        return [group for group in groups if group.stored]
+
     def _incomplete(self, step: int) -> list[Group]:
         groups = self._progress.stored()[: self.tasks_per_step]
         if not groups:
@@ -419,14 +429,8 @@ class ExperienceBuffer:
                 f"explorer alive? ({self._where()})"
             )
         self._counts["incomplete_batches"] += 1
-        logger.warning(
-            "step %d takes %d of %d groups after %g s (%s)",
-            step,
-            len(groups),
-            self.tasks_per_step,
-            self.timeout,
-            self._where(),
-        )
+        told = f"{len(groups)} of {self.tasks_per_step} groups after {self.timeout:g} s ({self._where()})"
+        logger.warning("step %d takes %s", step, told)
         return groups
 
     def _lease(self, step: int, trainer: str, groups: list[Group]) -> None:
@@ -435,14 +439,8 @@ class ExperienceBuffer:
             self._counts["over_stale_groups"] += len(late)
             if late:
                 logger.warning("step %d trains groups %s later than max_staleness=%d", step, late, self.max_staleness)
-        self._append(
-            Leased(
-                step=step,
-                trainer=trainer,
-                run_epoch=self._progress.run_epoch,
-                groups=[group.number for group in groups],
-            )
-        )
+        numbers = [group.number for group in groups]
+        self._append(records.Leased(step=step, trainer=trainer, run_epoch=self._progress.run_epoch, groups=numbers))
 
     def _where(self) -> str:
         running = [number for number, group in self._progress.waiting.items() if not group.stored]

@@ -51,10 +51,11 @@ class Restarted(Record, tag="restarted", kw_only=True):
 
 
 class Stored(Record, tag="stored", kw_only=True):
-    """The experiences of a group, an encoded list."""
+    """The experiences of a group, an encoded list. `told`: what its explorer's task selector learned of it."""
 
     group: int
     experiences: bytes
+    told: list[Any] | None = None
 
 
 class Failed(Record, tag="failed", kw_only=True):
@@ -97,6 +98,7 @@ class Folded(Record, tag="folded", kw_only=True):
     cursors: dict[str, dict[str, Any]]
     num_stored: int
     num_failed: int
+    told: dict[str, list[list[Any]]] = {}
 
 
 JournalRecord = Issued | Attached | Restarted | Stored | Failed | Leased | Consumed | Resumed | Folded
@@ -147,6 +149,7 @@ class Progress:
     run_epoch: int = 0
     num_stored: int = 0
     num_failed: int = 0
+    told: dict[str, list[list[Any]]] = field(default_factory=dict)  # by explorer, for all of the run: small
 
     # Records
 
@@ -163,6 +166,8 @@ class Progress:
                 group = self.waiting[record.group]
                 group.stored, group.task = True, b""
                 self.num_stored += 1
+                if record.told is not None:
+                    self.told.setdefault(group.explorer, []).append(record.told)
             case Failed():
                 del self.waiting[record.group]
                 self.num_failed += 1

@@ -13,7 +13,8 @@ from typing import Any
 
 from rft.buffer.data_files import Needs, check_rows, data_files, load_rows, task_needs
 from rft.buffer.render import end_of_turn, render_messages, render_prompt
-from rft.buffer.taskset import clean_messages, row_prompt, shuffled
+from rft.buffer.selectors import shuffled
+from rft.buffer.taskset import clean_messages, row_prompt
 from rft.config import ConfigError, ExperienceBufferConfig, FormatConfig
 from rft.experience import Batch, Experience, Sampling, Task
 

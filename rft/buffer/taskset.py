@@ -1,20 +1,33 @@
-"""Tasks from data files, in an order that depends only on (seed, epoch), with a cursor that continues anywhere.
+"""Tasks from rows, in the order of a selector, with a cursor that continues anywhere.
 
-In: a taskset's config and files. Out: `Task`s, and `cursor`, a small JSON object that says which task comes next;
-`seek(cursor)` in a new process goes on exactly there. Training sets are shuffled per epoch and leave out the last short
-batch of an epoch (other rows in every epoch); evaluation sets are read once, whole, in order.
+In: a taskset's config and rows. Out: `Task`s, and `cursor`, a small JSON object that says which task comes next;
+`seek(cursor)` in a new process goes on exactly there; a selector that learns needs `recall` of what it was told as well.
+Training sets leave out the last short batch of an epoch (shuffled, other rows in every epoch); evaluation sets are read once,
+whole, in order.
 """
 
-import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rft.buffer.data_files import check_rows, count_rows, data_files, load_rows, task_needs
-from rft.config import BufferConfig, ConfigError, ExplorerInputConfig, FormatConfig, ModelConfig, TasksetConfig
+from rft.buffer import selectors, task_source
+from rft.config import (
+    TASKSET_KEY,
+    BufferConfig,
+    ConfigError,
+    ExplorerInputConfig,
+    FormatConfig,
+    ModelConfig,
+    TaskSelectorConfig,
+    TasksetConfig,
+)
 from rft.experience import Sampling, Task, decode, encode
 from rft.monitor import redact
+
+if TYPE_CHECKING:
+    from rft.buffer.mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -60,10 +73,9 @@ def check_taskset(config: TasksetConfig, key_path: str, batch_size: int = 1) -> 
     must have at least (1 for evaluation).
     """
     key = key_path.removesuffix(".path")
-    if config.storage_type != "file":
-        raise ConfigError(f"{key}.storage_type is {config.storage_type!r}: only file is there (.jsonl, .parquet)")
-    files = data_files(config.path, config.split, config.subset_name, key)
-    rows = check_rows(files, task_needs(config.format, key), key)
+    rows = task_source.check(config, key)
+    selectors.check_selector(config.task_selector, key)
+    task_source.features(config, key)
     if rows < batch_size:
         raise ConfigError(
             f"{key}.path: {config.path} has {rows} rows, fewer than one step takes "
@@ -73,19 +85,25 @@ def check_taskset(config: TasksetConfig, key_path: str, batch_size: int = 1) -> 
 
 
 def build_tasksets(
-    buffer: BufferConfig, model: ModelConfig, seed: int, total_steps: int | None, repeat_times: int = 1
-) -> tuple["Taskset | None", list["Taskset"]]:
-    """The training taskset, endless where `total_steps` ends the run, and the evaluation tasksets."""
-    given = buffer.explorer_input
-    taskset = None
+    buffer: BufferConfig, model: ModelConfig, seed: int, total_steps: int | None, repeat_times: int = 1,
+    max_staleness: int | None = None,
+) -> tuple["Taskset | Mixture | None", list["Taskset"]]:  # fmt: skip
+    """The training set or sets, endless where `total_steps` ends the run, and the evaluation tasksets."""
+    from rft.buffer.mixture import Mixture
+
+    given, size = buffer.explorer_input, buffer.batch_size
+    defaults = train_defaults(given, model, repeat_times)
+    epochs = buffer.total_epochs if total_steps is None else None
+    lag = 1 if max_staleness is None else max_staleness
+    taskset: Taskset | Mixture | None = None
     if given.taskset is not None:
-        taskset = Taskset(
-            given.taskset,
-            train_defaults(given, model, repeat_times),
-            seed,
-            buffer.total_epochs if total_steps is None else None,
-            buffer.batch_size,
-        )
+        taskset = Taskset(given.taskset, defaults, seed, epochs, size, lag=lag)
+    elif given.tasksets:
+        sets = [
+            Taskset(one, defaults, seed, None, size, key_path=f"{TASKSET_KEY}s.{number}", lag=lag, is_part=True)
+            for number, one in enumerate(given.tasksets)
+        ]
+        taskset = Mixture(sets, seed, epochs, size)
     evaluations = [
         Taskset(
             config, eval_defaults(given, model), train=False, key_path=f"buffer.explorer_input.eval_tasksets.{number}"
@@ -95,17 +113,11 @@ def build_tasksets(
     return taskset, evaluations
 
 
-def shuffled(count: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(count) that depends on (seed, epoch) only."""
-    order = list(range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
 class Taskset:
     """Iterator over the tasks of `epochs` passes (None: without end), by batches of `batch_size`.
 
-    `train=False` reads every row once, in order. The length is that of one epoch.
+    `train=False` reads every row once, in order. The length is that of one epoch. `lag`: how many batches may be under way
+    beyond the one that is drawn, which a selector that learns has to know. `is_part`: of a mixture, which cuts its own batches.
     """
 
     def __init__(
@@ -116,17 +128,18 @@ class Taskset:
         epochs: int | None = 1,
         batch_size: int = 1,
         train: bool = True,
-        key_path: str = "buffer.explorer_input.taskset",
+        key_path: str = TASKSET_KEY,
+        lag: int = 1,
+        is_part: bool = False,
     ) -> None:
-        files = data_files(config.path, config.split, config.subset_name, key_path)
-        self.name = config.name or ("taskset" if train else files[0].stem)
+        self._rows: Sequence[dict[str, Any]] = task_source.load(config, key_path)
+        self.name = config.name or ("taskset" if train else task_source.files_of(config, key_path)[0].stem)
         self.config = config
         self.defaults = defaults
         self.seed = seed
         self.epochs = epochs
-        self.shuffle = train and config.shuffle
-        self._rows = load_rows(files, key_path)
-        self._length = len(self._rows) // batch_size * batch_size if train else len(self._rows)
+        whole = is_part or not train
+        self._length = len(self._rows) if whole else len(self._rows) // batch_size * batch_size
         if self._length == 0:
             raise ConfigError(
                 f"{key_path}.path: {config.path} has {len(self._rows)} rows, fewer than "
@@ -134,12 +147,15 @@ class Taskset:
             )
         self._sampling = self._make_sampling(key_path)
         self._epoch, self._index = 0, 0
-        self._order = self._make_order()
+        self._selector = selectors.build(
+            config.task_selector if train else TaskSelectorConfig(), train and config.shuffle, len(self._rows), batch_size, seed,
+            lag, lambda: task_source.features(config, key_path),
+        )  # fmt: skip
 
     @staticmethod
-    def count(config: TasksetConfig, key_path: str = "buffer.explorer_input.taskset") -> int:
-        """Rows in the files of a taskset, counted without loading it."""
-        return count_rows(data_files(config.path, config.split, config.subset_name, key_path), key_path)
+    def count(config: TasksetConfig, key_path: str = TASKSET_KEY) -> int:
+        """Rows of a taskset, counted without loading it."""
+        return task_source.count(config, key_path)
 
     def __len__(self) -> int:
         return self._length
@@ -150,18 +166,18 @@ class Taskset:
     def __next__(self) -> Task:
         if self._index == self._length:
             self._epoch, self._index = self._epoch + 1, 0
-            self._order = self._make_order()
         if self.epochs is not None and self._epoch >= self.epochs:
             raise StopIteration
-        row = self._order[self._index]
+        draw = self._draw()
+        row = self._selector.row(self._epoch, self._index, draw)
         self._index += 1
-        return self._task(row)
+        return self._task(row, draw)
 
     def at(self, row: int) -> Task:
         """The task of one row, whatever the order."""
         if not 0 <= row < len(self._rows):
             raise ConfigError(f"taskset {self.name!r} has rows 0 to {len(self._rows) - 1}, and no {row}")
-        return self._task(row)
+        return self._task(row, self._draw())
 
     @property
     def cursor(self) -> dict[str, int]:
@@ -176,10 +192,31 @@ class Taskset:
                 f"{self.config.path} or buffer.batch_size changed since the checkpoint?"
             )
         self._epoch, self._index = cursor["epoch"], cursor["index"]
-        self._order = self._make_order()
 
-    def _make_order(self) -> list[int]:
-        return shuffled(len(self._rows), self.seed, self._epoch) if self.shuffle else list(range(len(self._rows)))
+    def _draw(self) -> int:
+        """Which task of all epochs comes next."""
+        return self._epoch * self._length + self._index
+
+    # What a selector learns, if it does
+
+    @property
+    def learns(self) -> bool:
+        return self._selector.learns
+
+    def is_waiting(self) -> bool:
+        """Whether the next task depends on one that still runs."""
+        return isinstance(self._selector, selectors.DifficultyBased) and self._selector.is_waiting(self._draw())
+
+    def tell(self, task: Task, value: float | None) -> None:
+        """The mean reward of a task, or None when it failed."""
+        if isinstance(self._selector, selectors.DifficultyBased):
+            self._selector.tell(task.draw, task.row, value)
+
+    def recall(self, told: list[list[Any]], running: list[Task]) -> None:
+        """Of earlier processes: [taskset, draw, row, value] of every task, and the tasks that have to run again."""
+        if isinstance(self._selector, selectors.DifficultyBased):
+            ours = [(draw, row, value) for name, draw, row, value in told if name == self.name]
+            self._selector.recall(ours, [task.draw for task in running if task.taskset == self.name])
 
     def _make_sampling(self, key_path: str) -> Sampling:
         args = self.config.rollout_args
@@ -198,18 +235,23 @@ class Taskset:
             min_tokens=self.defaults.min_tokens,
         )
 
-    def _task(self, row: int) -> Task:
+    def _task(self, row: int, draw: int) -> Task:
         config, defaults, raw = self.config, self.defaults, self._rows[row]
         truth = raw.get(config.format.response_key)
+        again = config.task_selector.selector_type in ("random", selectors.LEARNING)  # a row may come twice in an epoch
+        workflow, reward = (
+            raw.get(key) if key else None for key in (config.format.workflow_key, config.format.reward_fn_key)
+        )
         return Task(
-            id=f"{self.name}/{self._epoch}/{row}",
+            id=f"{self.name}/{self._epoch}/{row}" + (f"/{draw}" if again else ""),
             taskset=self.name,
             row=row,
             epoch=self._epoch,
+            draw=draw,
             prompt=row_prompt(raw, config.format),
             truth=None if truth is None else str(truth),
-            workflow=config.default_workflow_type or defaults.workflow,
-            reward=config.default_reward_fn_type or defaults.reward,
+            workflow=workflow or config.default_workflow_type or defaults.workflow,
+            reward=reward or config.default_reward_fn_type or defaults.reward,
             reward_args=dict(config.reward_fn_args),
             workflow_args=dict(config.workflow_args),
             repeat_times=config.repeat_times or defaults.repeat_times,

@@ -2,10 +2,16 @@
 
 In: evaluation tasksets and the version that the engines serve. Out: one `EvalResult` per set. Invariant: every task of a set
 counts: one that fails for good is wrong, and a set of which all fail is no result but `AllTasksFail`.
+
+With `repeat_times` n above 1 a set also has, for reward and each of its parts, `mean@n`, `std@n`, and for k = 2, 4, ..., n what the
+best and the worst of k answers are expected to be (`best@k`, `worst@k`, by bootstrap), and `pass@k`, without bias.
 """
 
 import asyncio
 import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -18,6 +24,8 @@ from rft.rollout.runner import AllTasksFail, Runner, one_line
 log = logging.getLogger(__name__)
 SAMPLES = 8  # rollouts of each evaluation kept for reading
 AT_ONCE = 256  # tasks per engine
+BOOTSTRAP, BOOTSTRAP_SEED = 1000, 42
+RIGHT = 1  # a response with this reward, or more, is right
 
 
 class Evaluator:
@@ -60,15 +68,70 @@ def summarise(
     flat = [e for _, group in done for e in group]
     rewards = np.array([e.reward for e in flat])
     metrics = {
-        "accuracy": float(np.mean(rewards >= 1)) * len(done) / asked,
+        "accuracy": float(np.mean(rewards >= RIGHT)) * len(done) / asked,
         "reward/mean": float(rewards.mean()),
         "response_length/mean": float(np.mean([e.response_length for e in flat])),
         "truncated_frac": float(np.mean([e.stop == "length" for e in flat])),
         "failed_frac": 1 - len(done) / asked,
         **versions_of(flat, version),
+        **repeated([group for _, group in done], asked - len(done)),
     }
     samples = [sample_row(task, group[0], tokenizer) for task, group in done[:SAMPLES]]
     return EvalResult(taskset=name, version=version, num_tasks=asked, metrics=metrics, samples=samples)
+
+
+def repeated(groups: list[list[Experience]], failed: int) -> dict[str, float]:
+    """What n answers to every task tell together; names as in Trinity-RFT. Of `failed` tasks no answer was right."""
+    values: dict[str, list[list[float]]] = defaultdict(list)
+    for group in groups:
+        runs = list(by_run(group))
+        values["reward"].append([run[-1].reward for run in runs])
+        for part in sorted({name for run in runs for name in run[-1].metrics}):
+            values[part].append([run[-1].metrics.get(part, 0.0) for run in runs])
+    found = {}
+    for name, tasks in values.items():
+        n = max(map(len, tasks))
+        found |= {f"{name}/mean@{n}": mean([np.mean(task) for task in tasks])}
+        if n > 1:
+            found |= {f"{name}/std@{n}": mean([np.std(task) for task in tasks])}
+        for k in sizes(n):
+            best, worst = zip(*(extremes(task, k) for task in tasks), strict=True)
+            found |= {f"{name}/best@{k}": mean(best), f"{name}/worst@{k}": mean(worst)}
+    n = max(map(len, values["reward"]))
+    for k in {1, *sizes(n)} if n > 1 else ():
+        rates = [pass_at(k, len(task), sum(reward >= RIGHT for reward in task)) for task in values["reward"]]
+        found[f"pass@{k}"] = mean([*rates, *[0.0] * failed])
+    return found
+
+
+def by_run(group: list[Experience]) -> Iterator[list[Experience]]:
+    """The experiences of each run; the last turn has its reward."""
+    runs: dict[int, list[Experience]] = defaultdict(list)
+    for experience in group:
+        runs[experience.sample].append(experience)
+    yield from runs.values()
+
+
+def sizes(n: int) -> list[int]:
+    """2, 4, 8, ... below n, and n itself."""
+    powers = [2**power for power in range(1, n.bit_length()) if 2**power < n]
+    return [*powers, n] if n > 1 else []
+
+
+def extremes(values: list[float], k: int) -> tuple[float, float]:
+    """Expected best and worst of k of these, drawn with replacement: a bootstrap of BOOTSTRAP draws, always the same ones."""
+    draws = np.array(values)[np.random.RandomState(BOOTSTRAP_SEED).randint(0, len(values), size=(BOOTSTRAP, k))]
+    return float(draws.max(axis=1).mean()), float(draws.min(axis=1).mean())
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """The chance that one of k answers is right: 1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, arXiv:2107.03374)."""
+    k = min(k, n)
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def mean(values: Any) -> float:
+    return float(np.mean(values))
 
 
 def versions_of(experiences: list[Experience], version: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ group is sampled whole, from one version, with the same seeds however often it s
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from rft.buffer.taskset import Taskset, for_journal, from_journal
@@ -25,7 +26,7 @@ from rft.monitor import trace
 from rft.rollout.context import Shared
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.evaluation import Evaluator
-from rft.rollout.runner import AllTasksFail, Runner, one_line
+from rft.rollout.runner import AllTasksFail, Cut, Runner, one_line
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class Explorer:
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
-        self.runner = Runner(config, self.shared, greedy_baseline)
-        self.evaluator = Evaluator(Runner(config, self.shared), eval_tasksets)
+        self.runner = Runner(config, self.shared, batch_size, greedy_baseline)
+        self.evaluator = Evaluator(self.runner, eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -58,7 +59,9 @@ class Explorer:
         self.holds = 0  # a group that was admitted before the last one has to be admitted again
         self.may_sample = asyncio.Event()
         self.exploring: asyncio.Task[None] | None = None
-        self.following: asyncio.Task[None] | None = None
+        self.learned = asyncio.Event()  # the task selector was told of one more group
+        self.cut: set[int] = set()  # groups that their step went on without
+        self.background: list[asyncio.Task[None]] = []
         self.is_open = asyncio.Event()
         self.phase = "starting"
 
@@ -66,8 +69,9 @@ class Explorer:
         """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
         await self.shared.load()
         if self.synchronizer is not None:
-            self.following = asyncio.create_task(self.pool.follow(self.synchronizer))
-            self.following.add_done_callback(self._settle)
+            self._keep(self.pool.follow(self.synchronizer))
+        if self.config.runner_state_report_interval > 0:
+            self._keep(self._report())
         self.phase = "ready"
         return {
             "taskset": len(self.taskset) if self.taskset else 0,
@@ -94,6 +98,8 @@ class Explorer:
         if self.exploring is None:
             self.exploring = asyncio.create_task(self._explore())
             self.exploring.add_done_callback(self._settle)
+            if self.config.over_rollout.ratio > 0:
+                self._keep(self._follow_cuts())
 
     async def hold(self) -> None:
         """End all sampling until `explore` is called: a trainer attached to the buffer and will publish what it resumed from.
@@ -116,11 +122,15 @@ class Explorer:
         assert self.taskset is not None and self.buffer is not None, "explore needs a taskset and a buffer"
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
-        for group, task in start["reissue"]:  # left unfinished by an earlier process: the same numbers, sampled again
-            await self._launch(group, from_journal(task), await self._readmit(group))
+        unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
-        for task in self.taskset:
+        if self.taskset.learns:
+            self.taskset.recall(start["told"], [task for _, task in unfinished])
+        for group, task in unfinished:  # left by an earlier process: the same numbers, sampled again
+            await self._launch(group, task, await self._readmit(group))
+        tasks = iter(self.taskset)
+        while (task := await self._next(tasks)) is not None:
             holds = self.holds
             group = await self.buffer.admit.remote(self.config.name, for_journal(task), self.taskset.cursor)
             if group is None:  # enough groups for the last step were admitted
@@ -129,6 +139,30 @@ class Explorer:
         await asyncio.gather(*self.groups)
         await self.buffer.input_done.remote(self.config.name)
         self.phase = "done"
+
+    async def _next(self, tasks: Iterator[Task]) -> Task | None:
+        """The next task, once its selector has heard of all groups that it chooses by."""
+        while self.taskset.learns and self.taskset.is_waiting():  # type: ignore[union-attr]
+            self.learned.clear()
+            await self.learned.wait()
+        return next(tasks, None)
+
+    async def _follow_cuts(self) -> None:
+        while True:
+            for group in await self.buffer.cuts.remote(self.config.name):  # type: ignore[union-attr]
+                self.cut.add(group)
+                self.runner.cut(group)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.runner_state_report_interval)
+            for line in self.runner.report():
+                log.info("runners: %s", line)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        job = asyncio.create_task(work)
+        job.add_done_callback(self._settle)
+        self.background.append(job)
 
     async def _readmit(self, group: int) -> int:
         """Wait until an unfinished group may start anew; returns the number of holds before that."""
@@ -169,22 +203,40 @@ class Explorer:
             EngineUnavailable
         ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
             raise
+        except Cut as error:
+            await self._abandon(group, task, error)
+            return
         except Exception as error:  # a user's workflow may raise anything: it costs its own group, counted, not the run
             log.warning("task %s failed for good: %s", task.id, one_line(error))
-            trace.instant("task failed", task=task.id, cause=one_line(error))
             self.failures += 1
-            await self.buffer.abandon.remote(group, one_line(error))
+            await self._abandon(group, task, error)
             if self.failures >= self.max_failures:
                 raise AllTasksFail(f"{self.failures} tasks in a row failed, the last with {one_line(error)}") from error
             return
         self.failures = 0
-        await self.buffer.put.remote(group, encode(experiences))
+        value = judged(experiences) if self.taskset.learns else None
+        lesson = () if value is None else ([task.taskset, task.draw, task.row, value],)
+        await self.buffer.put.remote(group, encode(experiences), *lesson)
+        self._tell(task, value)
+
+    async def _abandon(self, group: int, task: Task, error: Exception) -> None:
+        trace.instant("task failed", task=task.id, cause=one_line(error))
+        await self.buffer.abandon.remote(group, one_line(error))
+        self._tell(task, None)
+
+    def _tell(self, task: Task, value: float | None) -> None:
+        """The selector hears of a group only after the journal has it, so that a restart finds it as wise."""
+        if self.taskset.learns:
+            self.taskset.tell(task, value)
+            self.learned.set()
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
         """Run it, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
         while True:
             if holds != self.holds:
                 holds = await self._readmit(group)
+            if group in self.cut:  # before it began
+                raise Cut("never begun: its step had enough other tasks (explorer.over_rollout)")
             job = asyncio.create_task(self.runner.run(group, task, holds))
             self.sampling[job] = None
             try:
@@ -216,8 +268,8 @@ class Explorer:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The engine pool's numbers, for the metrics of a step."""
-        return self.pool.stats()
+        """The numbers of engine pool and runners, for the metrics of a step."""
+        return self.pool.stats() | self.runner.stats()
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has answered all that it was asked for."""
@@ -228,8 +280,14 @@ class Explorer:
         await asyncio.shield(self.broken)
 
     async def shutdown(self) -> None:
-        running = [*self.groups, *(job for job in (self.exploring, self.following) if job)]
+        running = [*self.groups, *self.background, *([self.exploring] if self.exploring else [])]
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self.shared.rewards.close()
+
+
+def judged(experiences: list[Experience]) -> float | None:
+    """The mean reward of a group, of those that have one."""
+    rewards = [e.reward for e in experiences if e.reward_outcome in ("ok", "none")]
+    return sum(rewards) / len(rewards) if rewards else None

@@ -1,13 +1,23 @@
 """Runs one task: attempts of its workflow inside one total time.
 
-In: a task, and the group that its experiences belong to. Out: experiences stamped with group and task, or the exception of
-the last attempt. Invariants: all attempts together take at most the task's time, then the one that runs is cancelled, and with it
-its requests to engines and its rewards; whatever a user's workflow raises, also what would end this process, comes out as an
-`Exception`.
+    run(group, task) ──► attempt 1 ──fails──► attempt 2 ... ──► experiences
+        │ max_timeout, or what dynamic_timeout makes of it, for all of them together
+        └ cut(group): the step that wanted it goes on without it
+
+In: a task, and the group that its experiences belong to. Out: experiences stamped with group, sample and task, or the exception of
+the last attempt. Invariants: when time is up or the group is cut, the attempt that runs is cancelled, and with it its requests to
+engines and its rewards, and a workflow that refuses to end can ask for nothing more; whatever a user's workflow raises, also what
+would end this process, comes out as an `Exception`.
 """
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from rft.config import ExplorerConfig
 from rft.experience import Experience, Task
@@ -17,54 +27,187 @@ from rft.rollout.context import Context, Shared
 from rft.rollout.engine import EngineUnavailable
 
 log = logging.getLogger(__name__)
+CANCEL_S = 5.0  # for a cancelled workflow to end; one that does not is left behind
+COUNTS = (
+    "finished_task_count",
+    "failed_task_count",
+    "retry_count",
+    "timeout_count",
+    "cut_task_count",
+    "partial_task_count",
+)
+Made = list[Experience]
+Called = Callable[[Task, Context], Awaitable[Made]]
 
 
 class AllTasksFail(RuntimeError):
     """Not a task is to blame but the set-up: a workflow, an engine, a configuration."""
 
 
-class Runner:
-    """`greedy_baseline`: each task gets a greedy response beside the others, to compare them with."""
+class Cut(RuntimeError):
+    """A step goes on without this group (explorer.over_rollout)."""
 
-    def __init__(self, config: ExplorerConfig, shared: Shared, greedy_baseline: bool = False):
+
+@dataclass(eq=False)
+class UnderWay:
+    """A task that runs now. `finished`: the runs of its attempt that are done, by number, where it has several."""
+
+    group: int
+    task: Task
+    began: float
+    limit: float
+    start: int
+    cut: asyncio.Future[None]
+    attempt: int = 0
+    contexts: list[Context] = field(default_factory=list)
+    finished: dict[int, Made] = field(default_factory=dict)
+    given_up: bool = False
+
+    def line(self, now: float) -> str:
+        what = ", ".join(f"{n} {doing}" for doing, n in Counter(c.doing for c in self.contexts).items())
+        return f"{self.task.id}: attempt {self.attempt + 1}, {what}; {now - self.began:.1f} s of at most {self.limit:g}"
+
+
+class Runner:
+    """`warmup`: tasks that must have succeeded before `dynamic_timeout` knows what a task takes. `greedy_baseline`: each task of
+    training gets a greedy response beside the others, to compare them with."""
+
+    def __init__(self, config: ExplorerConfig, shared: Shared, warmup: int = 1, greedy_baseline: bool = False):
         self.config = config
         self.shared = shared
+        self.warmup = warmup
         self.greedy_baseline = greedy_baseline
+        self.counts: Counter[str] = Counter()  # of training tasks
+        self.seconds = 0.0  # of those that succeeded, together
+        self.under_way: set[UnderWay] = set()
 
-    async def run(self, group: int, task: Task, start: int = 0) -> list[Experience]:
-        """At most 1 + max_retry_times attempts, all together within max_timeout seconds (then cancelled: W33).
+    async def run(self, group: int, task: Task, start: int = 0) -> Made:
+        """At most 1 + max_retry_times attempts, all together within `limit` seconds (then cancelled: W33).
 
-        `start`: how often the group was begun before; requests of different starts have different names.
+        `group` below 0: an evaluation. `start`: how often the group was begun before; requests of different starts have
+        different names.
         """
-        limit = asyncio.timeout(self.config.max_timeout)
+        loop = asyncio.get_running_loop()
+        limit = self.limit() if group >= 0 else self.config.max_timeout
+        here = UnderWay(group, task, loop.time(), limit, start, loop.create_future())
+        self.under_way.add(here)
+        job = asyncio.create_task(self._attempts(here))
         try:
-            async with limit:
-                for attempt in range(self.config.max_retry_times + 1):
-                    try:
-                        return await self._once(group, task, start, attempt)
-                    except EngineUnavailable:
-                        raise
-                    except Exception as error:
-                        if attempt == self.config.max_retry_times:
-                            raise
-                        log.warning("task %s, attempt %d: %s", task.id, attempt + 1, one_line(error))
-        except TimeoutError:
-            if limit.expired():
-                absence = self.shared.pool.absence()
-                raise TimeoutError(
-                    f"no result in {self.config.max_timeout:g} s (explorer.max_timeout){absence and ': ' + absence}"
-                ) from None
+            await asyncio.wait({job, here.cut}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            made = job.result() if job.done() else await self._out_of_time(here, job)
+        except Exception:
+            self._count(group, "failed_task_count")
             raise
+        finally:
+            await end(job, here)
+            self.under_way.discard(here)
+        if group >= 0:
+            self.seconds += loop.time() - here.began
+        self._count(group, "finished_task_count")
+        return made
+
+    def limit(self) -> float:
+        """Seconds for a task of training: max_timeout, or less where tasks have shown what they take."""
+        dynamic, done = self.config.dynamic_timeout, self.counts["finished_task_count"]
+        if not dynamic.enable or done < self.warmup:
+            return self.config.max_timeout
+        return min(self.config.max_timeout, dynamic.ratio * self.seconds / done)
+
+    def cut(self, group: int) -> None:
+        """Its time is up now; `run` ends with what there is of it, or with `Cut`."""
+        for here in self.under_way:
+            if here.group == group and not here.cut.done():
+                here.cut.set_result(None)
+
+    def stats(self) -> dict[str, float]:
+        found = {f"rollout/{name}": float(self.counts[name]) for name in COUNTS}
+        found |= {f"rollout/{name}": float(count) for name, count in self.shared.counts.items()}
+        done = self.counts["finished_task_count"]
+        return found | {"rollout/timeout_s": self.limit(), **({"rollout/task_s": self.seconds / done} if done else {})}
+
+    def report(self) -> list[str]:
+        """What every runner does, in lines."""
+        now = asyncio.get_running_loop().time()
+        told = ", ".join(f"{self.counts[name]} {name.removesuffix('_count')}" for name in COUNTS)
+        return [
+            f"{len(self.under_way)} tasks under way; {told}",
+            *(here.line(now) for here in sorted(self.under_way, key=lambda here: here.began)),
+        ]
+
+    async def _out_of_time(self, here: UnderWay, job: "asyncio.Task[Made]") -> Made:
+        """Runs that are finished are taken, if partial tasks are; otherwise this says what was not kept."""
+        await end(job, here)
+        was_cut = here.cut.done()
+        self._count(here.group, "cut_task_count" if was_cut else "timeout_count")
+        if self.config.over_rollout.return_partial_tasks and here.finished:
+            self._count(here.group, "partial_task_count")
+            return stamped(here)
+        if was_cut:
+            raise Cut("cancelled: its step had enough other tasks (explorer.over_rollout)")
+        key = "max_timeout" if here.limit == self.config.max_timeout else "dynamic_timeout"
+        absence = self.shared.pool.absence()
+        raise TimeoutError(f"no result in {here.limit:g} s (explorer.{key}){absence and ': ' + absence}")
+
+    async def _attempts(self, here: UnderWay) -> Made:
+        task = here.task
+        for here.attempt in range(self.config.max_retry_times + 1):
+            here.contexts, here.finished = [], {}
+            try:
+                return await self._once(here)
+            except EngineUnavailable:
+                raise
+            except Exception as error:
+                if here.attempt == self.config.max_retry_times:
+                    raise
+                self._count(here.group, "retry_count")
+                log.warning("task %s, attempt %d: %s", task.id, here.attempt + 1, one_line(error))
         raise AssertionError("unreachable: the loop returns or raises")
 
-    async def _once(self, group: int, task: Task, start: int, attempt: int) -> list[Experience]:
-        request = f"{task.id}/g{group}/h{start}/a{attempt}"
-        context = Context(self.shared, request, f"{self.shared.seed}/{task.id}/{attempt}")
+    async def _once(self, here: UnderWay) -> Made:
+        made = await self._runs(here)
+        if not self.greedy_baseline or here.group < 0:
+            return made
+        baseline = await self._call(here, here.task, "/greedy", workflows.greedy)
+        return made + _of(here, here.task.repeat_times, baseline)
+
+    async def _runs(self, here: UnderWay) -> Made:
+        """One call for the whole task; or one per run, at the same time, where the workflow wants it or part of them will do."""
+        task, partial = here.task, self.config.over_rollout.return_partial_tasks and here.group >= 0
+        if workflows.flag(task.workflow, "can_repeat", True) and (
+            not partial or workflows.flag(task.workflow, "compares_runs", False)
+        ):
+            made = await self._call(here, task, "")
+            workflows.numbered(task, made)
+            for experience in made:
+                _of(here, experience.sample, [experience])
+            return made
+        one, errors = msgspec.structs.replace(task, repeat_times=1), []
+
+        async def run(number: int) -> None:
+            try:
+                here.finished[number] = await self._call(here, one, f"/r{number}")
+            except Exception as error:
+                errors.append(error)
+                if not partial or isinstance(error, EngineUnavailable):
+                    raise
+
         try:
-            experiences = await workflows.run(task, context)
-            workflows.numbered(task, experiences)
-            if self.greedy_baseline:
-                experiences += await workflows.greedy(task, context)
+            async with asyncio.TaskGroup() as runs:
+                for number in range(task.repeat_times):
+                    runs.create_task(run(number))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        if not here.finished:
+            raise errors[0]
+        self._count(here.group, "partial_task_count", len(errors) > 0)
+        return stamped(here)
+
+    async def _call(self, here: UnderWay, task: Task, run: str, what: Called | None = None) -> Made:
+        request = f"{task.id}/g{here.group}/h{here.start}/a{here.attempt}{run}"
+        context = Context(self.shared, request, f"{self.shared.seed}/{task.id}/{here.attempt}{run}")
+        here.contexts.append(context)
+        try:
+            return await (what or workflows.run)(task, context)
         except asyncio.CancelledError as error:
             job = asyncio.current_task()
             if job is None or job.cancelling():
@@ -72,9 +215,39 @@ class Runner:
             raise RuntimeError(f"workflow {task.workflow!r} raised CancelledError") from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the explorer
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
-        for experience in experiences:
-            experience.group, experience.task = group, task.id
-        return experiences
+        finally:
+            context.doing = "done"
+
+    def _count(self, group: int, name: str, count: int = 1) -> None:
+        self.counts[name] += count if group >= 0 else 0
+
+
+def stamped(here: UnderWay) -> Made:
+    """The finished runs as one group, in the order of their numbers."""
+    return [experience for number, run in sorted(here.finished.items()) for experience in _of(here, number, run)]
+
+
+def _of(here: UnderWay, number: int, run: Made) -> Made:
+    """The experiences of run `number`, as parts of their group."""
+    for experience in run:
+        experience.group, experience.sample, experience.task = here.group, number, here.task.id
+    return run
+
+
+async def end(job: "asyncio.Task[Any]", here: UnderWay) -> None:
+    """Cancel what runs; a workflow that catches that and goes on is left to itself, without engines and rewards."""
+    if job.done() or here.given_up:
+        return
+    here.given_up = True
+    job.cancel()
+    await asyncio.wait({job}, timeout=CANCEL_S)
+    if not job.done():
+        log.warning("workflow %r of task %s does not end when it is cancelled", here.task.workflow, here.task.id)
+        for context in here.contexts:
+            context.close()
+        job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    elif not job.cancelled():
+        job.exception()  # seen: what it raised on its way out is not what happened
 
 
 def one_line(error: BaseException | None) -> str:

@@ -50,7 +50,8 @@ def text(raw: DictConfig, everything: bool) -> str:
         taskset = plain(OmegaConf.structured(TasksetConfig))
         tasks = given["buffer"]["explorer_input"]
         default["buffer"]["explorer_input"]["taskset"] = taskset if tasks["taskset"] else None
-        tasks["eval_tasksets"] = [changed(one, taskset) for one in tasks["eval_tasksets"]]
+        for name in ("tasksets", "eval_tasksets"):
+            tasks[name] = [changed(one, taskset) for one in tasks[name]]
         given = changed(given, default)
     return OmegaConf.to_yaml(OmegaConf.create(given)) if given else ""
 

@@ -73,7 +73,7 @@ def explored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_what_multi_step_runs_left_trains_it(name: str, tmp_path: Path, explored: tuple[Path, Path]) -> None:
     left, assets = explored
     job = tmp_path / "rft" / "apart"
-    shutil.copytree(left, job)
+    shutil.copytree(left, job, symlinks=True)
     more = ["mode=train", f"algorithm.algorithm_type={name}", f"trainer.total_steps={STEPS}", *MORE.get(name, [])]
     with train(*overrides(tmp_path, "apart", assets, *more)) as run:
         assert (run.end(), run.errors()) == (0, "")

@@ -120,6 +120,7 @@ def test_metrics_count_staleness_and_groups_without_signal() -> None:
     found = metrics(batch, step=4)
     assert found["staleness/max"] == 1 and found["staleness/mean"] == 0.25
     assert found["reward/zero_signal_groups"] == 0.5 and found["reward/mean"] == 0.75
+    assert (found["reward/min"], found["reward/max"]) == (0.0, 1.0)
 
 
 def test_staleness_is_counted_for_every_trained_token() -> None:

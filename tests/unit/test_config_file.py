@@ -140,20 +140,21 @@ def test_names_of_the_reference_are_refused_with_the_reason() -> None:
             assert why in configs.nearest(name, ["something"], key) and f"{key}={name}" in configs.nearest(
                 name, [], key
             )
-    assert trinity_keys.of_value("buffer.explorer_input.eval_tasksets.3.storage_type", "sql")
+    assert trinity_keys.of_value("stages.0.monitor.monitor_type", "swanlab")
 
 
 REFUSED = {
     "trainer: {totl_steps: 3}": "did you mean `trainer.total_steps`",
     "stages: [{stage_name: a, buffer: {batch_siz: 3}}]": "did you mean `buffer.batch_size`",
-    "stages: [{stage_name: a, explorer: {env_vars: {A: b}}}]": "stages.0.explorer.env_vars={'A': 'b'} is refused: all parts",
+    "stages: [{stage_name: a, service: {data_juicer: {port: 1}}}]": "stages.0.service.data_juicer.port=1 is refused",
     "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {tools_key: tools}}]}}": "eval_tasksets.0.format.tools_key=tools",
     "buffer: {explorer_input: {eval_tasksets: [a.jsonl]}}": "eval_tasksets.0 is 'a.jsonl'",
+    "buffer: {explorer_input: {tasksets: [{path: a, format: {tools_key: tools}}]}}": "tasksets.0.format.tools_key=tools",
     "algorithm: {optimizer: {warmup_style: cosine, lr_scheduler_type: linear}}": "both are algorithm.optimizer.lr_scheduler_type",
     "defaults: [a]": "unknown key `defaults`",
     "- a": "a section of keys",
     "a: [": "is no YAML",
-    "explorer: {env_vars: '${oc.env:NOT_SET_ANYWHERE}'}": "NOT_SET_ANYWHERE",
+    "algorithm: {sample_strategy_args: '${oc.env:NOT_SET_ANYWHERE}'}": "NOT_SET_ANYWHERE",
 }  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Tasks(list[Task]):
     """A taskset."""
 
     name = "tasks"
+    learns = False
     cursor: dict[str, Any] = {}
 
     def seek(self, cursor: dict[str, Any]) -> None: ...

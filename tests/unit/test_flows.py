@@ -32,8 +32,9 @@ class Scripted(Context):
 
     def __init__(self, *lines: str, judge: Callable[[str], str] | None = None, room: int = 4000) -> None:
         shared: Any = SimpleNamespace(
-            tokenizer=TOKENIZER, model=SimpleNamespace(custom_chat_template=None), limits=Limits(600, room), seed=None,
-            stop_token=ids(END)[0], pool=self, rewards=self,
+            tokenizer=TOKENIZER, model=SimpleNamespace(custom_chat_template=None, enable_prompt_truncation=False),
+            limits=Limits(600, room), seed=None,
+            stop_token=ids(END)[0], count=lambda *_: None,
         )  # fmt: skip
         self.lines, self.judge = list(lines), judge
         self.asked: list[GenerateRequest] = []

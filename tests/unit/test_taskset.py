@@ -244,8 +244,8 @@ def test_too_few_rows_and_other_storages_are_refused(tmp_path: Path) -> None:
     config = write(tmp_path / "train.jsonl", 3)
     with pytest.raises(ConfigError, match="3 rows, fewer than one step takes .*buffer.batch_size=4"):
         check_taskset(config, KEY, batch_size=4)
-    config.storage_type = "sql"
-    with pytest.raises(ConfigError, match=r"taskset\.storage_type is 'sql'"):
+    config.storage_type = "queue"
+    with pytest.raises(ConfigError, match=r"taskset\.storage_type=queue: .*set file, or sql"):
         check_taskset(config, KEY)
     config.storage_type, config.format.prompt_type = "file", "chat"
     with pytest.raises(ConfigError, match=r"taskset\.format\.prompt_type is 'chat'"):

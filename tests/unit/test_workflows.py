@@ -154,7 +154,7 @@ def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> 
         ("no_logprobs", ValueError, "0 entries of logprobs for 2 response tokens"),
         ("long_span", ValueError, "version 3 of tokens 0 to 2, but the response has 1"),
         ("late", TypeError, "returned something to be awaited"),
-        ("not_experiences", TypeError, "must return a list of experiences"),
+        ("not_experiences", TypeError, "must return a list of Experience"),
         ("not_finite", ValueError, "logprobs is not finite"),
     ],
 )

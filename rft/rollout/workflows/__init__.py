@@ -5,7 +5,7 @@
 A workflow is a class with `run(task, ctx)`, or just that function, `async` or not. `WORKFLOWS` is the whole table; instead of
 a name from it users give their own `package.module:name` or `path/to/file.py:name`, or register one in a plug-in (`rft.plugins`).
 
-Invariant: a workflow returns all its experiences or raises; part of a group would bias the group's baseline.
+Invariant: a workflow returns all its experiences or raises: what becomes of part of a group is for `rft.rollout.runner` to say.
 """
 
 import inspect
@@ -47,12 +47,16 @@ def resolve(name: str) -> Callable[..., Any]:
     return found
 
 
+def flag(name: str, which: str, default: bool) -> bool:
+    """What the workflow `name` says of itself."""
+    return bool(getattr(lookup("workflow", name, WORKFLOWS), which, default))
+
+
 async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
     """What the workflow makes of one greedy response: only its reward is of use, so no token of it is trained on."""
     sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1)
     made = await run(msgspec.structs.replace(task, repeat_times=1, sampling=sampling), ctx)
     for one in made:
-        one.sample = task.repeat_times  # behind the others
         one.action_mask = [0] * one.response_length
         one.info = {**one.info, "baseline": True}
     return made

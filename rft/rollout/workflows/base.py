@@ -46,7 +46,8 @@ class Workflow(Protocol):
 
     A class may say `needs_judge = True`: it asks an auxiliary model, and is refused before the start where there is none;
     `needs_cell = True`: it runs foreign programs, and is refused where they cannot be isolated; `needs_template = True`: it speaks
-    in chat messages. `compares_runs = True`: it judges the runs against each other.
+    in chat messages. `compares_runs = True`: it judges the runs against each other, so part of them is never taken.
+    `can_repeat = False`: it is called once per run of the task, all at the same time, each with `repeat_times` 1.
     """
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
@@ -82,10 +83,10 @@ def rewarded(made: Experience, result: RewardResult) -> Experience:
 
 def check(task: Task, experiences: list[Experience]) -> None:
     """Refuse, by name, what the trainer could not learn from or would learn wrongly from."""
-    if not isinstance(experiences, list) or not all(isinstance(made, Experience) for made in experiences):
-        raise TypeError(f"workflow {task.workflow!r} must return a list of experiences, not {experiences!r:.80}")
     if not experiences:
         raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
+    if not isinstance(experiences, list) or not all(isinstance(made, Experience) for made in experiences):
+        raise TypeError(f"workflow {task.workflow!r} must return a list of Experience, not {experiences!r:.80}")
     for position, made in enumerate(experiences):
         if wrong := problem(made):
             raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
