@@ -5,6 +5,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 NEWEST := $(VENV)/newest-megatron
 SCHEMAS := $(VENV)/kubernetes-schemas
+AGENTS := $(VENV)/agents
 
 .PHONY: setup quickstart test verify lint bench clean
 
@@ -33,13 +34,20 @@ $(SCHEMAS): requirements/kubernetes-schemas.txt | $(STAMP)
 	mv $@.tmp $@
 	@touch $@
 
+# For one test: an agent framework.
+$(AGENTS): requirements/agents.txt | $(STAMP)
+	rm -rf $@ $@.tmp
+	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $@.tmp -r requirements/agents.txt
+	mv $@.tmp $@
+	@touch $@
+
 quickstart: setup
 	$(RUN) -m rft.train experiment=quickstart $(ARGS)
 
 test: setup lint $(NEWEST)
 	$(RUN) -m pytest -m "not verify" $(ARGS)
 
-verify: setup $(NEWEST) $(SCHEMAS)
+verify: setup $(NEWEST) $(SCHEMAS) $(AGENTS)
 	$(RUN) -m pytest $(ARGS)
 
 lint: setup

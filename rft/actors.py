@@ -79,7 +79,7 @@ class Actors:
         self.log_dir = log_dir
         self.failed = failed
         self.say = say
-        self.handles: dict[str, Any] = {}  # but for the engines'
+        self.handles: dict[str, Any] = {}  # but for the policy's engines'
         restarts = config.explorer.rollout_model.max_restarts
         self.engines = Engines(self._spawn_engine, log_dir, restarts, self._fail, say)
         self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
@@ -106,7 +106,8 @@ class Actors:
             timeout, told = config.synchronizer.sync_timeout, settings(config.synchronizer)
             synchronizer = self._spawn("synchronizer", "synchronizer", Synchronizer, 1, freed, timeout, told)
             engines = {}  # the explorer follows those that the synchronizer admits
-        explorer = self._spawn("explorer", config.explorer.name, *_explorer(config, engines, buffer, synchronizer))
+        api = self._api() if config.explorer.rollout_model.enable_openai_api else None
+        explorer = self._spawn("explorer", config.explorer.name, *_explorer(config, engines, buffer, synchronizer, api))
         self.engines.run(synchronizer, explorer, config.explorer.max_timeout + control.REPLY_S)
         self._listen()
 
@@ -170,7 +171,10 @@ class Actors:
             else:
                 os.environ.update(PRIVATE_RAY)
                 store = OBJECT_STORE_BYTES + stored_bytes(self.config)
-                actors = 3 + self.config.explorer.rollout_model.engine_num
+                explorer = self.config.explorer
+                actors = (
+                    3 + explorer.rollout_model.engine_num + sum(one.engine_num for one in explorer.auxiliary_models)
+                )
                 start_patiently(
                     ray.init, address="local",  # not a cluster that happens to run here, or that RAY_ADDRESS names
                     num_cpus=cluster.ray_num_cpus or actors, include_dashboard=False, object_store_memory=store,
@@ -189,14 +193,40 @@ class Actors:
         self._spawn(
             "buffer", settings.name, ExperienceBuffer, 1, settings, directory, config.buffer.batch_size,
             int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if config.mode == "both" else None,
-            config.trainer.total_steps, SEGMENT_BYTES, config.explorer.over_rollout if config.mode == "both" else None,
+            config.trainer.total_steps if config.mode != "serve" else None, SEGMENT_BYTES,
+            config.explorer.over_rollout if config.mode == "both" else None,
         )  # fmt: skip
+
+    def _api(self) -> Any:
+        """What the explorer's OpenAI API needs: a place for its key, and the engines of auxiliary models, which never change."""
+        from rft.rollout.endpoint.life import Api
+
+        config, auxiliary = self.config, {}
+        for one in config.explorer.auxiliary_models:
+            names = [f"engine_of_{one.name}_{number}" for number in range(one.engine_num)]
+            auxiliary[one.name] = {name: self._spawn_auxiliary(name, one) for name in names}
+        serves, size = config.mode == "serve", int(config.algorithm.repeat_times or 1)
+        return Api(str(configs.job_dir(config)), serves, size, auxiliary)
+
+    def _spawn_auxiliary(self, name: str, one: configs.AuxiliaryModelConfig) -> Any:
+        from rft.rollout.engine import RolloutEngine
+
+        model = configs.ModelConfig(model_path=one.model_path, trust_remote_code=one.trust_remote_code)
+        config, threads = self.config, self.config.cluster.threads_per_engine
+        handle = self._create(
+            name, name, RolloutEngine, threads, name, model, one, threads, config.seed, self._device_kind(),
+            int(one.max_model_len or 0), gpus=one.tensor_parallel_size,
+        )  # fmt: skip
+        self.handles[name] = handle
+        self._thread(self._watch, name, handle)
+        return handle
 
     def _await_ready(self) -> None:
         """All parts load at the same time; raises PartFailed for the first that cannot."""
         starting = {}
         if "explorer" in self.handles:
             starting["explorer"] = self.handles["explorer"].prepare.remote()
+        starting |= {name: h.start.remote() for name, h in self.handles.items() if name.startswith("engine_of_")}
         if self.config.mode == "train":
             starting["buffer"] = self.handles["buffer"].input_done.remote()
         for part, reference in starting.items():
@@ -216,6 +246,8 @@ class Actors:
             ray.get(self.handles["explorer"].open.remote())
         elif self.config.mode == "explore":
             modes.explore(self.config, self.handles["explorer"], self.handles["synchronizer"])
+        elif self.config.mode == "serve":
+            modes.serve(self.config, self.handles["explorer"], self.handles["synchronizer"], self.say)
         elif self.config.mode == "bench":
             modes.evaluate_checkpoints(self.config, self.handles["explorer"])
 
@@ -339,7 +371,7 @@ def hosted(cls: type, log_config: LogConfig) -> type:
     return Hosted
 
 
-def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer: Any) -> tuple[Any, ...]:
+def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer: Any, api: Any) -> tuple[Any, ...]:
     from rft.buffer.taskset import build_tasksets
     from rft.rollout.explorer import Explorer
 
@@ -360,4 +392,5 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer
         config.seed if config.deterministic else None,
         synchronizer,
         recipe.needs_baseline(config.algorithm),
+        api,
     )

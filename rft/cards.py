@@ -28,18 +28,26 @@ class Cards:
         return ",".join(self.engines[number * self.per_engine : (number + 1) * self.per_engine])
 
 
+def engine_cards(config: Config) -> int:
+    """GPUs of the policy's engines and of those of auxiliary models."""
+    explorer = config.explorer
+    models = [explorer.rollout_model, *explorer.auxiliary_models]
+    return sum(one.engine_num * one.tensor_parallel_size for one in models)
+
+
 def ranks_left(config: Config, fewest: int) -> int:
     """Trainer ranks where nobody gives their number: all GPUs that the engines leave, in whole copies of the model, and in whole
     nodes if it is more than one; `fewest`, which one copy needs, where the number of GPUs is not told or there are none."""
-    cluster, rollout = config.cluster, config.explorer.rollout_model
+    cluster = config.cluster
     if config.device == "cpu" or not cluster.gpu_per_node or config.mode not in ("both", "train") or fewest < 1:
         return fewest
-    engines = rollout.engine_num * rollout.tensor_parallel_size if config.mode == "both" else 0
+    engines = engine_cards(config) if config.mode == "both" else 0
     if config.cluster.colocate:
         return engines
     total = cluster.node_num * cluster.gpu_per_node
     left = total - engines
     given = "explorer.rollout_model.engine_num x tensor_parallel_size"
+    given += " and those of explorer.auxiliary_models" if config.explorer.auxiliary_models else ""
     told = f"cluster.node_num x gpu_per_node = {total} GPUs, less {given} = {engines},"
     if left < fewest:
         raise ConfigError(
@@ -66,7 +74,7 @@ def split(config: Config, visible: str) -> Cards | None:
         return None
     devices = devices or [str(number) for number in range(count)]
     ranks, rollout = int(config.trainer.num_ranks or 1), config.explorer.rollout_model
-    wanted = ranks + rollout.engine_num * rollout.tensor_parallel_size
+    wanted = ranks + engine_cards(config)
     if config.cluster.colocate:
         check_same_cards(config)
         wanted = ranks

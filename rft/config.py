@@ -27,6 +27,8 @@ from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
 from rft.config_buffer import TaskSelectorConfig as TaskSelectorConfig
+from rft.config_explorer import AuxiliaryModelConfig as AuxiliaryModelConfig
+from rft.config_explorer import EngineConfig as EngineConfig
 from rft.config_explorer import ExplorerConfig
 from rft.config_explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config_sweep import SweepConfig
@@ -187,7 +189,7 @@ class LogConfig:
 class Config:
     project: str = "rft"
     name: str = MISSING
-    mode: str = "both"  # both | train | explore | bench
+    mode: str = "both"  # both | train | explore | bench | serve
     seed: int = 0
     deterministic: bool = False  # repeatable and resumable bit by bit, and slow: see docs/deterministic.md
     device: str = "auto"  # auto | cpu | cuda
@@ -250,6 +252,7 @@ def unknown(key: str) -> str:
     if (other := trinity_keys.instead(key)) is not None:
         return f"{key} is no key of rft: {other}"
     listed = [f"model.lora_configs.{item.name}" for item in fields(LoraConfig)]
+    listed += [f"explorer.auxiliary_models.{item.name}" for item in fields(AuxiliaryModelConfig)]
     hint = closest(trinity_keys.canonical(key), [*known_keys(), *listed])
     return f"unknown key `{key}`" + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
 

@@ -66,6 +66,7 @@ class GenerateRequest(Record, kw_only=True):
     n: int = 1
     sampling: Sampling
     stop_token_ids: list[int] = []  # besides the model's own end of sequence; the one that was met is in the response
+    stop: list[str] = []  # texts that end a response; the one that was met is in it
 
 
 class RoutedExperts(Record, kw_only=True):

@@ -199,7 +199,9 @@ class Stage:
     def _wait(self) -> None:
         event = self.events.get()
         trace.instant("ending", part=event.part, phase=event.phase, cause=event.cause, signal=event.signal)
-        if event.signal:
+        if event.signal and self.config.mode == "serve":  # how a service ends
+            say(f"stopped by {signal.Signals(event.signal).name}; what got its reward is in {self.job / 'buffer'}")
+        elif event.signal:
             left = self._stop_ranks()
             name = signal.Signals(event.signal).name
             raise StageFailed(

@@ -1,10 +1,12 @@
-"""What a stage without a trainer does: collect rollouts (`explore`) or score exported checkpoints (`bench`).
+"""What a stage without a trainer does: collect rollouts (`explore`), answer clients (`serve`) or score exported checkpoints
+(`bench`).
 
 In: the explorer actor. Out: experiences in the durable buffer, or `bench/<set>/<metric>` in metrics.jsonl, with the
 checkpoint's step as the step. Invariant: what is in bench/metrics.jsonl of all sets is not evaluated again.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,19 @@ def explore(config: Config, explorer: Any, synchronizer: Any) -> None:
     print("engines serve " + ("the model as given" if version is None else f"saved version {version}"), flush=True)
     ray.get(explorer.explore.remote())
     ray.get(explorer.finished.remote())
+
+
+def serve(config: Config, explorer: Any, synchronizer: Any, say: Callable[[str], None]) -> None:
+    """Tell where the engines answer; they do until somebody ends the run, with the newest weights that a trainer has saved.
+
+    As in `explore`, and with one engine as with many: new weights are installed between two steps of what is being answered.
+    """
+    import ray
+
+    version = ray.get(synchronizer.follow.remote(configs.checkpoint_root(config)))
+    url = ray.get(explorer.base_url.remote())
+    what = "the model as given" if version is None else f"saved version {version}"
+    say(f"serving {what} at {url}; the key is in {configs.job_dir(config) / 'endpoint.json'}")
 
 
 def evaluate_checkpoints(config: Config, explorer: Any) -> None:

@@ -35,6 +35,7 @@ from rft.config import (
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.packing import AGGREGATIONS
+from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_algorithm import check_algorithm, fill_algorithm
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_flows import check_flows
@@ -44,7 +45,7 @@ from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
 from rft.sync import narrow
 
-MODES = ("both", "train", "explore", "bench")
+MODES = ("both", "train", "explore", "bench", "serve")
 CHOICES = {
     "mode": MODES,
     "device": ("auto", "cpu", "cuda"),
@@ -65,15 +66,15 @@ CHOICES = {
     "synchronizer.lora_sync": (None, "adapter", "merged"),
     "synchronizer.receive": ("staged", "direct"),
     "synchronizer.kv": ("recompute", "keep"),
-    "explorer.rollout_model.engine_type": ("vllm", "vllm_async"),
-    "explorer.rollout_model.dtype": ("fp32", "bf16"),
+    "explorer.rollout_model.engine_type": ENGINE_TYPES,
+    "explorer.rollout_model.dtype": DTYPES,
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 POSITIVE = (
     "buffer.batch_size", "buffer.total_epochs", "explorer.runner_per_model", "explorer.max_timeout", "explorer.reward_workers",
-    "explorer.reward_timeout", "explorer.dynamic_timeout.ratio",
+    "explorer.reward_timeout", "explorer.dynamic_timeout.ratio", "explorer.agent_processes", "explorer.session_timeout",
     "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
     "explorer.rollout_model.max_num_seqs", "trainer.max_token_len_per_gpu", "trainer.ppo_micro_batch_size_per_gpu",
     "trainer.peak_tflops", "trainer.collective_timeout", "trainer.total_steps", "trainer.num_ranks",
@@ -117,6 +118,7 @@ def fill(config: Config) -> Config:
     _fill_template(config.model)
     fill_sync(config)
     fill_colocate(config)
+    fill_agents(config)
     if config.deterministic:
         _fill_deterministic(config)
     return config
@@ -154,6 +156,7 @@ def check(config: Config) -> None:
     check_flows(config)
     check_sync(config)
     check_colocate(config)
+    check_agents(config)
     if config.cluster.node_num == 1 and config.cluster.ray_address is None:
         cards.split(config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     _check_places(config)

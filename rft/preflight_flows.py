@@ -50,14 +50,13 @@ def _check_workflow(config: Config, key: str, name: str, args: dict[str, Any]) -
 
 
 def _check_judge(config: Config, key: str, name: str, judge: str) -> None:
-    models = getattr(config.explorer, "auxiliary_models", [])
+    models = [model.name for model in config.explorer.auxiliary_models]
     if not models:
         raise ConfigError(
-            f"{key}: workflow {name} asks a judge, and explorer.auxiliary_models has no model: add one, like [{{model_path: DIR}}]"
+            f"{key}: workflow {name} asks a judge, and explorer.auxiliary_models is empty: add one, [{{name: a, model_path: DIR}}]"
         )
-    known = [found for found in (getattr(model, "name", None) for model in models) if found]
-    if judge and known and judge not in known:
-        raise ConfigError(f"{key}.workflow_args.judge={judge}: explorer.auxiliary_models has {', '.join(known)}")
+    if judge and judge not in models:
+        raise ConfigError(f"{key}.workflow_args.judge={judge}: explorer.auxiliary_models has {', '.join(models)}")
 
 
 def _check_reward(config: Config, key: str, name: str, args: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ HELD = 2  # versions in the object store at most: the one that engines have, and
 ITEM_BYTES = {"fp32": 4, "bf16": 2}  # of trainer.dtype
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
 METHODS = {"online": "nccl", "offline": "checkpoint"}  # names that other systems use
-APART = ("train", "explore")  # modes of a trainer without engines, and of engines without a trainer
+APART = ("train", "explore", "serve")  # modes of a trainer without engines, and of engines without a trainer
 
 
 def fill_sync(config: Config) -> None:
@@ -35,7 +35,7 @@ def fill_sync(config: Config) -> None:
 def check_sync(config: Config) -> None:
     sync = config.synchronizer
     if config.mode in APART and sync.sync_method != "checkpoint" and not is_supervised(config.algorithm):
-        other = "trainer" if config.mode == "explore" else "engine"
+        other = "engine" if config.mode == "train" else "trainer"
         raise ConfigError(
             f"synchronizer.sync_method={sync.sync_method} with mode={config.mode}: there is no {other} here; set "
             "synchronizer.sync_method=checkpoint, or leave it out"

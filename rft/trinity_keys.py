@@ -102,13 +102,6 @@ KEYS: dict[str, Key] = {
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
     # G: explorer
-    "explorer.rollout_model.enable_history": Key(
-        "G9", "what every model call sampled is in the completion that the workflow gets: return it as experiences", only=(False,)
-    ),
-    "explorer.rollout_model.enable_openai_api": Key("G10", f"an OpenAI server of the engines is {YET}", only=(False,)),
-    "explorer.auxiliary_models": Key(
-        "G10", f"further models are {YET}: serve them with vLLM and call them from your reward or workflow", only=([],)
-    ),
     # H: synchronizer
     "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
     "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
@@ -184,6 +177,7 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.explorer_input.taskset.format.workflow_key", "buffer.explorer_input.taskset.format.reward_fn_key",
     "explorer.name", "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
     "explorer.rollout_model.engine_type", "explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size",
+    "explorer.rollout_model.enable_history", "explorer.rollout_model.enable_openai_api", "explorer.auxiliary_models",
     "explorer.eval_interval", "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "synchronizer.sync_method",
     "synchronizer.sync_interval", "synchronizer.sync_offset", "synchronizer.sync_timeout", "synchronizer.sync_style",
     "trainer.name", "trainer.trainer_type", "trainer.total_steps", "trainer.save_interval", "trainer.save_strategy",
@@ -222,7 +216,7 @@ for _key in ("buffer.explorer_input", TASKSET):
 RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
-    "mode": (("serve", "colocate"), "serving is not in rft yet, and sharing GPUs is mode=both with cluster.colocate=true"),
+    "mode": (("colocate",), "sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
         ("dpo", "mix", "cpt", "mix_chord", "on_policy_distill", "jsd"), f"it is {YET}",
     ),

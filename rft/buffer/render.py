@@ -13,16 +13,21 @@ _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its tu
 
 
 def chat_text(
-    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, add_generation_prompt: bool = True
-) -> str:
-    """The conversation as the template writes it."""
+    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, add_generation_prompt: bool = True,
+    **template_args: Any,
+) -> str:  # fmt: skip
+    """The conversation as the template writes it; `template_args` are its own, like `tools` or `enable_thinking`."""
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
             "this taskset has chat messages or a system prompt, but the model's tokenizer has no chat template: set "
             "model.chat_template_path or model.custom_chat_template, or use format.prompt_type=plaintext without one"
         )
     return tokenizer.apply_chat_template(
-        messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
+        messages,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        **template_args,
     )
 
 

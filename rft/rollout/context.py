@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from rft.buffer.render import end_of_turn, render_follow_up, render_prompt
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Completion, GenerateRequest, Sampling, Task
+from rft.rollout.access import ModelAccess, Served, seed_of
 from rft.rollout.pool import EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import UNKNOWN, RewardResult
@@ -42,6 +42,7 @@ class Shared:
         self.pool = EnginePool(engines)
         self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
         self.counts = Counter({"prompts_too_long": 0, "prompts_cut": 0})
+        self.served = Served(config)
 
     async def load(self) -> None:
         """Load the tokenizer, start the reward workers."""
@@ -61,10 +62,11 @@ class Shared:
             log.warning("%s; later ones are only counted, as rollout/%s", what, name)
 
 
-class Context:
+class Context(ModelAccess):
     """What a workflow may do: render, generate, decode, score. One per attempt at a task, or per run of one."""
 
     def __init__(self, shared: Shared, request: str, stream: str):
+        super().__init__(shared.served, request, stream if shared.seed is not None else None)
         self.shared = shared
         self.request = request
         self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
@@ -111,7 +113,9 @@ class Context:
             request_id=f"{self.request}/{number}", prompt=prompt, n=n, sampling=sampling,
             stop_token_ids=[self.shared.stop_token],
         )  # fmt: skip
-        return await self._doing("generating", self.shared.pool.generate(request))
+        made = await self._doing("generating", self.shared.pool.generate(request))
+        self.record(prompt, made, sampling)
+        return made
 
     def decode(self, tokens: list[int]) -> str:
         return self.shared.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -130,8 +134,3 @@ class Context:
             return await answer
         finally:
             self.doing = "in the workflow"
-
-
-def seed_of(text: str) -> int:
-    """Unlike Python's own hash, the same in every process; fits a signed 64-bit number."""
-    return xxhash.xxh3_64_intdigest(text.encode()) >> 1

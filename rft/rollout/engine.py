@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rft.config import ModelConfig, RolloutModelConfig
+from rft.config import EngineConfig, ModelConfig
 from rft.experience import Completion, GenerateRequest, decode, encode
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
@@ -71,7 +71,7 @@ class RolloutEngine:
     """Life: created -> start -> serving <-> updating; `poisoned` after a half-installed round, until the next full one."""
 
     def __init__(
-        self, name: str, model: ModelConfig, rollout: RolloutModelConfig, threads: int, seed: int, device_kind: str,
+        self, name: str, model: ModelConfig, rollout: EngineConfig, threads: int, seed: int, device_kind: str,
         max_model_len: int, adapters: int = 0, colocated: bool = False,
     ):  # fmt: skip
         self.name = name

@@ -21,9 +21,11 @@ from typing import Any
 
 from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import Experience, Task, decode, encode
+from rft.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
 from rft.rollout.context import Shared
+from rft.rollout.endpoint.life import Api
+from rft.rollout.endpoint.life import start as start_endpoint
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.evaluation import Evaluator
 from rft.rollout.runner import AllTasksFail, Cut, Runner, one_line
@@ -37,13 +39,14 @@ class Explorer:
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
-        greedy_baseline: bool = False,
+        greedy_baseline: bool = False, api: Api | None = None,
     ):  # fmt: skip
         self.config = config
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
+        self.api = api  # where agents reach the engines as OpenAI's API
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
         self.runner = Runner(config, self.shared, batch_size, greedy_baseline)
@@ -68,6 +71,10 @@ class Explorer:
     async def prepare(self) -> dict[str, Any]:
         """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
         await self.shared.load()
+        if self.api is not None:
+            shared, model = self.shared, self.shared.model
+            args = (self.api, self.config, model, shared.tokenizer, self.pool, self._store)
+            shared.served.by(await start_endpoint(*args))
         if self.synchronizer is not None:
             self._keep(self.pool.follow(self.synchronizer))
         if self.config.runner_state_report_interval > 0:
@@ -247,6 +254,21 @@ class Explorer:
             finally:
                 del self.sampling[job]
 
+    # --- serving ------------------------------------------------------------------------------------------------
+
+    async def base_url(self) -> str:
+        """Of the OpenAI API, which answers since `prepare`."""
+        return f"{self.shared.served.endpoint.url}/v1"
+
+    async def _store(self, name: str, experiences: list[Experience]) -> None:
+        """A group that no taskset asked for: sessions of clients that got their reward. Durable on return."""
+        assert self.buffer is not None
+        task = Task(id=f"endpoint/{name}", taskset="endpoint", row=0, prompt="", workflow="agent", sampling=Sampling())
+        group = await self.buffer.admit.remote(f"{self.config.name}/endpoint", encode(task), {})
+        for experience in experiences:
+            experience.group, experience.task = group, task.id
+        await self.buffer.put.remote(group, encode(experiences))
+
     # --- evaluating ---------------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, served: int | None = None) -> list[bytes]:
@@ -268,8 +290,8 @@ class Explorer:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The numbers of engine pool and runners, for the metrics of a step."""
-        return self.pool.stats() | self.runner.stats()
+        """The numbers of engine pool, runners and endpoint, for the metrics of a step."""
+        return self.pool.stats() | self.runner.stats() | self.shared.served.stats()
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has answered all that it was asked for."""
@@ -284,6 +306,7 @@ class Explorer:
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self.shared.served.close()
         await self.shared.rewards.close()
 
 

@@ -217,6 +217,7 @@ class Runner:
             raise RuntimeError(f"workflow {task.workflow!r} raised {one_line(error)}") from error
         finally:
             context.doing = "done"
+            context.end_sessions()
 
     def _count(self, group: int, name: str, count: int = 1) -> None:
         self.counts[name] += count if group >= 0 else 0

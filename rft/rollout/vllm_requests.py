@@ -31,7 +31,8 @@ def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
         seed=None if sampling.seed is None else spread(sampling.seed),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
-        detokenize=False,
+        stop=asked.stop,
+        detokenize=bool(asked.stop),  # nobody reads the text otherwise
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

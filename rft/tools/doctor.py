@@ -26,6 +26,7 @@ from packaging.version import Version
 
 from rft import config as configs
 from rft import train
+from rft.cards import engine_cards
 from rft.config import Config, ConfigError
 from rft.preflight_sync import SHARED_MEMORY, stored_bytes
 from rft.tools import config as config_tool
@@ -251,11 +252,11 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
 
 
 def cores(config: Config) -> Finding:
-    there, rollout = len(os.sched_getaffinity(0)), config.explorer.rollout_model
+    there = len(os.sched_getaffinity(0))
     ranks = (
         int(config.trainer.num_ranks or 0) * config.cluster.threads_per_rank if config.mode in ("both", "train") else 0
     )
-    engines = rollout.engine_num * rollout.tensor_parallel_size * config.cluster.threads_per_engine
+    engines = engine_cards(config) * config.cluster.threads_per_engine
     wanted = ranks + (engines if config.mode != "train" else 0)
     fix = "" if wanted <= there else "it runs, slower: lower cluster.threads_per_rank, trainer.num_ranks or engine_num"
     return Finding(WARN if fix else OK, "cores", f"{wanted} threads compute, {there} cores are there", fix)
@@ -283,8 +284,7 @@ def rank_memory(config: Config, wanted: Plan, there: int) -> Finding:
 def host_memory(config: Config, wanted: Plan, on_cpu: bool) -> Finding:
     """Staging always lies in the host's memory; on CPUs everything does."""
     ranks = int(config.trainer.num_ranks or 1) if config.mode in ("both", "train") else 0
-    rollout = config.explorer.rollout_model
-    engines = rollout.engine_num * rollout.tensor_parallel_size if config.mode != "train" else 0
+    engines = engine_cards(config) if config.mode != "train" else 0
     needed = ranks * (PROCESS + wanted.staging) + engines * PROCESS
     if on_cpu:
         needed += ranks * wanted.rank + engines * wanted.engine

@@ -9,6 +9,9 @@ import torch
 from miniature import END, PROMPT, answer, ask, assert_sampled_from, judge, reference_logprobs
 
 from rft.experience import GenerateRequest, Sampling, encode
+from rft.tools.toy import character_tokenizer
+
+SEED = 7
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
@@ -48,6 +51,23 @@ def test_a_response_ends_at_the_end_token(first_weights: Any) -> None:
     stopped = [one for one in made if one.stop == "stop"]
     assert stopped, "of 16 responses of a random model some meet the end token"
     assert all(one.tokens[-1] == END and END not in one.tokens[:-1] for one in stopped)
+
+
+def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
+    first_weights: Any, model_dirs: tuple[Path, Path]
+) -> None:
+    all_ = answer(ask(first_weights, n=16, max_tokens=60, seed=SEED))
+    longest = max(range(16), key=lambda number: len(all_[number].tokens))
+    free, words = all_[longest], character_tokenizer()
+    text = words.decode(free.tokens[20:22])
+    request = GenerateRequest(
+        request_id="stop text", prompt=PROMPT, n=16, sampling=Sampling(max_tokens=60, seed=SEED), stop=[text]
+    )
+    made = answer(first_weights.generate.remote(encode(request)))[longest]
+    assert made.stop == "stop" and words.decode(made.tokens).endswith(text)
+    assert words.decode(made.tokens).count(text) == 1 and made.tokens == free.tokens[: len(made.tokens)]
+    assert_sampled_from(model_dirs[0], made, 1.0)
+    assert [(span.start, span.end) for span in made.versions] == [(0, len(made.tokens))]
 
 
 def test_a_prompt_without_room_is_not_asked(engine: Any) -> None:

@@ -15,7 +15,7 @@ from runs import MODEL, REPOSITORY, History, metrics, overrides, step_rows, trai
 STEPS, REPEATS = 4, 4
 CODE = REPOSITORY / "tests" / "e2e" / "late_rewards.py"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.verify]
 
 
 def test_hanging_runs_are_cut_and_the_rest_is_learned_from(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ TOP = {
     "outer",
     "train",
     "preflight",
+    "preflight_agents",
     "preflight_algorithm",
     "preflight_trainer",
     "preflight_sync",

@@ -154,7 +154,7 @@ REFUSED = {
     "defaults: [a]": "unknown key `defaults`",
     "- a": "a section of keys",
     "a: [": "is no YAML",
-    "algorithm: {sample_strategy_args: '${oc.env:NOT_SET_ANYWHERE}'}": "NOT_SET_ANYWHERE",
+    "algorithm: {bypass_old_logprobs: '${oc.env:NOT_SET_ANYWHERE}'}": "NOT_SET_ANYWHERE",
 }  # fmt: skip
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from rft.config import ExplorerConfig
 from rft.experience import Completion, Experience, GenerateRequest, Sampling, Task, VersionSpan
 from rft.rollout import rewards, sandbox, workflows
+from rft.rollout.access import Served
 from rft.rollout.context import Context, Limits
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.workflows import MultiTurn, RewardPropagation, StepWiseReward, ToolUse
@@ -34,7 +36,7 @@ class Scripted(Context):
         shared: Any = SimpleNamespace(
             tokenizer=TOKENIZER, model=SimpleNamespace(custom_chat_template=None, enable_prompt_truncation=False),
             limits=Limits(600, room), seed=None,
-            stop_token=ids(END)[0], count=lambda *_: None,
+            stop_token=ids(END)[0], count=lambda *_: None, served=Served(ExplorerConfig()),
         )  # fmt: skip
         self.lines, self.judge = list(lines), judge
         self.asked: list[GenerateRequest] = []

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rft.experience import Experience, Task
+from rft.rollout.agents import Agent
 from rft.rollout.rewards import lookup
 from rft.rollout.workflows.base import Workflow as Workflow
 from rft.rollout.workflows.base import WorkflowContext as WorkflowContext
@@ -38,6 +39,7 @@ WORKFLOWS: dict[str, Callable[..., Any]] = {
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
+    "agent": Agent,
 }
 
 

@@ -5,11 +5,15 @@ engine saw and produced, the action mask is made where the tokens are, and per-t
 (`check` says so, for user workflows too).
 """
 
+from contextlib import AbstractAsyncContextManager
 from math import isfinite
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rft.experience import Completion, Experience, Sampling, Task
 from rft.rollout.reward_worker import RewardResult
+
+if TYPE_CHECKING:
+    from rft.rollout.agents import Access, AgentSession
 
 
 class WorkflowContext(Protocol):
@@ -38,6 +42,18 @@ class WorkflowContext(Protocol):
 
     async def ask(self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None) -> str:
         """What an auxiliary model answers; `model` is its name under explorer.auxiliary_models, empty: the first."""
+
+    def openai(self, model: str = "") -> "Access":
+        """`base_url` and `api_key` for a client of OpenAI's API: of the policy, or of an auxiliary model."""
+
+    def extract_experience_from_history(self, clear: bool = True) -> list[Experience]:
+        """With `explorer.rollout_model.enable_history`: all model calls of this attempt so far, as experiences without reward."""
+
+    def open_session(self, sampling: Sampling) -> "AgentSession":
+        """A session of the endpoint for one run of an agent, until the end of this attempt."""
+
+    def agent_slot(self) -> AbstractAsyncContextManager[None]:
+        """Held while a process of an agent runs: `explorer.agent_processes`."""
 
 
 class Workflow(Protocol):
