@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -393,4 +394,17 @@ def _explorer(config: Config, engines: dict[str, Any], buffer: Any, synchronizer
         synchronizer,
         recipe.needs_baseline(config.algorithm),
         api,
+        _pipeline(config),
+    )
+
+
+def _pipeline(config: Config) -> Callable[[], Any] | None:
+    """What makes the experience pipeline where the explorer runs; None: groups go straight to the buffer."""
+    given = config.data_processor.experience_pipeline
+    if config.mode == "bench" or not (given.operators or given.save_input):
+        return None
+    from rft.pipeline.experiences import ExperiencePipeline
+
+    return partial(
+        ExperiencePipeline, given, config.service.data_juicer, configs.job_dir(config), config.buffer.batch_size
     )

@@ -27,6 +27,11 @@ from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
 from rft.config_buffer import TaskSelectorConfig as TaskSelectorConfig
+from rft.config_data import DataJuicerConfig as DataJuicerConfig
+from rft.config_data import DataProcessorConfig, ServiceConfig
+from rft.config_data import ExperiencePipelineConfig as ExperiencePipelineConfig
+from rft.config_data import OperatorConfig as OperatorConfig
+from rft.config_data import TaskPipelineConfig as TaskPipelineConfig
 from rft.config_explorer import AuxiliaryModelConfig as AuxiliaryModelConfig
 from rft.config_explorer import EngineConfig as EngineConfig
 from rft.config_explorer import ExplorerConfig
@@ -206,6 +211,8 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)  # of algorithms that need values, like ppo
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    data_processor: DataProcessorConfig = field(default_factory=DataProcessorConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     plugin_dirs: list[str] = field(default_factory=list)  # every *.py there registers parts; default: $RFT_PLUGIN_DIRS

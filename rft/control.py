@@ -16,6 +16,7 @@ from rft.experience import Batch, EvalResult, decode
 START_S = 900.0  # an engine may have to read a large model from a slow disk
 REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
 READ_MARGIN_S = 60.0  # the buffer's own max_read_timeout ends a take; this is only in case it cannot
+ONCE = "experience_pipeline/"  # numbers that only one step tells
 
 
 def connect(address: str, namespace: str) -> None:
@@ -104,7 +105,8 @@ def await_engines(explorer: str | None) -> None:
 
 
 class PoolNumbers:
-    """The engine pool's numbers for the metrics of every step, as fresh as an explorer that is not waited for gives them."""
+    """The engine pool's numbers for the metrics of every step, as fresh as an explorer that is not waited for gives them; and
+    those of the experience pipeline, of what it did since they were told last."""
 
     def __init__(self, explorer: Any | None):
         self.explorer = explorer
@@ -117,7 +119,8 @@ class PoolNumbers:
 
             if ray.wait([self.asked], timeout=0)[0]:
                 self.last, self.asked = ray.get(self.asked), self.explorer.stats.remote()
-        return self.last
+        told, self.last = self.last, {name: value for name, value in self.last.items() if not name.startswith(ONCE)}
+        return told
 
 
 class Evaluations:

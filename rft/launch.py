@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import modes, processes
+from rft import modes, preflight, processes
 from rft.actors import Actors, Work
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError
@@ -33,6 +33,7 @@ from rft.control import cause
 from rft.device import thread_environment
 from rft.feed import is_supervised
 from rft.monitor import logs, redact, trace
+from rft.pipeline import tasks
 from rft.stages import source
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ def run_stages(stages: list[Config]) -> int:
                 name = stages[index].stage_name or stages[index].name
                 print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
                 continue
-            config = with_model(stages, index)
             try:
+                config = ready(stages, index)
                 if config.mode == "bench":
                     modes.check_exports(config)
                 Stage(config, events).run()
@@ -80,6 +81,18 @@ def run_stages(stages: list[Config]) -> int:
                 print(f"rft: {failure}", file=sys.stderr, flush=True)
                 return failure.code
     return 0
+
+
+def ready(stages: list[Config], index: int) -> Config:
+    """Stage `index` with the model that it begins with, and the rows that its task pipeline makes."""
+    config = with_model(stages, index)
+    if tasks.is_pending(config):
+        try:
+            tasks.run(config, say)
+        except tasks.TaskPipelineFailed as error:
+            raise StageFailed(error.code, str(error)) from error
+        preflight.check(config)
+    return config
 
 
 def with_model(stages: list[Config], index: int) -> Config:

@@ -92,12 +92,16 @@ def _again(stage: int, streams: tuple[int, int]) -> None:
 
 def _word(raw: DictConfig) -> dict[str, Any]:
     """`_lead`, with every failure as a code for all ranks and one message."""
+    from rft.launch import StageFailed
     from rft.train import refuse
 
     try:
         return {"store": own_store(int(os.environ.get(STAGE, "0")))} | _lead(raw)
     except ConfigError as error:
         return {"code": refuse(error)}
+    except StageFailed as error:
+        print(f"rft: {error}", file=sys.stderr, flush=True)
+        return {"code": error.code}
     except SidecarFailed:  # it has said why
         return {"code": 1}
 
@@ -154,7 +158,7 @@ def _lead(raw: DictConfig) -> dict[str, Any]:
         if stages[0].finish:
             imported(stages[0].finish)(stages)
         return {"code": 0}
-    config = launch.with_model(stages, count)
+    config = launch.ready(stages, count)
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
     if is_supervised(config.algorithm):

@@ -27,6 +27,8 @@ TABLES = {  # kind: where its table lies; imported with the first of its kind
     "advantage": "rft.algorithm.advantages:ADVANTAGES",
     "token_advantage": "rft.algorithm.advantages:TOKEN_ADVANTAGES",
     "policy_loss": "rft.algorithm.losses:LOSSES",
+    "experience_operator": "rft.pipeline.operators:EXPERIENCE_OPERATORS",
+    "task_operator": "rft.pipeline.operators:TASK_OPERATORS",
 }
 RECORDS = {
     "advantage": "Advantage",

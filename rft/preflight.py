@@ -35,11 +35,13 @@ from rft.config import (
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.packing import AGGREGATIONS
+from rft.pipeline.output import place
 from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_algorithm import check_algorithm, fill_algorithm
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_flows import check_flows
 from rft.preflight_limits import check_given, check_limits
+from rft.preflight_pipelines import check_pipelines
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
@@ -102,6 +104,7 @@ def fill(config: Config) -> Config:
     """Set every value that follows from others; the user's own value always wins. Changes and returns `config`."""
     verl_keys.merge(config)
     check_given(config)
+    place(config)
     buffer, algorithm = config.buffer, fill_algorithm(config.algorithm)
     buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * int(algorithm.repeat_times or 1)
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
@@ -150,7 +153,8 @@ def check(config: Config) -> None:
     _check_checkpoints(config)
     check_profiler(config)
     _check_algorithm(config)
-    _check_data(config)
+    to_be_made = check_pipelines(config)  # the rows that the stage reads, by its task pipeline
+    _check_data(config, to_be_made)
     _check_deterministic(config)
     check_limits(config)
     check_flows(config)
@@ -160,9 +164,9 @@ def check(config: Config) -> None:
     if config.cluster.node_num == 1 and config.cluster.ray_address is None:
         cards.split(config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     _check_places(config)
-    if config.trainer.total_steps is None:
+    if config.trainer.total_steps is None and (config.buffer.total_steps or not to_be_made):
         config.trainer.total_steps = count_steps(config)
-    if config.mode in ("both", "train"):
+    if config.mode in ("both", "train") and config.trainer.total_steps is not None:
         check_optimizers(config)
 
 
@@ -303,11 +307,13 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_data(config: Config) -> None:
+def _check_data(config: Config, to_be_made: bool) -> None:
+    """`to_be_made`: the rows of the stage are not there yet; they are looked at when they are."""
     rows = config.buffer.trainer_input.experience_buffer
     if rows.storage_type == "file":
         key = "buffer.trainer_input.experience_buffer"
-        check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
+        if not to_be_made:
+            check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
         return
     given = config.buffer.explorer_input
     if given.taskset is not None and given.tasksets:
@@ -320,11 +326,16 @@ def _check_data(config: Config) -> None:
         )
     if config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets: mode=bench needs at least one")
-    for key, taskset, _ in _tasksets(config):
-        check_taskset(taskset, f"{key}.path")
-        for name in {str(taskset.default_reward_fn_type), *names_in(taskset, "reward_fn_key", key)}:
+    for key, taskset, is_eval in _tasksets(config):
+        if is_eval or not to_be_made:
+            check_taskset(taskset, f"{key}.path")
+        readable = is_eval or not to_be_made
+        for name in {
+            str(taskset.default_reward_fn_type),
+            *(names_in(taskset, "reward_fn_key", key) if readable else ()),
+        }:
             rewards.resolve(name)
-        for name in {str(taskset.default_workflow_type), *names_in(taskset, "workflow_key", key)}:
+        for name in {str(taskset.default_workflow_type), *(names_in(taskset, "workflow_key", key) if readable else ())}:
             workflows.resolve(name)
 
 

@@ -57,8 +57,7 @@ class Key:
 
 YET = "not in rft yet"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
-JUICER = f"Data-Juicer is {YET}: process the files before the run, or in a function given as prepare=module:function"
-PIPELINE = f"pipelines over experiences are {YET}: shape rewards in buffer.explorer_input.default_reward_fn_type=module:function"
+EXPERIENCES_COME = "experiences come from the explorer and go to the buffer of the trainer: leave it out"
 REPLAY = f"a replay buffer is {YET}: raise buffer.total_epochs to see tasks again"
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
@@ -118,11 +117,8 @@ KEYS: dict[str, Key] = {
     "trainer.offload_policy": Key("I17", OFFLOAD, only=(False,)),
     "trainer.enable_preview": Key("I17", to="monitor.num_samples", convert=none_if_false),
     # J: service, data processor, log
-    "service.data_juicer.server_url": Key("J1", JUICER),
-    "service.data_juicer.auto_start": Key("J2", JUICER, only=(False,)),
-    "service.data_juicer.port": Key("J3", JUICER),
-    "data_processor.task_pipeline": Key("J4-J8", JUICER, only=({},)),
-    "data_processor.experience_pipeline": Key("J9-J12", PIPELINE, only=({}, {"operators": []})),
+    "data_processor.experience_pipeline.inputs": Key("J9", EXPERIENCES_COME, only=({},)),
+    "data_processor.experience_pipeline.output": Key("J9", EXPERIENCES_COME),
 }  # fmt: skip
 for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.format"):
     KEYS |= {
@@ -186,6 +182,12 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "trainer.megatron.virtual_pipeline_model_parallel_size", "trainer.megatron.expert_model_parallel_size",
     "trainer.megatron.expert_tensor_parallel_size", "trainer.megatron.context_parallel_size",
     "trainer.megatron.sequence_parallel", "trainer.critic_warmup", "trainer.balance_batch", "trainer.max_checkpoints_to_keep",
+    "service.data_juicer.server_url", "service.data_juicer.auto_start", "service.data_juicer.port",
+    "data_processor.task_pipeline.num_process", "data_processor.task_pipeline.operators", "data_processor.task_pipeline.inputs",
+    "data_processor.task_pipeline.target_fields", "data_processor.task_pipeline.output.path",
+    "data_processor.task_pipeline.config_path", "data_processor.task_pipeline.priority_weights",
+    "data_processor.task_pipeline.top_k", "data_processor.experience_pipeline.operators",
+    "data_processor.experience_pipeline.save_input", "data_processor.experience_pipeline.input_save_path",
     "log.level", "stages", "stage_name",
 ))  # fmt: skip
 

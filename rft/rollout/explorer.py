@@ -5,8 +5,9 @@
                             '--- freed when a published version covers the group
 
 Consumes tasks from its cursor on; waits for a slot (the buffer's staleness rule) and for a runner (its own concurrency
-limit). Invariant: the buffer knows a group before its first token is sampled and has it durably before it counts as done,
-so a group is either finished, or failed and counted, or handed out again after a restart.
+limit). Where there is a pipeline, a group goes through it on its way to the buffer. Invariant: the buffer knows a group before its
+first token is sampled and has it durably before it counts as done, so a group is either finished, or failed and counted, or handed
+out again after a restart.
 
 What happens to one task is `rft.rollout.runner`, what its workflow may do `context`, and evaluations are `evaluation`.
 
@@ -16,8 +17,9 @@ group is sampled whole, from one version, with the same seeds however often it s
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any, Protocol
 
 from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
@@ -33,13 +35,29 @@ from rft.rollout.runner import AllTasksFail, Cut, Runner, one_line
 log = logging.getLogger(__name__)
 
 
+class Processed(Protocol):
+    experiences: list[Experience]
+    dropped_by: str
+
+
+class Pipeline(Protocol):
+    """What groups go through between their workflow and the buffer: `rft.pipeline.experiences`."""
+
+    room: asyncio.Semaphore  # how many groups it takes while others are sampled
+
+    async def start(self, decode: Callable[[list[int]], str]) -> None: ...
+    async def process(self, group: int, task: Task, experiences: list[Experience]) -> Processed: ...
+    def pop_metrics(self) -> dict[str, float]: ...
+    async def close(self) -> None: ...
+
+
 class Explorer:
     """Runs as one Ray actor; every method is a coroutine on its event loop."""
 
     def __init__(
         self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
         engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
-        greedy_baseline: bool = False, api: Api | None = None,
+        greedy_baseline: bool = False, api: Api | None = None, make_pipeline: Callable[[], Pipeline] | None = None,
     ):  # fmt: skip
         self.config = config
         self.taskset = taskset
@@ -50,6 +68,7 @@ class Explorer:
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
         self.runner = Runner(config, self.shared, batch_size, greedy_baseline)
+        self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
         self.evaluator = Evaluator(self.runner, eval_tasksets)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
@@ -75,6 +94,8 @@ class Explorer:
             shared, model = self.shared, self.shared.model
             args = (self.api, self.config, model, shared.tokenizer, self.pool, self._store)
             shared.served.by(await start_endpoint(*args))
+        if self.pipeline is not None:
+            await self.pipeline.start(partial(self.shared.tokenizer.decode, skip_special_tokens=True))
         if self.synchronizer is not None:
             self._keep(self.pool.follow(self.synchronizer))
         if self.config.runner_state_report_interval > 0:
@@ -190,7 +211,6 @@ class Explorer:
     def _group_done(self, job: "asyncio.Task[None]") -> None:
         self.groups.discard(job)
         trace.count("groups", len(self.groups))
-        self.runners.release()
         self._settle(job)
 
     def _settle(self, job: "asyncio.Task[None]") -> None:
@@ -205,30 +225,34 @@ class Explorer:
     async def _run_group(self, group: int, task: Task, holds: int) -> None:
         """Run one task with retries inside one total time; store what came out or count the failure."""
         try:
-            experiences = await self._sample(group, task, holds)
+            experiences, dropped_by, value = await self._make(group, task, holds)
         except (
             EngineUnavailable
         ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
             raise
         except Cut as error:
-            await self._abandon(group, task, error)
+            await self._abandon(group, task, one_line(error))
             return
-        except Exception as error:  # a user's workflow may raise anything: it costs its own group, counted, not the run
+        except AllTasksFail:  # says the pipeline
+            raise
+        except Exception as error:  # of a user's workflow or operator: it costs its own group, counted, not the run
             log.warning("task %s failed for good: %s", task.id, one_line(error))
             self.failures += 1
-            await self._abandon(group, task, error)
+            await self._abandon(group, task, one_line(error))
             if self.failures >= self.max_failures:
                 raise AllTasksFail(f"{self.failures} tasks in a row failed, the last with {one_line(error)}") from error
             return
         self.failures = 0
-        value = judged(experiences) if self.taskset.learns else None
+        if dropped_by:  # the buffer admits another task in its place
+            await self._abandon(group, task, dropped_by)
+            return
         lesson = () if value is None else ([task.taskset, task.draw, task.row, value],)
         await self.buffer.put.remote(group, encode(experiences), *lesson)
         self._tell(task, value)
 
-    async def _abandon(self, group: int, task: Task, error: Exception) -> None:
-        trace.instant("task failed", task=task.id, cause=one_line(error))
-        await self.buffer.abandon.remote(group, one_line(error))
+    async def _abandon(self, group: int, task: Task, cause: str) -> None:
+        trace.instant("task failed", task=task.id, cause=cause)
+        await self.buffer.abandon.remote(group, cause)
         self._tell(task, None)
 
     def _tell(self, task: Task, value: float | None) -> None:
@@ -236,6 +260,23 @@ class Explorer:
         if self.taskset.learns:
             self.taskset.tell(task, value)
             self.learned.set()
+
+    async def _make(self, group: int, task: Task, holds: int) -> tuple[list[Experience], str, float | None]:
+        """What of a group is to be stored, or who dropped it, and its mean reward as it was sampled. Its runner is free for
+        another group once it is sampled."""
+        try:
+            experiences = await self._sample(group, task, holds)
+            value = judged(experiences) if self.taskset.learns else None
+            if self.pipeline is None:
+                return experiences, "", value
+            await self.pipeline.room.acquire()
+        finally:
+            self.runners.release()
+        try:
+            processed = await self.pipeline.process(group, task, experiences)
+            return processed.experiences, processed.dropped_by, value
+        finally:
+            self.pipeline.room.release()
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
         """Run it, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
@@ -290,8 +331,9 @@ class Explorer:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The numbers of engine pool, runners and endpoint, for the metrics of a step."""
-        return self.pool.stats() | self.runner.stats() | self.shared.served.stats()
+        """The numbers of engine pool, runners and endpoint, and the pipeline's since the last call, for the metrics of a step."""
+        piped = self.pipeline.pop_metrics() if self.pipeline is not None else {}
+        return self.pool.stats() | self.runner.stats() | self.shared.served.stats() | piped
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has answered all that it was asked for."""
@@ -308,6 +350,8 @@ class Explorer:
         await asyncio.gather(*running, return_exceptions=True)
         await self.shared.served.close()
         await self.shared.rewards.close()
+        if self.pipeline is not None:
+            await self.pipeline.close()
 
 
 def judged(experiences: list[Experience]) -> float | None:

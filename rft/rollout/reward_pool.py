@@ -9,24 +9,17 @@ the item that hung is "timeout", the item whose process died is "error", the ite
 """
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from rft.device import thread_environment
 from rft.experience import Task, decode
-from rft.rollout.reward_worker import HEADER, UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest, frame
+from rft.rollout.child import Child, frame
+from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest
 
 LOAD_TIMEOUT_S = 120.0  # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
-CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
-EXIT_TIMEOUT_S = 1.0  # between the end of a worker's socket and its exit status
 Item = tuple[Task, str] | tuple[Task, str, int]
+WORKER = "rft.rollout.reward_worker"
 Answer = TypeVar("Answer", Loaded, RewardResult)
 
 
@@ -37,8 +30,8 @@ class RewardPool:
         if workers < 1 or timeout_s <= 0:
             raise ValueError("explorer.reward_workers must be at least 1 and explorer.reward_timeout above 0 seconds")
         self._timeout_s, self._load_timeout_s = timeout_s, load_timeout_s
-        self._workers = [_Worker() for _ in range(workers)]
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._workers = [Child(WORKER) for _ in range(workers)]
+        self._idle: asyncio.Queue[Child] = asyncio.Queue()
         self._started = self._closed = False
         self.replaced = 0  # workers killed or found dead so far
 
@@ -66,7 +59,7 @@ class RewardPool:
         finally:
             self._idle.put_nowait(worker)
 
-    async def _score_on(self, worker: "_Worker", items: Sequence[Item]) -> list[RewardResult]:
+    async def _score_on(self, worker: "Child", items: Sequence[Item]) -> list[RewardResult]:
         results: list[RewardResult] = []
         died_loading = False
         if not worker.alive:
@@ -92,7 +85,7 @@ class RewardPool:
                 self._replace(worker)
         return results
 
-    async def _ask(self, worker: "_Worker", items: Sequence[Item]) -> None:
+    async def _ask(self, worker: "Child", items: Sequence[Item]) -> None:
         places: dict[int, int] = {}
         tasks: list[Task] = []
         for task, *_ in items:
@@ -106,14 +99,14 @@ class RewardPool:
             await worker.send(frame(request))
         await self._reply(worker, Loaded, self._load_timeout_s)
 
-    async def _reply(self, worker: "_Worker", kind: type[Answer], timeout_s: float) -> Answer:
+    async def _reply(self, worker: "Child", kind: type[Answer], timeout_s: float) -> Answer:
         async with asyncio.timeout(timeout_s):
             reply = decode(await worker.receive(), Reply)
         if not isinstance(reply, kind):
             raise EOFError(f"out of order: {type(reply).__name__} instead of {kind.__name__}")
         return reply
 
-    async def _blame(self, error: Exception, task: Task, limit_s: float, worker: "_Worker") -> RewardResult:
+    async def _blame(self, error: Exception, task: Task, limit_s: float, worker: "Child") -> RewardResult:
         if isinstance(error, TimeoutError):
             return RewardResult(outcome="timeout", message=f"reward {task.reward!r} ran longer than {limit_s:g} s")
         return RewardResult(outcome="error", message=f"reward {task.reward!r}: its process {await worker.end()}")
@@ -122,7 +115,7 @@ class RewardPool:
         if self._closed:
             raise RuntimeError("the reward pool was closed while a group was scored")
 
-    def _replace(self, worker: "_Worker") -> None:
+    def _replace(self, worker: "Child") -> None:
         worker.kill()
         if not self._closed:
             self.replaced += 1
@@ -148,82 +141,3 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-class _Worker:
-    """One child process at a time, the socket to it, and the killed ones that are not reaped yet."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._dying: list[subprocess.Popen[bytes]] = []
-
-    def start(self) -> None:
-        """Start a process. In the calling thread: PR_SET_PDEATHSIG follows the life of the thread that forked."""
-        if self._socket is not None:
-            self._socket.close()
-        self._dying = [process for process in self._dying if process.poll() is None]
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        environment = os.environ | thread_environment(1) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rft.rollout.reward_worker", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
-            )  # fmt: skip
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    async def send(self, data: bytes) -> None:
-        assert self._socket is not None
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, data)
-        except ConnectionError as error:
-            raise EOFError("the worker is gone") from error
-
-    async def receive(self) -> bytes:
-        return await self._read(HEADER.unpack(await self._read(HEADER.size))[0])
-
-    async def _read(self, size: int) -> bytes:
-        assert self._socket is not None
-        data = b""
-        while len(data) < size:
-            try:
-                part = await asyncio.get_running_loop().sock_recv(self._socket, size - len(data))
-            except ConnectionError as error:
-                raise EOFError("the worker is gone") from error
-            if not part:
-                raise EOFError("the worker is gone")
-            data += part
-        return data
-
-    async def end(self) -> str:
-        """How the process ended, in words."""
-        assert self._process is not None
-        try:
-            code = await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def kill(self) -> None:
-        """SIGKILL the process group; end the socket, so that a reader of it wakes up with EOF."""
-        if self._process is None or self._socket is None:  # already killed
-            return
-        with contextlib.suppress(ProcessLookupError):  # the group is already empty
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._dying.append(self._process)
-        self._process = None
-
-    def reap(self) -> None:
-        """Wait for everything killed to be gone. Only when nobody reads the socket any more."""
-        for process in self._dying:
-            process.wait(CLOSE_TIMEOUT_S)
-        self._dying.clear()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None

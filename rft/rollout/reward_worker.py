@@ -13,18 +13,17 @@ import math
 import os
 import resource
 import socket
-import struct
 import sys
 import traceback
 from typing import Any, Literal
 
 from rft import plugins
-from rft.experience import Record, Task, decode, encode
+from rft.experience import Record, Task, decode
 from rft.monitor import logs
+from rft.rollout.child import HEADER, frame
 from rft.rollout.rewards import RewardFunction, prepare
 
 MAX_MESSAGE = 2000  # characters of an error message that travel: some exceptions carry whole data sets
-HEADER = struct.Struct(">I")
 UNKNOWN = -1  # number of a response's tokens
 
 
@@ -49,11 +48,6 @@ class RewardResult(Record, tag="result"):
 
 
 Reply = Loaded | RewardResult
-
-
-def frame(record: Record) -> bytes:
-    body = encode(record)
-    return HEADER.pack(len(body)) + body
 
 
 def judge(function: RewardFunction, response: str, task: Task, tokens: int = UNKNOWN) -> RewardResult:

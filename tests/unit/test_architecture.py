@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
 BASE = {
     "experience", "protocols", "names", "adapters", "config", "config_algorithm", "config_buffer", "config_explorer",
-    "config_sweep", "device", "monitor", "trinity_keys", "hints", "plugins",
+    "config_data", "config_sweep", "device", "monitor", "trinity_keys", "hints", "plugins",
 }  # fmt: skip
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
@@ -33,6 +33,7 @@ TOP = {
     "preflight_flows",
     "preflight_limits",
     "preflight_colocate",
+    "preflight_pipelines",
     "cards",
     "modes",
     "models",
@@ -49,6 +50,7 @@ ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(("algorithm", "packing", "buffer"), MIDDLE),
     **{part: MIDDLE | {part} for part in ("megatron", "rollout", "checkpoint")},
+    "pipeline": MIDDLE | {"pipeline", "rollout"},
     "sync": MIDDLE | {"sync", "megatron", "rollout", "checkpoint"},
 }
 
@@ -97,6 +99,7 @@ def loaded_by(module: str) -> set[str]:
         ("rft.names", {"torch", "megatron"}),
         ("rft.experience", {"torch", "numpy"}),
         ("rft.rollout.reward_worker", {"torch", "ray", "vllm"}),
+        ("rft.pipeline.worker", {"torch", "ray", "vllm", "transformers"}),
         ("rft.checkpoint.agent", {"torch", "numpy", "megatron", "ray", "omegaconf"}),
         ("rft.checkpoint.export", {"torch", "megatron"}),
     ],

@@ -17,6 +17,7 @@ from rft.config import Config, ConfigError
 from tests.unit.test_config import grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
+EXP = "data_processor.experience_pipeline"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
@@ -193,10 +194,22 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("trainer.checkpoint.best_metric=eval/a/x trainer.checkpoint.keep_best=1", "trainer.checkpoint.best_metric", "which is empty"),
     ("trainer.megatron.tensor_model_parallel_size=0", "trainer.megatron.tensor_model_parallel_size", "greater than 0"),
     ("trainer.megatron.context_parallel_size=-1", "trainer.megatron.context_parallel_size", "greater than 0"),
+    # pipelines: the rest of them is in test_task_pipeline.py and test_experience_operators.py
+    (f"{EXP}.operators=[{{name:reward_filtre}}]", f"{EXP}.operators.0.name", "did you mean `reward_filter`"),
+    (f"{EXP}.operators=[{{nam:reward_filter}}]", f"{EXP}.operators", "nam"),
+    (f"{EXP}.operators=[{{name:reward_filter,args:{{treshold:1}}}}]", f"{EXP}.operators.0.args.treshold", "it takes threshold"),
+    (f"{EXP}.operators=[{{name:nowhere.py:Own}}]", f"{EXP}.operators", "name"),
+    (f"{EXP}.operators=[{{name:data_juicer,args:{{config_path:a}}}}]", f"{EXP}.operators.0", "service.data_juicer.auto_start=true"),
+    (f"{EXP}.timeout=0", f"{EXP}.timeout", "greater than 0"),
+    (f"{EXP}.max_dropped_groups=0", f"{EXP}.max_dropped_groups", "greater than 0"),
+    (f"{EXP}.input_save_path=a.jsonl", f"{EXP}.input_save_path", "set save_input=true"),
+    (f"{EXP}.save_input=true {EXP}.input_save_path=sqlite:///a.db", f"{EXP}.input_save_path", "name it .jsonl"),
+    (f"+{EXP}.output.path=a", f"{EXP}.output", "leave it out"),
+    ("service.data_juicer.server_url=localhost:5005", "service.data_juicer.server_url", "http://127.0.0.1:5005"),
+    ("service.data_juicer.start_timeout=0", "service.data_juicer.start_timeout", "greater than 0"),
+    ("service.data_juicer.timeout=-1", "service.data_juicer.timeout", "greater than 0"),
+    ("data_processor.task_pipeline.num_process=0", "data_processor.task_pipeline.num_process", "greater than 0"),
     # what rft leaves to others
-    ("service.data_juicer.server_url=http://127.0.0.1:5005", "service.data_juicer.server_url", "prepare=module:function"),
-    ("data_processor.task_pipeline.num_process=4", "data_processor.task_pipeline", "prepare=module:function"),
-    ("+data_processor.experience_pipeline.operators=[]", "data_processor.experience_pipeline", "default_reward_fn_type"),
     ("monitor.monitor_type=swanlab", "monitor.monitor_type", "not in rft yet"),
     ("+monitor.monitor_args.uri=a", "monitor.monitor_args.uri", "it takes none"),
     ("monitor=wandb +monitor.monitor_args.key=a", "monitor.monitor_args.key", "it takes mode, base_url, api_key"),

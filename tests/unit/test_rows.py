@@ -34,6 +34,7 @@ ROWS = {  # by section of the reference; the blocks of veRL's keys are in test_v
     f"{T}.default_workflow_type {T}.default_reward_fn_type {T}.workflow_args {T}.reward_fn_args {T}.format.workflow_key "
     f"{T}.format.reward_fn_key {B}.name {B}.storage_type {B}.path {B}.max_read_timeout {B}.replay_buffer.enable "
     f"{B}.replay_buffer.reuse_cooldown_time {B}.replay_buffer.priority_fn {B}.replay_buffer.priority_fn_args "
+    f"{T}.task_selector.selector_type {T}.task_selector.seed {T}.task_selector.feature_keys {T}.task_selector.kwargs "
     "buffer.trainer_input.auxiliary_buffers "
     + " ".join(
         f"{where}.format.{key}"
@@ -61,8 +62,13 @@ ROWS = {  # by section of the reference; the blocks of veRL's keys are in test_v
     "trainer.megatron.context_parallel_size trainer.megatron.sequence_parallel trainer.param_offload trainer.optimizer_offload "
     "trainer.grad_offload trainer.offload_policy trainer.critic_warmup trainer.balance_batch "
     "trainer.max_checkpoints_to_keep trainer.enable_preview",
-    "J": "service.data_juicer.server_url service.data_juicer.auto_start service.data_juicer.port data_processor.task_pipeline "
-    "data_processor.experience_pipeline log.level log.group_by_node stages stage_name",
+    "J": "service.data_juicer.server_url service.data_juicer.auto_start service.data_juicer.port "
+    "data_processor.task_pipeline.num_process data_processor.task_pipeline.operators data_processor.task_pipeline.inputs "
+    "data_processor.task_pipeline.target_fields data_processor.task_pipeline.output.path data_processor.task_pipeline.config_path "
+    "data_processor.task_pipeline.priority_weights data_processor.task_pipeline.top_k "
+    "data_processor.experience_pipeline.operators data_processor.experience_pipeline.save_input "
+    "data_processor.experience_pipeline.input_save_path data_processor.experience_pipeline.inputs "
+    "data_processor.experience_pipeline.output log.level log.group_by_node stages stage_name",
 }  # fmt: skip
 
 

@@ -1,0 +1,108 @@
+"""A child process that its parent can kill at any time, and the socket to it.
+
+    start ──► python -m MODULE <socket fd> <parent pid>   (own session)
+    send, receive: frames of a 4-byte length and a body       kill ──► its whole process group; a reader wakes with EOF
+
+In: the module to run. Out: whole frames, or EOFError. Invariant: the process ends with its parent, and `reap` leaves none behind.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+from rft.device import thread_environment
+from rft.experience import Record, encode
+
+CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
+EXIT_TIMEOUT_S = 1.0  # between the end of a worker's socket and its exit status
+HEADER = struct.Struct(">I")
+
+
+def frame(record: Record) -> bytes:
+    body = encode(record)
+    return HEADER.pack(len(body)) + body
+
+
+class Child:
+    """One child process at a time, the socket to it, and the killed ones that are not reaped yet."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._dying: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start a process. In the calling thread: PR_SET_PDEATHSIG follows the life of the thread that forked."""
+        if self._socket is not None:
+            self._socket.close()
+        self._dying = [process for process in self._dying if process.poll() is None]
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        environment = os.environ | thread_environment(1) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
+            )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def send(self, data: bytes) -> None:
+        assert self._socket is not None
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+        except ConnectionError as error:
+            raise EOFError("the worker is gone") from error
+
+    async def receive(self) -> bytes:
+        return await self._read(HEADER.unpack(await self._read(HEADER.size))[0])
+
+    async def _read(self, size: int) -> bytes:
+        assert self._socket is not None
+        data = b""
+        while len(data) < size:
+            try:
+                part = await asyncio.get_running_loop().sock_recv(self._socket, size - len(data))
+            except ConnectionError as error:
+                raise EOFError("the worker is gone") from error
+            if not part:
+                raise EOFError("the worker is gone")
+            data += part
+        return data
+
+    async def end(self) -> str:
+        """How the process ended, in words."""
+        assert self._process is not None
+        try:
+            code = await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def kill(self) -> None:
+        """SIGKILL the process group; end the socket, so that a reader of it wakes up with EOF."""
+        if self._process is None or self._socket is None:  # already killed
+            return
+        with contextlib.suppress(ProcessLookupError):  # the group is already empty
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._dying.append(self._process)
+        self._process = None
+
+    def reap(self) -> None:
+        """Wait for everything killed to be gone. Only when nobody reads the socket any more."""
+        for process in self._dying:
+            process.wait(CLOSE_TIMEOUT_S)
+        self._dying.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
