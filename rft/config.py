@@ -217,6 +217,7 @@ class Config:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    plugin_dirs: list[str] = field(default_factory=list)  # every *.py there registers parts; default: $RFT_PLUGIN_DIRS
     prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
     finish: Optional[str] = None  # "module:function" called with the list of stage configs after success
     stages: list[Any] = field(default_factory=list)

@@ -108,6 +108,7 @@ class Feed:
         recipe, step = self.algorithm, batch.step
         metrics = metrics | {"sample/replayed": float(batch.replayed)}
         fresh, dropped = self._fresh(batch)
+        fresh = credit.scored(fresh)
         if mixing.is_mixed(recipe):
             judged, rows = mixing.rows(fresh, recipe, step, self.longest)
             return (metrics | mixing.metrics(fresh, recipe, step) | judged.metrics, judged.groups), rows

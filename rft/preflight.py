@@ -41,6 +41,7 @@ from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_algorithm import check_algorithm, fill_algorithm
 from rft.preflight_buffer import check_buffer
 from rft.preflight_colocate import check_colocate, fill_colocate
+from rft.preflight_flows import check_flows
 from rft.preflight_limits import check_given, check_limits
 from rft.preflight_pipelines import check_pipelines
 from rft.preflight_rows import check_auxiliary, check_main, fill_rows, steps_of_rows
@@ -160,6 +161,7 @@ def check(config: Config) -> None:
     _check_data(config, to_be_made)
     _check_deterministic(config)
     check_limits(config)
+    check_flows(config)
     check_sync(config)
     check_colocate(config)
     check_agents(config)

@@ -110,6 +110,7 @@ def _check_reward_args(key: str, taskset: TasksetConfig) -> None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+    known = [name for name in known if name != "response_tokens"]  # given by the workflow
     for name in taskset.reward_fn_args:
         if name not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"

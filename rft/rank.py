@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import control
+from rft import control, plugins
 from rft import device as devices
 from rft.adapters import Lora
 from rft.config import Config, TrainerConfig
@@ -78,6 +78,7 @@ def main(path: str, terminal: int | None = None) -> int:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     rank = Rank(config, configs.job_dir(config), devices.choose(config.device, local, config.cluster.threads_per_rank))
     try:
+        plugins.load(config.plugin_dirs)
         run(rank)
     except Exception as error:
         log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())

@@ -199,11 +199,14 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {  # key: its value there, what
 }
 _WORKFLOWS = {
     "simple_workflow": ("single_turn", ""), "async_simple_workflow": ("single_turn", ""), "math_workflow": ("math", ""),
-    "async_math_workflow": ("math", ""),
+    "async_math_workflow": ("math", ""), "math_boxed_workflow": ("single_turn", "name the reward math_boxed beside it"),
+    "rubric_judge_workflow": ("rubric_judge", ""), "async_rubric_judge_workflow": ("rubric_judge", ""),
+    "math_ruler_workflow": ("ruler", ""), "async_math_ruler_workflow": ("ruler", ""),
 }  # fmt: skip
 _REWARDS = {
     "math_reward": ("math", "right answers give 1, and form gives nothing"),
     "math_boxed_reward": ("math_boxed", "right answers give 1, and form gives nothing"),
+    "countdown_reward": ("countdown", ""), "math_dapo_reward": ("math_dapo", ""),
     "format_reward": ("format", "1 for the form, else 0"), "accuracy_reward": ("accuracy", ""),
 }  # fmt: skip
 for _key in ("buffer.explorer_input", TASKSET):

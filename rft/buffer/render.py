@@ -9,7 +9,7 @@ from typing import Any
 from rft.config import ConfigError
 from rft.experience import Task
 
-_ANSWER = "answer"  # stands for an assistant's words when the end of its turn is looked up
+_ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
 
 
 def chat_text(
@@ -46,6 +46,18 @@ def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) 
     if chat_template or tokenizer.chat_template:
         return render_messages(tokenizer, [{"role": "user", "content": task.prompt}], chat_template)
     return list(tokenizer.encode(task.prompt))
+
+
+def render_follow_up(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None) -> list[int]:
+    """The ids behind an assistant's words: the end of its turn, `messages`, and where the assistant speaks again.
+
+    They do not depend on those words, so a dialogue goes on from the very ids that were sampled.
+    """
+    if not (chat_template or tokenizer.chat_template):
+        return list(tokenizer.encode("".join(f"\n{m['content']}\n" for m in messages), add_special_tokens=False))
+    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    text = chat_text(tokenizer, [*before, *messages], chat_template)
+    return list(tokenizer.encode(text.partition(_ANSWER)[2], add_special_tokens=False))
 
 
 def end_of_turn(tokenizer: Any, chat_template: str | None = None) -> int:

@@ -191,6 +191,15 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"{SQL}.path=sqlite:///DIR/b.db {QUEUE}.replay_buffer.enable=true", f"{QUEUE}.replay_buffer.enable", "only a queue"),
     ("buffer.trainer_input.experience_buffer.max_read_timeout=0", "experience_buffer.max_read_timeout", "greater"),
     ("+buffer.trainer_input.auxiliary_buffers={a:{pth:b}}", "buffer.trainer_input.auxiliary_buffers", "pth"),
+    # workflows, rewards, plug-ins
+    (f"+{TASKSET}.workflow_args.max_step_num=0", f"{TASKSET}.workflow_args.max_step_num", "greater than 0"),
+    (f"{TASKSET}.default_workflow_type=ruler", f"{TASKSET}: workflow ruler asks a judge", "explorer.auxiliary_models"),
+    (f"{TASKSET}.default_workflow_type=rubric_judge", "workflow rubric_judge asks a judge", "add one"),
+    (f"{TASKSET}.default_workflow_type=tool_use +{TASKSET}.workflow_args.limits.second=3", "workflow_args.limits", "known are"),
+    (f"{TASKSET}.default_workflow_type=tool_us", "unknown workflow 'tool_us'", "did you mean 'tool_use'"),
+    (f"{TASKSET}.default_reward_fn_type=code_tests +{TASKSET}.reward_fn_args.seconds=30", "reward_fn_args.seconds", "raise"),
+    (f"{TASKSET}.default_reward_fn_type=remote_judge", f"{TASKSET}.reward_fn_args.url", "set it"),
+    (f"{TASKSET}.default_reward_fn_type=math_dapo +{TASKSET}.reward_fn_args.response_tokens=1", "response_tokens", "it takes"),
     # explorer
     ("explorer.runner_per_model=0", "explorer.runner_per_model", "greater than 0"),
     ("explorer.max_timeout=0", "explorer.max_timeout", "greater than 0"),
