@@ -64,6 +64,7 @@ bench: setup
 	$(RUN) -m bench.weight_sync --quick
 	$(RUN) -m bench.loop --quick
 	$(RUN) -m bench.observe --quick
+	$(RUN) -m bench.buffer --quick
 	$(RUN) -m bench.rollout --quick
 
 clean:

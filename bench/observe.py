@@ -99,6 +99,7 @@ class Switch:
     def mark(self) -> int:
         return 0
 
+    def saved(self, step: int) -> None: ...
     def retain(self, loop: dict[str, Any]) -> None: ...
 
 

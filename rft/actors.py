@@ -96,14 +96,18 @@ class Actors:
         self._start_ray()
         if self.config.mode != "bench":
             self._spawn_buffer()
-        if self.config.mode == "train":  # an earlier `explore` run has filled the journal; nobody adds to it now
+        if (
+            self.config.mode == "train"
+        ):  # explorers are runs of their own, earlier ones or, with a database, at the same time
             return
         config, buffer = self.config, self.handles.get("buffer")
         from rft.sync.synchronizer import Synchronizer
 
         engines, synchronizer = self.engines.create(config.explorer.rollout_model.engine_num), None
         if config.mode != "bench":
-            freed = buffer if config.mode == "both" else None  # slots are only counted where a trainer frees them
+            freed = (
+                buffer if config.mode == "both" or self.is_shared else None
+            )  # slots are counted where a trainer frees them
             timeout, told = config.synchronizer.sync_timeout, settings(config.synchronizer)
             synchronizer = self._spawn("synchronizer", "synchronizer", Synchronizer, 1, freed, timeout, told)
             engines = {}  # the explorer follows those that the synchronizer admits
@@ -186,17 +190,23 @@ class Actors:
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
 
     def _spawn_buffer(self) -> None:
-        from rft.buffer.experience_buffer import SEGMENT_BYTES, ExperienceBuffer
+        from rft.buffer.build import buffer_of
 
         config = self.config
         settings = config.buffer.trainer_input.experience_buffer
-        directory = settings.path or str(configs.job_dir(config) / "buffer" / settings.name)
-        self._spawn(
-            "buffer", settings.name, ExperienceBuffer, 1, settings, directory, config.buffer.batch_size,
-            int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if config.mode == "both" else None,
-            config.trainer.total_steps if config.mode != "serve" else None, SEGMENT_BYTES,
+        limited = config.mode == "both" or self.is_shared
+        cls, arguments = buffer_of(
+            settings, configs.job_dir(config), f"{config.project}/{config.name}", config.buffer.batch_size,
+            int(config.algorithm.repeat_times or 1), config.synchronizer.max_staleness if limited else None,
+            config.trainer.total_steps if config.mode != "serve" else None, config.seed,
             config.explorer.over_rollout if config.mode == "both" else None,
         )  # fmt: skip
+        self._spawn("buffer", settings.name, cls, 1, *arguments)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes write to the buffer, or read from it, while this one runs."""
+        return self.config.buffer.trainer_input.experience_buffer.storage_type == "sql"
 
     def _api(self) -> Any:
         """What the explorer's OpenAI API needs: a place for its key, and the engines of auxiliary models, which never change."""
@@ -228,7 +238,7 @@ class Actors:
         if "explorer" in self.handles:
             starting["explorer"] = self.handles["explorer"].prepare.remote()
         starting |= {name: h.start.remote() for name, h in self.handles.items() if name.startswith("engine_of_")}
-        if self.config.mode == "train":
+        if self.config.mode == "train" and not self.is_shared:
             starting["buffer"] = self.handles["buffer"].input_done.remote()
         for part, reference in starting.items():
             log.info("%s: %s", part, self._get(part, reference))
@@ -246,7 +256,7 @@ class Actors:
         elif self.config.mode == "both":
             ray.get(self.handles["explorer"].open.remote())
         elif self.config.mode == "explore":
-            modes.explore(self.config, self.handles["explorer"], self.handles["synchronizer"])
+            modes.explore(self.config, self.handles["explorer"], self.handles["synchronizer"], self.handles["buffer"])
         elif self.config.mode == "serve":
             modes.serve(self.config, self.handles["explorer"], self.handles["synchronizer"], self.say)
         elif self.config.mode == "bench":

@@ -11,11 +11,13 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft debug [--set NAME] [--row N] experiment=NAME ...          one task on a real engine, every token of it
        rft view JOB_DIR | FILE.jsonl                                 its experiences in the browser, token by token
        rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
+       rft buffer dump RUN_DIR -o FILE.jsonl                         (rft buffer dump -h)
        rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)
        rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)
        rft report RUN_DIR                                            one page about a run, also while it is under way
        rft trace RUN_DIR                                             its timeline, for Perfetto"""
 TOOLS = {  # word: module of rft.tools
+    "buffer": "buffer",
     "ckpt": "ckpt",
     "config": "config",
     "doctor": "doctor",

@@ -65,13 +65,25 @@ class ExplorerInputConfig:
 
 
 @dataclass
+class ReplayBufferConfig:
+    enable: bool = False  # queue: steps take groups by priority, and a group may be trained on again
+    reuse_cooldown_time: Optional[float] = None  # seconds until a group may be trained on again; default: never
+    priority_fn: str = "linear_decay"  # or linear_decay_use_count_control_randomization (decay_limit_randomization)
+    priority_fn_args: dict[str, Any] = field(default_factory=dict)  # decay: 2.0, use_count_limit: 3, sigma: 0.0
+    capacity: int = 10_000  # groups kept; of more than these the lowest priority goes, counted
+
+
+@dataclass
 class ExperienceBufferConfig:
     name: str = "experience_buffer"
-    storage_type: str = "queue"  # queue: durable journal fed by the explorer | file: supervised rows
-    path: Optional[str] = None  # file: the data; queue: directory of the journal, default <job>/buffer/<name>
+    storage_type: str = "queue"  # queue: durable journal | sql: a database that several machines share | file
+    path: Optional[str] = None  # queue: the journal's directory, or X.jsonl for a copy | sql: URL | file: the data
     split: str = "train"
-    shuffle: bool = True
+    shuffle: bool = True  # supervised rows; experiences keep their order
     max_read_timeout: float = 1800.0  # seconds; afterwards the incomplete batch is returned
+    lease_s: float = 60.0  # sql: a process that is silent for so long no longer holds what it took
+    max_experience_mb: float = 32.0  # sql: a group with a larger experience fails, counted
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     format: FormatConfig = field(default_factory=FormatConfig)
 
 

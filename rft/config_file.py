@@ -103,9 +103,9 @@ class Flat:
         return RENAMED.get(name, {}).get(value, (value, "")) if isinstance(value, str) else (value, "")
 
     def _is_backup(self, value: str, place: str) -> bool:
-        """A database or JSON file beside a queue: what the reference writes there cannot be read back."""
+        """A database beside a queue: what the reference writes there is a second copy. One as JSON lines is written here too."""
         kind = OmegaConf.select(self._loaded, place.removesuffix("path") + "storage_type", default="queue")
-        return kind == "queue" and ("://" in value or value.endswith((".db", ".json", ".jsonl")))
+        return kind == "queue" and ("://" in value or value.endswith(".db"))
 
     def _use(self, out: dict[str, Any], name: str, value: Any, place: str, base: str) -> None:
         """A key that rft does not have."""

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rft.buffer import delivery
 from rft.config import ExplorerConfig
 from rft.experience import Batch, EvalResult, decode
 
@@ -63,19 +64,25 @@ def actor(name: str) -> Any:
 class QueueSource:
     """`feed.Source` over the experience buffer actor."""
 
-    def __init__(self, buffer: Any, max_read_timeout: float):
+    def __init__(self, buffer: Any, max_read_timeout: float, max_age: int | None = None):
+        """`max_age`: in versions, of the oldest token of a group that is taken; the buffer drops what is older, and counts it."""
         self.buffer = buffer
         self.take_timeout = max_read_timeout + READ_MARGIN_S
+        self.max_age = max_age
 
     def attach(self, step: int, run_epoch: int) -> dict[str, Any]:
         """Tell the buffer where this trainer stands: leases from `step` on are handed out again as they were."""
         return self._call("attach_trainer", step, run_epoch)
 
     def take(self, step: int) -> Batch:
-        return decode(self._call("take", step, timeout=self.take_timeout), Batch)
+        oldest = None if self.max_age is None else max(step - self.max_age, 0)
+        return delivery.opened(self._call("take", step, "trainer", oldest, timeout=self.take_timeout))
 
     def consumed(self, step: int) -> None:
         self._call("consumed", step)
+
+    def saved(self, step: int) -> None:
+        self._call("saved", step)
 
     def stop(self) -> None:
         """Let a `take` that waits, and every later one, return an empty batch; from any thread, does not wait."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rft.algorithm import ALGORITHMS, credit, token_credit
-from rft.config import AlgorithmConfig
+from rft.config import AlgorithmConfig, Config
 from rft.experience import Batch, Experience
 from rft.packing import BY_TOKENS, Cost, Cut, Packed, Row, pack
 
@@ -21,6 +21,7 @@ class Source(Protocol):
     def consumed(self, step: int) -> None: ...
     def wants_weights(self, interval: int) -> bool: ...
     def mark(self) -> int: ...
+    def saved(self, step: int) -> None: ...
     def retain(self, loop: dict[str, Any]) -> None: ...
 
 
@@ -87,6 +88,11 @@ class Feed:
         """Where the source's journal stands: a checkpoint stores it."""
         return self.source.mark() if self.source else None
 
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is complete: no other trainer may get the batches before it."""
+        if self.source:
+            self.source.saved(step)
+
     def retain(self, loop: dict[str, Any] | None) -> None:
         """`loop` is the loop state of the oldest retained checkpoint: the source may forget what only older ones need."""
         if self.source and loop:
@@ -115,3 +121,9 @@ class Feed:
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:
     return ALGORITHMS[algorithm.algorithm_type].source == "rows"
+
+
+def reads_files(config: Config) -> bool:
+    """Whether rank 0 reads its batches from files by itself, so that the ranks are all that there is of the stage."""
+    storage = config.buffer.trainer_input.experience_buffer.storage_type
+    return config.mode == "train" and (is_supervised(config.algorithm) or storage == "file")

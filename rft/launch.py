@@ -31,7 +31,7 @@ from rft.checkpoint import fence
 from rft.config import Config, ConfigError
 from rft.control import cause
 from rft.device import thread_environment
-from rft.feed import is_supervised
+from rft.feed import reads_files
 from rft.monitor import logs, redact, trace
 from rft.pipeline import tasks
 from rft.stages import source
@@ -109,6 +109,14 @@ def with_model(stages: list[Config], index: int) -> Config:
     return replace(config, model=replace(config.model, model_path=str(export)))
 
 
+def resolved_of(config: Config) -> Path:
+    """Where a stage's config is written down. Explorers of a database run beside the trainer of the same name."""
+    job = configs.job_dir(config)
+    if config.mode == "explore" and config.buffer.trainer_input.experience_buffer.storage_type == "sql":
+        return job / "explorers" / config.explorer.name / "resolved.yaml"
+    return (job / "bench" if config.mode == "bench" else job) / "resolved.yaml"
+
+
 def result(config: Config) -> dict[str, Any]:
     return json.loads((configs.job_dir(config) / "result.json").read_text(encoding="utf-8"))
 
@@ -151,7 +159,7 @@ class Stage:
         self.log_dir = logs.new_attempt(self.job)
         trace.turn_on(self.log_dir, config.monitor.trace)
         trace.start("supervisor")
-        self.resolved = (self.job / "bench" if config.mode == "bench" else self.job) / "resolved.yaml"
+        self.resolved = resolved_of(config)
         configs.save(config, self.resolved)
         print(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}", flush=True)
         try:
@@ -169,7 +177,7 @@ class Stage:
 
     def _start(self) -> None:
         """Create all parts; they load at the same time."""
-        if not is_supervised(self.config.algorithm) or self.config.mode == "bench":
+        if not reads_files(self.config):
             self.actors = Actors(self.config, self.log_dir, self._actor_failed, say, self.task)
             try:
                 self.actors.start()
@@ -305,7 +313,7 @@ def describe(config: Config) -> str:
     parts = [f"mode={config.mode}", f"algorithm={config.algorithm.algorithm_type}"]
     if config.mode in ("both", "train"):
         parts += [f"{config.trainer.num_ranks} trainer rank(s) ({layout})", f"{config.trainer.total_steps} steps"]
-    if not is_supervised(config.algorithm):
+    if not reads_files(config):
         parts.append(f"{config.explorer.rollout_model.engine_num} vLLM engine(s)")
     return ", ".join(parts)
 

@@ -15,7 +15,7 @@ from rft.config import Config, ConfigError
 from rft.experience import EvalResult, decode
 
 
-def explore(config: Config, explorer: Any, synchronizer: Any) -> None:
+def explore(config: Config, explorer: Any, synchronizer: Any, buffer: Any) -> None:
     """Run until the taskset, or total_steps' worth of it, is stored in the buffer.
 
     Engines serve the newest weights that a trainer has saved for this job, from the first request on, and those that it saves
@@ -24,6 +24,7 @@ def explore(config: Config, explorer: Any, synchronizer: Any) -> None:
     import ray
 
     version = ray.get(synchronizer.follow.remote(configs.checkpoint_root(config)))
+    ray.get(buffer.published.remote(version or 0))  # a version that comes later is told by the synchronizer
     print("engines serve " + ("the model as given" if version is None else f"saved version {version}"), flush=True)
     ray.get(explorer.explore.remote())
     ray.get(explorer.finished.remote())

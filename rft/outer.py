@@ -148,7 +148,7 @@ def own_store(stage: int) -> dict[str, str]:
 def _lead(raw: DictConfig) -> dict[str, Any]:
     """Rank 0's word: where the next stage's config is and how to reach its Ray, or the exit code to end with."""
     from rft import launch
-    from rft.feed import is_supervised
+    from rft.feed import reads_files
     from rft.train import imported, prepared_stages
 
     stages = prepared_stages(raw)
@@ -161,7 +161,7 @@ def _lead(raw: DictConfig) -> dict[str, Any]:
     config = launch.ready(stages, count)
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
-    if is_supervised(config.algorithm):
+    if reads_files(config):
         return {
             "resolved": str(resolved),
             "sidecar": False,
@@ -177,7 +177,7 @@ def _attempt(log_dir: Path, config: Config) -> dict[str, str]:
 
 
 def _check(stages: list[Config]) -> None:
-    from rft.feed import is_supervised
+    from rft.feed import reads_files
 
     world = int(os.environ["WORLD_SIZE"])
     for config in stages:
@@ -187,7 +187,7 @@ def _check(stages: list[Config]) -> None:
             raise ConfigError(
                 f"trainer.num_ranks={config.trainer.num_ranks}, but the launcher started {world} ranks: make them equal"
             )
-        if nodes_of(os.environ) > 1 and not is_supervised(config.algorithm) and config.cluster.ray_address is None:
+        if nodes_of(os.environ) > 1 and not reads_files(config) and config.cluster.ray_address is None:
             raise ConfigError(
                 "cluster.ray_address is not set, but the ranks are on several nodes, which cannot reach the engines of a "
                 "private Ray: give the address of a cluster that the nodes belong to"

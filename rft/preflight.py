@@ -16,6 +16,7 @@ import fsspec
 from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS
+from rft.buffer.experience_file import count_groups
 from rft.buffer.sft_rows import check_supervised
 from rft.buffer.task_source import names_in
 from rft.buffer.taskset import Taskset, check_taskset
@@ -32,12 +33,14 @@ from rft.config import (
     job_dir,
     nearest,
 )
+from rft.feed import reads_files
 from rft.megatron import overrides, schedule
 from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
 from rft.packing import AGGREGATIONS
 from rft.pipeline.output import place
 from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_algorithm import check_algorithm, fill_algorithm
+from rft.preflight_buffer import check_buffer
 from rft.preflight_colocate import check_colocate, fill_colocate
 from rft.preflight_flows import check_flows
 from rft.preflight_limits import check_given, check_limits
@@ -70,7 +73,7 @@ CHOICES = {
     "synchronizer.kv": ("recompute", "keep"),
     "explorer.rollout_model.engine_type": ENGINE_TYPES,
     "explorer.rollout_model.dtype": DTYPES,
-    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "file"),
+    "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
     "log.level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
@@ -86,6 +89,7 @@ POSITIVE = (
     "synchronizer.sync_interval", "synchronizer.sync_timeout",
     "synchronizer.bucket_bytes", "shutdown_grace_s", "cluster.threads_per_rank", "cluster.threads_per_engine",
     "algorithm.optimizer.lr", "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "buffer.trainer_input.experience_buffer.lease_s", "buffer.trainer_input.experience_buffer.max_experience_mb",
     "trainer.checkpoint.agent_deadline_s", "trainer.checkpoint.lease_s", "critic.optim.lr", "critic.cliprange_value",
 )  # fmt: skip
 NOT_NEGATIVE = (
@@ -300,17 +304,14 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows: set mode=train and "
             "buffer.trainer_input.experience_buffer.storage_type=file with a path"
         )
-    if kind.source == "rollouts" and storage != "queue":
-        raise ConfigError(
-            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rollouts: set "
-            "buffer.trainer_input.experience_buffer.storage_type=queue"
-        )
 
 
 def _check_data(config: Config, to_be_made: bool) -> None:
     """`to_be_made`: the rows of the stage are not there yet; they are looked at when they are."""
     rows = config.buffer.trainer_input.experience_buffer
-    if rows.storage_type == "file":
+    if ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
+        check_buffer(config)
+    elif rows.storage_type == "file":
         key = "buffer.trainer_input.experience_buffer"
         if not to_be_made:
             check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
@@ -387,7 +388,9 @@ def count_steps(config: Config) -> int:
     if buffer.total_steps is not None:
         return buffer.total_steps
     rows = buffer.trainer_input.experience_buffer
-    if rows.storage_type == "file":
+    if reads_files(config) and ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
+        return buffer.total_epochs * (count_groups(str(rows.path)) // buffer.batch_size)
+    if rows.storage_type == "file" and config.mode == "train":
         taskset = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split, format=rows.format)
         per_step = int(buffer.train_batch_size or 1)
         sets = [(TASKSET_KEY, taskset)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import Config, ConfigError, TasksetConfig, get
+from rft.feed import is_supervised
 from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
 from rft.rollout import rewards
@@ -119,7 +120,7 @@ def _check_reward_args(key: str, taskset: TasksetConfig) -> None:
 def _check_template(config: Config, formats: list[tuple[str, Any]]) -> None:
     """Chat messages need a template; a base model has none."""
     rows = config.buffer.trainer_input.experience_buffer
-    if rows.storage_type == "file":
+    if rows.storage_type == "file" and is_supervised(config.algorithm):
         formats = [*formats, ("buffer.trainer_input.experience_buffer", rows.format)]
     template = config.model.custom_chat_template
     if template is None:
@@ -144,17 +145,12 @@ def _check_template(config: Config, formats: list[tuple[str, Any]]) -> None:
 
 
 def _check_batches(config: Config) -> None:
-    buffer, rows = config.buffer, config.buffer.trainer_input.experience_buffer
+    buffer = config.buffer
     step = buffer.batch_size * int(config.algorithm.repeat_times or 1)
-    if rows.storage_type == "queue" and buffer.train_batch_size != step:
+    if not is_supervised(config.algorithm) and buffer.train_batch_size != step:
         raise ConfigError(
             f"buffer.train_batch_size={buffer.train_batch_size}: a step takes buffer.batch_size={buffer.batch_size} tasks x "
             f"algorithm.repeat_times={config.algorithm.repeat_times} = {step} experiences; leave it out, or change those two"
-        )
-    if rows.storage_type == "queue" and "://" in str(rows.path or ""):
-        raise ConfigError(
-            f"buffer.trainer_input.experience_buffer.path={rows.path}: the queue's journal is a directory; leave it out for one in "
-            "the run's own"
         )
     steps, trainer = config.trainer.total_steps, config.trainer
     if trainer.profiler and steps is not None and trainer.profile_steps[0] > steps:

@@ -28,7 +28,8 @@ def fill_sync(config: Config) -> None:
     sync.sync_style = style.ALIASES.get(sync.sync_style, sync.sync_style)
     if sync.sync_style not in style.STYLES:
         raise ConfigError(nearest(sync.sync_style, style.STYLES, "synchronizer.sync_style"))
-    if sync.max_staleness is None:
+    shared = config.buffer.trainer_input.experience_buffer.storage_type == "sql" and config.mode in APART
+    if sync.max_staleness is None and not shared:  # over several processes only the age that is asked for is kept
         sync.max_staleness = style.default_staleness(sync.sync_style, sync.sync_interval, sync.sync_offset)
 
 

@@ -310,9 +310,15 @@ def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
 
 
 def _source(rank: Rank) -> Any:
-    """Rank 0's batches: supervised rows from a file, or the durable queue."""
+    """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
+    from rft.feed import is_supervised
+
     config = rank.config
     experience_buffer = config.buffer.trainer_input.experience_buffer
+    if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
+        from rft.buffer.experience_file import ExperienceFile
+
+        return ExperienceFile(str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps)
     if experience_buffer.storage_type == "file":
         from rft.buffer.sft_rows import SupervisedRows
 
@@ -321,7 +327,9 @@ def _source(rank: Rank) -> Any:
             int(config.model.max_model_len or 0), total_steps=config.trainer.total_steps,
             chat_template=config.model.custom_chat_template,
         )  # fmt: skip
-    return control.QueueSource(control.actor(experience_buffer.name), experience_buffer.max_read_timeout)
+    controlled = config.algorithm.sample_strategy == "staleness_control"
+    oldest = int(config.algorithm.sample_strategy_args["max_staleness"]) if controlled else None
+    return control.QueueSource(control.actor(experience_buffer.name), experience_buffer.max_read_timeout, oldest)
 
 
 def tokenizer_of(config: Config) -> Any:

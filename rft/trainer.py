@@ -125,8 +125,10 @@ class Trainer:
         for report in self.checkpoints.poll():
             if isinstance(report, Retained):
                 self.feed.retain(report.oldest)
-            elif isinstance(report, Committed) and not report.collection and self.config.save_hf_checkpoint == "always":
-                self.export(report.step)
+            elif isinstance(report, Committed) and not report.collection:
+                self.feed.saved(report.step)
+                if self.config.save_hf_checkpoint == "always":
+                    self.export(report.step)
 
     def loop_state(self, step: int) -> dict[str, Any]:
         return {

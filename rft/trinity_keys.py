@@ -58,7 +58,6 @@ class Key:
 YET = "not in rft yet"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
 EXPERIENCES_COME = "experiences come from the explorer and go to the buffer of the trainer: leave it out"
-REPLAY = f"a replay buffer is {YET}: raise buffer.total_epochs to see tasks again"
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
 NO_TINKER = "training is by Megatron on your own machines: leave it out"
@@ -89,14 +88,6 @@ KEYS: dict[str, Key] = {
     "buffer.default_reward_fn_type": Key("F19", to="buffer.explorer_input.default_reward_fn_type"),
     f"{TASKSET}.rollout_args.logprobs": Key("F18", "log-probabilities of what was sampled are always recorded", only=(0,)),
     f"{TASKSET}.rollout_args.n": Key("F18", "set algorithm.repeat_times, or repeat_times of an evaluation set", only=(1,)),
-    "buffer.trainer_input.experience_buffer.replay_buffer.enable": Key("F29", REPLAY, only=(False,)),
-    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": Key("F30", REPLAY),
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn": Key(
-        "F31", "it belongs to a replay buffer that is off", only=("linear_decay", "linear_decay_use_count_control_randomization"),
-    ),
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args": Key(
-        "F34", "it belongs to a replay buffer that is off", takes_any=True
-    ),
     "buffer.trainer_input.auxiliary_buffers": Key(
         "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
     ),
@@ -158,7 +149,10 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.explorer_input.taskset.default_reward_fn_type", "buffer.explorer_input.taskset.workflow_args",
     "buffer.explorer_input.taskset.reward_fn_args", "buffer.trainer_input.experience_buffer.name",
     "buffer.trainer_input.experience_buffer.storage_type", "buffer.trainer_input.experience_buffer.path",
-    "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.explorer_input.taskset.format.prompt_type",
+    "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.trainer_input.experience_buffer.replay_buffer.enable",
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn",
+    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args", "buffer.explorer_input.taskset.format.prompt_type",
     "buffer.explorer_input.taskset.format.prompt_key", "buffer.explorer_input.taskset.format.response_key",
     "buffer.explorer_input.taskset.format.system_prompt_key", "buffer.explorer_input.taskset.format.system_prompt",
     "buffer.explorer_input.taskset.format.messages_key", "buffer.trainer_input.experience_buffer.format.prompt_type",
@@ -227,9 +221,6 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
     ),
     "algorithm.sample_strategy": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
     "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
-    "buffer.trainer_input.experience_buffer.storage_type": (
-        ("sql",), "the queue's journal is durable by itself, and mode=train reads what a run of mode=explore left: set queue",
-    ),
     "monitor.monitor_type": (("swanlab",), f"it is {YET}"),
     "explorer.rollout_model.engine_type": (("sglang", "tinker", "external"), "the engine is vLLM"),
     "trainer.trainer_type": (("tinker", "verl"), "the trainer is Megatron"),

@@ -14,21 +14,28 @@ is asked for; an incomplete batch is returned only after `max_read_timeout` or a
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from rft.buffer import progress as records
+from rft.buffer.choice import Choice
+from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of, oldest_version
+from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
 from rft.buffer.over_rollout import OverRollout
-from rft.buffer.progress import Group, JournalRecord
+from rft.buffer.progress import Evicted, Group, JournalRecord
+from rft.buffer.replay import Replay
+from rft.buffer.waits import Waits
 from rft.config import ExperienceBufferConfig
 from rft.config_explorer import OverRolloutConfig
-from rft.experience import Batch, Experience, decode, encode
+from rft.experience import encode
 
 COUNTERS = (
-    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups", "cut_groups",
+    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups", "bad_rewards",
+    "cut_groups",
 )  # fmt: skip
 SEGMENT_BYTES = 64 * 2**20  # of the journal
 
@@ -40,7 +47,8 @@ class ExperienceBuffer:
 
     def __init__(
         self, config: ExperienceBufferConfig, directory: str, tasks_per_step: int, repeat_times: int, max_staleness: int | None,
-        total_steps: int | None, segment_bytes: int = SEGMENT_BYTES, over_rollout: OverRolloutConfig | None = None,
+        total_steps: int | None, seed: int = 0, over_rollout: OverRolloutConfig | None = None,
+        segment_bytes: int = SEGMENT_BYTES, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.timeout = config.max_read_timeout
         self.tasks_per_step = tasks_per_step
@@ -59,11 +67,11 @@ class ExperienceBuffer:
         self._all_done = False
         self._attempt = 0  # trainers attached to this process
         self._counts: Counter[str] = Counter()
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._ended = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
+        replay = Replay(config.replay_buffer, seed) if config.replay_buffer.enable else None
+        self._choice = Choice(self._progress, tasks_per_step, max_staleness, replay, clock)
+        self._copy = Copy(str(config.path), self._ledger.stored()) if is_file(config.path) else None
+        self._copying = asyncio.Lock()  # a group's lines stay together
+        self._waits = Waits()
         self._admission = asyncio.Lock()  # first come, first served: groups are issued in the order of the cursors
 
     # Explorers
@@ -87,8 +95,8 @@ class ExperienceBuffer:
 
         `cursor` is where the taskset continues after this task. Calls are served in the order they come.
         """
-        async with self._admission, self._changed:
-            if not await self._wait(lambda: self._may_admit() or self._is_supplied()):
+        async with self._admission, self._waits.changed:
+            if not await self._waits.wait(lambda: self._may_admit() or self._is_supplied(), self.timeout):
                 raise TimeoutError(
                     f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the trainer "
                     f"published no version after {self._published} ({self._where()})"
@@ -109,8 +117,8 @@ class ExperienceBuffer:
             slots = (self.max_staleness + 1) * self.tasks_per_step
             return self._published is not None and self._progress.ahead(group, self._published) < slots
 
-        async with self._changed:
-            if not await self._wait(is_free):
+        async with self._waits.changed:
+            if not await self._waits.wait(is_free, self.timeout):
                 raise TimeoutError(
                     f"group {group} could not start again in {self.timeout:g} s: the trainer published "
                     f"no version after {self._published} ({self._where()})"
@@ -125,13 +133,24 @@ class ExperienceBuffer:
 
         `told`: what the task selector of its explorer learns of it; every later `attach_explorer` returns all of these.
         """
-        rows = decode(experiences, list[Experience])
+        rows = facts_of(experiences)
         if not rows:
             raise ValueError(f"group {group} has no experiences: abandon it with a reason instead")
-        if self._is_open_group(group, "duplicate_puts"):
+        if why := bad_reward(rows):
+            self._counts["bad_rewards"] += 1
+            await self.abandon(group, why)
+        elif self._is_open_group(group, "duplicate_puts"):
             self._counts["short_groups"] += len(rows) < self.repeat_times
             self._counts["experiences"] += len(rows)
-            await self._record(records.Stored(group=group, experiences=experiences, told=told))
+            timeline = self._progress.waiting[group].run_epoch
+            stored = records.Stored(group=group, experiences=experiences, version=oldest_version(rows), told=told)
+            self._append(stored)
+            self._evict(self._choice.surplus())
+            await self._settle()
+            if self._copy is not None:
+                async with self._copying:
+                    part = Part(group=group, timeline=timeline, experiences=experiences)
+                    await asyncio.to_thread(self._copy.add, part)
         else:
             await self._settle()  # the first put may still be on its way to the disk
 
@@ -143,15 +162,15 @@ class ExperienceBuffer:
 
     async def cuts(self, explorer: str) -> list[int]:
         """Wait for groups of this explorer that a step goes on without: it puts what is finished of each, or abandons it."""
-        async with self._changed:
-            await self._wait(lambda: not self._over.is_told(explorer))
+        async with self._waits.changed:
+            await self._waits.wait(lambda: not self._over.is_told(explorer), self.timeout)
             return self._over.tell(explorer)
 
     async def input_done(self, explorer: str | None = None) -> None:
         """The taskset of this explorer, or of all, is exhausted: no step waits for groups that nobody will issue."""
         self._all_done = self._all_done or explorer is None
         self._done |= {explorer} if explorer else set()
-        await self._notify()
+        await self._waits.notify()
 
     # Trainer
 
@@ -172,39 +191,40 @@ class ExperienceBuffer:
             "waiting": len(self._progress.waiting),
         }
 
-    async def take(self, step: int, trainer: str = "trainer") -> bytes:
-        """The encoded `Batch` of `step`, leased durably. Empty: the run is over.
+    async def take(self, step: int, trainer: str = "trainer", min_model_version: int | None = None) -> bytes:
+        """The encoded `Delivery` of `step`, leased durably. Without parts: the run is over.
 
-        Waits for the next groups in admission order. After `max_read_timeout` it returns those that are there, fewer
-        than a step's if need be; the others go into later steps. Raises TimeoutError if there is none.
+        Waits for the next groups in admission order, with a replay buffer for the first by priority. After `max_read_timeout` it
+        returns those that are there, fewer than a step's if need be; the others go into later steps. Raises TimeoutError if there
+        is none. Groups from before `min_model_version` are evicted, counted.
         """
         loop = asyncio.get_running_loop()
         begin, attempt = loop.time(), self._attempt
         if self.total_steps is not None and step >= self.total_steps:
-            return encode(Batch(step=step, experiences=[]))
-        async with self._changed:
+            return encode(Delivery(step=step))
+        async with self._waits.changed:
             self._check_step(step)
 
             def is_over() -> bool:
                 return self._attempt != attempt or bool(self._stopped) or step in self._progress.leases
 
-            groups = None if is_over() else await self._await_groups(step, is_over)
+            groups = None if is_over() else await self._await_groups(step, min_model_version, is_over)
             if self._stop_is_failure:
                 raise RuntimeError(self._stopped)
             if self._stopped:
-                return encode(Batch(step=step, experiences=[]))
+                return encode(Delivery(step=step))
             if self._attempt != attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             if step not in self._progress.leases:
                 groups = self._incomplete(step) if groups is None else groups
                 if not groups:
-                    return encode(Batch(step=step, experiences=[]))
+                    return encode(Delivery(step=step))
                 self._lease(step, trainer, groups)
         await self._settle()
         lease = self._progress.leases[step]
-        experiences = await self._ledger.experiences(lease)
+        parts = await self._ledger.parts(lease)
         replayed = lease.run_epoch != self._progress.run_epoch
-        return encode(Batch(step=step, experiences=experiences, replayed=replayed, waited_s=loop.time() - begin))
+        return encode(Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin))
 
     async def consumed(self, step: int) -> None:
         """The trainer has finished `step`."""
@@ -223,7 +243,7 @@ class ExperienceBuffer:
             return
         if self._published is None or version > self._published:
             self._published, self._stored_before = version, self._progress.num_stored
-        await self._notify()
+        await self._waits.notify()
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer after a step."""
@@ -239,6 +259,9 @@ class ExperienceBuffer:
         position = self._ledger.journal.position
         await self._settle()
         return position
+
+    async def saved(self, step: int) -> None:
+        """A checkpoint of `step` is complete: nobody else could have its batches, so nothing is to be done."""
 
     async def retain(self, position: int, step: int | None = None) -> None:
         """What no retained checkpoint needs may go: `position` and `step` are the smallest that any of them has.
@@ -258,6 +281,8 @@ class ExperienceBuffer:
             "issued": progress.next_group,
             "stored": progress.num_stored,
             "failed": progress.num_failed,
+            "evicted": progress.num_evicted,
+            "kept_groups": len(progress.pool),
             "ready_groups": len(progress.stored()),
             "running_groups": len(progress.waiting) - len(progress.stored()),
             "next_step": progress.next_step,
@@ -275,8 +300,7 @@ class ExperienceBuffer:
 
     async def watch(self) -> None:
         """Return when the buffer is closed, raise when its journal fails; until then, wait."""
-        await self._ended.wait()
-        self._raise_failure()
+        await self._waits.watch()
 
     async def stop(self, reason: str = "") -> None:
         """End the giving out of batches: a `take` that waits, and every later one, is answered as at the end of the run.
@@ -285,70 +309,39 @@ class ExperienceBuffer:
         """
         self._stopped = reason or "stopped"
         self._stop_is_failure = bool(reason)
-        await self._notify()
+        await self._waits.notify()
 
     async def shutdown(self) -> None:
         """Wake up all who wait, sync and release the journal."""
-        self._closed = True
-        await self._notify()
-        self._ended.set()
+        await self._waits.close()
+        if self._copy is not None:
+            self._copy.close()
         self._ledger.journal.close()
 
     # Inside
 
     def _append(self, record: JournalRecord) -> None:
         """Journal a record, not yet durably, and take it into the state."""
-        self._check_open()
+        self._waits.check_open()
         try:
             self._ledger.append(record)
         except JournalError as error:
-            self._fail(error)
+            self._waits.fail(error)
             raise
 
     async def _settle(self) -> None:
         """Make all that was appended durable and tell those who wait."""
-        self._check_open()
+        self._waits.check_open()
         try:
             await self._ledger.journal.commit()
         except JournalError as error:
-            self._fail(error)
+            self._waits.fail(error)
             raise
-        await self._notify()
+        await self._waits.notify()
 
     async def _record(self, record: JournalRecord) -> None:
         self._append(record)
         await self._settle()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait, holding `_changed`, until `ready()`; False after the deadline."""
-        try:
-            async with asyncio.timeout(self.timeout if seconds is None else seconds):
-                await self._changed.wait_for(lambda: self._closed or self._failure is not None or ready())
-        except TimeoutError:
-            return False
-        self._check_open()
-        return True
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._ended.set()
-            task = asyncio.get_running_loop().create_task(self._notify())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise JournalError(f"the experience buffer stopped: {self._failure}") from self._failure
-
-    def _check_open(self) -> None:
-        self._raise_failure()
-        if self._closed:
-            raise JournalError("the experience buffer is closed")
 
     def _now(self) -> dict[str, int | None]:
         version = None if self.max_staleness is None else self._published
@@ -388,41 +381,48 @@ class ExperienceBuffer:
         if step not in self._progress.leases and step != self._progress.next_step:
             raise ValueError(f"cannot take step {step}: the next one is {self._progress.next_step} ({self._where()})")
 
-    def _next_groups(self, step: int) -> list[Group] | None:
+    def _next_groups(self, step: int, min_model_version: int | None) -> list[Group] | None:
         """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait on."""
-        if self._all_done and not self._attached:  # mode=train: what an earlier explorer left unfinished stays so
-            return self._progress.stored()[: self.tasks_per_step]
-        groups = self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
-        if not all(group.stored for group in groups):
-            return None
-        return groups if len(groups) >= self.tasks_per_step or self._is_input_done() else None
+        if min_model_version is not None:
+            self._evict(self._choice.too_old(min_model_version))
+        return self._choice.groups(step, self._is_input_done(), abandoned=self._all_done and not self._attached)
 
-    async def _await_groups(self, step: int, is_over: Callable[[], bool]) -> list[Group] | None:
+    def _evict(self, record: Evicted | None) -> None:
+        if record is not None:
+            logger.warning("groups %s are dropped: %s", record.groups, record.reason)
+            self._append(record)
+
+    async def _await_groups(
+        self, step: int, min_model_version: int | None, is_over: Callable[[], bool]
+    ) -> list[Group] | None:
         """What `step` takes; None after the deadline. With over_rollout: what is there of it when the others were cut."""
         found: list[Group] | None = None
+        waits, over, wake = self._waits, self._over, self._choice.wake
 
         def is_ready() -> bool:
             nonlocal found
-            found = self._next_groups(step)
+            found = None if is_over() else self._next_groups(step, min_model_version)
             return is_over() or found is not None
 
         def wanted() -> list[Group]:
             return self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
 
-        await self._wait(lambda: is_ready() or self._over.has_enough(wanted()))
-        if is_ready() or not self._over.has_enough(wanted()) or await self._wait(is_ready, self._over.wait_s):
+        await waits.wait(lambda: is_ready() or over.has_enough(wanted()), self.timeout, wake)
+        if is_ready() or not over.has_enough(wanted()) or await waits.wait(is_ready, over.wait_s, wake):
             return found
         groups = wanted()
-        late = self._over.cut(groups)
+        late = over.cut(groups)
         self._counts["cut_groups"] += len(late)
         logger.warning("step %d goes on without groups %s", step, [group.number for group in late])
-        self._changed.notify_all()
+        waits.changed.notify_all()
         running = self._progress.waiting
-        await self._wait(lambda: is_over() or all(group.stored or group.number not in running for group in late))
+        await waits.wait(
+            lambda: is_over() or all(group.stored or group.number not in running for group in late), self.timeout
+        )
         return [group for group in groups if group.stored]
 
     def _incomplete(self, step: int) -> list[Group]:
-        groups = self._progress.stored()[: self.tasks_per_step]
+        groups = self._choice.here()
         if not groups:
             raise TimeoutError(
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is the "
@@ -434,13 +434,11 @@ class ExperienceBuffer:
         return groups
 
     def _lease(self, step: int, trainer: str, groups: list[Group]) -> None:
-        if self.max_staleness is not None:
-            late = [g.number for g in groups if g.version is not None and step - g.version > self.max_staleness]
-            self._counts["over_stale_groups"] += len(late)
-            if late:
-                logger.warning("step %d trains groups %s later than max_staleness=%d", step, late, self.max_staleness)
-        numbers = [group.number for group in groups]
-        self._append(records.Leased(step=step, trainer=trainer, run_epoch=self._progress.run_epoch, groups=numbers))
+        late = self._choice.late(step, groups)
+        self._counts["over_stale_groups"] += len(late)
+        if late:
+            logger.warning("step %d trains groups %s later than max_staleness=%s", step, late, self.max_staleness)
+        self._append(self._choice.lease(step, trainer, groups))
 
     def _where(self) -> str:
         running = [number for number, group in self._progress.waiting.items() if not group.stored]

@@ -9,23 +9,21 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
+from rft.buffer.delivery import Part
 from rft.buffer.journal import Journal
 from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
-from rft.experience import Experience, decode, encode
+from rft.experience import encode
 
 logger = logging.getLogger(__name__)
 
 
-def read_batch(journal: Journal, rows: list[tuple[int, int, int]]) -> list[Experience]:
-    """The experiences at (position, group, run epoch), stamped with the group and the epoch that they come from."""
-    batch = []
-    for position, number, run_epoch in rows:
+def read_parts(journal: Journal, rows: list[tuple[int, Part]]) -> list[Part]:
+    """The parts of a batch, each with its experiences, which lie in the record at this position."""
+    for position, part in rows:
         record = decode_record(journal.read(position))
-        assert isinstance(record, Stored) and record.group == number
-        for experience in decode(record.experiences, list[Experience]):
-            experience.group, experience.timeline = number, run_epoch
-            batch.append(experience)
-    return batch
+        assert isinstance(record, Stored) and record.group == part.group
+        part.experiences = record.experiences
+    return [part for _, part in rows]
 
 
 def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[int | None, bytes]]:
@@ -71,11 +69,24 @@ class Ledger:
         if self.progress.finished != finished:
             self._finished.append((position, self.progress.finished))
 
-    async def experiences(self, lease: Lease) -> list[Experience]:
-        """All experiences of a lease, in admission order."""
+    async def parts(self, lease: Lease) -> list[Part]:
+        """The groups of a lease with their experiences, in the lease's order."""
+        uses = lease.uses or [0] * len(lease.groups)
         async with self._files:
-            rows = [(self._rows[group.number], group.number, group.run_epoch) for group in lease.groups]
-            return await asyncio.to_thread(read_batch, self.journal, rows)
+            rows = [
+                (self._rows[g.number], Part(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count))
+                for g, count in zip(lease.groups, uses, strict=True)
+            ]
+            return await asyncio.to_thread(read_parts, self.journal, rows)
+
+    def stored(self) -> Iterator[Part]:
+        """All groups that have experiences here, by number."""
+        progress = self.progress
+        leased = {group.number: group for lease in progress.leases.values() for group in lease.groups}
+        for number, group in sorted((leased | progress.pool | progress.waiting).items()):
+            if group.stored:
+                part = Part(group=number, timeline=group.run_epoch, experiences=b"")
+                yield from read_parts(self.journal, [(self._rows[number], part)])
 
     async def retain(self, position: int, step: int | None) -> None:
         """Drop whole segments before `position`, except for what a resume at `step` or later needs.

@@ -1,7 +1,7 @@
 """What has happened to every group: a pure state machine that the journal's records rebuild exactly. No I/O, no clock.
 
     issued ──► stored ──► leased(step) ──► consumed(step)
-       └─────► failed
+       └─────► failed   └► evicted └─► kept for another step, where a replay buffer is on
 
 In: `apply(record)`, for a record that was just journaled or is read back. Out: how many slots are free, which groups a
 step takes, what an explorer has to run again, where its taskset continues.
@@ -13,7 +13,8 @@ in that order. A group is active from issue until a version that contains its st
 group may start again (`ahead`), because it starts anew on the version that is published then.
 
 Invariants: a group is leased at most once, for good (a resume replays the lease, it never regroups); a group is
-either failed or in exactly one lease or still waiting, so none is lost and none is trained twice.
+either failed, evicted or in exactly one lease or still waiting, so none is lost and none is trained twice. A replay buffer
+loosens this for the groups that a lease names as kept: these alone may be in a later lease too.
 """
 
 from collections.abc import Iterable
@@ -55,6 +56,7 @@ class Stored(Record, tag="stored", kw_only=True):
 
     group: int
     experiences: bytes
+    version: int | None = None  # the oldest that sampled any token of it
     told: list[Any] | None = None
 
 
@@ -72,6 +74,24 @@ class Leased(Record, tag="leased", kw_only=True):
     trainer: str
     run_epoch: int
     groups: list[int]
+    at: float = 0.0  # seconds since 1970; with a replay buffer only, like the next two
+    uses: list[int] = []  # of each group, with this lease
+    kept: list[int] = []  # groups that a later step may take again
+
+
+class Evicted(Record, tag="evicted", kw_only=True):
+    """Stored groups that no step will take, or take again."""
+
+    groups: list[int]
+    reason: str
+
+
+class Pooled(Record, tag="pooled", kw_only=True):
+    """In a compacted file: these groups, and no others, are kept for later steps."""
+
+    groups: list[int]
+    uses: list[int]
+    at: list[float]
 
 
 class Consumed(Record, tag="consumed", kw_only=True):
@@ -98,10 +118,13 @@ class Folded(Record, tag="folded", kw_only=True):
     cursors: dict[str, dict[str, Any]]
     num_stored: int
     num_failed: int
+    num_evicted: int = 0
     told: dict[str, list[list[Any]]] = {}
 
 
-JournalRecord = Issued | Attached | Restarted | Stored | Failed | Leased | Consumed | Resumed | Folded
+JournalRecord = (
+    Issued | Attached | Restarted | Stored | Failed | Leased | Evicted | Pooled | Consumed | Resumed | Folded
+)
 _decoder = msgspec.msgpack.Decoder(JournalRecord)
 
 
@@ -119,6 +142,9 @@ class Group:
     version: int | None
     run_epoch: int
     stored: bool = False
+    model_version: int | None = None  # the oldest that sampled any token of it
+    uses: int = 0
+    leased_at: float = 0.0
 
 
 def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
@@ -128,18 +154,26 @@ def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
 
 @dataclass
 class Lease:
-    """The batch of one step, and the run epoch that took it first."""
+    """The batch of one step, and the run epoch that took it first. `uses`: of each group, where a replay buffer is on."""
 
     trainer: str
     run_epoch: int
     groups: list[Group]
+    at: float = 0.0
+    uses: list[int] = field(default_factory=list)
+
+    @property
+    def num_first(self) -> int:
+        """Groups that are trained on for the first time."""
+        return self.uses.count(1) if self.uses else len(self.groups)
 
 
 @dataclass
 class Progress:
-    """The state. `waiting` are the groups that no step has taken, in admission order."""
+    """The state. `waiting` are the groups that no step has taken, in admission order; `pool` those that one may take again."""
 
     waiting: dict[int, Group] = field(default_factory=dict)
+    pool: dict[int, Group] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     cursors: dict[str, dict[str, Any]] = field(default_factory=dict)
     next_group: int = 0
@@ -149,6 +183,7 @@ class Progress:
     run_epoch: int = 0
     num_stored: int = 0
     num_failed: int = 0
+    num_evicted: int = 0
     told: dict[str, list[list[Any]]] = field(default_factory=dict)  # by explorer, for all of the run: small
 
     # Records
@@ -165,6 +200,7 @@ class Progress:
             case Stored():
                 group = self.waiting[record.group]
                 group.stored, group.task = True, b""
+                group.model_version = record.version if record.version is not None else group.version
                 self.num_stored += 1
                 if record.told is not None:
                     self.told.setdefault(group.explorer, []).append(record.told)
@@ -172,9 +208,17 @@ class Progress:
                 del self.waiting[record.group]
                 self.num_failed += 1
             case Leased():
-                groups = [self.waiting.pop(number) for number in record.groups]
-                self.leases[record.step] = Lease(record.trainer, record.run_epoch, groups)
-                self.next_step = max(self.next_step, record.step + 1)
+                self._lease(record)
+            case Evicted():
+                for number in record.groups:
+                    self.waiting.pop(number, None) or self.pool.pop(number)
+                self.num_evicted += len(record.groups)
+            case Pooled():
+                found = self.pool | self.waiting
+                self.pool = {number: found[number] for number in record.groups}
+                self.waiting = {n: group for n, group in self.waiting.items() if n not in self.pool}
+                for number, uses, at in zip(record.groups, record.uses, record.at, strict=True):
+                    self.pool[number].uses, self.pool[number].leased_at = uses, at
             case Consumed():
                 self.finished = max(self.finished, record.step + 1)
             case Attached():
@@ -189,6 +233,15 @@ class Progress:
             case Folded():
                 for name in Folded.__struct_fields__:
                     setattr(self, name, getattr(record, name))
+
+    def _lease(self, record: Leased) -> None:
+        groups = [self.waiting.pop(number, None) or self.pool.pop(number) for number in record.groups]
+        self.leases[record.step] = Lease(record.trainer, record.run_epoch, groups, record.at, record.uses)
+        self.next_step = max(self.next_step, record.step + 1)
+        for group, uses in zip(groups, record.uses, strict=False):
+            group.uses, group.leased_at = uses, record.at
+            if group.number in record.kept:
+                self.pool[group.number] = group
 
     # Admission
 
@@ -206,7 +259,7 @@ class Progress:
 
     def _uncovered(self, published: int) -> int:
         steps = range(published, self.next_step)
-        return sum(len(self.leases[step].groups) for step in steps if step in self.leases)
+        return sum(self.leases[step].num_first for step in steps if step in self.leases)
 
     def missing(self, total_steps: int, tasks_per_step: int) -> int:
         """How many more groups the steps before `total_steps` need, if none of those that wait fails."""
@@ -270,8 +323,8 @@ class Progress:
 
     def survivors(self) -> Iterable[JournalRecord]:
         """Records that rebuild this state. `Stored` ones come without experiences: the caller puts them in."""
-        leased = (group for lease in self.leases.values() for group in lease.groups)
-        for group in sorted([*self.waiting.values(), *leased], key=lambda group: group.number):
+        groups = self.waiting | self.pool | {g.number: g for lease in self.leases.values() for g in lease.groups}
+        for _, group in sorted(groups.items()):
             yield Issued(
                 group=group.number,
                 explorer=group.explorer,
@@ -281,12 +334,22 @@ class Progress:
                 run_epoch=group.run_epoch,
             )
             if group.stored:
-                yield Stored(group=group.number, experiences=b"")
+                yield Stored(group=group.number, experiences=b"", version=group.model_version)
         for step, lease in sorted(self.leases.items()):
             yield Leased(
                 step=step,
                 trainer=lease.trainer,
                 run_epoch=lease.run_epoch,
                 groups=[group.number for group in lease.groups],
+                at=lease.at,
+                uses=lease.uses,
+                kept=[group.number for group in lease.groups]
+                if lease.uses
+                else [],  # for the leases behind, then `Pooled`
+            )
+        if any(lease.uses for lease in self.leases.values()) or self.pool:
+            pool = self.pool.values()
+            yield Pooled(
+                groups=list(self.pool), uses=[group.uses for group in pool], at=[group.leased_at for group in pool]
             )
         yield Folded(**{name: getattr(self, name) for name in Folded.__struct_fields__})

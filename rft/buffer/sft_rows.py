@@ -112,7 +112,9 @@ class SupervisedRows:
         return False
 
     def consumed(self, step: int) -> None:
-        """Nothing to note: the step number says it all (as for `mark` and `retain`)."""
+        """Nothing to note: the step number says it all (as for `mark`, `saved` and `retain`)."""
+
+    def saved(self, step: int) -> None: ...
 
     def mark(self) -> int:
         return 0

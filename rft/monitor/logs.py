@@ -159,10 +159,14 @@ def new_attempt(job: Path) -> Path:
     root = job / "logs"
     root.mkdir(parents=True, exist_ok=True)
     number = max((int(p.name.removeprefix("attempt_")) for p in root.glob("attempt_*")), default=0) + 1
-    directory = root / f"attempt_{number}"
-    directory.mkdir()
-    link = root / "latest.new"
-    link.unlink(missing_ok=True)
+    while True:  # explorers and a trainer of one run may start at the same time
+        directory = root / f"attempt_{number}"
+        try:
+            directory.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+    link = root / f"latest.{number}"
     link.symlink_to(directory.name)
     link.replace(root / "latest")
     return directory

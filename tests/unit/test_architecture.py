@@ -32,6 +32,7 @@ TOP = {
     "preflight_sync",
     "preflight_flows",
     "preflight_limits",
+    "preflight_buffer",
     "preflight_colocate",
     "preflight_pipelines",
     "cards",

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from rft.algorithm import credit
+from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, TrainerConfig
-from rft.experience import Batch, Experience
+from rft.control import QueueSource
+from rft.experience import Batch, Experience, encode
 from rft.feed import Feed
 from rft.packing import Cost, Cut, Packed
 from rft.rank import cut_of
@@ -37,6 +39,7 @@ class Rows:
     def mark(self) -> int:
         return 0
 
+    def saved(self, step: int) -> None: ...
     def retain(self, loop: dict[str, Any]) -> None: ...
 
 
@@ -99,3 +102,18 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out() -> None:
 
     kept, lost = [one(0, "ok"), one(0, "ok", baseline=True)], [one(1, "ok"), one(1, "timeout", baseline=True)]
     assert credit.scored([*kept, *lost, one(0, "error")]) == kept
+
+
+@pytest.mark.parametrize(("age", "step", "oldest"), [(None, 5, None), (2, 5, 3), (2, 1, 0)])
+def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
+    age: int | None, step: int, oldest: int | None
+) -> None:
+    asked = []
+
+    class Asked(QueueSource):
+        def _call(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
+            asked.append((method, *arguments))
+            return encode(Delivery(step=step))
+
+    assert Asked(None, 1.0, age).take(step).experiences == []
+    assert asked == [("take", step, "trainer", oldest)]

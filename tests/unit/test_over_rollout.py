@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.over_rollout import OverRollout
 from rft.config import ExperienceBufferConfig, ExplorerConfig, ModelConfig
 from rft.config_explorer import OverRolloutConfig
-from rft.experience import Batch, Experience, Sampling, Task, decode
+from rft.experience import Experience, Sampling, Task
 from rft.rollout import workflows
 from rft.rollout.explorer import Explorer
 from tests.unit.virtual_clock import run
@@ -62,7 +63,7 @@ class Tasks:
 
 def buffer_in(directory: Path, over: OverRolloutConfig, staleness: int = 1) -> ExperienceBuffer:
     config = ExperienceBufferConfig(max_read_timeout=5000.0)
-    return ExperienceBuffer(config, str(directory), TASKS, 2, staleness, STEPS, 2**20, over)
+    return ExperienceBuffer(config, str(directory), TASKS, 2, staleness, STEPS, over_rollout=over)
 
 
 async def slow_second(task: Task, context: Any) -> list[Experience]:
@@ -85,7 +86,7 @@ async def train(buffer: ExperienceBuffer, first: int, last: int) -> list[list[tu
     """(group, sample) of every experience of each step, and what the clock says when the step has its batch."""
     found = []
     for step in range(first, last):
-        batch = decode(await buffer.take(step), Batch)
+        batch = opened(await buffer.take(step))
         found.append([(e.group, e.sample) for e in batch.experiences])
         await buffer.consumed(step)
         await buffer.published(step + 1)

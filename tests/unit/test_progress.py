@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft.buffer import journal as journal_module
+from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.progress import (
@@ -29,7 +30,7 @@ from rft.buffer.progress import (
     decode_record,
 )
 from rft.config import ExperienceBufferConfig
-from rft.experience import Batch, Experience, decode, encode
+from rft.experience import Batch, Experience, encode
 
 
 class Run:
@@ -227,7 +228,9 @@ def make(
     segment_bytes: int = 2**20,
 ) -> ExperienceBuffer:
     config = ExperienceBufferConfig(max_read_timeout=timeout)
-    return ExperienceBuffer(config, str(directory), tasks_per_step, 1, max_staleness, total_steps, segment_bytes)
+    return ExperienceBuffer(
+        config, str(directory), tasks_per_step, 1, max_staleness, total_steps, segment_bytes=segment_bytes
+    )
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -240,7 +243,7 @@ async def admitted(buffer: ExperienceBuffer, count: int) -> list[int | None]:
 
 
 async def batch(buffer: ExperienceBuffer, step: int) -> Batch:
-    return decode(await buffer.take(step), Batch)
+    return opened(await buffer.take(step))
 
 
 def groups_of(taken: Batch) -> list[int]:
@@ -707,7 +710,7 @@ def test_stop_lets_a_waiting_take_go_home(tmp_path: Path) -> None:
         waiting = asyncio.ensure_future(buffer.take(0))
         await asyncio.sleep(0)
         await buffer.stop()
-        assert decode(await waiting, Batch).experiences == []
+        assert opened(await waiting).experiences == []
         await buffer.stop("the engine died")
         with pytest.raises(RuntimeError, match="the engine died"):
             await buffer.take(0)

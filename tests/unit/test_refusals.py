@@ -18,6 +18,8 @@ from tests.unit.test_config import grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 EXP = "data_processor.experience_pipeline"
+QUEUE = "buffer.trainer_input.experience_buffer"
+SQL = f"{QUEUE}.storage_type=sql {QUEUE}"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
@@ -130,11 +132,31 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]", "taskset", "used twice"),
     (f"{EVALS}=[{{name:a,path:EVAL,pth:b}}]", f"{EVALS}.pth", f"did you mean `{TASKSET}.path`"),
     ("buffer.trainer_input.experience_buffer.name=taskset", "taskset", "used twice"),
-    ("buffer.trainer_input.experience_buffer.storage_type=sql", "buffer.trainer_input.experience_buffer.storage_type", "set queue"),
-    ("buffer.trainer_input.experience_buffer.path=sqlite:///a.db", "buffer.trainer_input.experience_buffer.path", "leave it out"),
+    (f"{QUEUE}.path=sqlite:///a.db", f"{QUEUE}.path", "storage_type=sql"),
+    (f"{QUEUE}.storage_type=sql", f"{QUEUE}.path", "needs a database"),
+    (f"{SQL}.path=/a.db", f"{QUEUE}.path", "sqlite:////absolute/file.db"),
+    (f"{SQL}.path=mysql://a/b", f"{QUEUE}.path", "postgresql://"),
+    (f"{SQL}.path=sqlite:////nowhere/a.db", f"{QUEUE}.path", "the database cannot be used"),
+    (f"{SQL}.path=postgresql://me:sesame@127.0.0.1:1/a", f"{QUEUE}.path", "the database cannot be used"),
+    (f"{SQL}.path=sqlite:///a.db {QUEUE}.name=a-b", f"{QUEUE}.name", "names of tables"),
+    (f"{QUEUE}.lease_s=0", f"{QUEUE}.lease_s", "greater than 0"),
+    (f"{QUEUE}.max_experience_mb=0", f"{QUEUE}.max_experience_mb", "greater than 0"),
+    (f"{QUEUE}.storage_type=file {QUEUE}.path=a.jsonl", f"{QUEUE}.storage_type", "set storage_type=queue with path=a.jsonl"),
+    (f"{QUEUE}.storage_type=file mode=explore", f"{QUEUE}.path", "ends in .jsonl"),
+    (f"{QUEUE}.storage_type=file mode=train {QUEUE}.path=nowhere.jsonl", f"{QUEUE}.path", "rft buffer dump"),
+    (f"{QUEUE}.storage_type=file mode=train {QUEUE}.path=EVAL", f"{QUEUE}.path", "line 1"),
+    (f"{QUEUE}.replay_buffer.priority_fn=newest", f"{QUEUE}.replay_buffer.priority_fn", "linear_decay"),
+    (f"+{QUEUE}.replay_buffer.priority_fn_args.dcay=1", "priority_fn_args.dcay", "it takes decay"),
+    (f"+{QUEUE}.replay_buffer.priority_fn_args.decay=-1", "priority_fn_args.decay", "0 or more"),
+    (f"{QUEUE}.replay_buffer.reuse_cooldown_time=-1", f"{QUEUE}.replay_buffer.reuse_cooldown_time", "leave it out"),
+    (f"{QUEUE}.replay_buffer.capacity=0", f"{QUEUE}.replay_buffer.capacity", "greater than 0"),
+    (
+        f"{QUEUE}.replay_buffer.enable=true explorer.over_rollout.ratio=0.2 synchronizer.sync_style=fully_async",
+        "explorer.over_rollout.ratio", "storage_type=queue",
+    ),
+    (f"{SQL}.path=sqlite:///DIR/b.db {QUEUE}.replay_buffer.enable=true", f"{QUEUE}.replay_buffer.enable", "only a queue"),
     ("buffer.trainer_input.experience_buffer.max_read_timeout=0", "experience_buffer.max_read_timeout", "greater"),
     ("buffer.trainer_input.auxiliary_buffers.sft=a", "buffer.trainer_input.auxiliary_buffers", "algorithm_type=sft"),
-    ("buffer.trainer_input.experience_buffer.replay_buffer.enable=true", "replay_buffer.enable", "buffer.total_epochs"),
     # workflows, rewards, plug-ins
     (f"+{TASKSET}.workflow_args.max_step_num=0", f"{TASKSET}.workflow_args.max_step_num", "greater than 0"),
     (f"{TASKSET}.default_workflow_type=ruler", f"{TASKSET}: workflow ruler asks a judge", "explorer.auxiliary_models"),

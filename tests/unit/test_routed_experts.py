@@ -7,9 +7,10 @@ import msgspec
 import numpy as np
 
 from rft.algorithm import credit
+from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExperienceBufferConfig
-from rft.experience import Batch, Completion, Experience, RoutedExperts, Sampling, Task, decode, encode
+from rft.experience import Completion, Experience, RoutedExperts, Sampling, Task, decode, encode
 from rft.packing import pack
 from rft.rollout.workflows import experience
 
@@ -44,7 +45,7 @@ def test_they_come_out_of_the_journal_as_they_went_in(tmp_path: Path) -> None:
             if not attempt:
                 await buffer.admit("e", b"task", {})
                 await buffer.put(0, encode(rows))
-            batch = decode(await buffer.take(0), Batch)
+            batch = opened(await buffer.take(0))
             await buffer.shutdown()
         return batch.experiences
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rft.buffer import selectors
+from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.mixture import Mixture
 from rft.buffer.selectors import DifficultyBased
@@ -24,7 +25,7 @@ from rft.config import (
     TaskSelectorConfig,
     TasksetConfig,
 )
-from rft.experience import Batch, Experience, Task, decode
+from rft.experience import Experience, Task, decode
 from rft.rollout import workflows
 from rft.rollout.context import Context
 from rft.rollout.explorer import Explorer
@@ -151,7 +152,7 @@ async def trained(directory: Path, tasks: Any, lasts: Any, first: int, last: int
 
     config = ExperienceBufferConfig(max_read_timeout=5000.0)
     buffer = ExperienceBuffer(
-        config, str(directory), SIZE, 1, 1, 30, 2**12
+        config, str(directory), SIZE, 1, 1, 30, segment_bytes=2**12
     )  # small segments: it is compacted on the way
     await buffer.attach_trainer(first, epoch)
     settings = ExplorerConfig(max_retry_times=0, runner_per_model=64)
@@ -165,7 +166,7 @@ async def trained(directory: Path, tasks: Any, lasts: Any, first: int, last: int
     try:
         await exploring.explore()
         for step in range(first, last):
-            decode(await buffer.take(step), Batch)
+            opened(await buffer.take(step))
             await buffer.consumed(step)
             await buffer.published(step + 1)
             await buffer.retain(await buffer.position(), step)

@@ -1,0 +1,174 @@
+"""Experiences as JSON lines: a copy of what a queue stores, or all of a training run's input.
+
+In: the experiences of groups, as stored. Out: one line per experience with every field of `Experience` (token ids, versions,
+log-probabilities, masks), the lines of a group behind each other; read back they are equal to what was stored, every bit. As a
+`feed.Source` the file gives a step its next groups, from the first on, so a resume at any step goes on exactly there.
+
+Invariant: the journal is the truth and the copy follows it: what a crash left out or tore is mended when the queue opens again.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rft.buffer.delivery import Part
+from rft.config import ConfigError
+from rft.experience import Batch, Experience, decode
+
+KEY = "buffer.trainer_input.experience_buffer.path"
+SUFFIXES = (".jsonl", ".json")
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Experience)
+
+
+class _Group(msgspec.Struct):
+    group: int = -1
+
+
+_group_of = msgspec.json.Decoder(_Group)
+
+
+def is_file(path: str | None) -> bool:
+    """Whether a queue's `path` names such a file, and not the directory of its journal."""
+    return path is not None and path.endswith(SUFFIXES)
+
+
+def lines_of(part: Part) -> bytes:
+    """The lines of one group."""
+    lines = []
+    for experience in decode(part.experiences, list[Experience]):
+        experience.group, experience.timeline = part.group, part.timeline
+        lines.append(_encoder.encode(experience) + b"\n")
+    return b"".join(lines)
+
+
+def dump(parts: Iterable[Part], path: Path) -> int:
+    """Write a file of these groups, whole or not at all; returns how many groups."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft, count = path.with_name(path.name + ".tmp"), 0
+    try:
+        with draft.open("wb") as file:
+            for part in parts:
+                file.write(lines_of(part))
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return count
+
+
+class Copy:
+    """The file at `path`, while a queue writes to it."""
+
+    def __init__(self, path: str | Path, stored: Iterable[Part]) -> None:
+        """`stored`: the groups that the queue has already; those that the file lacks are added."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        known = {part.group: part for part in stored}
+        there = self._mended(known)
+        self._file = self.path.open("ab")
+        for group, part in sorted(known.items()):
+            if group not in there:
+                self.add(part)
+
+    def _mended(self, known: dict[int, Part]) -> set[int]:
+        """Cut off what a crash tore, which is the last group at most; returns the groups that are there."""
+        if not self.path.exists():
+            return set()
+        data = self.path.read_bytes()
+        data = data[: data.rfind(b"\n") + 1]
+        starts: dict[int, int] = {}
+        at = 0
+        for line in data.splitlines(keepends=True):
+            starts.setdefault(_group_of.decode(line).group, at)
+            at += len(line)
+        last = max(starts, key=lambda group: starts[group], default=-1)
+        if last in known:
+            at = starts.pop(last)
+        os.truncate(self.path, at)
+        return set(starts)
+
+    def add(self, part: Part) -> None:
+        self._file.write(lines_of(part))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
+    """The groups of a file, in its order; raises ConfigError with file and line for one that cannot be trained on."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}: {path} is no file: give the .jsonl that a run or `rft buffer dump` wrote")
+    with open(path, "rb") as file:
+        found = (
+            _experience(line, f"{key}: {path}, line {number}") for number, line in enumerate(file, 1) if line.strip()
+        )
+        for _, group in groupby(found, key=lambda experience: (experience.group, experience.task, experience.timeline)):
+            yield list(group)
+
+
+def _experience(line: bytes, where: str) -> Experience:
+    try:
+        found = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: no experience ({error}); write the file with `rft buffer dump`") from error
+    response = found.response_length
+    if found.prompt_length < 1 or response < 1:
+        raise ConfigError(f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} tokens; correct it")
+    for name in ("action_mask", "logprobs", "token_rewards"):
+        length = len(getattr(found, name))
+        if length != response and (length or name == "action_mask"):
+            raise ConfigError(f"{where}: {name} has {length} numbers for {response} tokens of the response; correct it")
+    if not all(math.isfinite(number) for number in (found.reward, *found.token_rewards)):
+        raise ConfigError(f"{where}: reward={found.reward}; give a finite number")
+    return found
+
+
+def count_groups(path: str | Path) -> int:
+    """Also checks every line."""
+    return sum(1 for _ in read(path))
+
+
+class ExperienceFile:
+    """`feed.Source`: the file's groups, `tasks_per_step` a step, again from the first one when `total_steps` asks for more."""
+
+    def __init__(self, path: str, tasks_per_step: int, total_steps: int | None) -> None:
+        self.groups = list(read(path))
+        self.tasks_per_step = tasks_per_step
+        self.steps_per_epoch = len(self.groups) // tasks_per_step
+        self.total_steps = total_steps
+        if self.steps_per_epoch == 0:
+            raise ConfigError(
+                f"{KEY}: {path} has {len(self.groups)} groups, fewer than buffer.batch_size={tasks_per_step}: lower it"
+            )
+
+    def take(self, step: int) -> Batch:
+        """The batch of `step`, which depends on nothing else; empty when the run is over."""
+        if self.total_steps is not None and step >= self.total_steps:
+            return Batch(step=step, experiences=[])
+        index = step % self.steps_per_epoch
+        groups = self.groups[index * self.tasks_per_step : (index + 1) * self.tasks_per_step]
+        return Batch(step=step, experiences=[experience for group in groups for experience in group])
+
+    def wants_weights(self, interval: int) -> bool:
+        """Nobody explores."""
+        return False
+
+    def consumed(self, step: int) -> None:
+        """Nothing to note: the step number says it all (as for `mark`, `saved` and `retain`)."""
+
+    def saved(self, step: int) -> None: ...
+
+    def mark(self) -> int:
+        return 0
+
+    def retain(self, loop: dict[str, Any]) -> None:
+        """All of it stays."""

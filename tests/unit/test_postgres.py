@@ -1,0 +1,79 @@
+"""The buffer on a real PostgreSQL: what SQLite does with one lock, it does with locked rows."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sql
+
+from rft.buffer.delivery import opened
+from rft.buffer.journal import JournalError
+from rft.buffer.sql_tables import check_database
+from rft.config import ConfigError, ExperienceBufferConfig
+from tests.unit.postgres import PASSWORD, postgres
+from tests.unit.sql_world import buffer, exactly_once, rows
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="rft-postgres-") as root, postgres(Path(root)) as address:
+        yield address
+
+
+def test_four_writers_and_three_trainers_with_kills_train_every_group_once(url: str, tmp_path: Path) -> None:
+    exactly_once(url, tmp_path, writers=4, leasers=3, groups=20)
+    with sql.create_engine(url.replace("postgresql:", "postgresql+psycopg:")).connect() as connection:
+        states = connection.execute(
+            sql.text("select state, count(*) from experience_buffer_groups group by state")
+        ).all()
+    assert {state for state, _ in states} <= {"stored", "consumed"} and sum(count for _, count in states) == 80
+
+
+def test_many_take_at_once_and_none_gets_what_another_has(url: str) -> None:
+    """Without a kill, in one process: the transactions really overlap, on connections of their own."""
+
+    async def test() -> None:
+        name = "overlap"
+        explorer = buffer(url, name=name)
+        await explorer.attach_explorer("e")
+        groups = [await explorer.admit("e", b"t", {}) for _ in range(24)]
+        await asyncio.gather(*(explorer.put(int(group or 0), rows(1.0)) for group in groups))
+        trainers = [buffer(url, f"p/{number}", name=name) for number in range(4)]
+        for trainer in trainers:
+            await trainer.attach_trainer(0, 1)
+
+        async def take_three(trainer: object) -> list[int]:
+            found = []
+            for step in range(3):
+                found += [e.group for e in opened(await trainer.take(step)).experiences]  # type: ignore[attr-defined]
+            return found
+
+        taken = await asyncio.gather(*(take_three(trainer) for trainer in trainers))
+        assert sorted(group for found in taken for group in found) == groups
+        for mine in (explorer, *trainers):
+            await mine.shutdown()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_a_lost_server_ends_the_run_and_no_message_has_the_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        mine = buffer(url, name="lost")
+        watching = asyncio.create_task(mine.watch())
+        with sql.create_engine(url.replace("postgresql:", "postgresql+psycopg:")).begin() as connection:
+            connection.execute(sql.text("drop table lost_groups"))
+        with pytest.raises(JournalError) as failed:
+            await mine.stats()
+        with pytest.raises(JournalError):
+            await watching
+        assert PASSWORD not in str(failed.value)
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(asyncio.wait_for(test(), 60))
+    bad = url.replace("@127.0.0.1", "x@127.0.0.1")
+    with pytest.raises(ConfigError, match="password authentication failed") as refused:
+        check_database(ExperienceBufferConfig(storage_type="sql", path=bad))
+    assert PASSWORD not in str(refused.value) + caplog.text

@@ -1,0 +1,253 @@
+"""Several processes share a buffer in a database: nothing is lost, nothing is trained twice, whoever dies when. Here on SQLite."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sql
+
+from rft import config as configs
+from rft.buffer.delivery import opened
+from rft.buffer.journal import JournalError
+from rft.buffer.sql_buffer import SqlBuffer
+from rft.buffer.sql_steps import Lost
+from rft.buffer.sql_tables import check_database, shown
+from rft.config import ConfigError, ExperienceBufferConfig
+from tests.unit.sql_world import buffer, exactly_once, rows
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'buffer.db'}"
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 120))  # type: ignore[arg-type]
+
+
+async def admitted(mine: SqlBuffer, explorer: str, count: int) -> list[int]:
+    found = [await mine.admit(explorer, b"task", {"next": number}) for number in range(count)]
+    return [group for group in found if group is not None]
+
+
+async def taken(mine: SqlBuffer, step: int, **how: int) -> list[int]:
+    return sorted({e.group for e in opened(await mine.take(step, **how)).experiences})  # type: ignore[arg-type]
+
+
+def change(url: str, statement: str) -> None:
+    with sql.create_engine(url).begin() as connection:
+        connection.execute(sql.text(statement))
+
+
+def test_processes_that_are_killed_lose_nothing_and_repeat_nothing(url: str, tmp_path: Path) -> None:
+    exactly_once(url, tmp_path, writers=2, leasers=2, groups=16)
+
+
+def test_the_oldest_come_first_and_a_resume_replays_batches_with_every_field(url: str) -> None:
+    async def test() -> None:
+        explorer, trainer = buffer(url), buffer(url)
+        await explorer.attach_explorer("e")
+        assert await admitted(explorer, "e", 5) == [0, 1, 2, 3, 4]
+        await trainer.attach_trainer(0, 1)
+        for group in (4, 3, 1, 0):
+            await explorer.put(group, rows(0.25, float(group), version=7))
+        assert await taken(trainer, 0) == [0, 1]
+        await trainer.consumed(0)
+        assert await taken(trainer, 1) == [3, 4]
+        await trainer.shutdown()
+        trainer = buffer(url)
+        assert (await trainer.attach_trainer(0, 2))["replay"] == [0, 1]
+        batch = opened(await trainer.take(0))
+        assert batch.replayed and [e.reward for e in batch.experiences] == [0.25, 0.0, 0.25, 1.0]
+        assert all(e.versions[0].version == 7 and e.tokens == [1, 2, 3] for e in batch.experiences)
+        await trainer.consumed(0)
+        await trainer.retain(0, 1)
+        with pytest.raises(ValueError, match="keeps batches of p/run/trainer from step 1 on"):
+            await trainer.attach_trainer(0, 3)
+        assert (await trainer.attach_trainer(1, 3))["replay"] == [1]
+        with pytest.raises(ValueError, match="the next one is 2"):
+            await trainer.take(5)
+
+    run(test)
+
+
+def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: str) -> None:
+    async def test() -> None:
+        one, two = (buffer(url, max_staleness=0, max_read_timeout=0.5) for _ in range(2))
+        trainer = buffer(url, max_staleness=0)
+        for mine, name in ((one, "a"), (two, "b")):
+            await mine.attach_explorer(name)
+            await mine.published(0)
+        assert await one.admit("a", b"t", {}) == 0 and await two.admit("b", b"t", {}) == 1
+        with pytest.raises(TimeoutError, match="no slot became free"):
+            await one.admit("a", b"t", {})
+        await trainer.attach_trainer(0, 1)
+        await one.put(0, rows(1.0))
+        await two.put(1, rows(1.0))
+        assert await taken(trainer, 0) == [0, 1]
+        await two.published(1)
+        assert await two.admit("b", b"t", {}) == 2, "b serves version 1, which covers step 0"
+        with pytest.raises(TimeoutError):
+            await one.admit("a", b"t", {})  # a group of version 0 would be trained in step 1, too late
+
+    run(test)
+
+
+def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
+    async def test() -> None:
+        dead, alive, trainer = (buffer(url, max_staleness=1, lease_s=50) for _ in range(3))
+        for mine, name in ((dead, "dead"), (alive, "alive")):
+            await mine.attach_explorer(name)
+            await mine.published(0)
+        assert [
+            await mine.admit(name, b"t", {}) for mine, name in ((dead, "dead"), (alive, "alive"), (alive, "alive"))
+        ] == [0, 1, 2]
+        await trainer.attach_trainer(0, 1)
+        taking = asyncio.create_task(taken(trainer, 0))
+        await alive.put(1, rows(1.0))
+        await alive.put(2, rows(1.0))
+        assert not taking.done(), "group 0 is older, and under way"
+        change(url, "update experience_buffer_explorers set heard = heard - 100 where name = 'p/run/dead'")
+        assert await taking == [1, 2]
+        again = buffer(url, max_staleness=1)
+        assert (await again.attach_explorer("dead"))["reissue"] == [(0, b"t")]
+        with pytest.raises(Lost, match="explorer.name"):
+            await dead.admit("dead", b"t", {})
+
+    run(test)
+
+
+def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url: str) -> None:
+    async def test() -> None:
+        explorer, silent, other = buffer(url), buffer(url, "p/silent"), buffer(url, "p/other")
+        await explorer.attach_explorer("e")
+        for group in await admitted(explorer, "e", 6):
+            await explorer.put(group, rows(1.0))
+        await silent.attach_trainer(0, 1)
+        await other.attach_trainer(0, 1)
+        assert await taken(silent, 0) == [0, 1]
+        await silent.consumed(0)
+        await silent.saved(1)
+        assert await taken(silent, 1) == [2, 3]
+        assert await taken(other, 0) == [4, 5], "nobody is silent yet"
+        change(url, "update experience_buffer_trainers set heard = heard - 1000 where name like 'p/silent%'")
+        assert await taken(other, 1) == [2, 3]
+        with pytest.raises(Lost, match="another trainer has it"):
+            await silent.consumed(1)
+        assert (await silent.attach_trainer(0, 2))["replay"] == [0], "what its checkpoint holds stays its own"
+
+    run(test)
+
+
+def test_a_later_attempt_of_a_trainer_ends_the_earlier_one(url: str) -> None:
+    async def test() -> None:
+        first, second = buffer(url), buffer(url)
+        await first.attach_trainer(0, 1)
+        await second.attach_trainer(0, 2)
+        with pytest.raises(Lost, match="another process has begun as trainer"):
+            await first.take(0)
+        with pytest.raises(Lost, match="a later attempt"):
+            await first.attach_trainer(0, 1)
+
+    run(test)
+
+
+def test_a_timed_out_step_takes_what_is_there_and_then_raises(url: str) -> None:
+    async def test() -> None:
+        explorer, trainer = buffer(url), buffer(url, max_read_timeout=0.3)
+        await explorer.attach_explorer("e")
+        groups = await admitted(explorer, "e", 2)
+        await explorer.put(groups[0], rows(1.0))
+        await trainer.attach_trainer(0, 1)
+        assert await taken(trainer, 0) == [0]
+        with pytest.raises(TimeoutError, match="0 groups ready, 1 running"):
+            await trainer.take(1)
+        await explorer.put(groups[1], rows(1.0))
+        await explorer.input_done("e")
+        assert await taken(trainer, 1) == [1]
+        assert await taken(trainer, 2) == [], "the explorer is done, and so is the run"
+        assert (await trainer.stats())["incomplete_batches"] == 1
+
+    run(test)
+
+
+def test_what_cannot_be_trained_on_is_counted_and_never_shrinks_a_batch(url: str) -> None:
+    async def test() -> None:
+        mine = buffer(url, max_experience_mb=0.001)
+        await mine.attach_explorer("e")
+        groups = await admitted(mine, "e", 5)
+        await mine.put(groups[0], rows(1.0, float("nan")))
+        await mine.put(groups[1], rows(*[1.0] * 2).replace(b"\xa1t", b"\xda\x10\x00" + b"t" * 4096))
+        for group in groups[2:4]:
+            await mine.put(group, rows(1.0, 0.0))
+            await mine.put(group, rows(0.0))
+        await mine.put(groups[4], rows(1.0, version=5))
+        found = await mine.stats()
+        assert (found["failed"], found["bad_rewards"], found["oversized_groups"], found["duplicate_puts"]) == (
+            2,
+            1,
+            1,
+            2,
+        )
+        await mine.attach_trainer(0, 1)
+        assert await taken(mine, 0) == [2, 3]
+        change(url, "delete from experience_buffer_experiences where number = 1")
+        with pytest.raises(JournalError, match="1 of the 2 experiences of group 2"):
+            await mine.take(0)
+
+    run(test)
+
+
+def test_groups_from_before_a_version_are_dropped_and_counted(url: str) -> None:
+    async def test() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        for group in await admitted(mine, "e", 4):
+            await mine.put(group, rows(1.0, version=group))
+        await mine.attach_trainer(0, 1)
+        assert await taken(mine, 0, min_model_version=2) == [2, 3]
+        assert (await mine.stats())["evicted"] == 2
+
+    run(test)
+
+
+def test_a_database_with_another_schema_is_refused(url: str) -> None:
+    config = ExperienceBufferConfig(storage_type="sql", path=url)
+    check_database(config)
+    change(url, "update rft_buffers set version = 9")
+    with pytest.raises(ConfigError, match=r"version 9 of the tables.*experience_buffer\.name"):
+        check_database(config)
+    config.name = "rewards"
+    change(url, "create table rewards_groups (number integer)")
+    with pytest.raises(ConfigError, match="rewards_groups without explorer"):
+        check_database(config)
+
+
+def test_a_password_in_the_url_is_in_no_file_and_reaches_the_processes_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configs.Config(name="a")
+    config.model.model_path = "DIR"
+    address = "postgresql://rft:open-sesame@db.example/rft"
+    config.buffer.trainer_input.experience_buffer.path = address
+    name = "RFT_SECRET_BUFFER_TRAINER_INPUT_EXPERIENCE_BUFFER_PATH"
+    monkeypatch.delenv(name, raising=False)
+    configs.save(config, tmp_path / "resolved.yaml")
+    assert "sesame" not in (tmp_path / "resolved.yaml").read_text()
+    assert configs.load(tmp_path / "resolved.yaml").buffer.trainer_input.experience_buffer.path == address
+    assert "sesame" not in shown(address)
+    monkeypatch.delenv(name)
+
+
+def test_a_database_that_fails_ends_the_run_through_watch(url: str) -> None:
+    async def test() -> None:
+        mine = buffer(url)
+        watching = asyncio.create_task(mine.watch())
+        change(url, "drop table experience_buffer_groups")
+        with pytest.raises(JournalError, match="database failed"):
+            await mine.stats()
+        with pytest.raises(JournalError, match="the experience buffer stopped"):
+            await watching
+
+    run(test)
