@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rft import cards, control
+from rft import cards, control, plugins
 from rft import config as configs
 from rft.adapters import versions_kept
 from rft.algorithm import recipe
@@ -311,7 +311,10 @@ class Actors:
         import ray
 
         environment = (
-            thread_environment(threads) | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")} | trace.environment()
+            thread_environment(threads)
+            | {"RFT_LOG_FILE": str(self.log_dir / f"{part}.log")}
+            | trace.environment()
+            | {plugins.VARIABLE: os.pathsep.join(self.config.plugin_dirs)}
         )
         environment |= self.config.explorer.env_vars if part == "explorer" else {}  # reward workers inherit them
         options = {"name": name, "num_cpus": cpus, "max_concurrency": 10_000, "runtime_env": {"env_vars": environment}}
@@ -372,6 +375,7 @@ def hosted(cls: type, log_config: LogConfig) -> type:
         def __init__(self, *arguments: Any):
             logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             logs.die_with_parent()  # the raylet; Ray itself only looks for it now and then, and not everywhere
+            plugins.load()
             super().__init__(*arguments)
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__

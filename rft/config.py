@@ -26,6 +26,7 @@ from rft.config_buffer import ExperienceBufferConfig as ExperienceBufferConfig
 from rft.config_buffer import ExplorerInputConfig as ExplorerInputConfig
 from rft.config_buffer import FormatConfig as FormatConfig
 from rft.config_buffer import RolloutArgs as RolloutArgs
+from rft.config_buffer import RowFormatConfig as RowFormatConfig
 from rft.config_buffer import TaskSelectorConfig as TaskSelectorConfig
 from rft.config_data import DataJuicerConfig as DataJuicerConfig
 from rft.config_data import DataProcessorConfig, ServiceConfig
@@ -57,6 +58,7 @@ class LoraConfig:
 class ModelConfig:
     model_path: str = MISSING  # directory of a Hugging Face checkpoint
     ref_model_path: Optional[str] = None  # what a KL term compares with; default: model_path, as it was at the start
+    teacher_model_path: Optional[str] = None  # of on_policy_distill and jsd: a frozen model with the same vocabulary
     critic_model_path: Optional[str] = None  # what the critic's trunk begins as; default: model_path
     custom_chat_template: Optional[str] = None
     chat_template_path: Optional[str] = None  # file; wins over custom_chat_template
@@ -215,6 +217,7 @@ class Config:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    plugin_dirs: list[str] = field(default_factory=list)  # every *.py there registers parts; default: $RFT_PLUGIN_DIRS
     prepare: Optional[str] = None  # "module:function" called with the config before validation; writes model and data
     finish: Optional[str] = None  # "module:function" called with the list of stage configs after success
     stages: list[Any] = field(default_factory=list)
@@ -243,6 +246,8 @@ def explain(error: Exception, inside: str = "") -> str:
     if key and inside.rpartition(".")[2] and not str(key).startswith(inside.split(".")[0]):
         key = f"{inside}.{key}"
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
+    if "is not a subclass of ExperienceBufferConfig" in text:
+        return f"buffer.trainer_input.auxiliary_buffers: give one in one piece, +...auxiliary_buffers={{{key}: {{path: FILE}}}}"
     if key and isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give it a value"
     if key and "not in" in text:

@@ -40,13 +40,13 @@ class AlgorithmConfig:
     policy_loss_fn: Optional[str] = None
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: Optional[str] = None  # token-mean, or seq-mean-token-mean | -sum | -sum-norm
-    sample_strategy: str = "default"  # default | warmup (the same) | staleness_control (drops)
-    sample_strategy_args: dict[str, Any] = field(default_factory=dict)  # staleness_control: max_staleness
+    sample_strategy: Optional[str] = None  # default | warmup (the same) | staleness_control (drops) | mix
+    sample_strategy_args: dict[str, Any] = field(default_factory=dict)  # staleness_control, mix: docs/preferences.md
     proximal_logprobs: Optional[bool] = None  # ratios are to the policy before the step; default: where needed
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     kl_loss_fn: Optional[str] = None  # none | k1 | k2 | k3 | low_var_kl | abs | corrected_k3; default: the algorithm's
     kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # kl_coef (0.001), adaptive, target_kl, horizon
     kl_penalty_fn: str = "none"  # the same, taken off the reward of every token
     kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # the same
-    entropy_loss_fn: Optional[str] = None  # default | none; default: the algorithm's own
+    entropy_loss_fn: Optional[str] = None  # default | mix (of rollouts only) | none; default: the algorithm's own
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # entropy_coef (0.0)

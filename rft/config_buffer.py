@@ -27,6 +27,15 @@ class TaskSelectorConfig:
 
 
 @dataclass
+class RowFormatConfig(FormatConfig):
+    tools_key: Optional[str] = None  # column of tools for the chat template: a list of objects, or that as JSON text
+    chosen_key: str = "chosen"  # dpo: the better answer, of the prompt's type, as is the worse one
+    rejected_key: str = "rejected"
+    enable_concatenated_multi_turn: bool = False  # messages: learn every answer of a dialogue; false: the last one
+    chat_template: Optional[str] = None  # default: model.custom_chat_template
+
+
+@dataclass
 class RolloutArgs:
     temperature: Optional[float] = None  # default: 1.0 for training, 0.0 for evaluation
     top_p: float = 1.0
@@ -84,12 +93,13 @@ class ExperienceBufferConfig:
     lease_s: float = 60.0  # sql: a process that is silent for so long no longer holds what it took
     max_experience_mb: float = 32.0  # sql: a group with a larger experience fails, counted
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    format: FormatConfig = field(default_factory=FormatConfig)
+    format: RowFormatConfig = field(default_factory=RowFormatConfig)
 
 
 @dataclass
 class TrainerInputConfig:
     experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
+    auxiliary_buffers: dict[str, ExperienceBufferConfig] = field(default_factory=dict)  # by name: rows beside rollouts
 
 
 @dataclass

@@ -133,6 +133,11 @@ class Experience(Record, kw_only=True):
         return len(self.tokens) - self.prompt_length
 
     @property
+    def failed(self) -> bool:
+        """Its reward function timed out or failed: `reward` is no number to learn from."""
+        return self.reward_outcome in ("timeout", "error")
+
+    @property
     def oldest_version(self) -> int | None:
         return min((span.version for span in self.versions), default=None)
 

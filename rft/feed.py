@@ -8,7 +8,7 @@ before the batch is cut; every rank calls `next` once per step, in step order.
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rft.algorithm import ALGORITHMS, credit, token_credit
+from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
 from rft.config import AlgorithmConfig, Config
 from rft.experience import Batch, Experience
 from rft.packing import BY_TOKENS, Cost, Cut, Packed, Row, pack
@@ -44,9 +44,10 @@ class StepInput:
 class Feed:
     def __init__(
         self, source: Source | None, ranks: Ranks, algorithm: AlgorithmConfig, max_tokens: int, multiple: int, cost: Cost,
-        cut: Cut = BY_TOKENS, longest: int = 1,
+        cut: Cut = BY_TOKENS, longest: int = 1, experts: Source | None = None,
     ):  # fmt: skip
-        """`longest`: response that a config allows; one way to aggregate the loss divides by it."""
+        """`longest`: response that a config allows; one way to aggregate the loss divides by it. `experts`: rows that go into
+        every batch beside what `source` gives."""
         self.source = source
         self.ranks = ranks
         self.algorithm = algorithm
@@ -55,16 +56,20 @@ class Feed:
         self.cost = cost
         self.cut = cut
         self.longest = longest
+        self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
 
     def next(self, step: int, stopping: bool) -> StepInput | None:
         """Step's input on every rank, or None on every rank: the data ended, or rank 0 was asked to stop."""
         batch = self.source.take(step) if self.source and not stopping else Batch(step=step, experiences=[])
         experiences = batch.experiences
+        metrics = credit.metrics(experiences, step) if experiences else {}
+        if self.experts and experiences:
+            experiences += self.experts.take(step).experiences
         self.current = batch if experiences else None
         told, rows = None, []
         if experiences:
-            told, rows = self._rows(batch)
+            told, rows = self._rows(batch, metrics)
         told = self.ranks.broadcast(told)
         if told is None:
             return None
@@ -98,11 +103,15 @@ class Feed:
         if self.source and loop:
             self.source.retain(loop)
 
-    def _rows(self, batch: Batch) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
+    def _rows(self, batch: Batch, metrics: dict[str, float]) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
         """What every rank is told of the step, and its rows."""
         recipe, step = self.algorithm, batch.step
-        metrics = credit.metrics(batch.experiences, step) | {"sample/replayed": float(batch.replayed)}
+        metrics = metrics | {"sample/replayed": float(batch.replayed)}
         fresh, dropped = self._fresh(batch)
+        fresh = credit.scored(fresh)
+        if mixing.is_mixed(recipe):
+            judged, rows = mixing.rows(fresh, recipe, step, self.longest)
+            return (metrics | mixing.metrics(fresh, recipe, step) | judged.metrics, judged.groups), rows
         judged = credit.judge(
             fresh, recipe.advantage_fn, recipe.advantage_fn_args, step, penalised=token_credit.is_penalised(recipe)
         )

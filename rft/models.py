@@ -1,6 +1,6 @@
-"""The models of a step, as one thing to score with, to train and to save: policy, and reference and critic where needed.
+"""The models of a step, as one thing to score with, to train and to save: policy, and reference, critic, teacher where needed.
 
-    part ─► score: proximal, reference, value ─► token advantages (GAE, whitened over all ranks) ─► part with scores
+    part ─► score: proximal, reference, value, teacher ─► token advantages, margins of pairs ─► part with scores
          ─► train: gradients of critic and policy ─► before_update ─► both update
 
 In: the packed microbatches of this rank's data-parallel index. Out: the same with `scores`, on the ranks that compute losses
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from rft.algorithm import recipe, token_credit
+from rft.algorithm import distillation, pairs, recipe, token_credit
 from rft.algorithm.kl import Coefficient
 from rft.algorithm.losses import clipped_value
 from rft.config import AlgorithmConfig
@@ -76,11 +76,12 @@ class Models:
 
     def __init__(
         self, policy: "Policy", reference: "Network | None", critic: "Critic | None", algorithm: AlgorithmConfig,
-        critic_warmup: int = 0, cliprange_value: float = 0.5,
+        critic_warmup: int = 0, cliprange_value: float = 0.5, teacher: "Network | None" = None,
     ):  # fmt: skip
         self.policy = policy
         self.reference = reference
         self.critic = critic
+        self.teacher = teacher
         self.algorithm = algorithm
         self.critic_warmup = critic_warmup
         self.value_loss = partial(clipped_value, cliprange_value=cliprange_value)
@@ -98,6 +99,11 @@ class Models:
             part = self._scored(part, "proximal", self.policy.score(part, trained_only=True))
         if self.reference is not None:
             part = self._scored(part, "reference", self.reference.score(part, trained_only=True))
+        if recipe.needs_pairs(self.algorithm):
+            return pairs.credited(part, recipe.pair_beta(self.algorithm), self._counts, self._summed)
+        if self.teacher is not None:
+            part = self._scored(part, "teacher", self.teacher.score(part, trained_only=True))
+            return distillation.credited(part, self.algorithm, self._counts, self._summed)
         if self.critic is not None:
             part = self._scored(part, "value", self.critic.score(part))
         self.nearness.responses = len(groups)
@@ -143,7 +149,7 @@ class Models:
             self.critic.restore(small)
 
     def close(self) -> None:
-        for model in (self.policy, self.reference, self.critic):
+        for model in (self.policy, self.reference, self.critic, self.teacher):
             if model is not None:
                 model.close()
 

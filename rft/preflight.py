@@ -17,7 +17,6 @@ from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS
 from rft.buffer.experience_file import count_groups
-from rft.buffer.sft_rows import check_supervised
 from rft.buffer.task_source import names_in
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
@@ -42,8 +41,10 @@ from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
 from rft.preflight_algorithm import check_algorithm, fill_algorithm
 from rft.preflight_buffer import check_buffer
 from rft.preflight_colocate import check_colocate, fill_colocate
+from rft.preflight_flows import check_flows
 from rft.preflight_limits import check_given, check_limits
 from rft.preflight_pipelines import check_pipelines
+from rft.preflight_rows import check_auxiliary, check_main, fill_rows, steps_of_rows
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
 from rft.rollout import rewards, workflows
@@ -108,8 +109,8 @@ def fill(config: Config) -> Config:
     verl_keys.merge(config)
     check_given(config)
     place(config)
-    buffer, algorithm = config.buffer, fill_algorithm(config.algorithm)
-    buffer.train_batch_size = buffer.train_batch_size or buffer.batch_size * int(algorithm.repeat_times or 1)
+    fill_algorithm(config.algorithm)
+    fill_rows(config)
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
         config, fewest_ranks(config.trainer.megatron)
     )
@@ -160,6 +161,7 @@ def check(config: Config) -> None:
     _check_data(config, to_be_made)
     _check_deterministic(config)
     check_limits(config)
+    check_flows(config)
     check_sync(config)
     check_colocate(config)
     check_agents(config)
@@ -307,12 +309,12 @@ def _check_algorithm(config: Config) -> None:
 def _check_data(config: Config, to_be_made: bool) -> None:
     """`to_be_made`: the rows of the stage are not there yet; they are looked at when they are."""
     rows = config.buffer.trainer_input.experience_buffer
+    check_auxiliary(config)
     if ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
         check_buffer(config)
     elif rows.storage_type == "file":
-        key = "buffer.trainer_input.experience_buffer"
         if not to_be_made:
-            check_supervised(rows, f"{key}.path", int(config.buffer.train_batch_size or 1))
+            check_main(config)
         return
     given = config.buffer.explorer_input
     if given.taskset is not None and given.tasksets:
@@ -386,14 +388,11 @@ def count_steps(config: Config) -> int:
     if buffer.total_steps is not None:
         return buffer.total_steps
     rows = buffer.trainer_input.experience_buffer
-    if reads_files(config) and ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
-        return buffer.total_epochs * (count_groups(str(rows.path)) // buffer.batch_size)
-    if rows.storage_type == "file" and config.mode == "train":
-        taskset = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split, format=rows.format)
-        per_step = int(buffer.train_batch_size or 1)
-        sets = [(TASKSET_KEY, taskset)]
-    else:
-        sets, per_step = [(key, one) for key, one, is_eval in _tasksets(config) if not is_eval], buffer.batch_size
+    if reads_files(config):
+        if ALGORITHMS[config.algorithm.algorithm_type].source == "rollouts":
+            return buffer.total_epochs * (count_groups(str(rows.path)) // buffer.batch_size)
+        return steps_of_rows(config)
+    sets, per_step = [(key, one) for key, one, is_eval in _tasksets(config) if not is_eval], buffer.batch_size
     total = sum(Taskset.count(one, key) for key, one in sets)
     if sets and total < per_step:
         paths = ", ".join(str(one.path) for _, one in sets)

@@ -3,11 +3,11 @@
 In: the config. Out: the same, filled, or a ConfigError. Invariant: a value that the user gave is never replaced.
 """
 
-from rft.algorithm import ALGORITHMS, recipe
+from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.algorithm.advantages import ADVANTAGES
 from rft.config import AlgorithmConfig, Config, ConfigError, nearest
 
-STRATEGIES = ("default", "warmup", "staleness_control")
+STRATEGIES = {"default": (), "warmup": (), "staleness_control": ("max_staleness",), "mix": tuple(mixing.DEFAULTS)}
 
 
 def fill_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
@@ -19,6 +19,7 @@ def fill_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
     algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
     algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
+    algorithm.sample_strategy = algorithm.sample_strategy or defaults.sample_strategy
     algorithm.entropy_loss_fn = algorithm.entropy_loss_fn or defaults.entropy_loss_fn
     if algorithm.advantage_fn == defaults.advantage_fn:  # arguments of another function would mean nothing to it
         algorithm.advantage_fn_args = defaults.advantage_fn_args | algorithm.advantage_fn_args
@@ -42,11 +43,11 @@ def check_algorithm(config: Config) -> None:
 
 
 def _check_strategy(algorithm: AlgorithmConfig) -> None:
-    strategy, given = algorithm.sample_strategy, algorithm.sample_strategy_args
+    strategy, given = str(algorithm.sample_strategy), algorithm.sample_strategy_args
     if strategy not in STRATEGIES:
         raise ConfigError(nearest(strategy, STRATEGIES, "algorithm.sample_strategy"))
-    known = {"max_staleness"} if strategy == "staleness_control" else set()
-    if strange := given.keys() - known:
+    known = STRATEGIES[strategy]
+    if strange := given.keys() - set(known):
         raise ConfigError(
             f"algorithm.sample_strategy_args.{min(strange)} is unknown to sample_strategy={strategy}; "
             + (f"known: {', '.join(known)}" if known else "it takes none")

@@ -11,10 +11,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from rft.algorithm import mixing
 from rft.config import Config, ConfigError, TasksetConfig, get
 from rft.feed import is_supervised
 from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
+from rft.preflight_rows import rollouts_per_step
 from rft.rollout import rewards
 
 GIVEN = (  # what `fill` derives where it is not given: 0 is not "not given"
@@ -108,6 +110,7 @@ def _check_reward_args(key: str, taskset: TasksetConfig) -> None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+    known = [name for name in known if name != "response_tokens"]  # given by the workflow
     for name in taskset.reward_fn_args:
         if name not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -118,35 +121,50 @@ def _check_reward_args(key: str, taskset: TasksetConfig) -> None:
 
 def _check_template(config: Config, formats: list[tuple[str, Any]]) -> None:
     """Chat messages need a template; a base model has none."""
-    rows = config.buffer.trainer_input.experience_buffer
-    if rows.storage_type == "file" and is_supervised(config.algorithm):
-        formats = [*formats, ("buffer.trainer_input.experience_buffer", rows.format)]
-    template = config.model.custom_chat_template
-    if template is None:
-        root = Path(config.model.model_path)
-        told = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-        if told or list(root.glob("chat_template*")) or list(root.glob("additional_chat_templates/*")):
-            return
-        for key, form in formats:
-            if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
-                raise ConfigError(
-                    f"{key}.format has chat messages, and the tokenizer of model.model_path={root} has no chat template: set "
-                    "model.chat_template_path or model.custom_chat_template, or prompt_type=plaintext without a system prompt"
-                )
+    of_model = "model.chat_template_path" if config.model.chat_template_path else "model.custom_chat_template"
+    if template := config.model.custom_chat_template:
+        _parse_template(of_model, template)
+    given = config.buffer.trainer_input
+    beside = given.auxiliary_buffers.items()
+    buffers = [(f"buffer.trainer_input.auxiliary_buffers.{name}", rows) for name, rows in beside]
+    for key, rows in [("buffer.trainer_input.experience_buffer", given.experience_buffer), *buffers]:
+        if own := rows.format.chat_template:
+            _parse_template(f"{key}.format.chat_template", own)
+        elif rows.storage_type == "file" and (rows is not given.experience_buffer or is_supervised(config.algorithm)):
+            formats = [*formats, (key, rows.format)]
+    root = Path(config.model.model_path)
+    told = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    if template or told or list(root.glob("chat_template*")) or list(root.glob("additional_chat_templates/*")):
         return
+    for key, form in formats:
+        if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
+            raise ConfigError(
+                f"{key}.format has chat messages, and the tokenizer of model.model_path={root} has no chat template: set "
+                "model.chat_template_path or model.custom_chat_template, or prompt_type=plaintext without a system prompt"
+            )
+
+
+def _parse_template(key: str, template: str) -> None:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
     except TemplateSyntaxError as error:
-        key = "model.chat_template_path" if config.model.chat_template_path else "model.custom_chat_template"
         raise ConfigError(f"{key}: no Jinja template, in line {error.lineno}: {error.message}; correct it") from error
 
 
 def _check_batches(config: Config) -> None:
     buffer = config.buffer
     step = buffer.batch_size * int(config.algorithm.repeat_times or 1)
-    if not is_supervised(config.algorithm) and buffer.train_batch_size != step:
+    if is_supervised(config.algorithm):
+        return
+    if mixing.is_mixed(config.algorithm) and rollouts_per_step(config) != step:
+        raise ConfigError(
+            f"buffer.train_batch_size={buffer.train_batch_size}: less its expert rows it holds {rollouts_per_step(config)} "
+            f"rollouts, and a step makes {step} (buffer.batch_size x algorithm.repeat_times); leave it out for "
+            f"{mixing.batch_for(config.algorithm, step)}, or change expert_data_ratio"
+        )
+    if rollouts_per_step(config) != step:
         raise ConfigError(
             f"buffer.train_batch_size={buffer.train_batch_size}: a step takes buffer.batch_size={buffer.batch_size} tasks x "
             f"algorithm.repeat_times={config.algorithm.repeat_times} = {step} experiences; leave it out, or change those two"

@@ -3,12 +3,30 @@
 In: a filled config. Raises ConfigError for the first thing that cannot work.
 """
 
+import json
 from pathlib import Path
 
 from rft.algorithm import recipe
 from rft.config import Config, ConfigError, OptimizerConfig
 from rft.megatron import schedule
 from rft.names import check_layout, read_hf_config
+
+WITH = {
+    "model.ref_model_path": "algorithm.kl_loss_fn=k2",
+    "model.critic_model_path": "algorithm.algorithm_type=ppo",
+    "model.teacher_model_path": "algorithm.algorithm_type=on_policy_distill",
+}
+
+
+def vocabulary(path: str) -> dict[str, int]:
+    """Ids by token, of a model directory's tokenizer.json, added tokens included; empty where there is no such file."""
+    file = Path(path) / "tokenizer.json"
+    if not file.exists():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    words = found["model"].get("vocab", {})
+    ids = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
+    return ids | {added["content"]: added["id"] for added in found.get("added_tokens", [])}
 
 
 def check_beside(config: Config) -> None:
@@ -17,13 +35,19 @@ def check_beside(config: Config) -> None:
     asked = {
         "model.ref_model_path": (config.model.ref_model_path, recipe.needs_reference(config.algorithm)),
         "model.critic_model_path": (config.model.critic_model_path, needs_critic),
+        "model.teacher_model_path": (config.model.teacher_model_path, recipe.needs_teacher(config.algorithm)),
     }
+    if asked["model.teacher_model_path"] == (None, True):
+        raise ConfigError(
+            f"model.teacher_model_path is not set: algorithm.advantage_fn={config.algorithm.advantage_fn} learns from a teacher; "
+            "give the directory of its Hugging Face checkpoint"
+        )
     own = read_hf_config(config.model.model_path)
     for key, (path, is_needed) in asked.items():
         if path is None:
             continue
         if not is_needed:
-            with_it = "algorithm.kl_loss_fn=k2" if "ref" in key else "algorithm.algorithm_type=ppo"
+            with_it = WITH[key]
             raise ConfigError(f"{key}={path}: nothing here uses that model; leave it out, or set {with_it}")
         if not list(Path(path).glob("*.safetensors")):
             raise ConfigError(f"{key}={path} has no *.safetensors: give the directory of a Hugging Face checkpoint")
@@ -38,6 +62,11 @@ def check_beside(config: Config) -> None:
         ):
             if int(hf[name]) < int(wanted or 0):
                 raise ConfigError(f"{key}={path}: its {name} is {hf[name]}, the policy's tokens need {wanted}")
+        if "teacher" in key and vocabulary(path) != vocabulary(config.model.model_path):
+            raise ConfigError(
+                f"{key}={path}: its tokenizer has another vocabulary than that of model.model_path, so it cannot judge the "
+                "policy's tokens; give a teacher of the same family"
+            )
     if config.trainer.critic_warmup and not needs_critic:
         raise ConfigError(
             f"trainer.critic_warmup={config.trainer.critic_warmup}: algorithm.advantage_fn={config.algorithm.advantage_fn} has "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import control
+from rft import control, plugins
 from rft import device as devices
 from rft.adapters import Lora
 from rft.config import Config, TrainerConfig
@@ -78,6 +78,7 @@ def main(path: str, terminal: int | None = None) -> int:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     rank = Rank(config, configs.job_dir(config), devices.choose(config.device, local, config.cluster.threads_per_rank))
     try:
+        plugins.load(config.plugin_dirs)
         run(rank)
     except Exception as error:
         log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())
@@ -206,12 +207,15 @@ def build_models(config: Config, mesh: Any) -> Any:
     model, trainer, steps = config.model, config.trainer, config.trainer.total_steps
     learning = steps if steps is None else steps - trainer.critic_warmup
     policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
-    reference = critic = None
+    reference = critic = teacher = None
     if recipe.needs_reference(config.algorithm):
         reference = Reference(model.ref_model_path or model.model_path, trainer, mesh)
     if recipe.needs_critic(config.algorithm):
         critic = Critic(model.critic_model_path or model.model_path, trainer, config.critic, mesh, steps)
-    return Models(policy, reference, critic, config.algorithm, trainer.critic_warmup, config.critic.cliprange_value)
+    if recipe.needs_teacher(config.algorithm):
+        teacher = Reference(str(model.teacher_model_path), trainer, mesh)
+    clip = config.critic.cliprange_value
+    return Models(policy, reference, critic, config.algorithm, trainer.critic_warmup, clip, teacher)
 
 
 def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
@@ -234,6 +238,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
         policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer), int(config.model.max_response_tokens or 1),
+        _experts(rank) if lead else None,
     )  # fmt: skip
     return Trainer(
         config=config.trainer,
@@ -319,16 +324,34 @@ def _source(rank: Rank) -> Any:
 
         return ExperienceFile(str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps)
     if experience_buffer.storage_type == "file":
+        from rft.algorithm import ALGORITHMS
         from rft.buffer.sft_rows import SupervisedRows
 
         return SupervisedRows(
             experience_buffer, tokenizer_of(config), int(config.buffer.train_batch_size or 1), config.seed,
             int(config.model.max_model_len or 0), total_steps=config.trainer.total_steps,
-            chat_template=config.model.custom_chat_template,
+            chat_template=config.model.custom_chat_template, schema=ALGORITHMS[config.algorithm.algorithm_type].schema,
         )  # fmt: skip
     controlled = config.algorithm.sample_strategy == "staleness_control"
     oldest = int(config.algorithm.sample_strategy_args["max_staleness"]) if controlled else None
     return control.QueueSource(control.actor(experience_buffer.name), experience_buffer.max_read_timeout, oldest)
+
+
+def _experts(rank: Rank) -> Any | None:
+    """Rank 0's expert rows, where the algorithm mixes them in: as many per step as the batch has room for."""
+    from rft.algorithm import mixing
+    from rft.buffer.sft_rows import SupervisedRows
+
+    config = rank.config
+    if not mixing.is_mixed(config.algorithm):
+        return None
+    name = mixing.argument(config.algorithm, "sft_dataset_name")
+    return SupervisedRows(
+        config.buffer.trainer_input.auxiliary_buffers[name], tokenizer_of(config),
+        mixing.expert_rows(config.algorithm, int(config.buffer.train_batch_size or 1)), config.seed,
+        int(config.model.max_model_len or 0), chat_template=config.model.custom_chat_template,
+        key_path=f"buffer.trainer_input.auxiliary_buffers.{name}", expert=True,
+    )  # fmt: skip
 
 
 def tokenizer_of(config: Config) -> Any:

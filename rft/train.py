@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
-from rft import config_file
+from rft import config_file, plugins
 from rft.config import Config, ConfigError
 from rft.sweep import arguments as sweeps
 
@@ -90,7 +90,9 @@ def prepared_stages(raw: DictConfig) -> list[Config]:
     stages = configs.stage_configs(raw)
     if stages[0].prepare:
         imported(stages[0].prepare)(stages[0])
+    plugin_dirs = plugins.load(stages[0].plugin_dirs)
     for config in stages:
+        config.plugin_dirs = plugin_dirs
         preflight.check(preflight.fill(config))
     handing_over.check(stages)
     return stages

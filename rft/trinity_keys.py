@@ -61,6 +61,7 @@ EXPERIENCES_COME = "experiences come from the explorer and go to the buffer of t
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
 NO_TINKER = "training is by Megatron on your own machines: leave it out"
+PAIRS = "set algorithm.algorithm_type=dpo and buffer.trainer_input.experience_buffer.path"
 
 KEYS: dict[str, Key] = {
     # A: the top level
@@ -88,10 +89,6 @@ KEYS: dict[str, Key] = {
     "buffer.default_reward_fn_type": Key("F19", to="buffer.explorer_input.default_reward_fn_type"),
     f"{TASKSET}.rollout_args.logprobs": Key("F18", "log-probabilities of what was sampled are always recorded", only=(0,)),
     f"{TASKSET}.rollout_args.n": Key("F18", "set algorithm.repeat_times, or repeat_times of an evaluation set", only=(1,)),
-    "buffer.trainer_input.auxiliary_buffers": Key(
-        "F46", f"rows beside rollouts are {YET}: train on them first, in a stage with algorithm_type=sft", only=({},)
-    ),
-    # G: explorer
     # H: synchronizer
     "synchronizer.explorer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
     "synchronizer.trainer_sync_interval": Key("H4", to="synchronizer.sync_interval"),
@@ -111,20 +108,20 @@ KEYS: dict[str, Key] = {
     "data_processor.experience_pipeline.inputs": Key("J9", EXPERIENCES_COME, only=({},)),
     "data_processor.experience_pipeline.output": Key("J9", EXPERIENCES_COME),
 }  # fmt: skip
-for _where in (f"{TASKSET}.format", "buffer.trainer_input.experience_buffer.format"):
-    KEYS |= {
-        f"{_where}.tools_key": Key("F42", f"tools in data files are {YET}: write them into the system prompt"),
-        f"{_where}.chosen_key": Key("F43", f"pairs of answers are {YET}: there is no algorithm_type=dpo"),
-        f"{_where}.rejected_key": Key("F43", f"pairs of answers are {YET}: there is no algorithm_type=dpo"),
-        f"{_where}.enable_concatenated_multi_turn": Key(
-            "F44", "only the last answer of a dialogue is learned", only=(False,)
-        ),
-        f"{_where}.chat_template": Key("F45", to="model.custom_chat_template"),
-    }
+KEYS |= {
+    f"{TASKSET}.format.tools_key": Key("F42", f"tools of a task are {YET}: write them into the system prompt"),
+    f"{TASKSET}.format.chosen_key": Key("F43", f"tasks have no pairs of answers: {PAIRS}"),
+    f"{TASKSET}.format.rejected_key": Key("F43", f"tasks have no pairs of answers: {PAIRS}"),
+    f"{TASKSET}.format.enable_concatenated_multi_turn": Key(
+        "F44", "it says which answers of supervised rows are learned, and a task has none: leave it out", only=(False,)
+    ),
+    f"{TASKSET}.format.chat_template": Key("F45", to="model.custom_chat_template"),
+}
 
 SHARED = frozenset((  # keys that both systems have, with the same meaning
     "project", "name", "mode", "checkpoint_root_dir", "continue_from_checkpoint", "ray_namespace", "algorithm.algorithm_type",
     "log.group_by_node",
+    "algorithm.sample_strategy", "algorithm.sample_strategy_args",
     "algorithm.repeat_times", "algorithm.optimizer.lr", "algorithm.optimizer.lr_scheduler_type",
     "algorithm.optimizer.lr_warmup_steps", "algorithm.optimizer.lr_warmup_steps_ratio", "algorithm.optimizer.min_lr_ratio",
     "algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay",
@@ -149,6 +146,7 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.explorer_input.taskset.default_reward_fn_type", "buffer.explorer_input.taskset.workflow_args",
     "buffer.explorer_input.taskset.reward_fn_args", "buffer.trainer_input.experience_buffer.name",
     "buffer.trainer_input.experience_buffer.storage_type", "buffer.trainer_input.experience_buffer.path",
+    "buffer.trainer_input.auxiliary_buffers",
     "buffer.trainer_input.experience_buffer.max_read_timeout", "buffer.trainer_input.experience_buffer.replay_buffer.enable",
     "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time",
     "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn",
@@ -159,6 +157,10 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "buffer.trainer_input.experience_buffer.format.prompt_key", "buffer.trainer_input.experience_buffer.format.response_key",
     "buffer.trainer_input.experience_buffer.format.system_prompt_key",
     "buffer.trainer_input.experience_buffer.format.system_prompt", "buffer.trainer_input.experience_buffer.format.messages_key",
+    "buffer.trainer_input.experience_buffer.format.tools_key", "buffer.trainer_input.experience_buffer.format.chosen_key",
+    "buffer.trainer_input.experience_buffer.format.rejected_key",
+    "buffer.trainer_input.experience_buffer.format.enable_concatenated_multi_turn",
+    "buffer.trainer_input.experience_buffer.format.chat_template",
     "explorer.over_rollout.ratio", "explorer.over_rollout.wait_after_min", "explorer.over_rollout.return_partial_tasks",
     "explorer.dynamic_timeout.enable", "explorer.dynamic_timeout.ratio", "explorer.runner_state_report_interval",
     "explorer.env_vars", "model.enable_prompt_truncation", "buffer.explorer_input.tasksets",
@@ -197,11 +199,14 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {  # key: its value there, what
 }
 _WORKFLOWS = {
     "simple_workflow": ("single_turn", ""), "async_simple_workflow": ("single_turn", ""), "math_workflow": ("math", ""),
-    "async_math_workflow": ("math", ""),
+    "async_math_workflow": ("math", ""), "math_boxed_workflow": ("single_turn", "name the reward math_boxed beside it"),
+    "rubric_judge_workflow": ("rubric_judge", ""), "async_rubric_judge_workflow": ("rubric_judge", ""),
+    "math_ruler_workflow": ("ruler", ""), "async_math_ruler_workflow": ("ruler", ""),
 }  # fmt: skip
 _REWARDS = {
     "math_reward": ("math", "right answers give 1, and form gives nothing"),
     "math_boxed_reward": ("math_boxed", "right answers give 1, and form gives nothing"),
+    "countdown_reward": ("countdown", ""), "math_dapo_reward": ("math_dapo", ""),
     "format_reward": ("format", "1 for the form, else 0"), "accuracy_reward": ("accuracy", ""),
 }  # fmt: skip
 for _key in ("buffer.explorer_input", TASKSET):
@@ -211,13 +216,11 @@ RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference knows: said only of one that rft does not know
     "mode": (("colocate",), "sharing GPUs is mode=both with cluster.colocate=true"),
     "algorithm.algorithm_type": (
-        ("dpo", "mix", "cpt", "mix_chord", "on_policy_distill", "jsd"), f"it is {YET}",
+        ("grpo_verl",), f"it is {YET}",
     ),
     "algorithm.advantage_fn": (
-        ("on_policy_distill", "jsd", "clipv"), f"it is {YET}",
+        ("clipv",), f"it is {YET}",
     ),
-    "algorithm.sample_strategy": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
-    "algorithm.entropy_loss_fn": (("mix",), f"it belongs to algorithm_type=mix, which is {YET}"),
     "monitor.monitor_type": (("swanlab",), f"it is {YET}"),
     "explorer.rollout_model.engine_type": (("sglang", "tinker", "external"), "the engine is vLLM"),
     "trainer.trainer_type": (("tinker", "verl"), "the trainer is Megatron"),

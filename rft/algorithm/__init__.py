@@ -21,6 +21,8 @@ class Algorithm:
     repeat_times: int
     kl_loss_fn: str = "none"
     entropy_loss_fn: str = "default"
+    sample_strategy: str = "default"
+    schema: Literal["sft", "cpt", "dpo"] = "sft"  # what a row is, where the source is rows
     advantage_fn_args: dict[str, Any] = field(default_factory=dict)
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
 
@@ -65,4 +67,30 @@ ALGORITHMS = {
     "multi_step_grpo": Algorithm("rollouts", "ppo", "step_wise_grpo", "token-mean", repeat_times=8, kl_loss_fn="k2"),
     "gigpo": Algorithm("rollouts", "ppo", "gigpo", "token-mean", repeat_times=8, kl_loss_fn="k2"),
     "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none"),
+    "cpt": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none", schema="cpt"),
+    "dpo": Algorithm("rows", "dpo", None, "seq-mean-token-sum", repeat_times=2, schema="dpo"),
+    "mix": Algorithm(
+        "rollouts",
+        "mix",
+        "grpo",
+        "token-mean",
+        repeat_times=8,
+        kl_loss_fn="k2",
+        entropy_loss_fn="mix",
+        sample_strategy="mix",
+    ),
+    "mix_chord": Algorithm(
+        "rollouts",
+        "mix_chord",
+        "grpo",
+        "token-mean",
+        repeat_times=8,
+        kl_loss_fn="k2",
+        entropy_loss_fn="mix",
+        sample_strategy="mix",
+    ),
+    "on_policy_distill": Algorithm(
+        "rollouts", "ppo", "on_policy_distill", "token-mean", repeat_times=8, entropy_loss_fn="none"
+    ),
+    "jsd": Algorithm("rollouts", "ppo", "jsd", "token-mean", repeat_times=8, entropy_loss_fn="none"),
 }

@@ -70,6 +70,12 @@ def rows(judged: Judged, mode: str, longest: int = 1) -> list[Row]:
     ]
 
 
+def scored(experiences: list[Experience]) -> list[Experience]:
+    """Those whose reward did not fail. A group whose greedy response has none has nothing to be compared with."""
+    lost = {experience.group for experience in experiences if experience.failed and is_baseline(experience)}
+    return [one for one in experiences if not one.failed and one.group not in lost]
+
+
 def is_baseline(experience: Experience) -> bool:
     """A greedy response that was made to be compared with: it is not trained on, nor counted among the others."""
     return bool(experience.info.get("baseline"))
@@ -150,7 +156,7 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
             "reward/min": rewards.min(),
             "reward/std": rewards.std(),
             "reward/zero_signal_groups": np.mean(np.array(spreads) == 0),
-            "reward/failed_frac": np.mean([e.reward_outcome in ("timeout", "error") for e in rollouts]),
+            "reward/failed_frac": np.mean([e.failed for e in rollouts]),
             "staleness/mean": ages.mean() if len(ages) else 0.0,
             "staleness/max": ages.max() if len(ages) else 0.0,
             "staleness/tokens_mixed_frac": np.mean(np.array(versions) > 1),

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from rft.algorithm import ALGORITHMS, mixing
 from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, TokenAdvantage
 from rft.algorithm.kl import ESTIMATORS, KL_COEF, Coefficient
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.losses.correction import MASKS, WEIGHTS, Correction
+from rft.algorithm.losses.dpo import BETA
 from rft.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig, nearest
 
 if TYPE_CHECKING:
     from rft.algorithm.losses import TokenLoss
 
-ENTROPY = ("default", "none")
+ENTROPY = ("default", "mix", "none")
+MIXED_LOSSES = ("mix", "mix_chord")
 KL_OPTIONS = {"kl_coef": KL_COEF, "adaptive": False, "target_kl": None, "horizon": None}
 
 
@@ -26,8 +29,20 @@ def needs_critic(algorithm: AlgorithmConfig) -> bool:
     return (kind := _of_tokens(algorithm)) is not None and kind.needs_critic
 
 
+def needs_teacher(algorithm: AlgorithmConfig) -> bool:
+    return (kind := _of_tokens(algorithm)) is not None and kind.needs_teacher
+
+
+def needs_pairs(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.policy_loss_fn == "dpo"
+
+
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.kl_loss_fn != "none" or algorithm.kl_penalty_fn != "none"
+    return algorithm.kl_loss_fn != "none" or algorithm.kl_penalty_fn != "none" or needs_pairs(algorithm)
+
+
+def pair_beta(algorithm: AlgorithmConfig) -> float:
+    return float(algorithm.policy_loss_fn_args.get("beta", BETA))
 
 
 def needs_entropy(algorithm: AlgorithmConfig) -> bool:
@@ -42,7 +57,7 @@ def needs_baseline(algorithm: AlgorithmConfig) -> bool:
 
 def needs_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether something works only with the policy's own log-probabilities at the start of the step."""
-    return is_corrected(algorithm.rollout_correction) or needs_entropy(algorithm)
+    return is_corrected(algorithm.rollout_correction) or needs_entropy(algorithm) or needs_pairs(algorithm)
 
 
 def is_corrected(wanted: RolloutCorrectionConfig) -> bool:
@@ -64,6 +79,7 @@ def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) 
         str(algorithm.policy_loss_fn), algorithm.policy_loss_fn_args, kl=str(algorithm.kl_loss_fn),
         kl_coef=kl_coef or loss_coef(algorithm),
         entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0)) if has_entropy else 0.0,
+        entropy_of=str(algorithm.entropy_loss_fn),
         correction=_correction(algorithm.rollout_correction),
     )  # fmt: skip
 
@@ -89,6 +105,8 @@ def check(algorithm: AlgorithmConfig) -> None:
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no such term; name its function, or "
                 "leave the arguments out"
             )
+    _check_rows(algorithm)
+    _check_mixing(algorithm)
     _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
     _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
     _check_ranges(algorithm)
@@ -138,9 +156,8 @@ def _check_ranges(algorithm: AlgorithmConfig) -> None:
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
     wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
-    if algorithm.advantage_fn is None and (
-        needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)
-    ):
+    of_rows = algorithm.advantage_fn is None and not needs_pairs(algorithm)
+    if of_rows and (needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)):
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens no policy has sampled: leave "
             "kl_loss_fn, kl_penalty_fn, proximal_logprobs and rollout_correction out"
@@ -158,6 +175,52 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"{key}: rollout_is_threshold={correction.cap} must be greater than 0, and the range [{correction.lower:g}, "
             f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must hold 1 inside"
+        )
+
+
+def _check_rows(algorithm: AlgorithmConfig) -> None:
+    kind, name = ALGORITHMS[algorithm.algorithm_type], f"algorithm.algorithm_type={algorithm.algorithm_type}"
+    if kind.source == "rows" and algorithm.advantage_fn is not None:
+        raise ConfigError(
+            f"algorithm.advantage_fn={algorithm.advantage_fn}: {name} learns from rows, which have no rewards; leave it out"
+        )
+    if (kind.schema == "dpo") != needs_pairs(algorithm):
+        raise ConfigError(
+            f"algorithm.policy_loss_fn={algorithm.policy_loss_fn} with {name}: the loss of pairs is dpo, and rows that are pairs "
+            "are those of algorithm_type=dpo; leave policy_loss_fn out"
+        )
+    if needs_pairs(algorithm) and algorithm.loss_agg_mode != kind.loss_agg_mode:
+        raise ConfigError(
+            f"algorithm.loss_agg_mode={algorithm.loss_agg_mode}: the loss of dpo is a mean over pairs, which is "
+            f"{kind.loss_agg_mode}; leave it out"
+        )
+
+
+def _check_mixing(algorithm: AlgorithmConfig) -> None:
+    """Expert rows need a loss that knows them, and advantages that are known before any token is scored."""
+    mixed = mixing.is_mixed(algorithm)
+    if mixed != (algorithm.policy_loss_fn in MIXED_LOSSES):
+        raise ConfigError(
+            f"algorithm.sample_strategy={algorithm.sample_strategy} with policy_loss_fn={algorithm.policy_loss_fn}: expert rows "
+            "come by sample_strategy=mix, and the losses that learn from them are mix and mix_chord; use both, as "
+            "algorithm_type=mix does"
+        )
+    if not mixed:
+        return
+    ratio = mixing.argument(algorithm, "expert_data_ratio")
+    if not 0 < ratio < 1:
+        raise ConfigError(
+            f"algorithm.sample_strategy_args.expert_data_ratio={ratio}: a share of the batch above 0 and below 1"
+        )
+    for name in ("mu", "mu_peak", "mu_valley"):
+        if not 0 <= (mu := algorithm.policy_loss_fn_args.get(name, 0.1)) <= 1:
+            raise ConfigError(
+                f"algorithm.policy_loss_fn_args.{name}={mu}: the weight of expert rows is a share, 0 to 1"
+            )
+    if algorithm.advantage_fn not in ADVANTAGES or algorithm.kl_penalty_fn != "none":
+        raise ConfigError(
+            f"algorithm.sample_strategy=mix with advantage_fn={algorithm.advantage_fn}, kl_penalty_fn={algorithm.kl_penalty_fn}: "
+            "expert rows have no rewards per token; use advantage_fn=grpo and kl_loss_fn"
         )
 
 

@@ -15,7 +15,7 @@ import difflib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,26 @@ class Needs:
     """Which columns a reader of rows needs, by the config key that names each."""
 
     text: dict[str, str]  # "prompt_key" -> "question": must be text (or a number, for answers)
-    messages: dict[str, str]  # "messages_key" -> "messages": must be a list of chat messages
-    ends_with_assistant: bool = False
+    messages: dict[str, str] = field(default_factory=dict)  # "messages_key" -> "messages": a list of chat messages
+    answers: dict[str, str] = field(default_factory=dict)  # the same, and the assistant has the last word
+    tools: dict[str, str] = field(default_factory=dict)  # "tools_key" -> "tools": a list of objects, or nothing
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Those that every row must have."""
+        return self.text | self.messages | self.answers
 
 
 def task_needs(config: FormatConfig, key: str) -> Needs:
     """Columns of a taskset: prompt and answer, or messages."""
     if config.prompt_type == "messages":
-        return Needs({}, {"messages_key": config.messages_key})
+        return Needs({}, messages={"messages_key": config.messages_key})
     if config.prompt_type != "plaintext":
         raise ConfigError(f"{key}.format.prompt_type is {config.prompt_type!r}: use plaintext or messages")
     text = {"prompt_key": config.prompt_key, "response_key": config.response_key}
     if config.system_prompt_key:
         text["system_prompt_key"] = config.system_prompt_key
-    return Needs(text, {})
+    return Needs(text)
 
 
 def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path]:
@@ -164,7 +170,7 @@ def check_rows(files: list[Path], needs: Needs, key: str) -> int:
 
 def count_rows(files: list[Path], key: str) -> int:
     """The number of rows, without a look into them."""
-    return check_rows(files, Needs({}, {}), key)
+    return check_rows(files, Needs({}), key)
 
 
 def json_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
@@ -219,7 +225,7 @@ def array_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Ra
 
 
 def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -> None:
-    for name, column in (*needs.text.items(), *needs.messages.items()):
+    for name, column in needs.columns.items():
         if column not in row:
             refuse_column(name, column, row, where, key)
     for name, column in needs.text.items():
@@ -230,17 +236,22 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
                 f"{key}.format.{name}: {where} has {bytes(row[column])[:40].decode(errors='replace')} as "
                 f"{column!r}, which must be text"
             )
-    for name, column in needs.messages.items():
-        problem = messages_problem(bytes(row[column]), needs.ends_with_assistant)
+    for name, column in (needs.messages | needs.answers).items():
+        problem = messages_problem(bytes(row[column]), name in needs.answers)
         if problem:
             raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
+    for name, column in needs.tools.items():
+        if column in row and not is_list_of_tools(bytes(row[column])):
+            raise ConfigError(
+                f"{key}.format.{name}: {where}: {column!r} must be a list of tools, each an object, or that as JSON text"
+            )
 
 
 def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
-    """What is wrong with a JSON value that should be chat messages."""
+    """What is wrong with a JSON value that should be chat messages, or JSON text of them."""
     try:
-        messages = _messages_decoder.decode(raw)
-    except msgspec.ValidationError:
+        messages = _messages_decoder.decode(unquoted(raw))
+    except msgspec.DecodeError:
         return 'must be a list of messages {"role": ..., "content": ...}; for a plain text use format.prompt_type=plaintext'
     if not messages or any(
         not isinstance(message.get("role"), str) or "content" not in message for message in messages
@@ -251,32 +262,59 @@ def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
     return None
 
 
+def is_list_of_tools(raw: bytes) -> bool:
+    """A row without tools may say so by null."""
+    try:
+        return raw == b"null" or all(_messages_decoder.decode(unquoted(raw)))
+    except msgspec.DecodeError:
+        return False
+
+
+def unquoted(raw: bytes) -> bytes:
+    """The JSON that a JSON text holds; any other value as it is."""
+    return msgspec.json.decode(raw, type=str).encode() if raw.startswith(b'"') else raw
+
+
+def parsed(value: Any) -> Any:
+    """A column's list of objects, which may be written as JSON text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
 def check_parquet(file: Path, needs: Needs, key: str) -> int:
-    """Look at the schema only."""
+    """First the schema, which refuses a wrong column without reading it; then every value of the columns that are needed."""
     import pyarrow
     import pyarrow.parquet
-    import pyarrow.types as types
 
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+            check_schema(parquet.schema_arrow, file, needs, key)
+            there = set(parquet.schema_arrow.names)
+            wanted = [column for column in (needs.columns | needs.tools).values() if column in there]
+            number = 0
+            for batch in parquet.iter_batches(columns=wanted) if wanted else ():
+                for row in batch.to_pylist():
+                    number += 1
+                    encoded = {column: msgspec.Raw(msgspec.json.encode(value)) for column, value in row.items()}
+                    check_row(encoded, f"{file} row {number}", needs, key)
+            return int(parquet.metadata.num_rows)
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{key}.path: {file} is not a parquet file ({error})") from error
+
+
+def check_schema(schema: Any, file: Path, needs: Needs, key: str) -> None:
+    import pyarrow.types as types
+
     columns = {field.name: field.type for field in schema}
-    for name, column in (*needs.text.items(), *needs.messages.items()):
+    for name, column in needs.columns.items():
         if column not in columns:
             refuse_column(name, column, columns, str(file), key)
         kind = columns[column]
-        text = (
-            types.is_string(kind)
-            or types.is_large_string(kind)
-            or (name == "response_key" and (types.is_integer(kind) or types.is_floating(kind)))
-        )
+        text = types.is_string(kind) or types.is_large_string(kind)
+        number = name == "response_key" and (types.is_integer(kind) or types.is_floating(kind))
         messages = types.is_list(kind) or types.is_large_list(kind)
-        if not (messages if name in needs.messages else text):
-            kinds = "a list of messages" if name in needs.messages else "text"
+        if not (text or (number if name in needs.text else messages)):
+            kinds = "text" if name in needs.text else "a list of messages"
             raise ConfigError(f"{key}.format.{name}: column {column!r} of {file} is {kind}, but must be {kinds}")
-    return rows
 
 
 def refuse_column(name: str, column: str, there: Iterable[str], where: str, key: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rft.config import ConfigError
 from rft.experience import Task
 
-_ANSWER = "answer"  # stands for an assistant's words when the end of its turn is looked up
+_ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
 
 
 def chat_text(
@@ -19,7 +19,7 @@ def chat_text(
     """The conversation as the template writes it; `template_args` are its own, like `tools` or `enable_thinking`."""
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
-            "this taskset has chat messages or a system prompt, but the model's tokenizer has no chat template: set "
+            "these rows have chat messages or a system prompt, but the model's tokenizer has no chat template: set "
             "model.chat_template_path or model.custom_chat_template, or use format.prompt_type=plaintext without one"
         )
     return tokenizer.apply_chat_template(
@@ -31,9 +31,11 @@ def chat_text(
     )
 
 
-def render_messages(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None) -> list[int]:
+def render_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
+) -> list[int]:  # fmt: skip
     """The ids of the conversation up to where the assistant begins to speak."""
-    text = chat_text(tokenizer, messages, chat_template)
+    text = chat_text(tokenizer, messages, chat_template, tools=tools)
     return list(tokenizer.encode(text, add_special_tokens=False))  # the template has written the special tokens
 
 
@@ -44,6 +46,18 @@ def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) 
     if chat_template or tokenizer.chat_template:
         return render_messages(tokenizer, [{"role": "user", "content": task.prompt}], chat_template)
     return list(tokenizer.encode(task.prompt))
+
+
+def render_follow_up(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None) -> list[int]:
+    """The ids behind an assistant's words: the end of its turn, `messages`, and where the assistant speaks again.
+
+    They do not depend on those words, so a dialogue goes on from the very ids that were sampled.
+    """
+    if not (chat_template or tokenizer.chat_template):
+        return list(tokenizer.encode("".join(f"\n{m['content']}\n" for m in messages), add_special_tokens=False))
+    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    text = chat_text(tokenizer, [*before, *messages], chat_template)
+    return list(tokenizer.encode(text.partition(_ANSWER)[2], add_special_tokens=False))
 
 
 def end_of_turn(tokenizer: Any, chat_template: str | None = None) -> int:

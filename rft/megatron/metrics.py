@@ -2,7 +2,8 @@
 
 In: scores (log-probabilities or values) and fields of each microbatch on the last pipeline stage. Out: the loss to
 differentiate, and at the end a dictionary of floats that is the same on every rank. Names ending in ":max" are maxima
-over the trained tokens, all others means over them.
+over the trained tokens, all others means over them. In a step with expert rows, names that begin with "expert/" are means over the
+tokens of those, and all others over the rest.
 """
 
 from dataclasses import fields as fields_of
@@ -17,7 +18,7 @@ from rft.megatron.mesh import Mesh
 if TYPE_CHECKING:
     from rft.algorithm.losses import TokenLoss
 
-MAX = ":max"
+MAX, EXPERT = ":max", "expert/"
 
 
 class Totals:
@@ -32,7 +33,7 @@ class Totals:
         names = sorted(token_loss(nothing, Fields(**given))[1])
         self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
-        self.sums = torch.zeros(2 + len(self.means), dtype=torch.float64)
+        self.sums = torch.zeros(3 + len(self.means), dtype=torch.float64)
         self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64)
 
     def add(self, scores: Tensor, fields: Fields) -> Tensor:
@@ -42,19 +43,27 @@ class Totals:
         loss = torch.where(fields.mask, losses * fields.weight, nothing).sum()
         if self.counts and bool(fields.mask.any()):
             with torch.no_grad():
-                trained = [metrics[name].detach()[fields.mask] for name in self.means]
-                sums = torch.stack([loss.double(), fields.mask.sum().double(), *(t.double().sum() for t in trained)])
+                sampled = fields.mask if fields.expert is None else fields.mask & (fields.expert == 0)
+                expert = fields.mask & ~sampled
+                over = [expert if name.startswith(EXPERT) else sampled for name in self.means]
+                trained = [metrics[name].detach()[mask] for name, mask in zip(self.means, over, strict=True)]
+                counts = [fields.mask.sum().double(), expert.sum().double()]
+                sums = torch.stack([loss.double(), *counts, *(t.double().sum() for t in trained)])
                 self.sums += sums.cpu()
                 if self.tops:
-                    tops = torch.stack([metrics[name].detach()[fields.mask].max().double() for name in self.tops])
+                    lowest = torch.full_like(scores, -torch.inf)
+                    tops = torch.stack(
+                        [metrics[name].detach().where(sampled, lowest).max().double() for name in self.tops]
+                    )
                     self.maxima = torch.maximum(self.maxima, tops.cpu())
         return loss
 
     def reduce(self, mesh: Mesh) -> dict[str, float]:
         """Over all ranks, once per step. A step without trained tokens has means and maxima of 0."""
         mesh.reduce(self.sums, self.maxima)
-        loss, tokens, *sums = self.sums.tolist()
+        loss, tokens, expert, *sums = self.sums.tolist()
         found = {"loss": loss, "num_tokens": tokens}
-        found |= {name: total / max(tokens, 1.0) for name, total in zip(self.means, sums, strict=True)}
-        tops = self.maxima.tolist() if tokens else [0.0] * len(self.tops)
+        for name, total in zip(self.means, sums, strict=True):
+            found[name] = total / max(expert if name.startswith(EXPERT) else tokens - expert, 1.0)
+        tops = self.maxima.tolist() if tokens > expert else [0.0] * len(self.tops)
         return found | {name.removesuffix(MAX): top for name, top in zip(self.tops, tops, strict=True)}

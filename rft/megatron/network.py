@@ -29,7 +29,7 @@ from rft.megatron.mesh import Mesh
 from rft.names import Dims, check_layout, read_hf_config
 from rft.packing import Packed, cp_index, empty, slice_cp
 
-LOSS_SCORES = ("proximal", "reference", "value", "returns")  # those that a loss may look at
+LOSS_SCORES = ("proximal", "reference", "value", "returns", "margin", "expert")  # those that a loss may look at
 
 
 @dataclass(frozen=True)

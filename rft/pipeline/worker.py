@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from rft import plugins
 from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.experience import Experience, decode, encode
 from rft.monitor import logs
@@ -175,6 +176,7 @@ def main() -> None:
     logs.die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         return
+    plugins.load()
     asyncio.run(Worker(socket.socket(fileno=descriptor)).serve())
 
 

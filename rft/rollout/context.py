@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rft.buffer.render import end_of_turn, render_prompt
+from rft.buffer.render import end_of_turn, render_follow_up, render_prompt
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Completion, GenerateRequest, Sampling, Task
 from rft.rollout.access import ModelAccess, Served, seed_of
 from rft.rollout.pool import EnginePool
 from rft.rollout.reward_pool import RewardPool
-from rft.rollout.reward_worker import RewardResult
+from rft.rollout.reward_worker import UNKNOWN, RewardResult
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -71,6 +71,7 @@ class Context(ModelAccess):
         self.request = request
         self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
         self.calls = 0
+        self.calls_of: Counter[int] = Counter()  # run of the task, where the workflow says of which one
         self.doing = "in the workflow"
         self.closed = False
 
@@ -88,18 +89,28 @@ class Context(ModelAccess):
             return tokens[-most:]
         return tokens
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    def follow(self, messages: list[dict[str, Any]]) -> list[int]:
+        return render_follow_up(self.shared.tokenizer, messages, self.shared.model.custom_chat_template)
+
+    async def generate(
+        self, prompt: list[int], n: int, sampling: Sampling, prompt_length: int | None = None, run: int | None = None
+    ) -> list[Completion]:
         """n continuations; a prompt over the limit comes back as n empty ones with stop "prompt_too_long"."""
         limits = self.shared.limits
-        if len(prompt) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
+        if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(prompt) >= limits.max_model_len:
             told = f"the prompt of request {self.request} has {len(prompt)} tokens, more than model.max_prompt_tokens or its "
-            self.shared.count("prompts_too_long", told + "context hold: it trains nothing")
+            if prompt_length in (None, len(prompt)):  # else a dialogue that fills its context: it ends there
+                self.shared.count("prompts_too_long", told + "context hold: it trains nothing")
             return [Completion(tokens=[], logprobs=[], versions=[], stop="prompt_too_long") for _ in range(n)]
         self.calls += 1
+        number = f"{self.calls}"
+        if run is not None:
+            self.calls_of[run] += 1
+            number = f"r{run}/{self.calls_of[run]}"
         if self.shared.seed is not None and sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{self.calls}"))
+            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{number}"))
         request = GenerateRequest(
-            request_id=f"{self.request}/{self.calls}", prompt=prompt, n=n, sampling=sampling,
+            request_id=f"{self.request}/{number}", prompt=prompt, n=n, sampling=sampling,
             stop_token_ids=[self.shared.stop_token],
         )  # fmt: skip
         made = await self._doing("generating", self.shared.pool.generate(request))
@@ -109,8 +120,10 @@ class Context(ModelAccess):
     def decode(self, tokens: list[int]) -> str:
         return self.shared.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
-        return await self._doing("scoring", self.shared.rewards.score([(task, response) for response in responses]))
+    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
+        counts = tokens or [UNKNOWN] * len(responses)
+        items = [(task, response, count) for response, count in zip(responses, counts, strict=True)]
+        return await self._doing("scoring", self.shared.rewards.score(items))
 
     async def _doing(self, what: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
         if self.closed:

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from rft.experience import Task, decode
 from rft.rollout.child import Child, frame
-from rft.rollout.reward_worker import Loaded, Reply, RewardResult, ScoreRequest
+from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest
 
 LOAD_TIMEOUT_S = 120.0  # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
+Item = tuple[Task, str] | tuple[Task, str, int]
 WORKER = "rft.rollout.reward_worker"
 Answer = TypeVar("Answer", Loaded, RewardResult)
 
@@ -44,8 +45,8 @@ class RewardPool:
                 worker.start()
                 self._idle.put_nowait(worker)
 
-    async def score(self, items: Sequence[tuple[Task, str]]) -> list[RewardResult]:
-        """Score (task, response) pairs in one round trip to one worker; results in the same order."""
+    async def score(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Score (task, response[, its number of tokens]) in one round trip to one worker; results in the same order."""
         if not items:
             return []
         await self.start()
@@ -58,7 +59,7 @@ class RewardPool:
         finally:
             self._idle.put_nowait(worker)
 
-    async def _score_on(self, worker: "Child", items: Sequence[tuple[Task, str]]) -> list[RewardResult]:
+    async def _score_on(self, worker: "Child", items: Sequence[Item]) -> list[RewardResult]:
         results: list[RewardResult] = []
         died_loading = False
         if not worker.alive:
@@ -84,14 +85,16 @@ class RewardPool:
                 self._replace(worker)
         return results
 
-    async def _ask(self, worker: "Child", items: Sequence[tuple[Task, str]]) -> None:
+    async def _ask(self, worker: "Child", items: Sequence[Item]) -> None:
         places: dict[int, int] = {}
         tasks: list[Task] = []
-        for task, _ in items:
+        for task, *_ in items:
             if id(task) not in places:
                 places[id(task)] = len(tasks)
                 tasks.append(task)
-        request = ScoreRequest(tasks=tasks, items=[(places[id(task)], response) for task, response in items])
+        request = ScoreRequest(
+            tasks=tasks, items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items]
+        )
         async with asyncio.timeout(self._load_timeout_s):
             await worker.send(frame(request))
         await self._reply(worker, Loaded, self._load_timeout_s)

@@ -8,6 +8,7 @@ prints goes to stderr. Every failure of user code, sys.exit included, is a resul
 by the pool, which kills this process group. The process dies with its parent: by EOF when idle, else by the kernel.
 """
 
+import inspect
 import math
 import os
 import resource
@@ -16,19 +17,21 @@ import sys
 import traceback
 from typing import Any, Literal
 
+from rft import plugins
 from rft.experience import Record, Task, decode
 from rft.monitor import logs
 from rft.rollout.child import HEADER, frame
 from rft.rollout.rewards import RewardFunction, prepare
 
 MAX_MESSAGE = 2000  # characters of an error message that travel: some exceptions carry whole data sets
+UNKNOWN = -1  # number of a response's tokens
 
 
 class ScoreRequest(Record):
     """Responses to score; each names its task by position, so that a group carries its task once."""
 
     tasks: list[Task]
-    items: list[tuple[int, str]]
+    items: list[tuple[int, str, int]]  # place of the task, response, tokens that it has
 
 
 class Loaded(Record, tag="loaded"):
@@ -47,14 +50,26 @@ class RewardResult(Record, tag="result"):
 Reply = Loaded | RewardResult
 
 
-def judge(function: RewardFunction, response: str, task: Task) -> RewardResult:
+def judge(function: RewardFunction, response: str, task: Task, tokens: int = UNKNOWN) -> RewardResult:
     """Run one reward function; any failure or unusable value becomes outcome "error"."""
     try:
-        value = function(response, task.truth, task, **task.reward_args)
-        parts = {str(key): number(part) for key, part in value.items()} if isinstance(value, dict) else {}
-        return RewardResult(reward=sum(parts.values()) if isinstance(value, dict) else number(value), metrics=parts)
+        wants = {"response_tokens": tokens} if takes_tokens(function) else {}
+        return judged(function(response, task.truth, task, **wants, **task.reward_args))
     except BaseException as error:  # sys.exit and KeyboardInterrupt of user code too: reported, never obeyed
         return failure(error)
+
+
+def judged(value: Any) -> RewardResult:
+    """A number, or a dict of numbers whose sum is the reward; what is neither is outcome "error"."""
+    try:
+        parts = {str(key): number(part) for key, part in value.items()} if isinstance(value, dict) else {}
+        return RewardResult(reward=sum(parts.values()) if isinstance(value, dict) else number(value), metrics=parts)
+    except (TypeError, ValueError) as error:
+        return failure(error)
+
+
+def takes_tokens(function: RewardFunction) -> bool:
+    return "response_tokens" in inspect.signature(function).parameters
 
 
 def number(value: Any) -> float:
@@ -88,12 +103,12 @@ def serve(connection: socket.socket) -> None:
     stream = connection.makefile("rb")
     while header := stream.read(HEADER.size):
         request = decode(stream.read(HEADER.unpack(header)[0]), ScoreRequest)
-        functions = load({request.tasks[position].reward for position, _ in request.items})
+        functions = load({request.tasks[position].reward for position, *_ in request.items})
         connection.sendall(frame(Loaded()))
-        for position, response in request.items:
+        for position, response, tokens in request.items:
             task = request.tasks[position]
             function = functions[task.reward]
-            result = function if isinstance(function, RewardResult) else judge(function, response, task)
+            result = function if isinstance(function, RewardResult) else judge(function, response, task, tokens)
             connection.sendall(frame(result))
 
 
@@ -105,6 +120,7 @@ def main() -> None:
     logs.die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         return
+    plugins.load()
     serve(socket.socket(fileno=descriptor))
 
 

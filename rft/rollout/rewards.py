@@ -8,24 +8,21 @@ Invariant: a function says "wrong" with a number and "I cannot judge this" by ra
 function that hangs or crashes: the pool (`rft.rollout.reward_pool`) runs it in a process that it can kill.
 """
 
-import difflib
 import importlib
-import importlib.util
 import logging
 import re
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
 
-from rft.config import ConfigError
 from rft.experience import Task
+from rft.plugins import lookup
+from rft.rollout.answers import as_number, final_answer, last_boxed, needed, same_mathematics
+from rft.rollout.reward_kinds.code import code_tests
+from rft.rollout.reward_kinds.countdown import countdown
+from rft.rollout.reward_kinds.remote import remote_judge
 
 RewardFunction = Callable[..., float | dict[str, float]]
 
 THINK_FORM = r"\s*<think>.*?</think>.*\S.*"  # DeepSeek-R1's response form: a thought, then something that is not empty
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def exact_match(
@@ -38,7 +35,7 @@ def exact_match(
         if not matches:
             return 0.0
         answer = matches[-1].group(1 if matches[-1].re.groups else 0) or ""
-    answer, expected = answer.strip(), _needed(truth, task).strip()
+    answer, expected = answer.strip(), needed(truth, task).strip()
     if ignore_case:
         answer, expected = answer.casefold(), expected.casefold()
     return float(answer == expected)
@@ -46,13 +43,13 @@ def exact_match(
 
 def math(response: str, truth: str | None, task: Task) -> float:
     """1 when math-verify (Hugging Face; `1/2`, `0.5` and `\\frac12` are equal) finds the truth in the response."""
-    return _same_mathematics(response, _needed(truth, task))
+    return same_mathematics(response, needed(truth, task))
 
 
 def math_boxed(response: str, truth: str | None, task: Task) -> float:
     """As `math`, but only the last `\\boxed{...}` counts as the answer (the convention of the MATH data set)."""
     answer = last_boxed(response)
-    return 0.0 if answer is None else _same_mathematics(f"\\boxed{{{answer}}}", _needed(truth, task))
+    return 0.0 if answer is None else same_mathematics(f"\\boxed{{{answer}}}", needed(truth, task))
 
 
 def format(response: str, truth: str | None, task: Task, pattern: str = THINK_FORM, score: float = 1.0) -> float:
@@ -65,14 +62,47 @@ def accuracy(response: str, truth: str | None, task: Task) -> float:
 
     Numbers are compared as numbers ("1,200.0" is "1200"), anything else as text without case and surrounding space.
     """
-    expected = final_answer(_needed(truth, task)) or _needed(truth, task).strip()
+    expected = final_answer(needed(truth, task)) or needed(truth, task).strip()
     answer = final_answer(response)
     if answer is None:
         return 0.0
-    ours, theirs = _as_number(answer), _as_number(expected)
+    ours, theirs = as_number(answer), as_number(expected)
     if ours is not None and theirs is not None:
         return float(abs(ours - theirs) <= 1e-6 * max(1.0, abs(theirs)))
     return float(answer.strip().casefold() == expected.strip().casefold())
+
+
+def gsm8k(response: str, truth: str | None, task: Task, score: float = 1.0) -> float:
+    """`score` when the number behind the response's last `####` is the one behind the truth's (the data set's own form)."""
+    answer, expected = (as_number(text.rpartition("####")[2]) for text in (response, needed(truth, task)))
+    if expected is None:
+        raise ValueError(f"task {task.id}: its reference answer does not end in a number: {truth!r:.200}")
+    return score if "####" in response and answer == expected else 0.0
+
+
+def math_dapo(
+    response: str,
+    truth: str | None,
+    task: Task,
+    response_tokens: int = -1,
+    overlong: bool = False,
+    max_response_tokens: int | None = None,
+    cache_tokens: int = 4096,
+    penalty_factor: float = 1.0,
+) -> dict[str, float]:
+    """1 when the final answer is the truth, else -1 (Yu et al. 2025, arXiv:2503.14476, eq. 7).
+
+    `overlong` adds their soft penalty (eq. 13) on the response's length: 0 up to max - cache tokens, from there linear to
+    -penalty_factor at max. `max_response_tokens`: default that of the run.
+    """
+    found = {"accuracy": 1.0 if accuracy(response, truth, task) or math(response, truth, task) else -1.0}
+    if not overlong:
+        return found
+    if response_tokens < 0:
+        raise ValueError("math_dapo with overlong needs the number of the response's tokens: pass it to ctx.score")
+    longest = max_response_tokens or task.sampling.max_tokens
+    over = response_tokens - (longest - cache_tokens)
+    return found | {"overlong": -penalty_factor * min(1.0, max(0.0, over / cache_tokens))}
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -81,8 +111,15 @@ REWARDS: dict[str, RewardFunction] = {
     "math_boxed": math_boxed,
     "format": format,
     "accuracy": accuracy,
+    "gsm8k": gsm8k,
+    "countdown": countdown,
+    "math_dapo": math_dapo,
+    "code_tests": code_tests,
+    "remote_judge": remote_judge,
 }
-LAZY_IMPORTS = {"math": "math_verify", "math_boxed": "math_verify"}  # seconds to import: only in processes that score
+LAZY_IMPORTS = dict.fromkeys(
+    ("math", "math_boxed", "math_dapo"), "math_verify"
+)  # seconds to import: only in processes that score
 
 
 def resolve(name: str) -> RewardFunction:
@@ -97,91 +134,3 @@ def prepare(name: str) -> RewardFunction:
         module = importlib.import_module(LAZY_IMPORTS[name])
         logging.getLogger(module.__name__).setLevel(logging.CRITICAL)  # a line for each response it cannot parse
     return function
-
-
-def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
-    """`table[name]`, or what the import path `name` points to; ConfigError with the nearest name or the reason."""
-    if name in table:
-        return table[name]
-    if ":" not in name:
-        nearest = difflib.get_close_matches(name, table, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(
-            f"unknown {kind} {name!r}: {hint}known are {', '.join(table)}; your own is "
-            "'package.module:function' or 'path/to/file.py:function'"
-        )
-    place, _, attribute = name.rpartition(":")
-    try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"{kind} {name!r}: cannot import {place!r}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigError(f"{kind} {name!r}: {place!r} has no function {attribute!r}")
-    return found
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds, braces balanced; None without one."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed{")
-    for position in range(begin, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            if depth == 0:
-                return text[begin:position]
-            depth -= 1
-    return None
-
-
-def final_answer(text: str) -> str | None:
-    """The answer that a text ends in: `<answer>`, `\\boxed{}`, `#### x`, else its last number; None without any."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    if tagged:
-        return tagged[-1].strip()
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed.strip()
-    if "####" in text:
-        return text.rpartition("####")[2].strip()
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
-
-
-def _same_mathematics(response: str, truth: str) -> float:
-    from math_verify import parse, verify
-
-    # math-verify's own limits are SIGALRM handlers and cannot stop C code; the pool's kill is the limit.
-    marked = "$" in truth or "\\boxed" in truth
-    gold = parse(truth if marked else f"\\boxed{{{truth.rpartition('####')[2].strip()}}}", parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"math-verify reads no expression in the truth {truth!r}")
-    answer = parse(response, parsing_timeout=None)
-    return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
-
-
-def _needed(truth: str | None, task: Task) -> str:
-    if truth is None:
-        raise ValueError(f"task {task.id} has no reference answer (format.response_key), but its reward needs one")
-    return truth
-
-
-def _as_number(text: str) -> float | None:
-    text = text.strip().strip("$").replace(",", "").removesuffix("%").removesuffix(".")
-    return float(text) if NUMBER.fullmatch(text) else None
-
-
-def _load_file(path: Path) -> ModuleType:
-    name = "rft_user_" + re.sub(r"\W", "_", str(path.resolve()))
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no such file: {path.resolve()}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[name] = module  # only once it is whole: a half-executed module is not found by a second try
-    return module

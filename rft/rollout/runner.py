@@ -177,9 +177,9 @@ class Runner:
             not partial or workflows.flag(task.workflow, "compares_runs", False)
         ):
             made = await self._call(here, task, "")
-            is_numbered = any(experience.sample or experience.turn for experience in made)
-            for number, experience in enumerate(made):
-                _of(here, experience.sample if is_numbered else number, [experience])
+            workflows.numbered(task, made)
+            for experience in made:
+                _of(here, experience.sample, [experience])
             return made
         one, errors = msgspec.structs.replace(task, repeat_times=1), []
 

@@ -52,6 +52,9 @@ def plan(config: Config) -> Plan:
     state = (MASTER if item < MASTER else 0) + MOMENTS[config.algorithm.optimizer.optimizer_type]
     critic = int(recipe.needs_critic(config.algorithm)) * (mine * (item + GRADIENT) + mine * state // shards)
     reference = int(recipe.needs_reference(config.algorithm)) * mine * item
+    if config.model.teacher_model_path:
+        teacher = read_hf_config(config.model.teacher_model_path)
+        reference += held(hf_names(Dims.of(teacher), architecture_of(teacher)), config) * item
     tokens = int(config.trainer.max_token_len_per_gpu or 0)
     kept = 2 if config.trainer.recompute_granularity == "full" else PER_LAYER
     saved = (

@@ -64,7 +64,10 @@ def test_clients_are_served_and_what_they_rewarded_is_trained_on(tmp_path: Path)
     """One engine. Conversations are rewarded, the service ends, a trainer learns from them, and the service goes on with what
     that has saved: while it runs (row W39), and from the first answer on when it starts again."""
     assets, apart = write_assets(tmp_path / "assets"), tmp_path / "rft" / "served" / "live"
-    serve = overrides(tmp_path, "served", assets, *ROOM, "mode=serve")
+    serve = [
+        "experiment=serve", "name=served", f"checkpoint_root_dir={tmp_path}", "device=cpu", "monitor=none", *ROOM,
+        f"model.model_path={assets / 'model'}", f"algorithm.repeat_times={REPEATS}", "explorer.rollout_model.kv_cache_gb=0.25",
+    ]  # fmt: skip
     with train(*serve) as run:
         run.wait_for(r"^serving the model as given at http://127\.0\.0\.1:")
         job = tmp_path / "rft" / "served"

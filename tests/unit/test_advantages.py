@@ -329,6 +329,10 @@ rec               2  rec                rec                  token-mean         
 raft              8  raft               sft                  token-mean               none  none
 multi_step_grpo   8  step_wise_grpo     ppo                  token-mean               k2    default
 gigpo             8  gigpo              ppo                  token-mean               k2    default
+mix               8  grpo               mix                  token-mean               k2    mix
+mix_chord         8  grpo               mix_chord            token-mean               k2    mix
+on_policy_distill 8  on_policy_distill  ppo                  token-mean               none  none
+jsd               8  jsd                ppo                  token-mean               none  none
 """
 
 

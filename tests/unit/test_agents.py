@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 
+from rft import train
 from rft.config import ConfigError, ExplorerConfig, ModelConfig, RolloutModelConfig
 from rft.experience import Experience, Sampling, Task
 from rft.rollout.agents import Agent, Settings
@@ -214,6 +215,22 @@ def test_settings_are_refused_by_name(given: dict[str, Any], names: str) -> None
     with pytest.raises(ConfigError) as refused:
         Settings.of(given)
     assert names in str(refused.value)
+
+
+def test_serving_needs_a_model_and_nothing_else(tmp_path: Path) -> None:
+    from rft.tools.toy import write_model
+
+    model = write_model(tmp_path / "model", hidden=64, layers=2, heads=2, kv_heads=2, ffn=128)
+    keys = [
+        "experiment=serve",
+        f"model.model_path={model}",
+        "device=cpu",
+        "monitor=none",
+        f"checkpoint_root_dir={tmp_path}",
+    ]
+    [config] = train.prepared_stages(train.compose(keys))
+    assert config.mode == "serve" and config.explorer.rollout_model.enable_openai_api
+    assert config.synchronizer.sync_method == "checkpoint" and config.explorer.listen_address == "127.0.0.1"
 
 
 def test_what_a_workflow_says_of_samples_is_kept() -> None:

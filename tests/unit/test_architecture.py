@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
 BASE = {
     "experience", "protocols", "names", "adapters", "config", "config_algorithm", "config_buffer", "config_explorer",
-    "config_data", "config_sweep", "device", "monitor", "trinity_keys", "hints",
+    "config_data", "config_sweep", "device", "monitor", "trinity_keys", "hints", "plugins",
 }  # fmt: skip
 MIDDLE = BASE | {"algorithm", "packing", "buffer"}
 TOP = {
@@ -30,6 +30,8 @@ TOP = {
     "preflight_algorithm",
     "preflight_trainer",
     "preflight_sync",
+    "preflight_rows",
+    "preflight_flows",
     "preflight_limits",
     "preflight_buffer",
     "preflight_colocate",

@@ -12,8 +12,8 @@ import pytest
 
 from rft import cli, stages, train
 from rft.buffer.data_files import check_rows, task_needs
-from rft.buffer.sft_rows import row_needs
-from rft.config import FormatConfig
+from rft.buffer.row_formats import row_needs
+from rft.config import RowFormatConfig
 from rft.sweep import arguments as sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +58,14 @@ ROWS = re.findall(r"```jsonl (\w+)\n(.*?)```", (ROOT / "docs" / "data.md").read_
 def test_rows_of_the_page_on_data_are_taken(kind: str, rows: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(rows, encoding="utf-8")
-    of = FormatConfig(prompt_type="plaintext" if kind == "plaintext" else "messages")
-    needs = row_needs(of, "key") if kind == "supervised" else task_needs(of, "key")
+    of = RowFormatConfig(prompt_type="messages" if kind in ("messages", "supervised", "pairs") else "plaintext")
+    schema = {"supervised": "sft", "pairs": "dpo", "text_pairs": "dpo", "text": "cpt"}.get(kind)
+    needs = row_needs(of, "key", schema) if schema else task_needs(of, "key")
     assert check_rows([file], needs, "key") == len(rows.splitlines())
 
 
 def test_there_are_commands() -> None:
-    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5 and len(ROWS) == 3
+    assert len(OVERRIDES) > 20 and len(TOOLS) > 5 and len(FILES) > 5 and len(ROWS) == 6
 
 
 @pytest.mark.parametrize("page,line", OVERRIDES)

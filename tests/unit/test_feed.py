@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, TrainerConfig
 from rft.control import QueueSource
@@ -71,3 +72,48 @@ def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
 
     assert Asked(None, 1.0, age).take(step).experiences == []
     assert asked == [("take", step, "trainer", oldest)]
+
+
+@pytest.mark.parametrize("outcome", ["timeout", "error"])
+def test_a_reward_that_failed_trains_nothing_and_moves_no_baseline(outcome: Any) -> None:
+    def step(*judged: tuple[float, Any]) -> Packed:
+        class Group(Rows):
+            def take(self, step: int) -> Batch:
+                made = [
+                    Experience(
+                        tokens=[1, n],
+                        prompt_length=1,
+                        action_mask=[1],
+                        group=0,
+                        reward=r,
+                        reward_outcome=o,
+                        logprobs=[-1.0],
+                    )
+                    for n, (r, o) in enumerate(judged)
+                ]
+                return Batch(step=step, experiences=made)
+
+        recipe = AlgorithmConfig(algorithm_type="grpo", advantage_fn="grpo", loss_agg_mode="token-mean")
+        found = Feed(Group(), Alone(), recipe, 30, 1, Cost()).next(0, stopping=False)
+        assert found is not None
+        (part,) = found.part
+        failed[len(judged)] = found.metrics["reward/failed_frac"]
+        return part
+
+    failed: dict[int, float] = {}
+    with_it, without = step((1.0, "ok"), (0.5, "ok"), (0.0, outcome)), step((1.0, "ok"), (0.5, "ok"))
+    assert with_it.tokens.tolist() == without.tokens.tolist() == [1, 0, 1, 1]
+    assert (
+        with_it.advantage.tolist() == without.advantage.tolist() and with_it.weight.tolist() == without.weight.tolist()
+    )
+    assert failed == {3: pytest.approx(1 / 3), 2: 0.0}
+
+
+def test_a_group_whose_greedy_response_has_no_reward_is_left_out() -> None:
+    def one(group: int, outcome: Any, **info: Any) -> Experience:
+        return Experience(
+            tokens=[1, 2], prompt_length=1, action_mask=[1], group=group, reward_outcome=outcome, info=info
+        )
+
+    kept, lost = [one(0, "ok"), one(0, "ok", baseline=True)], [one(1, "ok"), one(1, "timeout", baseline=True)]
+    assert credit.scored([*kept, *lost, one(0, "error")]) == kept

@@ -136,7 +136,8 @@ def test_value_and_slope_of_every_trained_token(name: str, arguments: dict[str, 
 
 
 def test_every_loss_has_a_case_here() -> None:
-    assert {name for name, _, _ in CASES} == set(LOSSES)
+    elsewhere = {"dpo", "mix", "mix_chord"}  # test_pair_losses.py, test_mixing.py
+    assert {name for name, _, _ in CASES} == set(LOSSES) - elsewhere
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "topr", "importance_sampling"])

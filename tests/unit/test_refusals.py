@@ -20,6 +20,12 @@ TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_ta
 EXP = "data_processor.experience_pipeline"
 QUEUE = "buffer.trainer_input.experience_buffer"
 SQL = f"{QUEUE}.storage_type=sql {QUEUE}"
+ROWS, BESIDE = "buffer.trainer_input.experience_buffer", "buffer.trainer_input.auxiliary_buffers.sft_dataset"
+OF_ROWS = f"mode=train {ROWS}.storage_type=file {ROWS}.path=EVAL {ROWS}.format.prompt_type=plaintext"
+PAIRS = f"algorithm.algorithm_type=dpo {OF_ROWS} {ROWS}.format.chosen_key=response {ROWS}.format.rejected_key=response"
+TEXT = f"algorithm.algorithm_type=cpt {OF_ROWS}"
+EXPERT = "{sft_dataset:{storage_type:file,path:EVAL,format:{prompt_type:plaintext}}}"
+MIX = f"algorithm.algorithm_type=mix +buffer.trainer_input.auxiliary_buffers={EXPERT}"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
@@ -38,10 +44,36 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     # algorithm
     ("algorithm.repeat_times=0", "algorithm.repeat_times", "or left out"),
     ("algorithm.repeat_times=-3", "algorithm.repeat_times", "greater than 0"),
-    ("algorithm.algorithm_type=dpo", "algorithm.algorithm_type", "not in rft yet. Known: asymre"),
-    ("algorithm.advantage_fn=jsd", "algorithm.advantage_fn", "not in rft yet. Known: asymre"),
-    ("algorithm.sample_strategy=mix", "algorithm.sample_strategy", "algorithm_type=mix"),
-    ("algorithm.sample_strategy=newest", "algorithm.sample_strategy", "Known: default, staleness_control, warmup"),
+    ("algorithm.algorithm_type=dpo", "algorithm.algorithm_type=dpo", "set mode=train"),
+    ("algorithm.policy_loss_fn=dpo", "algorithm.policy_loss_fn=dpo", "leave policy_loss_fn out"),
+    (f"{PAIRS} algorithm.policy_loss_fn=sft", "algorithm.policy_loss_fn=sft", "algorithm_type=dpo"),
+    (f"{PAIRS} algorithm.loss_agg_mode=token-mean", "algorithm.loss_agg_mode", "leave it out"),
+    (f"{PAIRS} algorithm.advantage_fn=grpo", "algorithm.advantage_fn", "leave it out"),
+    (f"{PAIRS} buffer.train_batch_size=5", "buffer.train_batch_size=5", "give an even number"),
+    (f"{PAIRS} {ROWS}.format.chosen_key=chosen", f"{ROWS}.format.chosen_key", "has no 'chosen'"),
+    (f"{PAIRS} +algorithm.policy_loss_fn_args.betta=1", "algorithm.policy_loss_fn_args.betta", "known: beta, label_smoothing"),
+    (f"{PAIRS} buffer.batch_size=2 {ROWS}.format.chat_template='{{% if %}}'", f"{ROWS}.format.chat_template", "in line 1"),
+    (f"{TEXT} {ROWS}.format.prompt_type=messages", f"{ROWS}.format", "set prompt_type=plaintext"),
+    (f"{TEXT} {ROWS}.format.system_prompt=a", f"{ROWS}.format", "without system_prompt"),
+    (f"{TEXT} {ROWS}.format.prompt_key=text", f"{ROWS}.format.prompt_key", "has no 'text'"),
+    ("+algorithm.sample_strategy_args.expert_data_ratio=0.5", "sample_strategy_args.expert_data_ratio", "it takes none"),
+    ("algorithm.algorithm_type=mix", "auxiliary_buffers.sft_dataset", "auxiliary_buffers.sft_dataset.path=FILE"),
+    (f"{MIX} +algorithm.sample_strategy_args.sft_dataset_name=b", "auxiliary_buffers.b", "Known: sft_dataset"),
+    (f"{MIX} +algorithm.sample_strategy_args.expert_data_ratio=1", "sample_strategy_args.expert_data_ratio=1", "below 1"),
+    (f"{MIX} +algorithm.policy_loss_fn_args.mu=2", "algorithm.policy_loss_fn_args.mu=2", "0 to 1"),
+    (f"{MIX} algorithm.policy_loss_fn=ppo", "algorithm.sample_strategy=mix", "use both"),
+    (f"{MIX} algorithm.advantage_fn=ppo", "advantage_fn=ppo", "use advantage_fn=grpo"),
+    (f"{MIX} buffer.batch_size=1 buffer.train_batch_size=9", "buffer.train_batch_size=9", "leave it out for 16"),
+    (f"{MIX} {BESIDE}.storage_type=queue", f"{BESIDE}.storage_type", "read from file"),
+    (f"{MIX} {BESIDE}.path=nowhere.jsonl", f"{BESIDE}.path", "does not exist"),
+    (f"{MIX} {BESIDE}.format.response_key=label", f"{BESIDE}.format.response_key", "has no 'label'"),
+    (f"+buffer.trainer_input.auxiliary_buffers={EXPERT}", BESIDE, "use algorithm_type=mix"),
+    (f"+{BESIDE}.path=EVAL", "buffer.trainer_input.auxiliary_buffers", "one in one piece"),
+    ("algorithm.algorithm_type=jsd", "model.teacher_model_path", "Hugging Face checkpoint"),
+    ("model.teacher_model_path=DIR", "model.teacher_model_path", "algorithm_type=on_policy_distill"),
+    ("algorithm.algorithm_type=on_policy_distill model.teacher_model_path=DIR", "model.teacher_model_path", "safetensors"),
+    ("algorithm.sample_strategy=mix", "algorithm.sample_strategy=mix", "mix_chord"),
+    ("algorithm.sample_strategy=newest", "algorithm.sample_strategy", "Known: default, mix, staleness_control, warmup"),
     ("algorithm.sample_strategy=staleness_control", "algorithm.sample_strategy_args.max_staleness", "0 or more"),
     ("+algorithm.sample_strategy_args.max_staleness=1", "algorithm.sample_strategy_args.max_staleness", "it takes none"),
     ("algorithm.rollout_correction.rollout_is=tokens", "algorithm.rollout_correction.rollout_is", "did you mean `token`"),
@@ -127,6 +159,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"+{TASKSET}.reward_fn_args.patern=x", f"{TASKSET}.reward_fn_args.patern", "it takes none"),
     (f"{TASKSET}.default_reward_fn_type=format +{TASKSET}.reward_fn_args.patern=x", "reward_fn_args.patern", "pattern, score"),
     (f"{TASKSET}.format.tools_key=tools", f"{TASKSET}.format.tools_key", "system prompt"),
+    (f"{TASKSET}.format.chosen_key=a", f"{TASKSET}.format.chosen_key", "algorithm_type=dpo"),
+    (f"{TASKSET}.format.enable_concatenated_multi_turn=true", "enable_concatenated_multi_turn", "leave it out"),
     (f"{EVALS}=[{{name:a,path:EVAL,repeat_times:-1,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0.repeat_times", "greater"),
     (f"{EVALS}=[{{name:a,path:nowhere.jsonl,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0.path", "does not exist"),
     (f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]", "taskset", "used twice"),
@@ -156,7 +190,16 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     (f"{SQL}.path=sqlite:///DIR/b.db {QUEUE}.replay_buffer.enable=true", f"{QUEUE}.replay_buffer.enable", "only a queue"),
     ("buffer.trainer_input.experience_buffer.max_read_timeout=0", "experience_buffer.max_read_timeout", "greater"),
-    ("buffer.trainer_input.auxiliary_buffers.sft=a", "buffer.trainer_input.auxiliary_buffers", "algorithm_type=sft"),
+    ("+buffer.trainer_input.auxiliary_buffers={a:{pth:b}}", "buffer.trainer_input.auxiliary_buffers", "pth"),
+    # workflows, rewards, plug-ins
+    (f"+{TASKSET}.workflow_args.max_step_num=0", f"{TASKSET}.workflow_args.max_step_num", "greater than 0"),
+    (f"{TASKSET}.default_workflow_type=ruler", f"{TASKSET}: workflow ruler asks a judge", "explorer.auxiliary_models"),
+    (f"{TASKSET}.default_workflow_type=rubric_judge", "workflow rubric_judge asks a judge", "add one"),
+    (f"{TASKSET}.default_workflow_type=tool_use +{TASKSET}.workflow_args.limits.second=3", "workflow_args.limits", "known are"),
+    (f"{TASKSET}.default_workflow_type=tool_us", "unknown workflow 'tool_us'", "did you mean 'tool_use'"),
+    (f"{TASKSET}.default_reward_fn_type=code_tests +{TASKSET}.reward_fn_args.seconds=30", "reward_fn_args.seconds", "raise"),
+    (f"{TASKSET}.default_reward_fn_type=remote_judge", f"{TASKSET}.reward_fn_args.url", "set it"),
+    (f"{TASKSET}.default_reward_fn_type=math_dapo +{TASKSET}.reward_fn_args.response_tokens=1", "response_tokens", "it takes"),
     # explorer
     ("explorer.runner_per_model=0", "explorer.runner_per_model", "greater than 0"),
     ("explorer.max_timeout=0", "explorer.max_timeout", "greater than 0"),

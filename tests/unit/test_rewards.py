@@ -178,6 +178,9 @@ def test_the_processes_that_a_hanging_reward_started_die_with_it(user_file: Path
 
     with_pool(body, timeout_s=1.0)
     pid = int((tmp_path / "pid").read_text())
+    psutil.wait_procs(
+        [psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10
+    )  # killed; on a busy machine not yet gone
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

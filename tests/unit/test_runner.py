@@ -231,7 +231,7 @@ def test_runs_that_are_compared_are_never_taken_in_part(monkeypatch: pytest.Monk
     monkeypatch.setitem(workflows.WORKFLOWS, "judge", Judge)  # type: ignore[arg-type]
 
     async def behaviour(task: Task, context: Any) -> list[Experience]:
-        return made() * task.repeat_times
+        return [one for _ in range(task.repeat_times) for one in made()]
 
     async def scenario() -> None:
         runs = runner(monkeypatch, behaviour, over_rollout=OverRolloutConfig(ratio=0.5, return_partial_tasks=True))

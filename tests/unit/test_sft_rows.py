@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rft.buffer.sft_rows import SupervisedRows, check_supervised
-from rft.config import ConfigError, ExperienceBufferConfig, FormatConfig
+from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
 from rft.experience import Experience, decode, encode
 from rft.tools.toy import character_tokenizer
 
@@ -22,7 +22,7 @@ def tokenizer() -> Any:
 
 def write(path: Path, rows: list[dict[str, Any]], prompt_type: str = "plaintext") -> ExperienceBufferConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return ExperienceBufferConfig(name="rows", storage_type="file", path=str(path), format=FormatConfig(prompt_type))
+    return ExperienceBufferConfig(name="rows", storage_type="file", path=str(path), format=RowFormatConfig(prompt_type))
 
 
 def sums(path: Path, count: int) -> ExperienceBufferConfig:
@@ -105,7 +105,11 @@ def test_rows_that_are_too_long_are_left_out_and_reported_never_cut(
     config.shuffle = False
     with caplog.at_level(logging.WARNING):
         rows = SupervisedRows(config, tokenizer, 3, 0, 8)
-    assert "2 of 5 rows" in caplog.text and "more than 8 tokens (the longest 65)" in caplog.text
+    assert (
+        "of the 5 rows" in caplog.text
+        and "2 have" in caplog.text
+        and "more than 8 tokens (the longest 65)" in caplog.text
+    )
     assert [parts(tokenizer, e)[1] for e in rows.take(0).experiences] == ["1<|end|>", "2<|end|>", "123<|end|>"]
     assert rows.state()["too_long"] == 2
     with pytest.raises(ConfigError, match=r"2 rows of at most 7 tokens, fewer than buffer.train_batch_size=3"):

@@ -30,7 +30,7 @@ class FakeContext:
     def decode(self, tokens: list[int]) -> str:
         return "".join(map(chr, tokens))
 
-    async def score(self, task: Task, responses: list[str]) -> list[RewardResult]:
+    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
         self.scored.append((task.reward, responses))
         slow = RewardResult(outcome="timeout", message="slow")
         return [slow if text == "hang" else RewardResult(reward=len(text), metrics={"l": 1}) for text in responses]
@@ -120,8 +120,16 @@ async def long_span(task, ctx):
     made = await Mine().run(task, ctx)
     made[0].versions = [VersionSpan(version=3, start=0, end=2)]
     return made
-def not_async(task, ctx):
-    return []
+def late(task, ctx):
+    import asyncio
+    return asyncio.sleep(0)
+def not_experiences(task, ctx):
+    return [1]
+def plain(task, ctx):
+    assert ctx.score(task, ["42"])[0].reward == 2
+    return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[-1.0])]
+async def not_finite(task, ctx):
+    return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[float("-inf")])]
 """
 
 
@@ -132,7 +140,7 @@ def user_file(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["Mine", "function"])
+@pytest.mark.parametrize("name", ["Mine", "function", "plain"])
 def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> None:
     assert run(task(1, workflow=f"{user_file}:{name}"), FakeContext([]))[0].tokens == [1, 2]
 
@@ -145,7 +153,9 @@ def test_a_users_class_or_function_is_a_workflow(name: str, user_file: Path) -> 
         ("short_rewards", ValueError, "1 entries of token_rewards for 2 response tokens"),
         ("no_logprobs", ValueError, "0 entries of logprobs for 2 response tokens"),
         ("long_span", ValueError, "version 3 of tokens 0 to 2, but the response has 1"),
-        ("not_async", TypeError, "must be an async function"),
+        ("late", TypeError, "returned something to be awaited"),
+        ("not_experiences", TypeError, "must return a list of Experience"),
+        ("not_finite", ValueError, "logprobs is not finite"),
     ],
 )
 def test_a_workflow_that_breaks_the_contract_is_refused(
@@ -158,3 +168,15 @@ def test_a_workflow_that_breaks_the_contract_is_refused(
 def test_an_unknown_workflow_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'single_turn'"):
         workflows.resolve("singleturn")
+
+
+def test_runs_that_say_nothing_are_numbered_by_place_and_numbers_given_are_kept() -> None:
+    def made(*places: tuple[int, int]) -> list[Experience]:
+        return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], sample=s, turn=t) for s, t in places]
+
+    silent, told = made((0, 0), (0, 0), (0, 0)), made((0, 0), (0, 1), (1, 0))
+    workflows.numbered(task(3), silent)
+    workflows.numbered(task(2), told)
+    assert [(e.sample, e.turn) for e in silent + told] == [(0, 0), (1, 0), (2, 0), (0, 0), (0, 1), (1, 0)]
+    with pytest.raises(ValueError, match="two experiences with sample 1 and turn 0"):
+        workflows.numbered(task(2), made((0, 0), (1, 0), (1, 0)))

@@ -15,6 +15,7 @@ from rft.algorithm.advantages.asymre import asymre
 from rft.algorithm.advantages.clip_cov import clipb, entropy_change
 from rft.algorithm.advantages.columns import Columns as Columns
 from rft.algorithm.advantages.columns import Credit as Credit
+from rft.algorithm.advantages.distillation import jsd, on_policy_distill
 from rft.algorithm.advantages.gae import ppo
 from rft.algorithm.advantages.gigpo import gigpo
 from rft.algorithm.advantages.grpo import grpo
@@ -46,6 +47,7 @@ class TokenAdvantage:
 
     function: Callable[..., tuple[np.ndarray, np.ndarray]]
     needs_critic: bool = False
+    needs_teacher: bool = False
     is_whitened: bool = False  # to mean 0 and variance 1 over all trained tokens of the step
     needs_baseline: bool = False  # a greedy response per task, whose reward is the score `baseline`
     over: Callable[[Columns], Credit] | None = None  # begins with these advantages of responses, and not with rewards
@@ -70,4 +72,6 @@ TOKEN_ADVANTAGES = {
     "reinforceplusplus": TokenAdvantage(reinforceplusplus, is_whitened=True),
     "remax": TokenAdvantage(remax, needs_baseline=True),
     "clipb": TokenAdvantage(clipb, over=grpo, measured=entropy_change),
+    "on_policy_distill": TokenAdvantage(on_policy_distill, needs_teacher=True),
+    "jsd": TokenAdvantage(jsd, needs_teacher=True),
 }

@@ -29,6 +29,8 @@ class Fields:
     value: "Tensor | None" = None  # what the critic said before the step
     returns: "Tensor | None" = None
     entropy: "Tensor | None" = None  # of the current policy, with gradient
+    margin: "Tensor | None" = None  # of the pair that the response belongs to: see `dpo`
+    expert: "Tensor | None" = None  # 1 where no policy sampled the token
     sequence: "Tensor | None" = (
         None  # int64: number of the token's sequence in this microbatch, the same on all its ranks
     )

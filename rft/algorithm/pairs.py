@@ -1,0 +1,59 @@
+"""What a pair of responses is worth to each other: the margin of every pair of a step, brought to the tokens of both.
+
+In: microbatches with the scores `proximal` and `reference` on the ranks that compute losses; rows 2k and 2k + 1 of the step are the
+chosen and the rejected response of pair k, wherever packing put them. Out: the same with the score `margin` and with advantages
+1 and -1, and the rewards of the step. Invariant: the margin is that of the whole pair, the same on every rank, so the
+gradient does not depend on which microbatch, data-parallel rank or context slice holds which response.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from rft.packing import Packed
+
+Summed = Callable[[list[float]], list[float]]
+
+
+def credited(part: list[Packed], beta: float, counts: bool, summed: Summed) -> tuple[list[Packed], dict[str, float]]:
+    """`counts`: whether this rank's rows are counted (others may hold the same); `summed` adds up over all ranks."""
+    scored = [packed for packed in part if "reference" in packed.scores]
+    own = {row: ratio for packed in scored for row, ratio in _ratios(packed)} if counts else {}
+    (total,) = summed([float(len(own))])
+    ratios = np.zeros(int(total))
+    ratios[list(own)] = list(own.values())
+    ratios = np.array(summed(ratios.tolist()))
+    chosen, rejected = ratios[0::2], ratios[1::2]
+    margins = np.repeat(chosen - rejected, 2)
+    metrics = _metrics(beta * chosen, beta * rejected) if len(chosen) else {}
+    return [_with(packed, margins) if "reference" in packed.scores else packed for packed in part], metrics
+
+
+def _ratios(packed: Packed) -> list[tuple[int, float]]:
+    """(row, sum of log(policy / reference) over its trained tokens)."""
+    gap = np.where(packed.weight != 0, packed.scores["proximal"] - packed.scores["reference"], 0.0)
+    return [(row, float(gap[start:stop].sum(dtype=np.float64))) for row, start, stop in _sequences(packed)]
+
+
+def _sequences(packed: Packed) -> list[tuple[int, int, int]]:
+    bounds = packed.cu_seqlens.tolist()
+    return list(zip(packed.rows.tolist(), bounds[:-1], bounds[1:], strict=True))
+
+
+def _with(packed: Packed, margins: np.ndarray) -> Packed:
+    sign, margin = np.zeros((2, packed.length), dtype=np.float32)
+    for row, start, stop in _sequences(packed):
+        sign[start:stop] = -1.0 if row % 2 else 1.0
+        margin[start:stop] = margins[row]
+    return replace(packed, advantage=sign, scores=packed.scores | {"margin": margin})
+
+
+def _metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Means over the pairs of the implicit rewards, beta * log(policy / reference)."""
+    return {
+        "rewards/chosen": float(chosen.mean()),
+        "rewards/rejected": float(rejected.mean()),
+        "rewards/margin": float((chosen - rejected).mean()),
+        "rewards/accuracy": float((chosen > rejected).mean()),
+    }

@@ -1,0 +1,231 @@
+"""The process that makes a cell and runs one program in it: `python -I -S cell.py <file descriptor of the report>`.
+
+In: an order as JSON on stdin (program, its stdin, limits, directories that it may read). Out: the program's own stdout and
+stderr, and a report `{"ending", "code"}`. It needs nothing but the standard library. Three processes: this one, outside; process
+1 of the cell, which watches time and memory; and the program, without rights, whose user nobody else has where we are root.
+Invariant: the program starts only when all of this is in force; whatever cannot be made ends the cell with a report of "failed".
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000, 0x40000
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+NOBODY = 65534
+PLACES = ("/mnt", "/media", "/srv", "/tmp", "/var", "/home")  # one of them is hidden, for the cell only, by its root
+PRIVATE_USERS = 1 << 30  # a user whom no other process of the machine has: its limit of processes is its own
+PROGRAM = 63  # file descriptor that its text is read from
+LOOK_S = 0.02
+PAGE = os.sysconf("SC_PAGE_SIZE")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: Any) -> None:
+    if getattr(libc, name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind)]
+    call("mount", *texts, ctypes.c_ulong(flags), None if data is None else data.encode())
+
+
+def main() -> None:
+    report = int(sys.argv[1])
+    os.set_inheritable(report, False)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    asked = json.load(sys.stdin)
+    if asked["isolate"]:
+        separate()
+    child = os.fork()
+    if child == 0:
+        guarded(lambda: watch(asked, report))
+    _, status = os.waitpid(child, 0)
+    if not asked["isolate"]:  # processes of the program that have outlived it
+        end_group(child)
+    sys.exit(os.waitstatus_to_exitcode(status) and 1)
+
+
+def guarded(body: Callable[[], None]) -> None:
+    """A child's whole life: never back into its parent's code."""
+    try:
+        body()
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def separate() -> None:
+    """Namespaces of its own for what follows; who is not root becomes the one user of a namespace of users."""
+    user, group = os.getuid(), os.getgid()
+    call("unshare", NEWNS | NEWIPC | NEWPID | NEWNET | (NEWUSER if user else 0))
+    if user:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("gid_map", f"{NOBODY} {group} 1"),
+            ("uid_map", f"{NOBODY} {user} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+
+
+def watch(asked: dict[str, Any], report: int) -> None:
+    """Process 1 of the cell: furnish it, start the program, and say how that ended. All others end with it."""
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    given = {place: in_memory(asked[name]) for place, name in ((0, "stdin"), (PROGRAM, "program"))}
+    if asked["isolate"]:
+        furnish(asked["readable"], asked["files_mb"])
+    else:
+        os.setsid()
+    broken, started = os.pipe()  # closed without a word when the program has begun
+    program = os.fork()
+    if program == 0:
+        guarded(lambda: begin(asked, given, started))
+    os.close(started)
+    why = os.read(broken, 4096)
+    ending, code = wait(program, asked["seconds"], asked["memory_mb"] << 20, asked["isolate"])
+    if why:
+        raise OSError(why.decode())
+    os.write(report, json.dumps({"ending": ending, "code": code}).encode())
+    os._exit(0)
+
+
+def furnish(directories: list[str], megabytes: int) -> None:
+    """A root in memory with what a Python program reads, and one directory that it may write to."""
+    mount(None, "/", None, REC | PRIVATE)
+    root = next(p for p in PLACES if os.path.isdir(p) and not any(f"{d}/".startswith(f"{p}/") for d in directories))
+    mount("cell", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    for directory in directories:
+        if os.path.islink(directory):
+            os.symlink(os.readlink(directory), root + directory)
+            continue
+        os.makedirs(root + directory, exist_ok=True)
+        mount(directory, root + directory, None, BIND | REC)
+        read_only(directory, root + directory)
+    os.mkdir(f"{root}/dev")
+    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        with open(root + device, "wb"):
+            pass
+        mount(device, root + device, None, BIND)
+    os.mkdir(f"{root}/proc")
+    mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
+    os.mkdir(f"{root}/cell")
+    mount("cell", f"{root}/cell", "tmpfs", NOSUID | NODEV, f"size={megabytes}m,nr_inodes=4096,mode=777")
+    mount(None, root, None, REMOUNT | RDONLY | NOSUID | NODEV)
+    os.chroot(root)
+
+
+def read_only(directory: str, at: str) -> None:
+    """With all that is mounted below it; kernels before 5.12 can do so only with the directory itself."""
+    attributes = struct.pack("QQQQ", RDONLY, 0, 0, 0)
+    if libc.syscall(MOUNT_SETATTR, AT_FDCWD, at.encode(), AT_RECURSIVE, attributes, len(attributes)):
+        mount(None, at, None, BIND | REMOUNT | RDONLY | locked(directory))
+
+
+def locked(directory: str) -> int:
+    """Flags of the mount that `directory` is on, which a user may not take away."""
+    flags = os.statvfs(directory).f_flag
+    return flags & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME)
+
+
+def in_memory(text: str) -> int:
+    found = os.memfd_create("given")
+    with open(found, "wb", closefd=False) as file:
+        file.write(text.encode())
+    os.lseek(found, 0, os.SEEK_SET)
+    return found
+
+
+def begin(asked: dict[str, Any], given: dict[int, int], started: int) -> None:
+    """Become the program."""
+    try:
+        os.chdir("/cell" if asked["isolate"] else os.environ.get("TMPDIR", "/tmp"))
+        for place, file in given.items():
+            os.dup2(file, place)
+        if not asked["isolate"]:
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        elif os.getuid() == 0:
+            become_nobody()
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        memory, files = asked["memory_mb"] << 20, asked["files_mb"] << 20
+        for kind, limit in (
+            (resource.RLIMIT_CPU, int(asked["seconds"]) + 1), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, files),
+            (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0),
+            *([(resource.RLIMIT_NPROC, asked["processes"])] if asked["isolate"] else []),  # of this user: not only these
+        ):  # fmt: skip
+            resource.setrlimit(kind, (limit, limit))
+        here = {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        os.execve(asked["python"], [asked["python"], "-I", f"/proc/self/fd/{PROGRAM}"], here)
+    except BaseException as error:
+        os.write(started, f"{type(error).__name__}: {error}".encode())
+    os._exit(1)
+
+
+def become_nobody() -> None:
+    os.setgroups([])
+    try:
+        user = PRIVATE_USERS + time.monotonic_ns() // 1000 % PRIVATE_USERS
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    except OSError:  # root of a container that has few users
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def wait(program: int, seconds: float, memory: int, isolated: bool) -> tuple[str, int]:
+    """Until the program ends, or has to be ended. Orphans of it are ours to bury, and end with us."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, status = os.waitpid(-1, os.WNOHANG)
+        if found == program:
+            code = os.waitstatus_to_exitcode(status)
+            cpu = code == -signal.SIGXCPU  # its seconds, counted by the kernel
+            return ("timeout", 0) if cpu else ("signal", -code) if code < 0 else ("exit", code)
+        if time.monotonic() > deadline:
+            return ended(program, "timeout", isolated)
+        if isolated and resident() > memory:
+            return ended(program, "memory", isolated)
+        if not found:
+            time.sleep(LOOK_S)
+
+
+def ended(program: int, why: str, isolated: bool) -> tuple[str, int]:
+    if not isolated:
+        os.kill(program, signal.SIGKILL)
+    return why, 0  # else with us, the first process of the cell
+
+
+def resident() -> int:
+    """Bytes in memory of all processes of the cell but this."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            try:
+                with open(f"/proc/{name}/statm", encoding="ascii") as file:
+                    total += int(file.read().split()[1]) * PAGE
+            except (OSError, IndexError):  # it has just ended
+                continue
+    return total
+
+
+def end_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    main()

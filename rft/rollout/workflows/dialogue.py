@@ -1,0 +1,156 @@
+"""Workflows of several turns: the model speaks, an environment answers, until it has nothing more to say.
+
+    prompt ids ──► model ── text ──► step ── messages ──► ids behind the turn ──► model ──► ...      one such run per repeat
+                                      └── None: over
+
+In: a task; what the subclass writes is `step`, and `reward` where the task's own reward function does not judge it. Out: one
+experience per run, or per turn. Invariant: what was sampled is never tokenized again: a turn's ids go on from the ids before it,
+those of the environment have action mask 0 and log-probability 0, and version spans cover the model's tokens only.
+"""
+
+from typing import Any
+
+import msgspec
+
+from rft.experience import Completion, Experience, Task, VersionSpan
+from rft.rollout.reward_worker import RewardResult, failure, judged
+from rft.rollout.workflows.base import WorkflowContext, experience, rewarded
+from rft.rollout.workflows.threads import called, together
+
+Messages = list[dict[str, Any]]
+
+
+class Dialogue:
+    """The ids of one run so far. `whole` is one experience of all turns, `turns` one of each."""
+
+    def __init__(self, task: Task, prompt: list[int], sample: int) -> None:
+        self.task, self.sample = task, sample
+        self.prompt, self.ids = prompt, list(prompt)
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[VersionSpan] = []
+        self.turns: list[Experience] = []
+        self.stop = "stop"
+
+    def say(self, made: Completion) -> None:
+        """The model's turn."""
+        self.turns.append(experience(self.task, self.ids, made, None, self.sample, len(self.turns)))
+        at = len(self.mask)
+        moved = [VersionSpan(version=s.version, start=s.start + at, end=s.end + at) for s in made.versions]
+        self.versions += moved
+        self.ids += made.tokens
+        self.mask += [1] * len(made.tokens)
+        self.logprobs += made.logprobs
+        self.stop = made.stop
+
+    def hear(self, ids: list[int]) -> None:
+        """What the environment adds. `ids` begin with the end of the model's turn, which it may have said itself."""
+        new = ids[1:] if ids and self.ids[-1] == ids[0] else ids
+        self.ids += new
+        self.mask += [0] * len(new)
+        self.logprobs += [0.0] * len(new)
+
+    def whole(self) -> Experience:
+        last = self.turns[-1]
+        return msgspec.structs.replace(
+            last, tokens=self.ids, prompt_length=len(self.prompt), action_mask=self.mask, logprobs=self.logprobs,
+            versions=self.versions, stop=self.stop, turn=0, routed_experts=None, metrics={}, info={},
+        )  # fmt: skip
+
+
+class MultiTurn:
+    """One experience per run of the task, scored at its end. Made anew for every run, so `self` is the environment.
+
+    `max_step_num` turns at most; `workflow_args` of the same name wins. `per_turn`: an experience per turn, each with that reward.
+    """
+
+    max_step_num = 8
+    per_turn = False
+
+    def begin(self, task: Task) -> None:
+        """Before the first turn."""
+
+    def step(self, answer: str) -> Messages | None:
+        """The environment's answer as chat messages; None ends the run. May be async."""
+        raise NotImplementedError(f"{type(self).__name__} has no `step(self, answer)`")
+
+    def reward(self, answer: str) -> float | dict[str, float] | None:
+        """Of the run, after its last answer; None: what the task's reward function says of that answer. May be async."""
+        return None
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        runs = [type(self)() for _ in range(task.repeat_times)]
+        made = await together(*(one.episode(task, ctx, sample) for sample, one in enumerate(runs)))
+        return [experience for run in made for experience in run]
+
+    async def episode(self, task: Task, ctx: WorkflowContext, sample: int) -> list[Experience]:
+        """One run from begin to end."""
+        self.task, self.ctx = task, ctx
+        await called(self.begin, task)
+        talk = Dialogue(task, ctx.render(self.opening(task)), sample)
+        answer, limit = "", int(task.workflow_args.get("max_step_num", self.max_step_num))
+        for turn in range(limit):
+            (made,) = await ctx.generate(list(talk.ids), 1, task.sampling, len(talk.prompt), sample)
+            if made.stop == "abort":
+                raise RuntimeError(f"task {task.id}: turn {turn} of run {sample} was aborted")
+            if made.stop == "prompt_too_long":
+                if turn:  # no room for another turn: what was said so far counts, as cut
+                    talk.stop = "length"
+                    break
+                return [experience(task, talk.prompt, made, None, sample)]
+            talk.say(made)
+            answer = ctx.decode(made.tokens)
+            heard = await called(self.step, answer)
+            await self.after(talk, answer)
+            if heard is None or made.stop == "length" or turn == limit - 1:
+                break
+            talk.hear(ctx.follow(heard))
+        return await self.finished(talk, answer)
+
+    def opening(self, task: Task) -> Task:
+        """The task as the model first sees it."""
+        return task
+
+    async def after(self, talk: Dialogue, answer: str) -> None:
+        """After each turn; for those that reward it."""
+
+    async def finished(self, talk: Dialogue, answer: str) -> list[Experience]:
+        result = await self.rewarding(answer)
+        if result is None:
+            (result,) = await self.ctx.score(self.task, [answer], [sum(talk.mask)])
+        made = talk.turns if self.per_turn else [talk.whole()]
+        turns = {"turns": float(len(talk.turns))}
+        return [self.told(rewarded(one, result), turns) for one in made]
+
+    async def rewarding(self, answer: str) -> RewardResult | None:
+        """What `reward` says; where it raises, that is the outcome."""
+        try:
+            value = await called(self.reward, answer)
+        except Exception as error:
+            return failure(error)
+        return None if value is None else judged(value)
+
+    def told(self, made: Experience, metrics: dict[str, float]) -> Experience:
+        made.metrics = {**made.metrics, **metrics}
+        return made
+
+
+class StepWiseReward(MultiTurn):
+    """One experience per turn, each with its own reward: the subclass writes `step` and `reward`, which is asked every turn."""
+
+    per_turn = True
+
+    async def after(self, talk: Dialogue, answer: str) -> None:
+        result = await self.rewarding(answer)
+        if result is None:
+            raise TypeError(f"{type(self).__name__}.reward must give each turn a number, or a dict of them")
+        rewarded(talk.turns[-1], result)
+
+    async def finished(self, talk: Dialogue, answer: str) -> list[Experience]:
+        return [self.told(one, {"turns": float(len(talk.turns))}) for one in talk.turns]
+
+
+class RewardPropagation(MultiTurn):
+    """One experience per turn, all of a run with the reward of its end."""
+
+    per_turn = True

@@ -1,0 +1,108 @@
+"""Which tokens of a dialogue are learned, by five chat templates: the whole text, with what is learned in curly brackets."""
+
+from typing import Any
+
+import pytest
+from chat_templates import CHATML, MISTRAL, QWEN, STYLES, shown, tokenizer_of
+
+from rft.buffer.dialogue import Dialogues, spans_of
+from rft.buffer.render import render_messages
+from rft.config import ConfigError
+
+TALK = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+EVERY = {
+    "qwen": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|>}\n<|im_start|>user\nc<|im_end|>\n"
+    "<|im_start|>assistant\n{<think></think>d<|im_end|>}",
+    "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{b<|eot_id|>}<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{d<|eot_id|>}",
+    "chatml": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|>}\n<|im_start|>user\nc<|im_end|>\n"
+    "<|im_start|>assistant\n{d<|im_end|>}\n",
+    "mistral": "<s>[INST] a[/INST]{ b</s>}[INST] c[/INST]{ d</s>}",
+    "deepseek": "<bos><User>a<Assistant>{b<eos>}<User>c<Assistant>{d<eos>}",
+}
+
+
+def both(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[str, str]:
+    tokenizer = tokenizer_of(STYLES[name])
+    dialogues = Dialogues(tokenizer)
+    return (
+        shown(tokenizer, *dialogues.every_answer(messages, tools)),
+        shown(tokenizer, *dialogues.last_answer(messages, tools)),
+    )
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_every_answer_or_the_last_one_is_learned_to_the_end_of_its_turn(name: str) -> None:
+    every, last = both(name, TALK)
+    assert every == EVERY[name]
+    head, _, tail = EVERY[name].rpartition("{")
+    assert last == head.replace("{", "").replace("}", "") + "{" + tail.rstrip("\n")
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_the_ids_are_those_of_the_whole_text(name: str) -> None:
+    tokenizer = tokenizer_of(STYLES[name])
+    whole = tokenizer.apply_chat_template(TALK, return_dict=False)
+    ids, spans = Dialogues(tokenizer).every_answer(TALK)
+    assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]).strip() == ""
+    ids, ((start, stop),) = Dialogues(tokenizer).last_answer(TALK)
+    assert ids == whole[:stop] and stop == len(ids)
+    assert ids[:start] == render_messages(tokenizer, TALK[:-1]), "the prompt is that of a rollout"
+
+
+def test_the_tokenizers_own_mask_and_prefixes_agree() -> None:
+    """One template with and without its marks."""
+    tokenizer = tokenizer_of(CHATML)
+    ids, spans = Dialogues(tokenizer).every_answer(TALK)
+    plain = CHATML.template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    dialogues = Dialogues(tokenizer, plain)
+    assert not dialogues.marks_answers and dialogues.every_answer(TALK)[1] == spans
+    beside = CHATML.template.replace("{{ m.content }}<|im_end|>{% endgen", "{{ m.content[0] }}{% endgen", 1)
+    marked = Dialogues(tokenizer, beside).every_answer(TALK)
+    assert shown(tokenizer, *marked).count("<|im_end|>") == 2, "the template's own marks decide"
+
+
+def test_thoughts_stay_where_the_template_writes_them() -> None:
+    talk = [dict(message) for message in TALK]
+    talk[1]["content"], talk[3]["content"] = "<think>e</think>b", "<think>f</think>d"
+    assert both("qwen", talk)[0] == EVERY["qwen"].replace("<think></think>", "<think>f</think>")
+    assert both("deepseek", talk)[0] == EVERY["deepseek"]
+
+
+def test_tools_and_their_answers_are_not_learned() -> None:
+    talk = [TALK[0], TALK[1], {"role": "tool", "content": "t"}, TALK[3]]
+    every, last = both("qwen", talk, [{"name": "add", "takes": "x"}])
+    assert every.startswith("<|im_start|>system\nadd(x) <|im_end|>\n<|im_start|>user\na<|im_end|>\n")
+    assert every.count("{") == 2 and "tool\nt<|im_end|>" in every.split("}")[1]
+    assert last.count("{") == 1
+
+
+def test_a_template_that_rewrites_its_prompt_is_refused() -> None:
+    """A system prompt that moves to the newest question: no prefix of the dialogue is the prompt that was answered."""
+    moving = (
+        "{% for m in messages %}{% if loop.last or m.role == 'assistant' %}!{% endif %}{{ m.content }}</s>{% endfor %}"
+    )
+    dialogues = Dialogues(tokenizer_of(MISTRAL), moving)
+    with pytest.raises(ConfigError, match="message 2, an answer, .*chat_template, or set .*multi_turn=false"):
+        dialogues.every_answer(TALK)
+    ids, spans = dialogues.last_answer(TALK)
+    assert shown(dialogues.tokenizer, ids, spans) == "a</s>!b</s>!c</s>{d</s>}", "a rollout's prompt, and the answer"
+
+
+def test_without_an_end_of_turn_in_the_template_the_last_answer_ends_with_eos() -> None:
+    tokenizer = tokenizer_of(QWEN)
+    bare = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+    every, spans = Dialogues(tokenizer, bare).every_answer(TALK)
+    assert shown(tokenizer, every, spans) == "u: a\na: {b}\nu: c\na: {d<|im_end|>}"
+
+
+def test_runs_of_a_mask() -> None:
+    assert spans_of([0, 1, 1, 0, 0, 1]) == [(1, 3), (5, 6)]
+    assert spans_of([1, 1, 0]) == [(1, 2)], "nothing predicts the first token"
+    assert spans_of([1]) == spans_of([]) == []
