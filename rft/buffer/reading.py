@@ -5,10 +5,10 @@ were stored, each with the group that it belongs to. Invariant: nothing is locke
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-import msgspec
-
+from rft.buffer import experience_file
 from rft.buffer.journal import payloads
 from rft.buffer.progress import Stored, decode_record
 from rft.config import ConfigError
@@ -45,11 +45,4 @@ def stored(queue: Path) -> Iterator[Experience]:
 
 
 def lines(file: Path) -> Iterator[Experience]:
-    decoder = msgspec.json.Decoder(Experience)
-    with file.open("rb") as rows:
-        for number, row in enumerate(rows, start=1):
-            try:
-                if not row.isspace():
-                    yield decoder.decode(row)
-            except msgspec.MsgspecError as error:
-                raise ConfigError(f"{file}, line {number}: {error}; give a file of experiences") from error
+    return chain.from_iterable(experience_file.read(file, "experiences"))

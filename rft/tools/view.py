@@ -1,8 +1,8 @@
 """`rft view SOURCE [--model DIR] [--port 8502]`: the experiences of a run in the browser, down to the single token.
 
-In: a job directory, or a JSON-lines file of experiences, like those of `rft debug`, and the tokenizer of its model. Out: a
-page with a list that can be searched, and for each experience its tokens, coloured by log-probability, with mask, version and
-reward. Invariant: it only reads, also next to a run that is under way; what it shows is what the trainer gets, token by token.
+In: a job directory, a JSON-lines file of experiences, like those of `rft debug`, or the URL of a database, and the tokenizer of
+its model. Out: a page with a list that can be searched, and for each experience its tokens, coloured by log-probability, with
+mask, version and reward. Invariant: it only reads, also next to a run that is under way; what it shows is what the trainer gets, token by token.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 
 from rft.buffer.reading import experiences
 from rft.config import ConfigError
-from rft.experience import Experience
+from rft.experience import Experience, decode
 from rft.tools import local_page
+from rft.tools.buffer import NAME, from_database
 from rft.train import refuse
 
 PAGE = Path(__file__).with_name("view.html")
@@ -28,16 +29,24 @@ PREVIEW = 160  # characters
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rft view", description="Browse the experiences of a run.")
-    parser.add_argument("source", help="a job directory, or a .jsonl file of experiences")
+    parser.add_argument("source", help="a job directory, a .jsonl file of experiences, or a database's URL")
     parser.add_argument("--model", help="directory of the tokenizer; default: that of the run's resolved.yaml")
     parser.add_argument("--port", type=int, default=8502, help="0: any free one (default: 8502)")
     options = parser.parse_args(argv)
     try:
-        view = View(list(experiences(Path(options.source))), tokenizer_of(Path(options.source), options.model))
+        view = View(list(found(options.source)), tokenizer_of(Path(options.source), options.model))
     except ConfigError as error:
         return refuse(error)
     print(f"{len(view.found)} experiences", file=sys.stderr)
     return local_page.serve("rft view", options.port, PAGE, {"/api/list": view.listed, "/api/one": view.one})
+
+
+def found(source: str) -> Iterator[Experience]:
+    if "://" not in source:
+        yield from experiences(Path(source))
+        return
+    for part in from_database(source, NAME):
+        yield from decode(part.experiences, list[Experience])
 
 
 def tokenizer_of(source: Path, model: str | None) -> Any:
