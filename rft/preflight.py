@@ -17,7 +17,6 @@ from rft import cards, verl_keys
 from rft.adapters import adapter_names, lora_of, sync_of
 from rft.algorithm import ALGORITHMS
 from rft.buffer.experience_file import count_groups
-from rft.buffer.task_source import names_in
 from rft.buffer.taskset import Taskset, check_taskset
 from rft.checkpoint.gate import STRATEGIES
 from rft.checkpoint.staging import slot_size
@@ -47,7 +46,6 @@ from rft.preflight_pipelines import check_pipelines
 from rft.preflight_rows import check_auxiliary, check_main, fill_rows, steps_of_rows
 from rft.preflight_sync import check_sync, fill_sync
 from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
-from rft.rollout import rewards, workflows
 from rft.sync import narrow
 
 MODES = ("both", "train", "explore", "bench", "serve")
@@ -161,7 +159,6 @@ def check(config: Config) -> None:
     _check_data(config, to_be_made)
     _check_deterministic(config)
     check_limits(config)
-    check_flows(config)
     check_sync(config)
     check_colocate(config)
     check_agents(config)
@@ -328,16 +325,10 @@ def _check_data(config: Config, to_be_made: bool) -> None:
     if config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets: mode=bench needs at least one")
     for key, taskset, is_eval in _tasksets(config):
-        if is_eval or not to_be_made:
-            check_taskset(taskset, f"{key}.path")
         readable = is_eval or not to_be_made
-        for name in {
-            str(taskset.default_reward_fn_type),
-            *(names_in(taskset, "reward_fn_key", key) if readable else ()),
-        }:
-            rewards.resolve(name)
-        for name in {str(taskset.default_workflow_type), *(names_in(taskset, "workflow_key", key) if readable else ())}:
-            workflows.resolve(name)
+        if readable:
+            check_taskset(taskset, f"{key}.path")
+        check_flows(config, key, taskset, readable)
 
 
 def _check_deterministic(config: Config) -> None:

@@ -1,7 +1,8 @@
-"""What workflows and rewards need of a run: a judge, cells, a chat template, times that fit into each other.
+"""What workflows and rewards need of a run: to be there, a judge, cells, a chat template, times that fit into each other.
 
-In: a filled config. Raises ConfigError for the first thing that cannot work; changes nothing. Reads what classes and functions say
-of themselves (`needs_judge`, `needs_cell`, `needs_template`) and starts nothing but, where programs are to run, one empty cell.
+In: a filled config and one of its tasksets. Raises ConfigError for the first thing that cannot work; changes nothing. Reads what
+classes and functions say of themselves (`needs_judge`, `needs_cell`, `needs_template`) and starts nothing but, where programs are
+to run, one empty cell.
 """
 
 import inspect
@@ -11,21 +12,19 @@ from typing import Any
 import msgspec
 
 from rft.buffer.task_source import names_in
-from rft.config import Config, ConfigError
+from rft.config import Config, ConfigError, TasksetConfig
 from rft.rollout import rewards, sandbox, workflows
 
 TIMED = ("code_tests", "remote_judge")  # rewards with a limit of their own, `seconds`
 
 
-def check_flows(config: Config) -> None:
-    given = config.buffer.explorer_input
-    sets = [("buffer.explorer_input.taskset", given.taskset)] if given.taskset else []
-    sets += [(f"buffer.explorer_input.eval_tasksets.{number}", one) for number, one in enumerate(given.eval_tasksets)]
-    for key, taskset in sets:
-        for name in {str(taskset.default_workflow_type), *names_in(taskset, "workflow_key", key)}:
-            _check_workflow(config, key, name, taskset.workflow_args)
-        for name in {str(taskset.default_reward_fn_type), *names_in(taskset, "reward_fn_key", key)}:
-            _check_reward(config, key, name, taskset.reward_fn_args)
+def check_flows(config: Config, key: str, taskset: TasksetConfig, readable: bool) -> None:
+    """`readable`: its rows are there, and may name workflows and rewards of their own."""
+    named = {which: names_in(taskset, which, key) if readable else set() for which in ("workflow_key", "reward_fn_key")}
+    for name in sorted({str(taskset.default_workflow_type), *named["workflow_key"]}):
+        _check_workflow(config, key, name, taskset.workflow_args)
+    for name in sorted({str(taskset.default_reward_fn_type), *named["reward_fn_key"]}):
+        _check_reward(config, key, name, taskset.reward_fn_args)
 
 
 def _check_workflow(config: Config, key: str, name: str, args: dict[str, Any]) -> None:
@@ -60,6 +59,7 @@ def _check_judge(config: Config, key: str, name: str, judge: str) -> None:
 
 
 def _check_reward(config: Config, key: str, name: str, args: dict[str, Any]) -> None:
+    function = rewards.resolve(name)
     if name == "code_tests":
         _check_cell(bool(args.get("isolate", True)), f"{key}.reward_fn_args.isolate", f"reward {name}")
     if name == "remote_judge":
@@ -67,7 +67,7 @@ def _check_reward(config: Config, key: str, name: str, args: dict[str, Any]) -> 
             if not args.get(needed):
                 raise ConfigError(f"{key}.reward_fn_args.{needed}: remote_judge needs it; set it")
     if name in TIMED:
-        seconds = args.get("seconds", inspect.signature(rewards.resolve(name)).parameters["seconds"].default)
+        seconds = args.get("seconds", inspect.signature(function).parameters["seconds"].default)
         limit = config.explorer.reward_timeout
         if not seconds < limit:
             raise ConfigError(

@@ -194,6 +194,9 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     # workflows, rewards, plug-ins
     (f"+{TASKSET}.workflow_args.max_step_num=0", f"{TASKSET}.workflow_args.max_step_num", "greater than 0"),
     (f"{TASKSET}.default_workflow_type=ruler", f"{TASKSET}: workflow ruler asks a judge", "explorer.auxiliary_models"),
+    (f"{EVALS}=[{{name:a,path:EVAL,default_workflow_type:ruler,format:{{prompt_type:plaintext}}}}]", f"{EVALS}.0: workflow", "add"),
+    (f"{TASKSET}=null {TASKSET}s=[{{path:EVAL,default_workflow_type:ruler,format:{{prompt_type:plaintext}}}}]",
+     f"{TASKSET}s.0: workflow", "add one"),
     (f"{TASKSET}.default_workflow_type=rubric_judge", "workflow rubric_judge asks a judge", "add one"),
     (f"{TASKSET}.default_workflow_type=tool_use +{TASKSET}.workflow_args.limits.second=3", "workflow_args.limits", "known are"),
     (f"{TASKSET}.default_workflow_type=tool_us", "unknown workflow 'tool_us'", "did you mean 'tool_use'"),
