@@ -2,7 +2,8 @@
 
 In: a job directory, a JSON-lines file of experiences, like those of `rft debug`, or the URL of a database, and the tokenizer of
 its model. Out: a page with a list that can be searched, and for each experience its tokens, coloured by log-probability, with
-mask, version and reward. Invariant: it only reads, also next to a run that is under way; what it shows is what the trainer gets, token by token.
+mask, version and reward. Invariant: it only reads, also next to a run that is under way; what it shows is what the trainer gets,
+token by token.
 """
 
 import argparse
