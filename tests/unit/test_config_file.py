@@ -146,7 +146,7 @@ def test_names_of_the_reference_are_refused_with_the_reason() -> None:
 REFUSED = {
     "trainer: {totl_steps: 3}": "did you mean `trainer.total_steps`",
     "stages: [{stage_name: a, buffer: {batch_siz: 3}}]": "did you mean `buffer.batch_size`",
-    "stages: [{stage_name: a, synchronizer: {max_inflight_batches: 2}}]": "stages.0.service.data_juicer.port=1 is refused",
+    "stages: [{stage_name: a, synchronizer: {max_inflight_batches: 2}}]": "stages.0.synchronizer.max_inflight_batches=2 is refused",
     "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {tools_key: tools}}]}}": "eval_tasksets.0.format.tools_key=tools",
     "buffer: {explorer_input: {eval_tasksets: [a.jsonl]}}": "eval_tasksets.0 is 'a.jsonl'",
     "buffer: {explorer_input: {tasksets: [{path: a, format: {tools_key: tools}}]}}": "tasksets.0.format.tools_key=tools",
