@@ -162,10 +162,9 @@ def test_a_failing_operator_ends_it_and_leaves_no_output(
 
 
 def no_workers() -> bool:
-    """Whether this process has no worker of a pipeline left."""
-    return not any(
-        "rft.pipeline.worker" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
-    )
+    """Whether this process has no worker of a pipeline left. What another test has left may have ended, and wait to be reaped."""
+    alive = (one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE)
+    return not any("rft.pipeline.worker" in " ".join(child.cmdline()) for child in alive)
 
 
 def test_a_signal_ends_it(assets: Path, tmp_path: Path, raw: Path) -> None:
