@@ -128,6 +128,7 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # waits for its own process, which may still have lines to write
 
 
 class MLflow(mlflow.MLflow):
