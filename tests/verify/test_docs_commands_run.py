@@ -71,6 +71,10 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
         "tests/e2e/test_sync_methods.py tests/unit/test_ckpt_objects.py: the two halves, without S3 between",
     ),
     (r"^kill -9 ", "tests/e2e/test_pool.py"),
+    (r"^rft studio", "tests/verify/test_studio_browser.py"),
+    (r"^rft view", "tests/unit/test_view.py: the page alone; the command goes on until Ctrl-C"),
+    (r"experiment=serve", "tests/e2e/test_agent_loop.py"),
+    (r"postgresql://", "tests/unit/test_postgres.py tests/e2e/test_sql_run.py"),
 )
 
 
