@@ -16,8 +16,9 @@ from rft.experience import Experience, decode
 
 from runs import START_S, History, Run, metrics, overrides, train
 
-# What a run takes depends on the machine, and whether it was killed; all else must be the same number.
-OWN = ("time", "sync/", "pool/", "checkpoint/", "perf/", "tokens_per_s", "sample/replayed")
+# What a run takes depends on the machine, and whether it was killed; all else must be the same number. Pool, runners and sessions
+# count since their own process began.
+OWN = ("time", "sync/", "pool/", "rollout/", "endpoint/", "checkpoint/", "perf/", "tokens_per_s", "sample/replayed")
 RANK, EVERYTHING = "rank", "everything"
 
 
