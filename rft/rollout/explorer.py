@@ -237,10 +237,10 @@ class Explorer:
             raise
         except Exception as error:  # of a user's workflow or operator: it costs its own group, counted, not the run
             log.warning("task %s failed for good: %s", task.id, one_line(error))
-            self.failures += 1
+            self.failures = failures = self.failures + 1  # others may fail while this one is told to the buffer
             await self._abandon(group, task, one_line(error))
-            if self.failures >= self.max_failures:
-                raise AllTasksFail(f"{self.failures} tasks in a row failed, the last with {one_line(error)}") from error
+            if failures >= self.max_failures:
+                raise AllTasksFail(f"{failures} tasks in a row failed, the last with {one_line(error)}") from error
             return
         self.failures = 0
         if dropped_by:  # the buffer admits another task in its place
