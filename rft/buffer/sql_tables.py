@@ -10,6 +10,8 @@ PostgreSQL's lock the rows that they decide about. Invariant: an experience is m
 """
 
 import re
+import sqlite3
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -26,6 +28,7 @@ SCHEMA = 1
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 LOCK_WAIT_S = 60.0  # for SQLite's one write lock, and to connect
+LOOK_S = 0.02
 KEY = "buffer.trainer_input.experience_buffer"
 OPEN = ("running", "left", "stored")  # states of a group that some step may still take
 
@@ -108,14 +111,27 @@ def _sqlite(engine: Engine) -> Engine:
     @sql.event.listens_for(engine, "connect")
     def on_connect(connection: object, _record: object) -> None:
         connection.isolation_level = None  # type: ignore[attr-defined]  # begins by itself only in front of a write, which is too late
-        for setting in ("journal_mode=WAL", "synchronous=FULL"):
-            connection.execute(f"PRAGMA {setting}")  # type: ignore[attr-defined]
+        _write_ahead(connection)  # type: ignore[arg-type]
+        connection.execute("PRAGMA synchronous=FULL")  # type: ignore[attr-defined]
 
     @sql.event.listens_for(engine, "begin")
     def on_begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     return engine
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Of processes that open a new file at once one changes its journal; SQLite refuses the others without waiting."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
 
 
 def create(engine: Engine, tables: Tables) -> None:

@@ -111,20 +111,19 @@ class Process:
 def exactly_once(url: str, directory: Path, writers: int, leasers: int, groups: int) -> None:
     """`writers` x `groups` groups through `leasers` trainers, one of each killed and begun again: each group is trained once."""
     explorers = [Process("explorer", url, f"e{n}", groups, groups // 2 if n == 0 else -1) for n in range(writers)]
-    trainers = [Process("trainer", url, f"t{n}", directory, 3 if n == 0 else -1) for n in range(leasers)]
-    given = trainers[0].until("taken 3")
+    first = Process("trainer", url, "t0", directory, 3)  # alone, or others could leave nothing for it to hold
+    given = first.until("taken 3")
     assert given != "taken 3 []", "it must be killed while it holds a batch"
-    trainers[0].kill()
+    first.kill()
+    trainers = [Process("trainer", url, f"t{n}", directory, -1) for n in range(leasers)]
     while explorers[0].until("admitted") and len(explorers[0].lines) < groups // 2:
         pass
     explorers[0].kill()
     explorers[0] = Process("explorer", url, "e0", groups, -1)
-    before = trainers[0].lines
-    trainers[0] = Process("trainer", url, "t0", directory, -1)
     for process in [*explorers, *trainers]:
         process.end()
     again = {line.split()[1]: line for line in trainers[0].lines}
-    for line in before:
+    for line in first.lines:
         step = line.split()[1]
         assert int(step) < 2 or again[step] == line, "what was taken after the checkpoint comes again, the same"
     trained = [group for n in range(leasers) for group in json.loads((directory / f"t{n}.json").read_text())["groups"]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rft.processes import adopt_orphans
 from rft.rollout import sandbox
 from rft.rollout.sandbox import Limits, Ran
 
@@ -45,9 +46,12 @@ def test_a_program_gets_its_stdin_and_says_how_it_ended(isolate: bool) -> None:
         ("while True: print('x' * 1000)", "output", {}),
         ("import os, time\nif os.fork() == 0: time.sleep(600)", "exit", {}),  # an orphan
         ("import os\nos.fork()\nwhile True: pass", "timeout", {"seconds": 0.5}),
+        ("import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(600)", "exit", {}),  # it detaches itself
     ],
 )
 def test_what_does_not_end_is_ended_with_its_children(program: str, ending: str, limits: dict, isolate: bool) -> None:
+    """Ended and reaped: this process adopts orphans, as a run does, and would keep their zombies."""
+    adopt_orphans()
     before = offspring()
     ran = run(program, **limits, isolate=isolate)
     assert ran.ending == ending and ran.well == (ending == "exit")

@@ -1,7 +1,9 @@
 """Several processes share a buffer in a database: nothing is lost, nothing is trained twice, whoever dies when. Here on SQLite."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rft.buffer.delivery import opened
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
 from rft.buffer.sql_steps import Lost
-from rft.buffer.sql_tables import check_database, shown
+from rft.buffer.sql_tables import Tables, check_database, connect, create, shown
 from rft.config import ConfigError, ExperienceBufferConfig
 from tests.unit.sql_world import buffer, exactly_once, rows
 
@@ -42,6 +44,21 @@ def change(url: str, statement: str) -> None:
 
 def test_processes_that_are_killed_lose_nothing_and_repeat_nothing(url: str, tmp_path: Path) -> None:
     exactly_once(url, tmp_path, writers=2, leasers=2, groups=16)
+
+
+def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
+    """One of them makes it a file with a journal; SQLite would refuse the others."""
+    started = threading.Barrier(8)
+
+    def opened_at_once(url: str) -> None:
+        engine = connect(url)
+        started.wait()
+        create(engine, Tables("b"))
+        engine.dispose()
+
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(20):
+            list(threads.map(opened_at_once, [f"sqlite:///{tmp_path / str(number)}.db"] * 8))
 
 
 def test_the_oldest_come_first_and_a_resume_replays_batches_with_every_field(url: str) -> None:

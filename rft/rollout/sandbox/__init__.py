@@ -9,6 +9,7 @@ of the cell is left: they all end with process 1 of theirs, and that one ends wi
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -85,9 +86,7 @@ async def run(program: str, stdin: str = "", limits: Limits = USUAL) -> Ran:
         try:
             return await _ended(process, told, order(program, stdin, limits), limits)
         finally:
-            if process.returncode is None:
-                process.kill()
-                await asyncio.shield(process.wait())
+            await asyncio.shield(_end(process))
 
 
 def order(program: str, stdin: str, limits: Limits) -> bytes:
@@ -116,9 +115,8 @@ async def _ended(process: Any, told: Any, asked: bytes, limits: Limits) -> Ran:
             await process.wait()
     except TimeoutError:
         late = True
-        process.kill()
-        await process.wait()
-    try:  # a process that left its group, where nothing is isolated, may keep them open
+        await _end(process)
+    try:  # a killed cell, where nothing is isolated, may have left one who keeps them open
         (out, more), (err, still_more) = await asyncio.wait_for(asyncio.gather(*outputs), LATE_S)
     except TimeoutError:
         return Ran(ending="timeout")
@@ -131,6 +129,15 @@ async def _ended(process: Any, told: Any, asked: bytes, limits: Limits) -> Ran:
     if found.ending == "failed":
         raise CellError(f"no cell for a program could be made: {err.strip()[-300:] or 'its process was killed'}")
     return found
+
+
+async def _end(process: Any) -> None:
+    """The cell reaps its own processes; killed, it would leave them to whoever adopts orphans."""
+    for end in (process.terminate, process.kill):
+        if process.returncode is None:
+            with contextlib.suppress(TimeoutError, ProcessLookupError):
+                end()
+                await asyncio.wait_for(process.wait(), LATE_S)
 
 
 async def _give(stream: Any, asked: bytes) -> None:
@@ -149,7 +156,8 @@ async def _kept(process: Any, stream: Any, limit: int) -> tuple[str, bool]:
         data += part[: limit + 1 - len(data)]
         if len(data) > limit and not more:
             more = True
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.terminate()
     return data[:limit].decode(errors="replace"), more
 
 

@@ -4,8 +4,10 @@ In: an order as JSON on stdin (program, its stdin, limits, directories that it m
 stderr, and a report `{"ending", "code"}`. It needs nothing but the standard library. Three processes: this one, outside; process
 1 of the cell, which watches time and memory; and the program, without rights, whose user nobody else has where we are root.
 Invariant: the program starts only when all of this is in force; whatever cannot be made ends the cell with a report of "failed".
+SIGTERM ends the cell: this process is the last to go, and has reaped all others.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,7 +22,7 @@ from typing import Any
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000, 0x40000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 NOBODY = 65534
 PLACES = ("/mnt", "/media", "/srv", "/tmp", "/var", "/home")  # one of them is hidden, for the cell only, by its root
 PRIVATE_USERS = 1 << 30  # a user whom no other process of the machine has: its limit of processes is its own
@@ -45,16 +47,23 @@ def main() -> None:
     report = int(sys.argv[1])
     os.set_inheritable(report, False)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked = json.load(sys.stdin)
     if asked["isolate"]:
         separate()
     child = os.fork()
     if child == 0:
         guarded(lambda: watch(asked, report))
+    watching = os.pidfd_open(child)
+    signal.signal(signal.SIGTERM, lambda *_: kill(watching))
     _, status = os.waitpid(child, 0)
-    if not asked["isolate"]:  # processes of the program that have outlived it
-        end_group(child)
+    end_children()  # without isolation, processes of the program may have outlived it
     sys.exit(os.waitstatus_to_exitcode(status) and 1)
+
+
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def guarded(body: Callable[[], None]) -> None:
@@ -220,11 +229,19 @@ def resident() -> int:
     return total
 
 
-def end_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def end_children() -> None:
+    """Kill and reap what is left. The children of each become ours, wherever they have detached themselves to."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                for child in children():
+                    os.kill(child, signal.SIGKILL)
+                os.wait()
+
+
+def children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        return [int(pid) for pid in file.read().split()]
 
 
 if __name__ == "__main__":
