@@ -14,7 +14,7 @@ setup(
     description="Reinforcement fine-tuning of language models: Megatron trainer, vLLM rollouts, streamed weights",
     python_requires=">=3.11,<3.13",
     packages=find_namespace_packages(include=["rft", "rft.*", "hydra_plugins.*"]),
-    package_data={"rft.tools": ["*.html"]},
+    package_data={"rft.tools": ["*.html", "*.css", "*.js"]},
     install_requires=CORE,
     extras_require={
         "cuda": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.20"],

@@ -138,6 +138,14 @@ class Experience(Record, kw_only=True):
         return self.reward_outcome in ("timeout", "error")
 
     @property
+    def token_versions(self) -> list[int | None]:
+        """The policy version of every response token; None where nobody knows it."""
+        found: list[int | None] = [None] * self.response_length
+        for span in self.versions:
+            found[span.start : span.end] = [span.version] * (span.end - span.start)
+        return found
+
+    @property
     def oldest_version(self) -> int | None:
         return min((span.version for span in self.versions), default=None)
 

@@ -5,10 +5,8 @@ ConfigError for the first thing that cannot work; changes nothing.
 """
 
 import inspect
-import json
 import re
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from rft.algorithm import mixing
@@ -16,6 +14,7 @@ from rft.config import Config, ConfigError, TasksetConfig, get
 from rft.feed import is_supervised
 from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
+from rft.preflight_flows import has_template
 from rft.preflight_rows import rollouts_per_step
 from rft.rollout import rewards
 
@@ -132,15 +131,14 @@ def _check_template(config: Config, formats: list[tuple[str, Any]]) -> None:
             _parse_template(f"{key}.format.chat_template", own)
         elif rows.storage_type == "file" and (rows is not given.experience_buffer or is_supervised(config.algorithm)):
             formats = [*formats, (key, rows.format)]
-    root = Path(config.model.model_path)
-    told = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    if template or told or list(root.glob("chat_template*")) or list(root.glob("additional_chat_templates/*")):
+    if has_template(config):
         return
     for key, form in formats:
         if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
             raise ConfigError(
-                f"{key}.format has chat messages, and the tokenizer of model.model_path={root} has no chat template: set "
-                "model.chat_template_path or model.custom_chat_template, or prompt_type=plaintext without a system prompt"
+                f"{key}.format has chat messages, and the tokenizer of model.model_path={config.model.model_path} has no "
+                "chat template: set model.chat_template_path or model.custom_chat_template, or prompt_type=plaintext "
+                "without a system prompt"
             )
 
 

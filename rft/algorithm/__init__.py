@@ -6,7 +6,7 @@ An algorithm never touches the explorer, the packing or the trainer: it names a 
 the two packages with its entry in the table there, and one entry here. Importing this loads neither torch nor numpy.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -27,6 +27,16 @@ class Algorithm:
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
 
 
+MIX = Algorithm(
+    "rollouts",
+    "mix",
+    "grpo",
+    "token-mean",
+    repeat_times=8,
+    kl_loss_fn="k2",
+    entropy_loss_fn="mix",
+    sample_strategy="mix",
+)
 ALGORITHMS = {
     "ppo": Algorithm("rollouts", "ppo", "ppo", "token-mean", repeat_times=1, kl_loss_fn="k2"),
     "grpo": Algorithm("rollouts", "ppo", "grpo", "token-mean", repeat_times=8),
@@ -69,26 +79,8 @@ ALGORITHMS = {
     "sft": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none"),
     "cpt": Algorithm("rows", "sft", None, "token-mean", repeat_times=1, entropy_loss_fn="none", schema="cpt"),
     "dpo": Algorithm("rows", "dpo", None, "seq-mean-token-sum", repeat_times=2, schema="dpo"),
-    "mix": Algorithm(
-        "rollouts",
-        "mix",
-        "grpo",
-        "token-mean",
-        repeat_times=8,
-        kl_loss_fn="k2",
-        entropy_loss_fn="mix",
-        sample_strategy="mix",
-    ),
-    "mix_chord": Algorithm(
-        "rollouts",
-        "mix_chord",
-        "grpo",
-        "token-mean",
-        repeat_times=8,
-        kl_loss_fn="k2",
-        entropy_loss_fn="mix",
-        sample_strategy="mix",
-    ),
+    "mix": MIX,
+    "mix_chord": replace(MIX, policy_loss_fn="mix_chord"),
     "on_policy_distill": Algorithm(
         "rollouts", "ppo", "on_policy_distill", "token-mean", repeat_times=8, entropy_loss_fn="none"
     ),

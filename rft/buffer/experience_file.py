@@ -12,10 +12,10 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from rft.buffer.by_step import ByStep
 from rft.buffer.delivery import Part
 from rft.config import ConfigError
 from rft.experience import Batch, Experience, decode
@@ -137,7 +137,7 @@ def count_groups(path: str | Path) -> int:
     return sum(1 for _ in read(path))
 
 
-class ExperienceFile:
+class ExperienceFile(ByStep):
     """`feed.Source`: the file's groups, `tasks_per_step` a step, again from the first one when `total_steps` asks for more."""
 
     def __init__(self, path: str, tasks_per_step: int, total_steps: int | None) -> None:
@@ -157,18 +157,3 @@ class ExperienceFile:
         index = step % self.steps_per_epoch
         groups = self.groups[index * self.tasks_per_step : (index + 1) * self.tasks_per_step]
         return Batch(step=step, experiences=[experience for group in groups for experience in group])
-
-    def wants_weights(self, interval: int) -> bool:
-        """Nobody explores."""
-        return False
-
-    def consumed(self, step: int) -> None:
-        """Nothing to note: the step number says it all (as for `mark`, `saved` and `retain`)."""
-
-    def saved(self, step: int) -> None: ...
-
-    def mark(self) -> int:
-        return 0
-
-    def retain(self, loop: dict[str, Any]) -> None:
-        """All of it stays."""

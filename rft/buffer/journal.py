@@ -74,12 +74,17 @@ def payload_end(data: memoryview, offset: int) -> int | None:
     return start + length if good else None
 
 
-def good_end(data: bytes) -> int:
-    """The end of the correct frames that `data` begins with."""
+def frames(data: bytes) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the correct frames that `data` begins with."""
     view, offset = memoryview(data), 0
     while offset < len(data) and (end := payload_end(view, offset)) is not None:
+        yield offset, end
         offset = end
-    return offset
+
+
+def good_end(data: bytes) -> int:
+    """The end of the last of them."""
+    return max((end for _, end in frames(data)), default=0)
 
 
 def has_frame_after(data: bytes, offset: int) -> bool:
@@ -98,10 +103,7 @@ def payloads(directory: Path) -> Iterator[bytes]:
     end = int(bases[-1].stem) if bases else 0
     for path in [*bases[-1:], *(log for log in sorted(directory.glob("*.log")) if int(log.stem) >= end)]:
         data = path.read_bytes()
-        view, offset = memoryview(data), 0
-        while offset < len(data) and (after := payload_end(view, offset)) is not None:
-            yield data[offset + HEADER.size : after]
-            offset = after
+        yield from (data[begin + HEADER.size : after] for begin, after in frames(data))
 
 
 def sync_directory(directory: Path) -> None:
@@ -298,15 +300,13 @@ class Journal:
             if (start is not None and segment.end <= start) or (stop is not None and segment.start >= stop):
                 continue
             data = os.pread(segment.fd, segment.end - segment.start, 0)
-            view, offset = memoryview(data), 0
-            while offset < len(data):
-                end = payload_end(view, offset)
-                if end is None:
-                    raise JournalError(f"the journal file {segment.path} is damaged at byte {offset}")
-                position = segment.start + offset
+            whole = 0
+            for begin, whole in frames(data):
+                position = segment.start + begin
                 if (start is None or position >= start) and (stop is None or position < stop):
-                    yield position, data[offset + HEADER.size : end]
-                offset = end
+                    yield position, data[begin + HEADER.size : whole]
+            if whole < len(data):
+                raise JournalError(f"the journal file {segment.path} is damaged at byte {whole}")
 
     # Retention: whole segments go, and what must stay of them moves into a base file
 

@@ -9,12 +9,12 @@ from collections import Counter
 from typing import Any
 
 from rft.buffer.selectors import shuffled
-from rft.buffer.taskset import Taskset
+from rft.buffer.taskset import Epochs, Taskset
 from rft.config import ConfigError
 from rft.experience import Task
 
 
-class Mixture:
+class Mixture(Epochs):
     def __init__(self, sets: list[Taskset], seed: int, epochs: int | None, batch_size: int):
         self.sets = sets
         self.name = "+".join(one.name for one in sets)
@@ -28,9 +28,6 @@ class Mixture:
             )
         self.seek({"epoch": 0, "index": 0})
 
-    def __len__(self) -> int:
-        return self._length
-
     def __iter__(self) -> "Mixture":
         return self
 
@@ -42,18 +39,9 @@ class Mixture:
         self._index += 1
         return next(self.sets[self._order[self._index - 1]])
 
-    @property
-    def cursor(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "index": self._index}
-
     def seek(self, cursor: dict[str, int]) -> None:
         """Continue at a cursor of this or an earlier process."""
-        if not 0 <= cursor["index"] <= self._length or cursor["epoch"] < 0:
-            raise ConfigError(
-                f"tasksets {self.name!r} cannot continue at {cursor}: an epoch has {self._length} tasks. Were the files or "
-                "buffer.batch_size changed since the checkpoint?"
-            )
-        self._epoch, self._index = cursor["epoch"], cursor["index"]
+        self._go_to(cursor, f"tasksets {self.name!r}", "Were the files or buffer.batch_size")
         self._order = [self._places[at] for at in shuffled(len(self._places), self.seed, self._epoch)]
         taken = Counter(self._order[: self._index])
         for number, one in enumerate(self.sets):

@@ -10,6 +10,7 @@ All rows are tokenised once, at the start; those longer than `max_len` are left 
 import logging
 from typing import Any
 
+from rft.buffer.by_step import ByStep
 from rft.buffer.data_files import check_rows, data_files, load_rows
 from rft.buffer.row_formats import PER_ROW, Reader, Sequence, row_needs
 from rft.buffer.selectors import shuffled
@@ -46,7 +47,7 @@ def rows_per_step(train_batch_size: int, schema: str) -> int:
     return train_batch_size // PER_ROW[schema]
 
 
-class SupervisedRows:
+class SupervisedRows(ByStep):
     """The batches of a supervised run: `epochs` passes, or `total_steps` steps; with neither, without end."""
 
     def __init__(
@@ -124,21 +125,6 @@ class SupervisedRows:
             self._order = (epoch, shuffled(count, self.seed, epoch) if self.shuffle else list(range(count)))
         chosen = self._order[1][index * self.batch_size : (index + 1) * self.batch_size]
         return Batch(step=step, experiences=[one for i in chosen for one in self._experiences(epoch, *self._rows[i])])
-
-    def wants_weights(self, interval: int) -> bool:
-        """Nobody explores."""
-        return False
-
-    def consumed(self, step: int) -> None:
-        """Nothing to note: the step number says it all (as for `mark`, `saved` and `retain`)."""
-
-    def saved(self, step: int) -> None: ...
-
-    def mark(self) -> int:
-        return 0
-
-    def retain(self, loop: dict[str, Any]) -> None:
-        """All rows stay."""
 
     def state(self) -> dict[str, int | None]:
         """Counts for the log and for metrics; a resume needs none of them."""

@@ -113,7 +113,30 @@ def build_tasksets(
     return taskset, evaluations
 
 
-class Taskset:
+class Epochs:
+    """A place in passes over `_length` tasks each: what a cursor says."""
+
+    _length: int
+    _epoch = 0
+    _index = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Which task comes next."""
+        return {"epoch": self._epoch, "index": self._index}
+
+    def _go_to(self, cursor: dict[str, int], who: str, what: str) -> None:
+        if not 0 <= cursor["index"] <= self._length or cursor["epoch"] < 0:
+            raise ConfigError(
+                f"{who} cannot continue at {cursor}: an epoch has {self._length} tasks. {what} changed since the checkpoint?"
+            )
+        self._epoch, self._index = cursor["epoch"], cursor["index"]
+
+
+class Taskset(Epochs):
     """Iterator over the tasks of `epochs` passes (None: without end), by batches of `batch_size`.
 
     `train=False` reads every row once, in order. The length is that of one epoch. `lag`: how many batches may be under way
@@ -157,9 +180,6 @@ class Taskset:
         """Rows of a taskset, counted without loading it."""
         return task_source.count(config, key_path)
 
-    def __len__(self) -> int:
-        return self._length
-
     def __iter__(self) -> "Taskset":
         return self
 
@@ -179,19 +199,9 @@ class Taskset:
             raise ConfigError(f"taskset {self.name!r} has rows 0 to {len(self._rows) - 1}, and no {row}")
         return self._task(row, self._draw())
 
-    @property
-    def cursor(self) -> dict[str, int]:
-        """Which task comes next."""
-        return {"epoch": self._epoch, "index": self._index}
-
     def seek(self, cursor: dict[str, int]) -> None:
         """Continue at a cursor of this or an earlier process."""
-        if not 0 <= cursor["index"] <= self._length or cursor["epoch"] < 0:
-            raise ConfigError(
-                f"taskset {self.name!r} cannot continue at {cursor}: an epoch has {self._length} tasks. Was "
-                f"{self.config.path} or buffer.batch_size changed since the checkpoint?"
-            )
-        self._epoch, self._index = cursor["epoch"], cursor["index"]
+        self._go_to(cursor, f"taskset {self.name!r}", f"Was {self.config.path} or buffer.batch_size")
 
     def _draw(self) -> int:
         """Which task of all epochs comes next."""

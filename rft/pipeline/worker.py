@@ -7,10 +7,7 @@ that the trainer can learn from, in which no token was changed, or rows that are
 """
 
 import asyncio
-import os
-import resource
 import socket
-import sys
 import time
 import traceback
 from math import isfinite
@@ -21,11 +18,10 @@ import msgspec
 from rft import plugins
 from rft.config import ConfigError, DataJuicerConfig, OperatorConfig
 from rft.experience import Experience, decode, encode
-from rft.monitor import logs
 from rft.pipeline.messages import TASKS, Answer, Broken, Close, Done, Entered, Question, Ready, Setup, Work
 from rft.pipeline.operators import Operator, build, call
 from rft.pipeline.record import Recorder
-from rft.rollout.child import HEADER, frame
+from rft.rollout.child import HEADER, frame, parents_socket
 from rft.rollout.workflows import problem
 
 MAX_MESSAGE = 2000  # characters of an error message that travel
@@ -169,15 +165,10 @@ def told(error: BaseException) -> str:
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(descriptor, False)  # not for the processes that user code starts
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logs.hide_secrets()
-    logs.die_with_parent()
-    if os.getppid() != parent:  # it died before the line above
+    if (connection := parents_socket()) is None:
         return
     plugins.load()
-    asyncio.run(Worker(socket.socket(fileno=descriptor)).serve())
+    asyncio.run(Worker(connection).serve())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ In: the module to run. Out: whole frames, or EOFError. Invariant: the process en
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -17,6 +18,7 @@ import sys
 
 from rft.device import thread_environment
 from rft.experience import Record, encode
+from rft.monitor import logs
 
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
 EXIT_TIMEOUT_S = 1.0  # between the end of a worker's socket and its exit status
@@ -26,6 +28,16 @@ HEADER = struct.Struct(">I")
 def frame(record: Record) -> bytes:
     body = encode(record)
     return HEADER.pack(len(body)) + body
+
+
+def parents_socket() -> socket.socket | None:
+    """For the module that is run: the socket to its parent; None if that died before this process could be tied to its life."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(descriptor, False)  # not for the processes that user code starts
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logs.hide_secrets()
+    logs.die_with_parent()
+    return socket.socket(fileno=descriptor) if os.getppid() == parent else None
 
 
 class Child:

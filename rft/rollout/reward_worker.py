@@ -10,17 +10,13 @@ by the pool, which kills this process group. The process dies with its parent: b
 
 import inspect
 import math
-import os
-import resource
 import socket
-import sys
 import traceback
 from typing import Any, Literal
 
 from rft import plugins
 from rft.experience import Record, Task, decode
-from rft.monitor import logs
-from rft.rollout.child import HEADER, frame
+from rft.rollout.child import HEADER, frame, parents_socket
 from rft.rollout.rewards import RewardFunction, prepare
 
 MAX_MESSAGE = 2000  # characters of an error message that travel: some exceptions carry whole data sets
@@ -113,15 +109,10 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(descriptor, False)  # not for the processes that user code starts
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logs.hide_secrets()
-    logs.die_with_parent()
-    if os.getppid() != parent:  # it died before the line above
+    if (connection := parents_socket()) is None:
         return
     plugins.load()
-    serve(socket.socket(fileno=descriptor))
+    serve(connection)
 
 
 if __name__ == "__main__":

@@ -105,15 +105,14 @@ def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator
 def table(experience: Experience, tokenizer: Any) -> Iterator[str]:
     """A line per token of the response, tokens of tools and users included."""
     yield "     #      id  trained   logprob  version  token" + ("  reward" if experience.token_rewards else "")
-    versions = dict[int, int]()
-    for span in experience.versions:
-        versions |= dict.fromkeys(range(span.start, span.end), span.version)
+    versions = experience.token_versions
     for place, token in enumerate(experience.tokens[experience.prompt_length :]):
         logprob = f"{experience.logprobs[place]:9.4f}" if experience.logprobs else f"{'':>9}"
         trained = "yes" if experience.action_mask[place] else "no"
         piece = json.dumps(tokenizer.decode([token]), ensure_ascii=False)
         reward = f"  {experience.token_rewards[place]:g}" if experience.token_rewards else ""
-        yield f"{place:>6}  {token:>6}  {trained:>7} {logprob}  {versions.get(place, ''):>7}  {piece}{reward}"
+        version = "" if versions[place] is None else versions[place]
+        yield f"{place:>6}  {token:>6}  {trained:>7} {logprob}  {version:>7}  {piece}{reward}"
 
 
 def shortened(text: str) -> str:

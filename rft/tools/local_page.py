@@ -16,6 +16,10 @@ from typing import Any
 from rft.config import ConfigError
 
 LARGEST = 2**20  # bytes of one question
+SHARED = {  # what stands in a page for what all pages have
+    "/*STYLE*/": Path(__file__).with_name("page.css"),
+    "/*SCRIPT*/": Path(__file__).with_name("page.js"),
+}
 Answers = dict[str, Callable[[dict[str, Any]], Any]]
 
 
@@ -25,7 +29,9 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, page: Path, answers: Answers):
-        self.page = page
+        self.page = page.read_text(encoding="utf-8")
+        for mark, file in SHARED.items():
+            self.page = self.page.replace(mark, file.read_text(encoding="utf-8").rstrip("\n"))
         self.answers = answers
         self.asking = threading.Lock()
         super().__init__(("127.0.0.1", port), Handler)
@@ -36,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/":
-            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.read_bytes())
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.encode())
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "not here")
 

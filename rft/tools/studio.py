@@ -26,7 +26,7 @@ from rft.tools import doctor, local_page, memory_plan, studio_fields
 
 PAGE = Path(__file__).with_name("studio.html")
 RECIPES = ("grpo", "ppo", "sft")
-ADVANTAGED = ("both", "train")
+TRAINING = ("both", "train")
 
 
 def main(argv: list[str]) -> int:
@@ -129,7 +129,7 @@ def planned(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, 
         return
     wanted = memory_plan.plan(config)
     yield "model", f"{doctor.short(wanted.parameters)} parameters, {doctor.short(wanted.trained)} trained", True
-    if config.mode in ADVANTAGED:
+    if config.mode in TRAINING:
         ranks, batch = int(config.trainer.num_ranks or 1), int(config.buffer.train_batch_size or 1)
         copies = ranks // preflight.fewest_ranks(config.trainer.megatron) or 1
         even = "" if batch % copies == 0 else ", which does not divide: some ranks get one more"
@@ -151,7 +151,7 @@ def gpus(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, boo
     left = total - (0 if raw.cluster.colocate else engines)
     shared = "the same" if raw.cluster.colocate else str(left)
     yield "GPUs", f"{nodes} x {per_node} = {total}: {engines} for engines, {shared} for the trainer", left > 0
-    if config is not None and raw.mode in ADVANTAGED:
+    if config is not None and raw.mode in TRAINING:
         layout = config.trainer.megatron
         cut = f"tp{layout.tensor_model_parallel_size} pp{layout.pipeline_model_parallel_size} cp{layout.context_parallel_size}"
         yield "trainer ranks", f"{config.trainer.num_ranks}, {cut}", True

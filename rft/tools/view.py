@@ -142,12 +142,10 @@ class View:
         }
 
     def _tokens(self, one: Experience) -> Iterator[dict[str, Any]]:
-        versions = dict[int, int]()
-        for span in one.versions:
-            versions |= dict.fromkeys(range(span.start, span.end), span.version)
+        versions = one.token_versions
         for place, token in enumerate(one.tokens[one.prompt_length :]):
             yield {
                 "id": token, "text": self.tokenizer.decode([token]), "trained": bool(one.action_mask[place]),
-                "logprob": one.logprobs[place] if one.logprobs else None, "version": versions.get(place),
+                "logprob": one.logprobs[place] if one.logprobs else None, "version": versions[place],
                 "reward": one.token_rewards[place] if one.token_rewards else None,
             }  # fmt: skip

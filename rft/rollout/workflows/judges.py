@@ -6,6 +6,7 @@ is the outcome "error" with its reason, never a number.
 """
 
 import json
+from abc import ABC, abstractmethod
 
 from rft.experience import Experience, Sampling, Task
 from rft.rollout.reward_worker import RewardResult, failure, number
@@ -24,7 +25,7 @@ reaches the task's goal is above what does not, what is more complete or takes a
 End with one JSON object and nothing behind it: {{"scores": [the {count} scores, in the order of the responses]}}"""
 
 
-class Judged(SingleTurn):
+class Judged(SingleTurn, ABC):
     """`workflow_args`: `judge`, its name under explorer.auxiliary_models (default: the first), and `judge_tokens`."""
 
     needs_judge = True
@@ -36,8 +37,9 @@ class Judged(SingleTurn):
             rewarded(one, result)
         return made
 
+    @abstractmethod
     async def judge(self, task: Task, ctx: WorkflowContext, responses: list[str]) -> list[RewardResult]:
-        raise NotImplementedError
+        """A result for every response."""
 
     async def said(self, task: Task, ctx: WorkflowContext, question: str) -> str:
         args = task.workflow_args
