@@ -32,6 +32,7 @@ STARTS_A_RUN = re.compile(r"rft\.train\b|^rft train\b|launch/torchrun\.sh")
 GRPO = "model.model_path=DIR buffer.explorer_input.taskset.path=FILE"
 PLACES = (  # what a page leaves to the reader, and what is there
     (r'^make quickstart(?: ARGS="(.*)")?$', r"python -m rft.train experiment=quickstart \1"),
+    (r"^\.\.\. (?=.*taskset=null)", "python -m rft.train experiment=grpo model.model_path=DIR "),
     (r"^\.\.\.", f"python -m rft.train experiment=grpo {GRPO}"),
     (r"(experiment=grpo.*) \.\.\.", rf"\1 {GRPO}"),
     (r"experiment=(grpo|ppo)((?! model\.model_path).)*$", rf"\g<0> {GRPO}"),
