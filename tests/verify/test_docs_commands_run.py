@@ -123,11 +123,8 @@ def smaller(line: str) -> list[str]:
     else:
         said = 1400 if "tool_use" in line else 16  # what tells of the tools is the prompt
         keys += ["trainer.total_steps=3", "buffer.batch_size=4", "buffer.total_epochs=1000"]
-        keys += [
-            "trainer.max_token_len_per_gpu=8192",
-            f"model.max_prompt_tokens={said}",
-            "model.max_response_tokens=16",
-        ]
+        keys += ["trainer.max_token_len_per_gpu=8192", "model.max_response_tokens=16"]
+        keys += [f"model.max_prompt_tokens={said}"]
         keys += [] if "--config" in line else ["algorithm.repeat_times=2"]
         keys += ["trainer.critic_warmup=1"] if "experiment=ppo" in line else []
     given = {word.partition("=")[0] for word in shlex.split(line)}
@@ -211,6 +208,11 @@ def call(line: str, place: Path) -> str:
     return ended.stdout
 
 
+def started(line: str, place: Path) -> Run:
+    variables = " ".join(f"{name}={environment(place)[name]}" for name in ("PATH", "PYTHONPATH"))
+    return Run(["bash", "-c", f"cd {place} && exec env {variables} {line}"])
+
+
 def test_every_command_has_a_place() -> None:
     """One that is run, and nothing that only looks so: what is run elsewhere names a file, and no pattern has gone stale."""
     assert len(HERE) > 30
@@ -233,8 +235,7 @@ def test_it_runs(desk: Desk, page: str, line: str) -> None:
 def test_it_serves(desk: Desk, page: str, line: str) -> None:
     """It says where, answers there, and ends when it is interrupted."""
     place = desk.place(completed(line))
-    variables = " ".join(f"{name}={environment(place)[name]}" for name in ("PATH", "PYTHONPATH"))
-    with Run(["bash", "-c", f"cd {place} && exec env {variables} {completed(line)}"]) as run:
+    with started(completed(line), place) as run:
         address = run.wait_for(r"http://127\.0\.0\.1:\d+")[0]
         with urllib.request.urlopen(f"{address}/health" if "serve" in line else address, timeout=60) as answer:
             assert answer.status == 200
@@ -247,12 +248,8 @@ def test_commands_of_a_run_under_way(tmp_path: Path) -> None:
     (start,) = (line for page, line in HERE if "engine_num=2" in line and page == "quickstart.md")
     asked = [line for _, line in lines() if UNDER_WAY.search(line)]
     assert len(asked) >= 4
-    endless = [
-        completed(start).replace("debug=fast", "").strip(),
-        "stages.0.trainer.total_steps=2",
-        "stages.1.trainer.total_steps=100000",
-    ]
-    with Run(["bash", "-c", f"cd {tmp_path} && exec env PYTHONPATH={ROOT} {' '.join(endless)}"]) as run:
+    endless = "stages.0.trainer.total_steps=2 stages.1.trainer.total_steps=100000"
+    with started(completed(start).replace("debug=fast", endless), tmp_path) as run:
         run.wait_step(2)
         run.wait_for("1 trainer rank.*engine")
         run.wait_step(2)
