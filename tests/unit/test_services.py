@@ -199,7 +199,7 @@ def test_numbers_that_json_does_not_have_are_words() -> None:
 
 
 def test_what_other_systems_call_ours_are_names_that_a_run_has() -> None:
-    """Of a real run; what needs a critic, a reference or a GPU is not in it, nor what is newer, and the extremes are of the batch."""
+    """Of a real run; what needs a critic, a reference or a GPU is not in it, nor what came later, and extremes are of the batch."""
     recorded = {name for line in (RECORDED / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
     elsewhere = {"kl/reference", "perf/mfu", "pool/running"} | {
         "reward/max",
