@@ -2,7 +2,8 @@
 
 In: the shell blocks and transcripts of the pages. What a page leaves to the reader (a model, task files, `...`) is put there by
 PLACES; a run is made small by `smaller`, which adds keys and changes none that the page gives. A command that reads a run
-has the one that its page makes (MADE_BY). Invariant: a command is run here, or ELSEWHERE names who runs it, or why nobody can.
+has the one that its page makes (MADE_BY); one that serves is asked once and interrupted. Invariant: a command is run here, or
+ELSEWHERE names who runs it, or why nobody can.
 """
 
 import os
