@@ -232,7 +232,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("explorer.rollout_model.dtype=fp16", "explorer.rollout_model.dtype", "Known: bf16, fp32"),
     ("explorer.rollout_model.gpu_memory_utilization=1.5", "explorer.rollout_model.gpu_memory_utilization", "at most 1"),
     ("explorer.rollout_model.max_num_seqs=0", "explorer.rollout_model.max_num_seqs", "greater than 0"),
-    ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type", "the engine is vLLM"),
+    ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type", "engines are vLLM's"),
     # synchronizer
     ("synchronizer.sync_timeout=0", "synchronizer.sync_timeout", "greater than 0"),
     ("synchronizer.bucket_bytes=0", "synchronizer.bucket_bytes", "greater than 0"),
