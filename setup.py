@@ -21,6 +21,7 @@ setup(
         "dev": ["hypothesis", "moto[server]>=5.1", "pytest", "pytest-asyncio", "pytest-timeout", "ruff", "s3fs"],
         "s3": ["s3fs"],
         "sql": ["psycopg[binary]>=3.2", "sqlalchemy>=2.0.40,<3"],
+        "tinker": ["tinker>=0.38,<1"],
         "monitor": ["wandb>=0.31"],
         "sweep": [
             "hydra-joblib-launcher>=1.2",

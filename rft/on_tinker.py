@@ -10,6 +10,7 @@ from rft.config import Config
 
 
 def open_mesh(config: Config, device: Any) -> Any:
+    """Nothing is computed on a device here but the loss of single tokens."""
     from rft.tinker.alone import Alone
 
     return Alone()

@@ -131,12 +131,12 @@ def check_tinker(config: Config) -> None:
             f"{what} with trainer.trainer_type=tinker: explorers of another run do not find the service's weights; set "
             "mode=both, or mode=train with a file"
         )
+    _check_terms(config)
+    _check_sampling(config)
     if importlib.util.find_spec("tinker") is None:
         raise ConfigError("trainer.trainer_type=tinker needs the service's client: pip install tinker")
     if not any(os.environ.get(name) for name in CREDENTIALS) and not STORED.expanduser().exists():
         raise ConfigError("trainer.trainer_type=tinker: the service wants a key; set the variable TINKER_API_KEY")
-    _check_terms(config)
-    _check_sampling(config)
 
 
 def _check_terms(config: Config) -> None:
