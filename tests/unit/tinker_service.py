@@ -147,6 +147,11 @@ class Service:
                 return as_json({"type": "try_again", "request_id": identity, "queue_state": "active"})
             return self._futures[identity]
 
+    def await_deletions(self, count: int) -> None:
+        """Until so many deletions have been asked for."""
+        with self._done:
+            assert self._done.wait_for(lambda: self.calls.count("delete") >= count, 30)
+
     # --- training -----------------------------------------------------------------------------------------------
 
     def create_model(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -265,8 +270,10 @@ class Service:
         if found := re.fullmatch(r"samplers/(.+)", path):
             return as_json(self.get_sampler(found[1]))
         if found := re.fullmatch(r"training_runs/(.+?)/checkpoints/(.+)", path):
-            self.calls.append("delete")
-            del self.saved[f"tinker://{found[1]}/{found[2]}"]
+            with self._done:
+                del self.saved[f"tinker://{found[1]}/{found[2]}"]
+                self.calls.append("delete")
+                self._done.notify_all()
             return as_json({})
         if path.startswith("sessions/"):
             return as_json({})
