@@ -74,6 +74,7 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"^rft studio", "tests/verify/test_studio_browser.py"),
     (r"^rft view", "tests/unit/test_view.py: the page alone; the command goes on until Ctrl-C"),
     (r"experiment=serve", "tests/e2e/test_agent_loop.py"),
+    (r"experiment=tinker|^export TINKER_API_KEY|tinker_service\.py", "tests/e2e/test_tinker_run.py"),
     (r"postgresql://", "tests/unit/test_postgres.py tests/e2e/test_sql_run.py"),
 )
 
