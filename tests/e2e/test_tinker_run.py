@@ -37,7 +37,7 @@ def common(root: Path, name: str, assets: Path, remote: list[str]) -> list[str]:
 
 def rows_of(root: Path, name: str, assets: Path, remote: list[str]) -> list[str]:
     return [
-        "experiment=sft", *common(root, name, assets, remote), "buffer.train_batch_size=8", "algorithm.optimizer.lr=1e-2",
+        "experiment=sft", *common(root, name, assets, remote), "buffer.train_batch_size=8", "algorithm.optimizer.lr=2e-3",
         f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}",
     ]  # fmt: skip
 

@@ -389,7 +389,9 @@ class Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(model_dir: str, port: int = 0) -> Iterator[tuple[Service, str]]:
-    """The service and its address, until the block is left."""
+    """The service and its address, until the block is left. What it computes is too small for more than one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     service = Service(model_dir)
     server = Server(("127.0.0.1", port), type("Bound", (Handler,), {"service": service}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -399,6 +401,7 @@ def serving(model_dir: str, port: int = 0) -> Iterator[tuple[Service, str]]:
     finally:
         server.shutdown()
         server.server_close()
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
