@@ -61,7 +61,7 @@ class TinkerConfig:
     base_url: Optional[str] = None  # of the service; default: $TINKER_BASE_URL, else Tinker's own
     rank: int = 32  # of the adapter that is trained
     seed: Optional[int] = None  # of its first weights; default: that of the run
-    train_mlp: bool = True
+    train_mlp: bool = True  # adapters in these layers, as in those of the next two
     train_attn: bool = True
     train_unembed: bool = True
     timeout: float = 1800.0  # seconds for one answer of the service

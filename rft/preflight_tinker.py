@@ -82,7 +82,7 @@ def _check_choices(config: Config) -> None:
             f"explorer.rollout_model.engine_type={rollout.engine_type} with trainer.trainer_type=tinker: the weights never leave "
             "the service; set it to tinker, or leave it out"
         )
-    if config.synchronizer.sync_method not in (None, "checkpoint"):
+    if config.synchronizer.sync_method not in (None, "checkpoint", "offline"):
         raise ConfigError(
             f"synchronizer.sync_method={config.synchronizer.sync_method} with trainer.trainer_type=tinker: {BY_PATH}; set it to "
             "checkpoint, or leave it out"

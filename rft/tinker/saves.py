@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +22,9 @@ from rft.checkpoint.records import Committed, Report, Retained, decode_json, enc
 from rft.checkpoint.storage import LocalStorage
 from rft.tinker.policy import RemotePolicy
 from rft.tinker.service import in_a_line
+
+if TYPE_CHECKING:
+    from rft.models import Models
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -32,7 +35,7 @@ class Damaged(RuntimeError):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`state`, `sampler`: the service's paths. `seal`: sha256 of everything else here."""
+    """`state`, `sampler`: the service's paths. `small`: what else moves from step to step. `seal`: sha256 of all of it."""
 
     format: int
     step: int
@@ -41,6 +44,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     base_model: str
     rank: int
     loop: dict[str, Any]
+    small: dict[str, bytes]
     seal: str = ""
 
     def sealed(self) -> "Record":
@@ -95,6 +99,7 @@ class Pending:
     step: int
     paths: "dict[str, Future[str]]"
     loop: dict[str, Any]
+    small: dict[str, bytes]
     began: float
 
     @property
@@ -116,7 +121,7 @@ class RemoteCheckpoints:
         self._committed = 0
         self._seconds = 0.0
 
-    def load(self, models: Any) -> dict[str, Any] | None:
+    def load(self, models: "Models") -> dict[str, Any] | None:
         """Let the service go on from the newest record; the loop's state, or None when there never was one."""
         steps = self.records.steps()
         if not steps:
@@ -134,16 +139,17 @@ class RemoteCheckpoints:
                 f"with rank {config.rank}: give it what it was trained with, or start under another name"
             )
         self.policy.open(newest.step, newest.state)
+        models.nearness.restore(newest.small)
         self.requested = newest.step
         return newest.loop
 
-    def start(self, models: Any) -> None:
+    def start(self, models: "Models") -> None:
         """Nothing is held in memory for saves."""
 
-    def save(self, step: int, models: Any, loop: dict[str, Any], full: bool = True, weights: bool = False) -> bool:
+    def save(self, step: int, models: "Models", loop: dict[str, Any], full: bool = True, weights: bool = False) -> bool:
         """Begin; the service takes its copy before the next update. Weights for engines alone are the publisher's."""
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
-        self._pending.append(Pending(step, paths, loop, time.monotonic()))
+        self._pending.append(Pending(step, paths, loop, models.nearness.state(), time.monotonic()))
         self.requested = step
         return True
 
@@ -163,7 +169,7 @@ class RemoteCheckpoints:
         config = self.policy.config
         record = Record(
             format=FORMAT, step=save.step, base_model=str(config.base_model), rank=config.rank, loop=save.loop,
-            **{kind: path.result() for kind, path in save.paths.items()},
+            small=save.small, **{kind: path.result() for kind, path in save.paths.items()},
         )  # fmt: skip
         name = self.records.write(record).name
         self._committed, self._seconds = self._committed + 1, time.monotonic() - save.began

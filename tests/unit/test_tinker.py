@@ -13,8 +13,9 @@ import torch
 
 from rft.algorithm.losses import Fields, token_loss
 from rft.checkpoint.records import Committed, Retained
-from rft.config import ConfigError, ModelConfig, OptimizerConfig, TinkerConfig
+from rft.config import AlgorithmConfig, ConfigError, ModelConfig, OptimizerConfig, TinkerConfig
 from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.models import Models
 from rft.packing import Row, pack
 from rft.rollout.engine import EngineUnavailable, RoundFailed
 from rft.tinker.alone import Alone
@@ -179,9 +180,17 @@ def saves_of(root: Path, policy: RemotePolicy, keep: int = 2, reach: int = 0) ->
     return RemoteCheckpoints(root / "remote", policy, keep, reach)
 
 
+def models_of(policy: RemotePolicy) -> Models:
+    """With a KL coefficient that moves from step to step."""
+    adaptive = {"kl_coef": 0.001, "adaptive": True, "target_kl": 0.1, "horizon": 10.0}
+    return Models(policy, None, None, AlgorithmConfig(kl_loss_fn_args=adaptive))  # type: ignore[arg-type]
+
+
 def saved(checkpoints: RemoteCheckpoints, step: int) -> list[Any]:
     """Save `step` and hear of it."""
-    checkpoints.save(step, None, {"step": step, "journal": 100 + step})
+    models = models_of(checkpoints.policy)
+    models.nearness.loss.value = 0.5 + step
+    checkpoints.save(step, models, {"step": step, "journal": 100 + step})
     checkpoints.wait(step)
     return checkpoints.poll()
 
@@ -195,7 +204,8 @@ def train(policy: RemotePolicy, steps: int) -> list[float]:
 def test_a_run_goes_on_from_its_newest_record_exactly(
     fake: tinker_service.Service, service: Service, model: ModelConfig, policy: RemotePolicy, tmp_path: Path
 ) -> None:
-    assert saves_of(tmp_path, policy_of(service, model)).load(None) is None, "there never was one"
+    new = policy_of(service, model)
+    assert saves_of(tmp_path, new).load(models_of(new)) is None, "there never was one"
     checkpoints = saves_of(tmp_path, policy)
     train(policy, 2)
     committed, retained = saved(checkpoints, 2)
@@ -203,8 +213,9 @@ def test_a_run_goes_on_from_its_newest_record_exactly(
     assert isinstance(retained, Retained) and retained.oldest == {"step": 2, "journal": 102}
     whole = train(policy, 2)  # what a killed run has trained behind its last save
     again = policy_of(service, model)
-    resumed = saves_of(tmp_path, again)
-    assert resumed.load(None) == {"step": 2, "journal": 102} and again.step == 2 and resumed.requested == 2
+    resumed, models = saves_of(tmp_path, again), models_of(again)
+    assert resumed.load(models) == {"step": 2, "journal": 102} and again.step == 2 and resumed.requested == 2
+    assert models.nearness.loss.value == 2.5
     assert train(again, 2) == whole, "weights, moments and learning rate are those of step 2"
     assert fake.saved[again.saved("state", 4).result(30)]["updates"] == 4
 
@@ -218,7 +229,7 @@ def test_weights_of_a_step_are_saved_once(
     saved(checkpoints, 1)
     assert checkpoints.records.read(1).sampler == path
     again = policy_of(service, model)
-    saves_of(tmp_path, again).load(None)
+    saves_of(tmp_path, again).load(models_of(again))
     assert again.saved("sampler", 1).result(30) == path, "nor again after a resume"
     assert [call for call in fake.calls if call.startswith("save")] == ["save_weights_for_sampler", "save_weights"]
 
@@ -249,7 +260,7 @@ def test_a_save_that_fails_is_counted_and_training_goes_on(
     checkpoints = saves_of(tmp_path, policy)
     fake.failing["save_weights"] = "the store is full"
     train(policy, 1)
-    checkpoints.save(1, None, {"step": 1})
+    checkpoints.save(1, models_of(policy), {"step": 1})
     with pytest.raises(ServiceFailed, match="checkpoint of step 1: .*the store is full"):
         checkpoints.wait(1)
     policy.saved("sampler", 1).result(30)
@@ -277,7 +288,7 @@ def test_a_record_that_is_not_as_it_was_written_stops_the_run_by_name(
     assert damaged != data
     path.write_bytes(damaged)
     with pytest.raises(Damaged) as refused:
-        saves_of(tmp_path, policy).load(None)
+        saves_of(tmp_path, policy).load(models_of(policy))
     assert str(path) in str(refused.value) and "delete it to go on of step 0" in str(refused.value)
 
 
@@ -285,7 +296,7 @@ def test_a_record_of_another_adapter_is_refused(service: Service, policy: Remote
     saved(saves_of(tmp_path, policy), 0)
     policy.config = TinkerConfig(base_model=BASE, rank=8)
     with pytest.raises(ValueError, match="toy with rank 4, model.tinker says toy with rank 8"):
-        saves_of(tmp_path, policy).load(None)
+        saves_of(tmp_path, policy).load(models_of(policy))
 
 
 # --- engines -------------------------------------------------------------------------------------------------------------
