@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,15 +23,18 @@ from rft.checkpoint.storage import LocalStorage
 from rft.tinker.policy import RemotePolicy
 from rft.tinker.service import in_a_line
 
-if TYPE_CHECKING:
-    from rft.models import Models
-
 log = logging.getLogger(__name__)
 FORMAT = 1
 
 
 class Damaged(RuntimeError):
     """A record that is not as it was written."""
+
+
+class Models(Protocol):
+    """What is needed of them: KL coefficients, which may move from step to step."""
+
+    nearness: Any
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +124,7 @@ class RemoteCheckpoints:
         self._committed = 0
         self._seconds = 0.0
 
-    def load(self, models: "Models") -> dict[str, Any] | None:
+    def load(self, models: Models) -> dict[str, Any] | None:
         """Let the service go on from the newest record; the loop's state, or None when there never was one."""
         steps = self.records.steps()
         if not steps:
@@ -143,10 +146,10 @@ class RemoteCheckpoints:
         self.requested = newest.step
         return newest.loop
 
-    def start(self, models: "Models") -> None:
+    def start(self, models: Models) -> None:
         """Nothing is held in memory for saves."""
 
-    def save(self, step: int, models: "Models", loop: dict[str, Any], full: bool = True, weights: bool = False) -> bool:
+    def save(self, step: int, models: Models, loop: dict[str, Any], full: bool = True, weights: bool = False) -> bool:
         """Begin; the service takes its copy before the next update. Weights for engines alone are the publisher's."""
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
         self._pending.append(Pending(step, paths, loop, models.nearness.state(), time.monotonic()))
