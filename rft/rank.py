@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import control, plugins
+from rft import control, plugins, processes
 from rft import device as devices
 from rft.config import Config, TrainerConfig
 from rft.monitor import logs, redact, trace
@@ -122,12 +122,15 @@ def run(rank: Rank) -> None:
     config = rank.config
     mesh = backend_of(config).open_mesh(config, rank.device)
     leads = mesh.rank == 0 or config.synchronizer.sync_method == "memory"  # there every rank leaves its own weights
-    if leads and "RFT_RAY_ADDRESS" in os.environ:
+    talks = leads and "RFT_RAY_ADDRESS" in os.environ
+    if talks:
         control.connect(os.environ["RFT_RAY_ADDRESS"], os.environ["RFT_RAY_NAMESPACE"])
     try:
         _train(rank, mesh)
     finally:
         mesh.close()
+    if talks:
+        control.disconnect()
 
 
 def _train(rank: Rank, mesh: Any) -> None:
@@ -347,4 +350,5 @@ def export_dir(job: Path, step: int) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end = processes.ShortExit()
+    end.code = main(sys.argv[1])
