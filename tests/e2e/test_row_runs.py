@@ -114,9 +114,10 @@ def test_a_teacher_stands_in_for_rewards(tmp_path: Path, assets: Path, name: str
     )
     save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
     rows = finished(
-        *overrides(tmp_path, "run", assets, f"algorithm={name}", "trainer.total_steps=8"),
+        *overrides(tmp_path, "run", assets, f"algorithm={name}", "trainer.total_steps=30", "buffer.batch_size=16"),
         f"model.teacher_model_path={teacher}", "algorithm.optimizer.lr=3e-3",
     )  # fmt: skip
     assert rows[0]["advantage/mean"] < 0, "what the policy samples, the policy finds likelier"
-    assert sum(row["kl/teacher"] for row in rows[-3:]) / 3 < 0.8 * rows[0]["kl/teacher"]
+    distance = [row["kl/teacher"] for row in rows]
+    assert sum(distance[-3:]) < 0.85 * sum(distance[:3]), distance
     assert "kl/reference" not in rows[0]
