@@ -40,7 +40,7 @@ def test_rewards_are_what_the_judge_says(tmp_path: Path, monkeypatch: pytest.Mon
         f"trainer.total_steps={STEPS}", f"{TASKSET}.path={assets / 'judged.jsonl'}", f"{TASKSET}.format.workflow_key=flow",
         f"explorer.auxiliary_models=[{{name: judge, model_path: {judge}, kv_cache_gb: 0.25}}]",
         f"+{TASKSET}.workflow_args.judge=judge", "buffer.explorer_input.default_reward_fn_type=remote_judge",
-        f"{TASKSET}.reward_fn_args={remote}", f"explorer.proxy_port={port}", "explorer.reward_timeout=60",
+        f"+{TASKSET}.reward_fn_args={remote}", f"explorer.proxy_port={port}", "explorer.reward_timeout=60",
     ]  # fmt: skip
     with train(*overrides(tmp_path, "judged", assets, *command)) as run:
         assert (run.end(), run.errors()) == (0, "")
