@@ -17,6 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from rft.buffer import progress as records
@@ -91,9 +92,13 @@ class ExperienceBuffer:
         return {"cursor": cursor, "reissue": groups, "run_epoch": self._progress.run_epoch, "told": told}
 
     async def admit(self, explorer: str, task: bytes, cursor: dict[str, Any]) -> int | None:
-        """Wait for a slot and return the number of the new group; None: the run needs no more, the task was not taken.
+        """`admit_some` of one: the number of its group. None: the run needs no more."""
+        return next(iter(await self.admit_some(explorer, [(task, cursor)])), None)
 
-        `cursor` is where the taskset continues after this task. Calls are served in the order they come.
+    async def admit_some(self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
+        """Wait for a slot and begin groups for the first of these tasks, as many as may begin; returns their numbers.
+
+        Empty: the run needs no more. Each task comes with the taskset's cursor behind it. Calls are served in their order.
         """
         async with self._admission, self._waits.changed:
             if not await self._waits.wait(lambda: self._may_admit() or self._is_supplied(), self.timeout):
@@ -101,12 +106,12 @@ class ExperienceBuffer:
                     f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the trainer "
                     f"published no version after {self._published} ({self._where()})"
                 )
-            if not self._may_admit():
-                return None
-            number = self._progress.next_group
-            self._append(records.Issued(group=number, explorer=explorer, task=task, cursor=cursor, **self._now()))
+            numbers, now = [], self._now()
+            for task, cursor in takewhile(lambda _: self._may_admit(), tasks):
+                numbers.append(self._progress.next_group)
+                self._append(records.Issued(group=numbers[-1], explorer=explorer, task=task, cursor=cursor, **now))
         await self._settle()
-        return number
+        return numbers
 
     async def readmit(self, explorer: str, group: int) -> None:
         """Wait until an unfinished group from `attach_explorer` may start again."""
@@ -143,8 +148,7 @@ class ExperienceBuffer:
             self._counts["short_groups"] += len(rows) < self.repeat_times
             self._counts["experiences"] += len(rows)
             timeline = self._progress.waiting[group].run_epoch
-            stored = records.Stored(group=group, experiences=experiences, version=oldest_version(rows), told=told)
-            self._append(stored)
+            self._append(records.Stored(group=group, experiences=experiences, version=oldest_version(rows), told=told))
             self._evict(self._choice.surplus())
             await self._settle()
             if self._copy is not None:

@@ -98,25 +98,32 @@ class SqlBuffer:
         return found
 
     async def admit(self, explorer: str, task: bytes, cursor: dict[str, Any]) -> int | None:
-        """Wait for a slot and return the number of the new group; None: the run needs no more. All explorers share the slots."""
+        """As `ExperienceBuffer.admit`. All explorers share the slots."""
+        return next(iter(await self.admit_some(explorer, [(task, cursor)])), None)
+
+    async def admit_some(self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
+        """As `ExperienceBuffer.admit_some`."""
         me = f"{self.owner}/{explorer}"
 
-        def admit(db: Connection) -> int | None | object:
+        def admit(db: Connection) -> list[int] | object:
             self._steps.lock_buffer(db)
             self._check_explorer(db, me)
-            free = self._steps.may_admit(db, f"{self.owner}/trainer", self._published, self.total_steps)
-            if free is not True:
-                return free
-            return self._steps.issue(db, me, task, encode(cursor), self._version_now(), self._epoch(db))
+            numbers: list[int] = []
+            for task, cursor in tasks:
+                free = self._steps.may_admit(db, f"{self.owner}/trainer", self._published, self.total_steps)
+                if free is not True:
+                    return WAIT if free is WAIT and not numbers else numbers
+                numbers.append(self._steps.issue(db, me, task, encode(cursor), self._version_now(), self._epoch(db)))
+            return numbers
 
         async with self._admission:
-            number = await self._until(admit)
-        if number is WAIT:
+            numbers = await self._until(admit)
+        if numbers is WAIT:
             raise TimeoutError(
                 f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: it serves version {self._published}, "
                 f"and too many groups are ahead ({await self._where()})"
             )
-        return number
+        return numbers
 
     async def readmit(self, explorer: str, group: int) -> None:
         """Wait until an unfinished group from `attach_explorer` may start again."""

@@ -70,6 +70,9 @@ class Explorer:
         self.runner = Runner(config, self.shared, batch_size, greedy_baseline)
         self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
         self.evaluator = Evaluator(self.runner, eval_tasksets)
+        self.at_once = max(
+            1, min(batch_size // 4, config.runner_per_model // 8)
+        )  # tasks admitted in one call; not all to one explorer
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -157,23 +160,36 @@ class Explorer:
             self.taskset.recall(start["told"], [task for _, task in unfinished])
         for group, task in unfinished:  # left by an earlier process: the same numbers, sampled again
             await self._launch(group, task, await self._readmit(group))
-        tasks = iter(self.taskset)
-        while (task := await self._next(tasks)) is not None:
-            holds = self.holds
-            group = await self.buffer.admit.remote(self.config.name, for_journal(task), self.taskset.cursor)
-            if group is None:  # enough groups for the last step were admitted
+        tasks, found = iter(self.taskset), []
+        while found := found or await self._next(tasks):
+            holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
+            groups = await self.buffer.admit_some.remote(self.config.name, asked)
+            if not groups:  # enough groups for the last step were admitted
                 break
-            await self._launch(group, task, holds)
+            for group, (task, _) in zip(groups, found, strict=False):
+                await self._launch(group, task, holds)
+            found = found[len(groups) :]
         await asyncio.gather(*self.groups)
         await self.buffer.input_done.remote(self.config.name)
         self.phase = "done"
 
-    async def _next(self, tasks: Iterator[Task]) -> Task | None:
-        """The next task, once its selector has heard of all groups that it chooses by."""
-        while self.taskset.learns and self.taskset.is_waiting():  # type: ignore[union-attr]
-            self.learned.clear()
-            await self.learned.wait()
-        return next(tasks, None)
+    async def _next(self, tasks: Iterator[Task]) -> list[tuple[Task, dict[str, Any]]]:
+        """The next few tasks, each with where the taskset goes on after it; none: it is exhausted.
+
+        A selector gives each once it has heard of all groups that it chooses by.
+        """
+        assert self.taskset is not None
+        found: list[tuple[Task, dict[str, Any]]] = []
+        while len(found) < self.at_once:
+            while self.taskset.learns and self.taskset.is_waiting():
+                if found:
+                    return found
+                self.learned.clear()
+                await self.learned.wait()
+            if (task := next(tasks, None)) is None:
+                break
+            found.append((task, self.taskset.cursor))
+        return found
 
     async def _follow_cuts(self) -> None:
         while True:

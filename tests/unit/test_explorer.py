@@ -39,9 +39,10 @@ class Buffer:
     async def attach_explorer(self, name: str) -> dict[str, Any]:
         return {"cursor": None, "reissue": [], "run_epoch": 0}
 
-    async def admit(self, name: str, task: bytes, cursor: dict[str, Any]) -> int:
-        self.issued += 1
-        return self.issued - 1
+    async def admit_some(self, name: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
+        """Up to three: what it leaves comes again."""
+        first, self.issued = self.issued, self.issued + min(3, len(tasks))
+        return list(range(first, self.issued))
 
     async def readmit(self, name: str, group: int) -> None:
         self.readmitted.append(group)
@@ -144,6 +145,17 @@ def test_whatever_a_workflow_raises_costs_its_group_only(
     buffer = asyncio.run(scenario())
     assert sorted(buffer.stored) == [0, 2] and list(buffer.failed) == [1] and buffer.is_done
     assert reason in buffer.failed[1] and "\n" not in buffer.failed[1]
+
+
+def test_tasks_that_are_not_admitted_at_once_are_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> list[str]:
+        actor = explorer(lambda _: made(), monkeypatch, count=8)
+        actor.at_once = 5
+        stored = (await explored(actor)).stored
+        assert stored.keys() == set(range(8))
+        return [stored[group][0].task for group in range(8)]
+
+    assert asyncio.run(scenario()) == [task.id for task in tasks(8)]
 
 
 def test_a_task_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

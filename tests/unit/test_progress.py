@@ -294,6 +294,20 @@ def test_admission_waits_for_a_published_version_and_keeps_the_order_of_the_curs
     run(test)
 
 
+def test_several_are_admitted_in_one_call_as_far_as_slots_go(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path)
+        await buffer.attach_trainer(0, 1)
+        tasks = [(b"%d" % n, {"next": n + 1}) for n in range(6)]
+        assert await buffer.admit_some("e", tasks) == [0, 1, 2, 3], "two steps of two tasks"
+        start = await buffer.attach_explorer("e")
+        assert start["cursor"] == {"next": 4}, "what was not admitted is no part of it"
+        assert start["reissue"] == [(n, b"%d" % n) for n in range(4)]
+        await buffer.shutdown()
+
+    run(test)
+
+
 def test_a_late_publication_of_an_earlier_attempt_frees_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = make(tmp_path)

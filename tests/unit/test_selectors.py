@@ -141,14 +141,15 @@ async def trained(directory: Path, tasks: Any, lasts: Any, first: int, last: int
     class Noting(Actor):
         def __getattr__(self, name: str) -> Any:
             method = super().__getattr__(name)
-            if name != "admit":
+            if name != "admit_some":
                 return method
 
-            async def admit(explorer: str, task: bytes, cursor: Any) -> Any:
-                drawn[decode(task, Task).draw] = decode(task, Task).row
-                return await method.remote(explorer, task, cursor)
+            async def admit_some(explorer: str, tasks: list[tuple[bytes, Any]]) -> Any:
+                for task, _ in tasks:
+                    drawn[decode(task, Task).draw] = decode(task, Task).row
+                return await method.remote(explorer, tasks)
 
-            return Actor(SimpleNamespace(admit=admit)).admit
+            return Actor(SimpleNamespace(admit_some=admit_some)).admit_some
 
     config = ExperienceBufferConfig(max_read_timeout=5000.0)
     buffer = ExperienceBuffer(
