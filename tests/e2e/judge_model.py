@@ -31,7 +31,8 @@ def write_judge(path: Path) -> Path:
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them only wait for each other over tensors this small
     size = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 128, "context": 1024}
     write_model(path, vocab=len(SPECIAL) + len(CHARACTERS) + len(VERDICTS), tied=False, **size)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -52,6 +53,7 @@ def write_judge(path: Path) -> Path:
         loss.backward()
         optimizer.step()
         schedule.step()
+    torch.set_num_threads(threads)
     model.save_pretrained(path)
     return path
 

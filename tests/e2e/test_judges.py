@@ -38,6 +38,7 @@ def test_rewards_are_what_the_judge_says(tmp_path: Path, monkeypatch: pytest.Mon
     remote = f"{{url: 'http://127.0.0.1:{port}/v1', model: judge, key_variable: RFT_ENDPOINT_TOKEN, seconds: 50}}"
     command = [
         f"trainer.total_steps={STEPS}", f"{TASKSET}.path={assets / 'judged.jsonl'}", f"{TASKSET}.format.workflow_key=flow",
+        f"{TASKSET}.task_selector.selector_type=sequential",
         f"explorer.auxiliary_models=[{{name: judge, model_path: {judge}, kv_cache_gb: 0.25}}]",
         f"+{TASKSET}.workflow_args.judge=judge", "buffer.explorer_input.default_reward_fn_type=remote_judge",
         f"+{TASKSET}.reward_fn_args={remote}", f"explorer.proxy_port={port}", "explorer.reward_timeout=60",
