@@ -29,6 +29,7 @@ from rft.buffer.ledger import Ledger
 from rft.buffer.over_rollout import OverRollout
 from rft.buffer.progress import Evicted, Group, JournalRecord
 from rft.buffer.replay import Replay
+from rft.buffer.several import Several
 from rft.buffer.waits import Waits
 from rft.config import ExperienceBufferConfig
 from rft.config_explorer import OverRolloutConfig
@@ -43,7 +44,7 @@ SEGMENT_BYTES = 64 * 2**20  # of the journal
 logger = logging.getLogger(__name__)
 
 
-class ExperienceBuffer:
+class ExperienceBuffer(Several):
     """The one buffer of a run. `max_staleness=None`: no slot limit; `total_steps=None`: until the input is done."""
 
     def __init__(
@@ -90,10 +91,6 @@ class ExperienceBuffer:
         groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
         cursor, told = self._progress.cursors.get(name), self._progress.told.get(name, [])
         return {"cursor": cursor, "reissue": groups, "run_epoch": self._progress.run_epoch, "told": told}
-
-    async def admit(self, explorer: str, task: bytes, cursor: dict[str, Any]) -> int | None:
-        """`admit_some` of one: the number of its group. None: the run needs no more."""
-        return next(iter(await self.admit_some(explorer, [(task, cursor)])), None)
 
     async def admit_some(self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
         """Wait for a slot and begin groups for the first of these tasks, as many as may begin; returns their numbers.

@@ -28,6 +28,7 @@ from sqlalchemy import Connection
 
 from rft.buffer import sql_steps as steps
 from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of
+from rft.buffer.several import Several
 from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, connect, create
 from rft.buffer.waits import Waits
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-class SqlBuffer:
+class SqlBuffer(Several):
     """One process's end of it. `owner`: the run, whose trainer it is and whose versions its explorers serve."""
 
     def __init__(
@@ -97,12 +98,8 @@ class SqlBuffer:
         self._beat()
         return found
 
-    async def admit(self, explorer: str, task: bytes, cursor: dict[str, Any]) -> int | None:
-        """As `ExperienceBuffer.admit`. All explorers share the slots."""
-        return next(iter(await self.admit_some(explorer, [(task, cursor)])), None)
-
     async def admit_some(self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
-        """As `ExperienceBuffer.admit_some`."""
+        """As `ExperienceBuffer.admit_some`. All explorers share the slots."""
         me = f"{self.owner}/{explorer}"
 
         def admit(db: Connection) -> list[int] | object:

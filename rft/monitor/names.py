@@ -8,6 +8,8 @@ ELSEWHERE = {  # name in other systems -> name here
     "actor/final_loss": "loss",
     "actor/grad_norm": "grad_norm",
     "actor/pg_clipfrac": "clip_frac",
+    "clip_frac/low": "clip_frac_low",
+    "clip_frac/high": "clip_frac_high",
     "actor/kl_loss": "kl/reference",
     "actor/entropy_loss": "entropy/mean",
     "actor/lr": "lr",

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Protocol
 
+from rft.buffer.several import Together
 from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
 from rft.experience import Experience, Sampling, Task, decode, encode
@@ -73,6 +74,7 @@ class Explorer:
         self.at_once = max(
             1, min(batch_size // 4, config.runner_per_model // 8)
         )  # tasks admitted in one call; not all to one explorer
+        self.put = Together(self._put)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -262,9 +264,12 @@ class Explorer:
         if dropped_by:  # the buffer admits another task in its place
             await self._abandon(group, task, dropped_by)
             return
-        lesson = () if value is None else ([task.taskset, task.draw, task.row, value],)
-        await self.buffer.put.remote(group, encode(experiences), *lesson)
+        lesson = None if value is None else [task.taskset, task.draw, task.row, value]
+        await self.put((group, encode(experiences), lesson))
         self._tell(task, value)
+
+    async def _put(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
+        await self.buffer.put_some.remote(puts)  # type: ignore[union-attr]
 
     async def _abandon(self, group: int, task: Task, cause: str) -> None:
         trace.instant("task failed", task=task.id, cause=cause)
@@ -324,7 +329,7 @@ class Explorer:
         group = await self.buffer.admit.remote(f"{self.config.name}/endpoint", encode(task), {})
         for experience in experiences:
             experience.group, experience.task = group, task.id
-        await self.buffer.put.remote(group, encode(experiences))
+        await self.put((group, encode(experiences), None))
 
     # --- evaluating ---------------------------------------------------------------------------------------------
 

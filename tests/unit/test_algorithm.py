@@ -81,10 +81,11 @@ def test_ppo_value_and_gradient(log_ratio: float, advantage: float, expected: fl
 
 def test_asymmetric_clipping_and_clip_fraction() -> None:
     loss, found = token_loss("ppo", {"clip_range_low": 0.2, "clip_range_high": 0.4})(
-        torch.tensor([0.3, 0.6], dtype=torch.float64), fields([0, 0], [1, 1])
+        torch.tensor([0.3, 0.6, -0.6], dtype=torch.float64), fields([0, 0, 0], [1, 1, -1])
     )
-    assert loss.tolist() == pytest.approx([-np.exp(0.3), -1.4])
-    assert found["clip_frac"].tolist() == [0.0, 1.0]
+    assert loss.tolist() == pytest.approx([-np.exp(0.3), -1.4, 0.8])
+    assert found["clip_frac"].tolist() == [0.0, 1.0, 1.0]
+    assert found["clip_frac_high"].tolist() == [0.0, 1.0, 0.0] and found["clip_frac_low"].tolist() == [0.0, 0.0, 1.0]
 
 
 def test_a_penalty_brings_its_reference() -> None:

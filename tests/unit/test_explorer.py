@@ -47,8 +47,8 @@ class Buffer:
     async def readmit(self, name: str, group: int) -> None:
         self.readmitted.append(group)
 
-    async def put(self, group: int, experiences: bytes) -> None:
-        self.stored[group] = decode(experiences, list[Experience])
+    async def put_some(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
+        self.stored |= {group: decode(experiences, list[Experience]) for group, experiences, _ in puts}
 
     async def abandon(self, group: int, reason: str) -> None:
         self.failed[group] = reason

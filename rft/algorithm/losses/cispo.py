@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rft.algorithm.losses.fields import Fields, limited, versus_engine
+from rft.algorithm.losses.fields import Fields, clipped_share, limited, versus_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ def cispo(
     """
     ratio = limited(logprobs.detach() - fields.old).exp()
     weight = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
-    metrics = {"clip_frac": (weight != ratio).float(), **versus_engine(logprobs, fields)}
+    metrics = {**clipped_share(weight != ratio, ratio), **versus_engine(logprobs, fields)}
     if enable_mask:
         is_over = (fields.advantage > 0) & (ratio > 1 + mask_clip_range_high)
         is_under = (fields.advantage < 0) & (ratio < 1 - mask_clip_range_low)

@@ -66,6 +66,12 @@ def limited(log_ratio: "Tensor") -> "Tensor":
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def clipped_share(is_clipped: "Tensor", ratio: "Tensor") -> dict[str, "Tensor"]:
+    """How many tokens have no gradient because the policy has moved too far: in all, down (`low`) and up (`high`)."""
+    below, above = is_clipped & (ratio < 1), is_clipped & (ratio > 1)
+    return {"clip_frac": is_clipped.float(), "clip_frac_low": below.float(), "clip_frac_high": above.float()}
+
+
 def versus_engine(logprobs: "Tensor", fields: Fields) -> dict[str, "Tensor"]:
     """`mismatch` of the trainer as it is now: part of what every loss on rollouts tells."""
     return mismatch(limited(logprobs - fields.behaviour).detach())

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rft.algorithm.losses.fields import Fields, limited, versus_engine
+from rft.algorithm.losses.fields import Fields, clipped_share, limited, versus_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,4 +19,4 @@ def gspo(
     ratio = (limited(fields.mean(fresh - fields.old)) + logprobs - fresh).exp()
     plain = -fields.advantage * ratio
     clipped = -fields.advantage * ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
-    return plain.maximum(clipped), {"clip_frac": (clipped > plain).float(), **versus_engine(logprobs, fields)}
+    return plain.maximum(clipped), {**clipped_share(clipped > plain, ratio.detach()), **versus_engine(logprobs, fields)}

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rft.algorithm.losses.fields import Fields, limited, versus_engine
+from rft.algorithm.losses.fields import Fields, clipped_share, limited, versus_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ def ppo(
     clipped = -advantage * ratio.clamp(1 - low, 1 + high)
     loss = plain.maximum(clipped)
     loss = loss.where(advantage >= 0, loss.minimum(-advantage * clip_ratio_c))
-    metrics = {"clip_frac": (clipped > plain).float(), **versus_engine(logprobs, fields)}
+    metrics = {**clipped_share(clipped > plain, ratio), **versus_engine(logprobs, fields)}
     if not enable_sequence_masking:
         return loss, metrics
     is_left_out = (advantage < 0) & (fields.mean(fields.old - fresh) > delta)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from rft.algorithm.losses.fields import Fields, limited, versus_engine
+from rft.algorithm.losses.fields import Fields, clipped_share, limited, versus_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def rec(
         loss = loss + regularizer_coef * (logprobs - fields.old) ** 2
     elif regularizer == "forward-kl":
         loss = loss - regularizer_coef * logprobs
-    return loss, {"clip_frac": (~is_inside).float(), **versus_engine(logprobs, fields)}
+    return loss, {**clipped_share(~is_inside, seen), **versus_engine(logprobs, fields)}
 
 
 def _inside(clip_mode: str, advantage: "Tensor", ratio: "Tensor", low: float, high: float) -> "Tensor":

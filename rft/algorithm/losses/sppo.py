@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rft.algorithm.losses.fields import Fields, limited, versus_engine
+from rft.algorithm.losses.fields import Fields, clipped_share, limited, versus_engine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,4 +14,4 @@ def sppo(logprobs: "Tensor", fields: Fields, epsilon: float = 0.3) -> tuple["Ten
     ratio = limited(log_ratio.detach()).exp()
     is_outside = (ratio < 1 / (1 + epsilon)) | (ratio > 1 + epsilon)
     loss = (-fields.advantage * log_ratio).where(~is_outside, log_ratio.new_zeros(()))
-    return loss, {"clip_frac": is_outside.float(), **versus_engine(logprobs, fields)}
+    return loss, {**clipped_share(is_outside, ratio), **versus_engine(logprobs, fields)}

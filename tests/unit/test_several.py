@@ -1,0 +1,39 @@
+"""Calls that are gathered: each goes once, goes on when its own has gone, and hears of its own failure only."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rft.buffer.several import Together
+
+
+def test_what_comes_while_a_call_is_under_way_goes_with_the_next() -> None:
+    async def scenario() -> None:
+        calls: list[list[int]] = []
+        gates = [asyncio.Event() for _ in range(3)]
+
+        async def call(items: list[int]) -> None:
+            calls.append(items)
+            await gates[len(calls) - 1].wait()
+            if 2 in items:
+                raise OSError("full")
+
+        together = Together(call)
+        jobs: list[asyncio.Task[Any]] = [asyncio.create_task(together(0))]
+        await asyncio.wait(jobs, timeout=0)
+        jobs += [asyncio.create_task(together(item)) for item in (1, 2, 3)]
+        await asyncio.wait(jobs, timeout=0)
+        jobs[3].cancel()  # it is sent all the same: nobody can say how far it was
+        gates[0].set()
+        await jobs[0]
+        assert not jobs[1].done()
+        gates[1].set()
+        for job in jobs[1:3]:
+            with pytest.raises(OSError, match="full"):
+                await job
+        gates[2].set()
+        await together(4)
+        assert calls == [[0], [1, 2, 3], [4]]
+
+    asyncio.run(scenario())
