@@ -2,7 +2,8 @@
 
 In: the shell blocks and transcripts of the pages. What a page leaves to the reader (a model, task files, `...`) is put there by
 PLACES; a run is made small by `smaller`, which adds keys and changes none that the page gives. A command that reads a run
-has the one that its page makes (MADE_BY). Invariant: a command is run here, or ELSEWHERE names who runs it, or why nobody can.
+has the one that its page makes (MADE_BY); one that serves is asked once and interrupted. Invariant: a command is run here, or
+ELSEWHERE names who runs it, or why nobody can.
 """
 
 import os
@@ -11,11 +12,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from rft.tools import studio
 from rft.tools.toy import write_model
 from tests.unit.test_docs_commands import PAGES, ROOT, commands
 
@@ -24,32 +26,43 @@ from runs import MODEL, Run, write_assets
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(1200)]
 RUN_S = 900.0  # a sweep of four runs
 TRANSCRIPT = re.compile(r"^\$ (.*)$", re.MULTILINE)
-NAMED_FILE = re.compile(r"```python\n(# (\w+\.py)\n.*?)```", re.DOTALL)
+NAMED_FILE = re.compile(r"```(?:python|yaml)\n(# ((?!rft/)[\w/]+\.(?:py|yaml))\n.*?)```", re.DOTALL)
+NAMED_ROWS = re.compile(r"```jsonl (\w+)\n(.*?)```", re.DOTALL)
 STARTS_A_RUN = re.compile(r"rft\.train\b|^rft train\b|launch/torchrun\.sh")
 
 GRPO = "model.model_path=DIR buffer.explorer_input.taskset.path=FILE"
 PLACES = (  # what a page leaves to the reader, and what is there
     (r'^make quickstart(?: ARGS="(.*)")?$', r"python -m rft.train experiment=quickstart \1"),
+    (r"^\.\.\. (?=.*taskset=null)", "python -m rft.train experiment=grpo model.model_path=DIR "),
     (r"^\.\.\.", f"python -m rft.train experiment=grpo {GRPO}"),
     (r"(experiment=grpo.*) \.\.\.", rf"\1 {GRPO}"),
     (r"experiment=(grpo|ppo)((?! model\.model_path).)*$", rf"\g<0> {GRPO}"),
-    (r"/models/Qwen3-0\.6B|=DIR\b", lambda found: ("=" if "=" in found[0] else "") + "model"),
+    (r"/models/Qwen3-(?:0\.6|8)B|=DIR\b", lambda found: ("=" if "=" in found[0] else "") + "model"),
     (r"=FILE\b|=gsm8k\.jsonl", "=train.jsonl"),
     (r"^rft train ", "python -m rft.train "),
     (r"num_trials=20", "num_trials=2"),
 )
-MADE_BY = (  # a directory that a command reads, and the command that makes it
+MADE_BY = (  # what a command reads, and the command that makes it
     ("runs/rft/my_run", "python -m rft.train experiment=grpo name=my_run"),
     ("runs/rft/lr_and_seed/sweep", "python -m rft.train -m experiment=grpo name=lr_and_seed"),
     ("runs/rft/grid/sweep", "python -m rft.train -m experiment=sft name=grid"),
     ("out/torch_dist ", "rft ckpt export runs/rft/demo@20 out/torch_dist"),
     ("runs/rft/demo", "python -m rft.train experiment=sft name=demo"),
+    ("name=offline", "python -m rft.train experiment=grpo name=rollouts"),
+    ("name=collected mode=train", "python -m rft.train experiment=grpo name=collected mode=explore"),
+    ("runs/rft/quickstart_debug", "rft debug experiment=quickstart"),
+    ("runs/rft/quickstart/rft", "python -m rft.train experiment=quickstart debug=fast"),
+    ("sqlite:///shared.db", "python -m rft.train experiment=grpo name=shared"),
 )
-UNSAID = (  # the one run that a page shows the checkpoints of, without the command
+UNSAID = (  # runs that a page shows the checkpoints or experiences of, without the command
     "python -m rft.train experiment=sft name=demo model.model_path=DIR trainer.total_steps=20 trainer.save_interval=10 "
-    "buffer.trainer_input.experience_buffer.path=FILE"
+    "buffer.trainer_input.experience_buffer.path=FILE",
+    "python -m rft.train experiment=grpo name=shared mode=explore model.model_path=DIR "
+    "buffer.explorer_input.taskset.path=FILE buffer.trainer_input.experience_buffer.storage_type=sql "
+    "buffer.trainer_input.experience_buffer.path=sqlite:///$PWD/shared.db",
 )
 DIFFERS = re.compile(r"^rft ckpt diff ")  # its exit code says so
+SERVES = re.compile(r"^rft (studio|view)|experiment=serve")  # until it is interrupted
 UNDER_WAY = re.compile(r"^rft engines ")  # of the run of two engines in docs/quickstart.md
 ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"^make (setup|lint|verify)$", "tests: what `make verify`, which runs this test, is or does first"),
@@ -71,9 +84,6 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
         "tests/e2e/test_sync_methods.py tests/unit/test_ckpt_objects.py: the two halves, without S3 between",
     ),
     (r"^kill -9 ", "tests/e2e/test_pool.py"),
-    (r"^rft studio", "tests/verify/test_studio_browser.py"),
-    (r"^rft view", "tests/unit/test_view.py: the page alone; the command goes on until Ctrl-C"),
-    (r"experiment=serve", "tests/e2e/test_agent_loop.py"),
     (r"postgresql://", "tests/unit/test_postgres.py tests/e2e/test_sql_run.py"),
 )
 
@@ -101,64 +111,87 @@ def completed(line: str) -> str:
 
 def smaller(line: str) -> list[str]:
     """Keys that make it a matter of seconds on two cores; never one that the command gives."""
-    keys = ["trainer.total_steps=10", "device=cpu"] if "--config" in line else ["device=cpu", "trainer.total_steps=3"]
-    keys += ["explorer.rollout_model.kv_cache_gb=0.25"]
+    keys = ["device=cpu", "explorer.rollout_model.kv_cache_gb=0.25"]
     if "experiment=quickstart" in line:
         keys = ["debug=fast"]
-    elif "experiment=sft" in line:
-        keys += ["buffer.train_batch_size=8", "buffer.total_epochs=1000"]
-    elif "--config" not in line:
-        keys += [
-            "buffer.batch_size=4",
-            "buffer.total_epochs=1000",
-            "algorithm.repeat_times=2",
-            "trainer.max_token_len_per_gpu=8192",
-        ]
+    elif "--config run.yaml" in line:
+        keys += ["trainer.total_steps=10"]
+    elif "experiment=serve" in line:
         keys += ["model.max_prompt_tokens=16", "model.max_response_tokens=16"]
+    elif found := re.search(r"experiment=(sft|dpo)", line):
+        sized = "buffer.train_batch_size=8" if found[1] == "sft" else "buffer.batch_size=4"
+        keys += ["trainer.total_steps=3", sized, "buffer.total_epochs=1000"]
+    else:
+        said = 1400 if "tool_use" in line else 16  # what tells of the tools is the prompt
+        keys += ["trainer.total_steps=3", "buffer.batch_size=4", "buffer.total_epochs=1000"]
+        keys += ["trainer.max_token_len_per_gpu=8192", "model.max_response_tokens=16"]
+        keys += [f"model.max_prompt_tokens={said}"]
+        keys += [] if "--config" in line else ["algorithm.repeat_times=2"]
         keys += ["trainer.critic_warmup=1"] if "experiment=ppo" in line else []
     given = {word.partition("=")[0] for word in shlex.split(line)}
     return [key for key in keys if key.partition("=")[0] not in given]
 
 
-HERE = [(page, line) for page, line in lines() if not elsewhere(line) and not UNDER_WAY.search(line)]
-Perform = Callable[[str], tuple[Path, str]]
+MINE = [(page, line) for page, line in lines() if not elsewhere(line) and not UNDER_WAY.search(line)]
+HERE = [(page, line) for page, line in MINE if not SERVES.search(line)]
+SERVERS = [(page, line) for page, line in MINE if SERVES.search(line)]
 
 
-@pytest.fixture(scope="session")
-def perform(tmp_path_factory: pytest.TempPathFactory) -> Perform:
-    """Runs a completed command once, in a directory of its own or in that of the run it reads; returns that, and stdout."""
-    shared = tmp_path_factory.mktemp("shared")
+def write_what_pages_name(shared: Path) -> None:
+    """A model, task files, the files that pages give the text of, and what the studio makes."""
     write_assets(shared)
     (shared / "model").rename(shared / "small")
     write_model(shared / "model", context=2048, **MODEL)
-    for name in ("test.jsonl", "rows.jsonl"):
+    for name in ("gsm8k.jsonl", "rows.jsonl", "easy.jsonl", "hard.jsonl"):
         (shared / name).symlink_to("train.jsonl")
+    (shared / "test.jsonl").symlink_to("eval.jsonl")
     (shared / "run.yaml").symlink_to(ROOT / "tests" / "unit" / "flat" / "both.yaml")
     (shared / "launch").symlink_to(ROOT / "launch")
     (shared / "assets").symlink_to(".")
     for page in PAGES:
         for text, name in NAMED_FILE.findall(page.read_text(encoding="utf-8")):
-            (shared / name).write_text(text, encoding="utf-8")
-    done: dict[str, tuple[Path, str]] = {}
+            (shared / name).parent.mkdir(exist_ok=True)
+            (shared / name).write_text(text.replace("/models/Qwen3-0.6B", "model"), encoding="utf-8")
+    rows = dict(NAMED_ROWS.findall((ROOT / "docs" / "data.md").read_text(encoding="utf-8")))
+    (shared / "pairs.jsonl").write_text(rows["text_pairs"] * 8, encoding="utf-8")
+    (shared / "text.jsonl").write_text(rows["text"] * 8, encoding="utf-8")
+    mine = {"model.model_path": shared / "model", "buffer.explorer_input.taskset.path": shared / "train.jsonl"}
+    made = studio.examine("grpo", {"device": "cpu", **{key: str(path) for key, path in mine.items()}})
+    assert made["ready"], made["problems"]
+    (shared / "gsm8k.yaml").write_text(made["yaml"], encoding="utf-8")
 
-    def perform(line: str) -> tuple[Path, str]:
-        if line not in done:
-            place = directory(line)
-            done[line] = place, call(line, place)
-        return done[line]
 
-    def directory(line: str) -> Path:
+class Desk:
+    """Runs a completed command once, in a directory of its own or in that of the command that made what it reads."""
+
+    def __init__(self, factory: pytest.TempPathFactory):
+        self.factory = factory
+        self.done: dict[str, tuple[Path, str]] = {}
+        self.shared = factory.mktemp("shared")
+        write_what_pages_name(self.shared)
+
+    def perform(self, line: str) -> tuple[Path, str]:
+        """Where it ran, and what it printed."""
+        if line not in self.done:
+            place = self.place(line)
+            self.done[line] = place, call(line, place)
+        return self.done[line]
+
+    def place(self, line: str) -> Path:
         for made, by in MADE_BY:
             if made in line and by not in line:
-                known = [*(line for _, line in lines()), UNSAID]
+                known = [*(line for _, line in lines()), *UNSAID]
                 (maker,) = {completed(one) for one in known if completed(one).startswith(by)}
-                return perform(maker)[0]
-        place = tmp_path_factory.mktemp("command")
-        for path in shared.iterdir():
+                return self.perform(maker)[0]
+        place = self.factory.mktemp("command")
+        for path in self.shared.iterdir():
             (place / path.name).symlink_to(path)
         return place
 
-    return perform
+
+@pytest.fixture(scope="session")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory)
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -176,35 +209,48 @@ def call(line: str, place: Path) -> str:
     return ended.stdout
 
 
+def started(line: str, place: Path) -> Run:
+    variables = " ".join(f"{name}={environment(place)[name]}" for name in ("PATH", "PYTHONPATH"))
+    return Run(["bash", "-c", f"cd {place} && exec env {variables} {line}"])
+
+
 def test_every_command_has_a_place() -> None:
     """One that is run, and nothing that only looks so: what is run elsewhere names a file, and no pattern has gone stale."""
     assert len(HERE) > 30
     for pattern, who in ELSEWHERE:
         assert any(re.search(pattern, line) for _, line in lines()), f"{pattern}: no page says so any more"
         assert all((ROOT / path).exists() for path in who.partition(":")[0].split()), who
-    for _, line in HERE:
+    for _, line in MINE:
         assert "..." not in completed(line) and "DIR" not in completed(line), completed(line)
 
 
 @pytest.mark.parametrize(("page", "line"), HERE, ids=[f"{page}: {line}" for page, line in HERE])
-def test_it_runs(perform: Perform, page: str, line: str) -> None:
-    place, printed = perform(completed(line))
+def test_it_runs(desk: Desk, page: str, line: str) -> None:
+    place, printed = desk.perform(completed(line))
     assert printed.strip(), "it said nothing"
-    if STARTS_A_RUN.search(line):
+    if STARTS_A_RUN.search(line) and "mode=explore" not in line:
         assert any("loss" in path.read_text() for path in place.rglob("metrics.jsonl")), "no step was trained"
 
 
-def test_commands_of_a_run_under_way(perform: Perform, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "line"), SERVERS, ids=[f"{page}: {line}" for page, line in SERVERS])
+def test_it_serves(desk: Desk, page: str, line: str) -> None:
+    """It says where, answers there, and ends when it is interrupted."""
+    place = desk.place(completed(line))
+    with started(completed(line), place) as run:
+        address = run.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        with urllib.request.urlopen(f"{address}/health" if "serve" in line else address, timeout=60) as answer:
+            assert answer.status == 200
+        run.process.send_signal(signal.SIGINT)
+        assert (run.end(), "Traceback" in run.errors()) == (0, False), run.errors()
+
+
+def test_commands_of_a_run_under_way(tmp_path: Path) -> None:
     """`rft engines` of all pages, in their order, against the run of docs/quickstart.md with two engines."""
     (start,) = (line for page, line in HERE if "engine_num=2" in line and page == "quickstart.md")
     asked = [line for _, line in lines() if UNDER_WAY.search(line)]
     assert len(asked) >= 4
-    endless = [
-        completed(start).replace("debug=fast", "").strip(),
-        "stages.0.trainer.total_steps=2",
-        "stages.1.trainer.total_steps=100000",
-    ]
-    with Run(["bash", "-c", f"cd {tmp_path} && exec env PYTHONPATH={ROOT} {' '.join(endless)}"]) as run:
+    endless = "stages.0.trainer.total_steps=2 stages.1.trainer.total_steps=100000"
+    with started(completed(start).replace("debug=fast", endless), tmp_path) as run:
         run.wait_step(2)
         run.wait_for("1 trainer rank.*engine")
         run.wait_step(2)
