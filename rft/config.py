@@ -235,8 +235,15 @@ AUXILIARY_BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 def to_config(raw: DictConfig | dict[str, Any]) -> Config:
     """Typed config objects out of OmegaConf (interpolations resolved); raises ConfigError for wrong keys or types."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+        return _objects(OmegaConf.merge(OmegaConf.structured(Config), raw))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+
+
+def _objects(typed: Any) -> Config:
+    """`typed`: what a merge over the schema made."""
+    try:
+        return OmegaConf.to_object(typed)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
 
@@ -330,7 +337,7 @@ def stage_configs(raw: DictConfig) -> list[Config]:
             f"every_stage.{strange}: a stage has none; give keys of a stage, like every_stage.trainer.total_steps"
         )
     if not stages:
-        return [to_config(base)]
+        return [_objects(base)]
     if strange := next((stage for stage in stages if not isinstance(stage, DictConfig) or "stages" in stage), None):
         raise ConfigError(
             f"stages: {strange} is no section of keys, or has stages of its own: give each a stage_name and its keys"
@@ -342,7 +349,7 @@ def stage_configs(raw: DictConfig) -> list[Config]:
         merged = [OmegaConf.merge(base, stage) for stage in stages]
     except OmegaConfBaseException as error:
         raise ConfigError("stages: " + explain(error)) from error
-    return [to_config(_over(stage, over)) for stage in merged]
+    return [_objects(_over(stage, over)) for stage in merged]
 
 
 def _over(stage: Any, over: DictConfig) -> Any:

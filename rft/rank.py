@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import control, plugins
+from rft import control, plugins, processes
 from rft import device as devices
 from rft.adapters import Lora
 from rft.config import Config, TrainerConfig
@@ -128,12 +128,15 @@ def run(rank: Rank) -> None:
 
     mesh = Mesh(config.trainer.megatron, device, config.trainer.collective_timeout)
     leads = mesh.rank == 0 or config.synchronizer.sync_method == "memory"  # there every rank leaves its own weights
-    if leads and "RFT_RAY_ADDRESS" in os.environ:
+    talks = leads and "RFT_RAY_ADDRESS" in os.environ
+    if talks:
         control.connect(os.environ["RFT_RAY_ADDRESS"], os.environ["RFT_RAY_NAMESPACE"])
     try:
         _train(rank, mesh)
     finally:
         mesh.close()
+    if talks:
+        control.disconnect()
 
 
 def _train(rank: Rank, mesh: Any) -> None:
@@ -414,4 +417,5 @@ def export_dir(job: Path, step: int) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end = processes.ShortExit()
+    end.code = main(sys.argv[1])
