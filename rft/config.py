@@ -240,6 +240,7 @@ class Config:
 
 
 TASKSET_KEY = "buffer.explorer_input.taskset"
+AUXILIARY_BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 
 
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
@@ -268,7 +269,7 @@ def explain(error: Exception, inside: str = "") -> str:
         key = f"{inside}.{key}"
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
     if "is not a subclass of ExperienceBufferConfig" in text:
-        return f"buffer.trainer_input.auxiliary_buffers: give one in one piece, +...auxiliary_buffers={{{key}: {{path: FILE}}}}"
+        return f"{AUXILIARY_BUFFERS}: give one in one piece, +...auxiliary_buffers={{{key}: {{path: FILE}}}}"
     if key and isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give it a value"
     if key and "not in" in text:
@@ -283,6 +284,8 @@ def unknown(key: str) -> str:
     """What to say of a key that the schema does not have."""
     if (other := trinity_keys.instead(key)) is not None:
         return f"{key} is no key of rft: {other}"
+    if inside := _free_part(key):
+        return f"{key} is not set yet, and {inside} takes keys of any name: put a + before the override"
     listed = [f"model.lora_configs.{item.name}" for item in fields(LoraConfig)]
     listed += [f"explorer.auxiliary_models.{item.name}" for item in fields(AuxiliaryModelConfig)]
     hint = closest(trinity_keys.canonical(key), [*known_keys(), *listed])
@@ -308,6 +311,14 @@ def leaf_keys() -> list[str]:
     keys = known_keys()
     sections = {key.rpartition(".")[0] for key in keys}
     return [key for key in keys if key not in sections]
+
+
+def _free_part(key: str) -> str:
+    """The dictionary of any keys that `key` is inside of, empty where there is none."""
+    schema = Config()
+    schema.buffer.explorer_input.taskset = TasksetConfig()
+    free = [name for name in leaf_keys() if name != AUXILIARY_BUFFERS and isinstance(get(schema, name), dict)]
+    return next((name for name in free if key.startswith(f"{name}.")), "")
 
 
 def get(config: Config, key: str) -> Any:

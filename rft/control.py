@@ -210,6 +210,8 @@ class Evaluations:
 
     def _collect(self, wait: bool) -> None:
         """Report finished evaluations, oldest first; `wait` for the ones still running."""
+        if not self.pending:
+            return  # without Ray, which ranks that only train never load
         import ray
 
         while self.pending:

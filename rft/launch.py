@@ -73,6 +73,7 @@ def run_stages(stages: list[Config]) -> int:
                 name = stages[index].stage_name or stages[index].name
                 print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
                 continue
+            main_log(configs.job_dir(stages[index]), stages[index].log.level)
             try:
                 config = ready(stages, index)
                 if config.mode == "bench":

@@ -74,7 +74,6 @@ def run(raw: DictConfig) -> int:
     from rft import launch
 
     stages = prepared_stages(raw)
-    launch.main_log(configs.job_dir(stages[0]), stages[0].log.level)
     code = launch.run_stages(stages)
     if code == 0 and stages[0].finish:
         imported(stages[0].finish)(stages)

@@ -30,7 +30,8 @@ MORE = {  # what else training shows
         "+algorithm.sample_strategy_args.max_staleness=3",
     ],
 }  # fmt: skip
-ROLLOUTS = [name for name, kind in ALGORITHMS.items() if kind.source == "rollouts" and name != "ppo"]  # see test_ppo
+ELSEWHERE = ("ppo", "mix", "mix_chord", "on_policy_distill", "jsd")  # test_ppo and test_row_runs: they need more
+ROLLOUTS = [name for name, kind in ALGORITHMS.items() if kind.source == "rollouts" and name not in ELSEWHERE]
 
 pytestmark = pytest.mark.timeout(600)
 

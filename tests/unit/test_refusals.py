@@ -84,6 +84,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("algorithm.rollout_correction.rollout_rs=token algorithm.rollout_correction.rollout_rs_threshold=0.5", "rollout_rs_threshold",
      "must hold 1 inside"),
     ("+algorithm.policy_loss_fn_args.clip_mode=ring", "algorithm.policy_loss_fn_args.clip_mode", "known: clip_range"),
+    (f"{TASKSET}.reward_fn_args={{url:x}}", f"{TASKSET}.reward_fn_args.url", "takes keys of any name: put a +"),
     ("algorithm.algorithm_type=rec +algorithm.policy_loss_fn_args.clip_mode=rung", "clip_mode", "did you mean `ring`"),
     ("algorithm.algorithm_type=sapo +algorithm.policy_loss_fn_args.tau_neg=0.5", "tau_neg", "raise it"),
     ("+algorithm.policy_loss_fn_args.enable_sequence_masking=1", "enable_sequence_masking", "true or false"),
