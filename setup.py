@@ -30,6 +30,7 @@ setup(
         ],
         "s3": ["s3fs"],
         "sql": ["psycopg[binary]>=3.2", "sqlalchemy>=2.0.40,<3"],
+        "tinker": ["tinker>=0.38,<1"],
         "monitor": ["wandb>=0.31"],
         "sweep": [
             "hydra-joblib-launcher>=1.2",

@@ -55,6 +55,19 @@ class LoraConfig:
 
 
 @dataclass
+class TinkerConfig:
+    enable: bool = False  # train and sample at a service that speaks Tinker's API: docs/tinker.md
+    base_model: Optional[str] = None  # what the service calls the model
+    base_url: Optional[str] = None  # of the service; default: $TINKER_BASE_URL, else Tinker's own
+    rank: int = 32  # of the adapter that is trained
+    seed: Optional[int] = None  # of its first weights; default: that of the run
+    train_mlp: bool = True  # adapters in these layers, as in those of the next two
+    train_attn: bool = True
+    train_unembed: bool = True
+    timeout: float = 1800.0  # seconds for one answer of the service
+
+
+@dataclass
 class ModelConfig:
     model_path: str = MISSING  # directory of a Hugging Face checkpoint
     ref_model_path: Optional[str] = None  # what a KL term compares with; default: model_path, as it was at the start
@@ -69,6 +82,7 @@ class ModelConfig:
     min_response_tokens: int = 0
     trust_remote_code: bool = False
     lora_configs: list[LoraConfig] = field(default_factory=list)  # one: train this adapter and nothing else
+    tinker: TinkerConfig = field(default_factory=TinkerConfig)
 
 
 @dataclass
@@ -116,7 +130,7 @@ class CheckpointConfig:
 @dataclass
 class TrainerConfig:
     name: str = "trainer"
-    trainer_type: str = "megatron"
+    trainer_type: str = "megatron"  # megatron | tinker: a service, docs/tinker.md
     num_ranks: Optional[int] = None  # default: the fewest that the sizes of trainer.megatron need
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     dtype: str = "fp32"  # fp32 | bf16 (bf16 keeps fp32 masters)
