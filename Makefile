@@ -44,8 +44,10 @@ $(AGENTS): requirements/agents.txt | $(STAMP)
 quickstart: setup
 	$(RUN) -m rft.train experiment=quickstart $(ARGS)
 
+# Unit tests run two at a time, those of one file in one process. Ranks and engines take the whole machine, one test after the other.
 test: setup lint $(NEWEST)
-	$(RUN) -m pytest -m "not verify" $(ARGS)
+	$(if $(ARGS),,$(RUN) -m pytest -m "not verify" -n 2 --dist loadfile tests/unit)
+	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit)
 
 verify: setup $(NEWEST) $(SCHEMAS) $(AGENTS)
 	$(RUN) -m pytest $(ARGS)

@@ -18,9 +18,19 @@ setup(
     install_requires=CORE,
     extras_require={
         "cuda": ["vllm==0.32.0", "transformer-engine[pytorch]>=2.20"],
-        "dev": ["hypothesis", "moto[server]>=5.1", "pytest", "pytest-asyncio", "pytest-timeout", "ruff", "s3fs"],
+        "dev": [
+            "hypothesis",
+            "moto[server]>=5.1",
+            "pytest",
+            "pytest-asyncio",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "s3fs",
+        ],
         "s3": ["s3fs"],
         "sql": ["psycopg[binary]>=3.2", "sqlalchemy>=2.0.40,<3"],
+        "tinker": ["tinker>=0.38,<1"],
         "monitor": ["wandb>=0.31"],
         "sweep": [
             "hydra-joblib-launcher>=1.2",

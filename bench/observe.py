@@ -163,7 +163,7 @@ def observed(config: Config, switch: Switch, job: Path) -> None:
 
     cpu_port.install()
     from rft.megatron.mesh import Mesh
-    from rft.rank import build_models
+    from rft.on_megatron import build_models
 
     mesh = Mesh(config.trainer.megatron, device, 300.0)
     models = build_models(config, mesh)

@@ -30,12 +30,14 @@ from rft.device import thread_environment
 from rft.engines import Engines, PartFailed
 from rft.monitor import logs, trace
 from rft.preflight_sync import stored_bytes
+from rft.preflight_tinker import is_remote
 
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 2**20  # for batches of tokens; weights only where `synchronizer.sync_method=memory`
 PRIVATE_RAY = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # without its head a private Ray ends itself, after this
     "RAY_worker_niceness": "0",  # Ray's 15 would let everything else go before the engines
+    "RAY_prestart_worker_first_driver": "false",  # workers without an actor's environment are of no use, and start before it
 }
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported
 RAY_STARTS = 3
@@ -295,14 +297,18 @@ class Actors:
     def _spawn_engine(self, engine: str, name: str) -> Any:
         """The actor `name` of `engine`. Only those of the start have a CPU of the private Ray's, which are only bookkeeping."""
         from rft.rollout.engine import RolloutEngine
+        from rft.tinker.engine import SamplerEngine
 
         config = self.config
         rollout, threads = config.explorer.rollout_model, config.cluster.threads_per_engine
         is_first = int(engine.removeprefix("engine_")) < rollout.engine_num
+        cpus, longest = 1 if is_first or config.cluster.ray_address else 0, int(config.model.max_model_len or 0)
+        if is_remote(config):
+            return self._create(engine, name, SamplerEngine, threads, engine, config.model, longest, cpus=cpus)
         return self._create(
             engine, name, RolloutEngine, threads, engine, config.model, rollout, threads, config.seed, self._device_kind(),
-            int(config.model.max_model_len or 0), versions_kept(config.synchronizer) if config.mode != "bench" else 0,
-            config.cluster.colocate, gpus=rollout.tensor_parallel_size, cpus=1 if is_first or config.cluster.ray_address else 0,
+            longest, versions_kept(config.synchronizer) if config.mode != "bench" else 0, config.cluster.colocate,
+            gpus=rollout.tensor_parallel_size, cpus=cpus,
         )  # fmt: skip
 
     def _create(

@@ -55,6 +55,19 @@ class LoraConfig:
 
 
 @dataclass
+class TinkerConfig:
+    enable: bool = False  # train and sample at a service that speaks Tinker's API: docs/tinker.md
+    base_model: Optional[str] = None  # what the service calls the model
+    base_url: Optional[str] = None  # of the service; default: $TINKER_BASE_URL, else Tinker's own
+    rank: int = 32  # of the adapter that is trained
+    seed: Optional[int] = None  # of its first weights; default: that of the run
+    train_mlp: bool = True  # adapters in these layers, as in those of the next two
+    train_attn: bool = True
+    train_unembed: bool = True
+    timeout: float = 1800.0  # seconds for one answer of the service
+
+
+@dataclass
 class ModelConfig:
     model_path: str = MISSING  # directory of a Hugging Face checkpoint
     ref_model_path: Optional[str] = None  # what a KL term compares with; default: model_path, as it was at the start
@@ -69,6 +82,7 @@ class ModelConfig:
     min_response_tokens: int = 0
     trust_remote_code: bool = False
     lora_configs: list[LoraConfig] = field(default_factory=list)  # one: train this adapter and nothing else
+    tinker: TinkerConfig = field(default_factory=TinkerConfig)
 
 
 @dataclass
@@ -116,7 +130,7 @@ class CheckpointConfig:
 @dataclass
 class TrainerConfig:
     name: str = "trainer"
-    trainer_type: str = "megatron"
+    trainer_type: str = "megatron"  # megatron | tinker: a service, docs/tinker.md
     num_ranks: Optional[int] = None  # default: the fewest that the sizes of trainer.megatron need
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     dtype: str = "fp32"  # fp32 | bf16 (bf16 keeps fp32 masters)
@@ -226,6 +240,7 @@ class Config:
 
 
 TASKSET_KEY = "buffer.explorer_input.taskset"
+AUXILIARY_BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 
 
 # --- composition: from one config with stages to full, filled, checked stage configs --------------------------------
@@ -234,8 +249,15 @@ TASKSET_KEY = "buffer.explorer_input.taskset"
 def to_config(raw: DictConfig | dict[str, Any]) -> Config:
     """Typed config objects out of OmegaConf (interpolations resolved); raises ConfigError for wrong keys or types."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+        return _objects(OmegaConf.merge(OmegaConf.structured(Config), raw))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+
+
+def _objects(typed: Any) -> Config:
+    """`typed`: what a merge over the schema made."""
+    try:
+        return OmegaConf.to_object(typed)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
 
@@ -247,7 +269,7 @@ def explain(error: Exception, inside: str = "") -> str:
         key = f"{inside}.{key}"
     text = " ".join(str(error).split("\n\n")[0].split("full_key:")[0].split())
     if "is not a subclass of ExperienceBufferConfig" in text:
-        return f"buffer.trainer_input.auxiliary_buffers: give one in one piece, +...auxiliary_buffers={{{key}: {{path: FILE}}}}"
+        return f"{AUXILIARY_BUFFERS}: give one in one piece, +...auxiliary_buffers={{{key}: {{path: FILE}}}}"
     if key and isinstance(error, MissingMandatoryValue):
         return f"{key} is not set: give it a value"
     if key and "not in" in text:
@@ -262,6 +284,8 @@ def unknown(key: str) -> str:
     """What to say of a key that the schema does not have."""
     if (other := trinity_keys.instead(key)) is not None:
         return f"{key} is no key of rft: {other}"
+    if inside := _free_part(key):
+        return f"{key} is not set yet, and {inside} takes keys of any name: put a + before the override"
     listed = [f"model.lora_configs.{item.name}" for item in fields(LoraConfig)]
     listed += [f"explorer.auxiliary_models.{item.name}" for item in fields(AuxiliaryModelConfig)]
     hint = closest(trinity_keys.canonical(key), [*known_keys(), *listed])
@@ -287,6 +311,14 @@ def leaf_keys() -> list[str]:
     keys = known_keys()
     sections = {key.rpartition(".")[0] for key in keys}
     return [key for key in keys if key not in sections]
+
+
+def _free_part(key: str) -> str:
+    """The dictionary of any keys that `key` is inside of, empty where there is none."""
+    schema = Config()
+    schema.buffer.explorer_input.taskset = TasksetConfig()
+    free = [name for name in leaf_keys() if name != AUXILIARY_BUFFERS and isinstance(get(schema, name), dict)]
+    return next((name for name in free if key.startswith(f"{name}.")), "")
 
 
 def get(config: Config, key: str) -> Any:
@@ -319,7 +351,7 @@ def stage_configs(raw: DictConfig) -> list[Config]:
             f"every_stage.{strange}: a stage has none; give keys of a stage, like every_stage.trainer.total_steps"
         )
     if not stages:
-        return [to_config(base)]
+        return [_objects(base)]
     if strange := next((stage for stage in stages if not isinstance(stage, DictConfig) or "stages" in stage), None):
         raise ConfigError(
             f"stages: {strange} is no section of keys, or has stages of its own: give each a stage_name and its keys"
@@ -331,7 +363,7 @@ def stage_configs(raw: DictConfig) -> list[Config]:
         merged = [OmegaConf.merge(base, stage) for stage in stages]
     except OmegaConfBaseException as error:
         raise ConfigError("stages: " + explain(error)) from error
-    return [to_config(_over(stage, over)) for stage in merged]
+    return [_objects(_over(stage, over)) for stage in merged]
 
 
 def _over(stage: Any, over: DictConfig) -> Any:

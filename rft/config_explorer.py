@@ -23,6 +23,7 @@ class EngineConfig:
 
 @dataclass
 class RolloutModelConfig(EngineConfig):
+    engine_type: Optional[str] = None  # vllm (vllm_async is the same) | tinker; default: by the trainer
     max_restarts: int = 3  # how often each engine that died is started again; 0: the run ends with the first
     enable_openai_api: bool = False  # agents reach the engines as OpenAI's API: docs/agents.md; on where it is needed
     enable_history: bool = False  # a workflow's model calls are kept until its end: docs/agents.md

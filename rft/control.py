@@ -28,6 +28,13 @@ def connect(address: str, namespace: str) -> None:
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
 
 
+def disconnect() -> None:
+    """At a good end. Left to the end of the interpreter, Ray would first wait half a second for its own lines."""
+    import ray
+
+    ray.shutdown()
+
+
 @contextlib.contextmanager
 def our_sigterm() -> Iterator[None]:
     """`ray.init` puts its own SIGTERM handler in place, which just exits: keep ours."""
@@ -203,6 +210,8 @@ class Evaluations:
 
     def _collect(self, wait: bool) -> None:
         """Report finished evaluations, oldest first; `wait` for the ones still running."""
+        if not self.pending:
+            return  # without Ray, which ranks that only train never load
         import ray
 
         while self.pending:

@@ -34,6 +34,7 @@ from rft.device import thread_environment
 from rft.feed import reads_files
 from rft.monitor import logs, redact, trace
 from rft.pipeline import tasks
+from rft.preflight_tinker import is_remote
 from rft.stages import source
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def run_stages(stages: list[Config]) -> int:
                 name = stages[index].stage_name or stages[index].name
                 print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
                 continue
+            main_log(configs.job_dir(stages[index]), stages[index].log.level)
             try:
                 config = ready(stages, index)
                 if config.mode == "bench":
@@ -311,10 +313,13 @@ def describe(config: Config) -> str:
             f" ep{m.expert_model_parallel_size} etp{m.expert_tensor_parallel_size or m.tensor_model_parallel_size}"
         )
     parts = [f"mode={config.mode}", f"algorithm={config.algorithm.algorithm_type}"]
-    if config.mode in ("both", "train"):
+    if is_remote(config):
+        parts += [f"{config.model.tinker.base_model} at a Tinker service", f"{config.trainer.total_steps} steps"]
+    elif config.mode in ("both", "train"):
         parts += [f"{config.trainer.num_ranks} trainer rank(s) ({layout})", f"{config.trainer.total_steps} steps"]
     if not reads_files(config):
-        parts.append(f"{config.explorer.rollout_model.engine_num} vLLM engine(s)")
+        kind = "sampling client(s)" if is_remote(config) else "vLLM engine(s)"
+        parts.append(f"{config.explorer.rollout_model.engine_num} {kind}")
     return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 
 from rft import cards, verl_keys
-from rft.adapters import adapter_names, lora_of, sync_of
+from rft.adapters import adapter_names, lora_of
 from rft.algorithm import ALGORITHMS
 from rft.buffer.experience_file import count_groups
 from rft.buffer.taskset import Taskset, check_taskset
@@ -32,8 +32,8 @@ from rft.config import (
     nearest,
 )
 from rft.feed import reads_files
-from rft.megatron import overrides, schedule
-from rft.names import Dims, architecture_of, check_layout, hf_names, is_expert, read_hf_config
+from rft.megatron import schedule
+from rft.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.packing import AGGREGATIONS
 from rft.pipeline.output import place
 from rft.preflight_agents import DTYPES, ENGINE_TYPES, check_agents, fill_agents
@@ -45,14 +45,14 @@ from rft.preflight_limits import check_given, check_limits
 from rft.preflight_pipelines import check_pipelines
 from rft.preflight_rows import check_auxiliary, check_main, fill_rows, steps_of_rows
 from rft.preflight_sync import check_sync, fill_sync
-from rft.preflight_trainer import check_beside, check_optimizers, check_profiler
-from rft.sync import narrow
+from rft.preflight_tinker import TINKER, check_tinker, fill_tinker, is_remote
+from rft.preflight_trainer import check_beside, check_megatron, check_optimizers, check_profiler
 
 MODES = ("both", "train", "explore", "bench", "serve")
 CHOICES = {
     "mode": MODES,
     "device": ("auto", "cpu", "cuda"),
-    "trainer.trainer_type": ("megatron",),
+    "trainer.trainer_type": ("megatron", TINKER),
     "trainer.dtype": ("fp32", "bf16"),
     "trainer.save_hf_checkpoint": ("last", "always", "never"),
     "trainer.save_strategy": STRATEGIES,
@@ -69,7 +69,7 @@ CHOICES = {
     "synchronizer.lora_sync": (None, "adapter", "merged"),
     "synchronizer.receive": ("staged", "direct"),
     "synchronizer.kv": ("recompute", "keep"),
-    "explorer.rollout_model.engine_type": ENGINE_TYPES,
+    "explorer.rollout_model.engine_type": (*ENGINE_TYPES, TINKER),
     "explorer.rollout_model.dtype": DTYPES,
     "buffer.trainer_input.experience_buffer.storage_type": ("queue", "sql", "file"),
     "monitor.monitor_type": ("tensorboard", "wandb", "mlflow", "none"),
@@ -107,6 +107,7 @@ def fill(config: Config) -> Config:
     verl_keys.merge(config)
     check_given(config)
     place(config)
+    fill_tinker(config)
     fill_algorithm(config.algorithm)
     fill_rows(config)
     config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
@@ -202,26 +203,10 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"model.model_path={model.model_path} has no tokenizer_config.json: copy the tokenizer files of the model there"
         )
-    if not list(Path(model.model_path).glob("*.safetensors")):
-        raise ConfigError(
-            f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
-        )
-    check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
-    lora = lora_of(model.lora_configs, Dims.of(hf))
-    config.synchronizer.lora_sync = sync_of(config.synchronizer.lora_sync, lora, Dims.of(hf), config.device)
-    if lora and config.mode == "bench":
-        raise ConfigError(
-            "mode=bench evaluates exported models, and this run exports an adapter: leave model.lora_configs out"
-        )
-    megatron = config.trainer.megatron
-    stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
-    overrides.check(config.trainer, int(hf["num_hidden_layers"]) // stages)
-    if config.device == "cpu" or lora:
-        why = "this is device=cpu" if config.device == "cpu" else "adapters are layers of rft's own"
-        overrides.refuse_transformer_engine(config.trainer, why)
-    tp = config.explorer.rollout_model.tensor_parallel_size
-    if problem := narrow.obstacle(Dims.of(hf), tp):
-        raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} {problem}")
+    if is_remote(config):
+        check_tinker(config)
+    else:
+        check_megatron(config, hf)
     _check_lengths(model, int(hf["max_position_embeddings"]))
     if config.trainer.max_token_len_per_gpu is None:  # row I14
         cp = config.trainer.megatron.context_parallel_size

@@ -1,15 +1,18 @@
-"""What a config asks of the trainer beyond its layout: models beside the policy, optimizer, profiler. Called by `preflight`.
+"""What a config asks of the trainer: weights, layout, models beside the policy, optimizer, profiler. Called by `preflight`.
 
 In: a filled config. Raises ConfigError for the first thing that cannot work.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
+from rft.adapters import lora_of, sync_of
 from rft.algorithm import recipe
 from rft.config import Config, ConfigError, OptimizerConfig
-from rft.megatron import schedule
-from rft.names import check_layout, read_hf_config
+from rft.megatron import overrides, schedule
+from rft.names import Dims, check_layout, read_hf_config
+from rft.sync import narrow
 
 WITH = {
     "model.ref_model_path": "algorithm.kl_loss_fn=k2",
@@ -27,6 +30,31 @@ def vocabulary(path: str) -> dict[str, int]:
     words = found["model"].get("vocab", {})
     ids = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
     return ids | {added["content"]: added["id"] for added in found.get("added_tokens", [])}
+
+
+def check_megatron(config: Config, hf: dict[str, Any]) -> None:
+    """The policy's weights are here, and its layout fits it. `hf`: its config.json."""
+    model = config.model
+    if not list(Path(model.model_path).glob("*.safetensors")):
+        raise ConfigError(
+            f"model.model_path={model.model_path} has no *.safetensors: convert the weights to safetensors first"
+        )
+    check_layout(hf, config.trainer.megatron, int(config.trainer.num_ranks or 1))
+    lora = lora_of(model.lora_configs, Dims.of(hf))
+    config.synchronizer.lora_sync = sync_of(config.synchronizer.lora_sync, lora, Dims.of(hf), config.device)
+    if lora and config.mode == "bench":
+        raise ConfigError(
+            "mode=bench evaluates exported models, and this run exports an adapter: leave model.lora_configs out"
+        )
+    megatron = config.trainer.megatron
+    stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    overrides.check(config.trainer, int(hf["num_hidden_layers"]) // stages)
+    if config.device == "cpu" or lora:
+        why = "this is device=cpu" if config.device == "cpu" else "adapters are layers of rft's own"
+        overrides.refuse_transformer_engine(config.trainer, why)
+    tp = config.explorer.rollout_model.tensor_parallel_size
+    if problem := narrow.obstacle(Dims.of(hf), tp):
+        raise ConfigError(f"explorer.rollout_model.tensor_parallel_size={tp} {problem}")
 
 
 def check_beside(config: Config) -> None:

@@ -6,6 +6,7 @@ In: the resolved config, RANK/WORLD_SIZE/... of torch's launcher, and at rank 0 
 code 0, or a failure record (rank, phase, cause) in the attempt's log directory and exit code 1.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -15,16 +16,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft import control, plugins
+from rft import control, plugins, processes
 from rft import device as devices
-from rft.adapters import Lora
 from rft.config import Config, TrainerConfig
 from rft.monitor import logs, redact, trace
+from rft.protocols import TrainBackend
 
 log = logging.getLogger(__name__)
 PHASE_BYTES = 64
@@ -117,23 +118,19 @@ def tell(record: dict[str, str], log_dir: Path, number: int, terminal: int | Non
 
 
 def run(rank: Rank) -> None:
-    """Build the parts, resume, train, close. Order matters: the device's port of megatron comes before megatron."""
-    config, device = rank.config, rank.device
-    device.activate()
-    if device.kind == "cpu":
-        from rft.megatron import cpu_port
-
-        cpu_port.install()
-    from rft.megatron.mesh import Mesh
-
-    mesh = Mesh(config.trainer.megatron, device, config.trainer.collective_timeout)
+    """Build the parts, resume, train, close."""
+    config = rank.config
+    mesh = backend_of(config).open_mesh(config, rank.device)
     leads = mesh.rank == 0 or config.synchronizer.sync_method == "memory"  # there every rank leaves its own weights
-    if leads and "RFT_RAY_ADDRESS" in os.environ:
+    talks = leads and "RFT_RAY_ADDRESS" in os.environ
+    if talks:
         control.connect(os.environ["RFT_RAY_ADDRESS"], os.environ["RFT_RAY_NAMESPACE"])
     try:
         _train(rank, mesh)
     finally:
         mesh.close()
+    if talks:
+        control.disconnect()
 
 
 def _train(rank: Rank, mesh: Any) -> None:
@@ -148,7 +145,7 @@ def _train(rank: Rank, mesh: Any) -> None:
         mesh.barrier(rank.waiting_for)
         rank.waiting_for = ""
     with trace.span("build models"):
-        models = build_models(config, mesh)
+        models = backend_of(config).build_models(config, mesh)
     log.info("rank %d of %d: %s", mesh.rank, mesh.world, models.policy.describe())
     monitor = None
     trainer = rank.trainer = build_trainer(rank, mesh, models)
@@ -196,26 +193,9 @@ def _train(rank: Rank, mesh: Any) -> None:
     models.close()
 
 
-def build_models(config: Config, mesh: Any) -> Any:
-    """The policy, and beside it what the algorithm needs. The policy comes first: it seeds the generators."""
-    from rft.algorithm import recipe
-    from rft.megatron.critic import Critic
-    from rft.megatron.network import Reference
-    from rft.megatron.policy import Policy
-    from rft.models import Models
-
-    model, trainer, steps = config.model, config.trainer, config.trainer.total_steps
-    learning = steps if steps is None else steps - trainer.critic_warmup
-    policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
-    reference = critic = teacher = None
-    if recipe.needs_reference(config.algorithm):
-        reference = Reference(model.ref_model_path or model.model_path, trainer, mesh)
-    if recipe.needs_critic(config.algorithm):
-        critic = Critic(model.critic_model_path or model.model_path, trainer, config.critic, mesh, steps)
-    if recipe.needs_teacher(config.algorithm):
-        teacher = Reference(str(model.teacher_model_path), trainer, mesh)
-    clip = config.critic.cliprange_value
-    return Models(policy, reference, critic, config.algorithm, trainer.critic_warmup, clip, teacher)
+def backend_of(config: Config) -> TrainBackend:
+    """Where the policy learns, by `trainer.trainer_type`."""
+    return importlib.import_module(f"rft.on_{config.trainer.trainer_type}")  # type: ignore[return-value]
 
 
 def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
@@ -228,13 +208,13 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
     from rft.sync.style import Cadence
     from rft.trainer import Trainer
 
-    config, policy = rank.config, models.policy
+    config, policy, backend = rank.config, models.policy, backend_of(rank.config)
     rollouts = not is_supervised(config.algorithm) and config.mode == "both"
     lead = mesh.rank == 0
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
     epoch = mesh.broadcast(take_epoch(rank) if lead else None)
-    checkpoints = checkpoint_manager(rank, mesh, epoch, models.policy.lora)
+    checkpoints = backend.build_checkpoints(rank, mesh, epoch, models)
     feed = Feed(
         _source(rank) if lead else None, mesh, config.algorithm, int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
         policy.multiple, Cost.of(policy.hf_config), cut_of(config.trainer), int(config.model.max_response_tokens or 1),
@@ -245,7 +225,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         mesh=mesh,
         models=models,
         feed=feed,
-        publisher=build_publisher(rank, mesh, policy, checkpoints, synchronizer, epoch),
+        publisher=backend.build_publisher(rank, mesh, models, checkpoints, synchronizer, epoch),
         cadence=Cadence(config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False),
         checkpoints=checkpoints,
         evaluations=control.Evaluations(
@@ -264,36 +244,6 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> Any:
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
     )
-
-
-def build_publisher(rank: Rank, mesh: Any, policy: Any, checkpoints: Any, synchronizer: Any | None, epoch: int) -> Any:
-    """How weights go to engines, by `synchronizer.sync_method`. `synchronizer`: rank 0's, where engines belong to this run."""
-    from rft.feed import is_supervised
-    from rft.sync.probe import Probe
-    from rft.sync.publisher import Publisher
-    from rft.sync.publisher_disk import CheckpointPublisher
-    from rft.sync.publisher_memory import MemoryPublisher
-    from rft.sync.wire import own_address
-
-    config, here = rank.config, rank.config.mode == "both"
-    size = config.synchronizer.bucket_bytes or rank.device.message_bytes
-    sync = replace(config.synchronizer, bucket_bytes=size)
-    if sync.sync_method == "checkpoint" and not is_supervised(config.algorithm):
-        deadline = 2 * config.trainer.checkpoint.agent_deadline_s
-        return CheckpointPublisher(mesh, checkpoints, synchronizer, sync, epoch, deadline, engines=here)
-    enabled = here and not is_supervised(config.algorithm)
-    if enabled and sync.sync_method == "memory":
-        return MemoryPublisher(mesh, shown(policy, config), control.actor("synchronizer"), sync, epoch)
-    probe = Probe(policy, mesh, synchronizer, sync.probe_interval, policy.dims.vocab)
-    return Publisher(
-        mesh, shown(policy, config), synchronizer, sync, epoch, enabled, own_address(config.cluster.ray_address), probe.after,
-        takes_turns=config.cluster.colocate and enabled,
-    )  # fmt: skip
-
-
-def shown(policy: Any, config: Config) -> Any:
-    """What the engines get of the policy: all of it, an adapter merged, or the adapter alone."""
-    return policy.adapter_source() if config.synchronizer.lora_sync == "adapter" else policy
 
 
 def cut_of(trainer: TrainerConfig) -> Any:
@@ -372,20 +322,6 @@ def resume(trainer: Any, config: Config) -> int:
     return step
 
 
-def checkpoint_manager(rank: Rank, mesh: Any, epoch: int, lora: Lora | None) -> Any:
-    from rft.checkpoint import fence
-    from rft.checkpoint.manager import CheckpointManager
-
-    config = rank.config
-    about = {"layout": mesh.layout(), "model": str(config.model.model_path), "dtype": config.trainer.dtype}
-    if lora:
-        about["adapter"] = lora.as_peft(str(config.model.model_path))
-    return CheckpointManager(
-        configs.checkpoint_root(rank.config), mesh, config.trainer, control=fence.control_dir(rank.job), epoch=epoch,
-        device=rank.device, about=about, log_dir=logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log),
-    )  # fmt: skip
-
-
 def take_epoch(rank: Rank) -> int:
     """Let the agents of the last attempt finish what they hold, then begin a new one."""
     from rft.checkpoint import commit, fence
@@ -414,4 +350,5 @@ def export_dir(job: Path, step: int) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end = processes.ShortExit()
+    end.code = main(sys.argv[1])

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from rft import config as configs
+from rft import processes
 from rft.monitor import logs, redact
 
 CONSEQUENCES = (
@@ -75,4 +76,5 @@ def phase(log_dir: Path, number: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end = processes.ShortExit()
+    end.code = main(sys.argv[1])

@@ -5,6 +5,7 @@ config that cannot run (one message naming key and fix), or the code of the part
 process becomes a trainer rank, not a supervisor (`rft.outer`). Nothing runs at import: child processes import this module again.
 """
 
+import functools
 import importlib
 import re
 import sys
@@ -36,7 +37,7 @@ CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 def main() -> None:
     if __package__ in (None, ""):
         sys.exit("rft: run `python -m rft.train ...`; as a file, rft/megatron would hide megatron-core")
-    ConfigStore.instance().store(name="rft_schema", node=Config)
+    show_schema()
     try:
         sys.argv[1:] = config_file.registered(sys.argv[1:])
         check_overrides(sys.argv[1:])
@@ -73,7 +74,6 @@ def run(raw: DictConfig) -> int:
     from rft import launch
 
     stages = prepared_stages(raw)
-    launch.main_log(configs.job_dir(stages[0]), stages[0].log.level)
     code = launch.run_stages(stages)
     if code == 0 and stages[0].finish:
         imported(stages[0].finish)(stages)
@@ -141,9 +141,15 @@ def check_composition(arguments: list[str]) -> None:
     compose(overrides)
 
 
+@functools.cache
+def show_schema() -> None:
+    """Hydra checks what it composes against this; once is enough."""
+    ConfigStore.instance().store(name="rft_schema", node=Config)
+
+
 def compose(overrides: list[str]) -> DictConfig:
     """The config that these overrides mean, with everything that can be said about them as a ConfigError."""
-    ConfigStore.instance().store(name="rft_schema", node=Config)
+    show_schema()
     try:
         with hydra.initialize_config_dir(CONFIG_DIR, version_base="1.3"):
             return hydra.compose("train", overrides)

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import Committed, Retained
 from rft.config import TrainerConfig
 from rft.control import Evaluations
@@ -29,14 +28,18 @@ from rft.monitor import trace
 from rft.monitor.metrics import Timer
 from rft.profiler import Profiler
 from rft.skips import SkippedSteps
-from rft.sync.publisher import Publisher
-from rft.sync.publisher_disk import CheckpointPublisher
-from rft.sync.publisher_memory import MemoryPublisher
 from rft.sync.style import Cadence
 
 if TYPE_CHECKING:
+    from rft.checkpoint.manager import CheckpointManager
     from rft.megatron.mesh import Mesh
     from rft.models import Models
+    from rft.sync.publisher import Publisher
+    from rft.sync.publisher_disk import CheckpointPublisher
+    from rft.sync.publisher_memory import MemoryPublisher
+    from rft.tinker.alone import Alone
+    from rft.tinker.publisher import PathPublisher
+    from rft.tinker.saves import RemoteCheckpoints
 
 LOSS_WINDOW = 5  # steps; one batch's loss is noisy, twenty would notice too late
 
@@ -46,12 +49,12 @@ class Trainer:
     """Wires nothing, owns nothing: its parts are built by `rft.rank`, every one of them knows its own job."""
 
     config: TrainerConfig
-    mesh: "Mesh"
+    mesh: "Mesh | Alone"
     models: "Models"
     feed: Feed
-    publisher: Publisher | CheckpointPublisher | MemoryPublisher
+    publisher: "Publisher | CheckpointPublisher | MemoryPublisher | PathPublisher"
     cadence: Cadence  # which versions are published
-    checkpoints: CheckpointManager
+    checkpoints: "CheckpointManager | RemoteCheckpoints"
     evaluations: Evaluations
     skips: SkippedSteps
     profiler: Profiler

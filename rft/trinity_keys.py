@@ -60,7 +60,6 @@ OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularit
 EXPERIENCES_COME = "experiences come from the explorer and go to the buffer of the trainer: leave it out"
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
 SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
-NO_TINKER = "training is by Megatron on your own machines: leave it out"
 PAIRS = "set algorithm.algorithm_type=dpo and buffer.trainer_input.experience_buffer.path"
 
 KEYS: dict[str, Key] = {
@@ -82,7 +81,6 @@ KEYS: dict[str, Key] = {
     "model.enable_thinking": Key("D11", "the chat template decides: give one as model.chat_template_path", only=(False,)),
     "model.rope_scaling": Key("D11", MODEL_SAYS),
     "model.rope_theta": Key("D11", MODEL_SAYS),
-    "model.tinker": Key("D11", NO_TINKER, only=({}, {"enable": False})),
     "model.external_model": Key("D11", "a model behind an API has no weights to train: leave it out", only=({}, {"enable": False})),
     # F: buffer
     "buffer.default_workflow_type": Key("F19", to="buffer.explorer_input.default_workflow_type"),
@@ -134,7 +132,9 @@ SHARED = frozenset((  # keys that both systems have, with the same meaning
     "algorithm.rollout_correction.rollout_rs_threshold_lower", "algorithm.rollout_correction.rollout_token_veto_threshold",
     "monitor.monitor_args", "model.model_path", "model.critic_model_path", "model.custom_chat_template",
     "model.chat_template_path", "model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens",
-    "model.min_response_tokens", "model.lora_configs", "model.trust_remote_code", "cluster.node_num", "cluster.gpu_per_node",
+    "model.min_response_tokens", "model.lora_configs", "model.tinker.enable", "model.tinker.rank", "model.tinker.seed",
+    "model.tinker.train_mlp", "model.tinker.train_attn", "model.tinker.train_unembed", "model.trust_remote_code",
+    "cluster.node_num", "cluster.gpu_per_node",
     "buffer.batch_size", "buffer.train_batch_size", "buffer.total_epochs", "buffer.total_steps",
     "buffer.explorer_input.eval_tasksets", "buffer.explorer_input.default_workflow_type",
     "buffer.explorer_input.default_eval_workflow_type", "buffer.explorer_input.default_reward_fn_type",
@@ -222,8 +222,8 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {  # names that the reference kn
         ("clipv",), f"it is {YET}",
     ),
     "monitor.monitor_type": (("swanlab",), f"it is {YET}"),
-    "explorer.rollout_model.engine_type": (("sglang", "tinker", "external"), "the engine is vLLM"),
-    "trainer.trainer_type": (("tinker", "verl"), "the trainer is Megatron"),
+    "explorer.rollout_model.engine_type": (("sglang", "external"), "engines are vLLM's, or a Tinker service's"),
+    "trainer.trainer_type": (("verl",), "the trainer is Megatron"),
 }  # fmt: skip
 
 

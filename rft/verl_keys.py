@@ -164,9 +164,11 @@ KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts f
 
 def merge(config: Config) -> None:
     """Set what `trainer.trainer_config` says. A key of rft that was given another value itself contradicts, and is refused."""
+    if not config.trainer.trainer_config:
+        return
     default, node = OmegaConf.structured(Config), OmegaConf.structured(config)
     given: dict[str, tuple[str, Any]] = {}  # rft's key: veRL's key and the value
-    for name, value in leaves(config.trainer.trainer_config or {}):
+    for name, value in leaves(config.trainer.trainer_config):
         to, wanted = translated(name, value)
         if to is None or wanted is UNSET:
             continue

@@ -13,23 +13,28 @@ import torch
 from torch import Tensor
 
 from rft.algorithm.losses import Fields
-from rft.megatron.mesh import Mesh
 
 if TYPE_CHECKING:
     from rft.algorithm.losses import TokenLoss
+    from rft.megatron.mesh import Mesh
 
 MAX, EXPERT = ":max", "expert/"
 
 
 class Totals:
-    """`counts`: whether what this rank adds is counted (one rank of each tensor-parallel group on the last stage)."""
+    """`counts`: whether what this rank adds is counted (one rank of each tensor-parallel group on the last stage). `lacking`:
+    fields that no microbatch has."""
 
-    def __init__(self, token_loss: "TokenLoss", counts: bool):
+    def __init__(self, token_loss: "TokenLoss", counts: bool, lacking: tuple[str, ...] = ()):
         self.token_loss = token_loss
         self.counts = counts
         # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one empty call names all.
         nothing, own = torch.zeros(1), {"sequence": torch.zeros(1).long(), "sequences": 1, "reduced": None}
-        given = {field.name: nothing for field in fields_of(Fields)} | {"mask": nothing > 0} | own
+        given = (
+            {field.name: nothing for field in fields_of(Fields) if field.name not in lacking}
+            | {"mask": nothing > 0}
+            | own
+        )
         names = sorted(token_loss(nothing, Fields(**given))[1])
         self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
@@ -58,7 +63,7 @@ class Totals:
                     self.maxima = torch.maximum(self.maxima, tops.cpu())
         return loss
 
-    def reduce(self, mesh: Mesh) -> dict[str, float]:
+    def reduce(self, mesh: "Mesh") -> dict[str, float]:
         """Over all ranks, once per step. A step without trained tokens has means and maxima of 0."""
         mesh.reduce(self.sums, self.maxima)
         loss, tokens, expert, *sums = self.sums.tolist()

@@ -29,8 +29,6 @@ from rft.megatron.mesh import Mesh
 from rft.names import Dims, check_layout, read_hf_config
 from rft.packing import Packed, cp_index, empty, slice_cp
 
-LOSS_SCORES = ("proximal", "reference", "value", "returns", "margin", "expert")  # those that a loss may look at
-
 
 @dataclass(frozen=True)
 class Micro:
@@ -157,25 +155,12 @@ class Network:
         def tensor(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.mesh.device.torch)
 
-        weight = tensor(packed.weight)
-        scores = {name: tensor(packed.scores[name]) for name in LOSS_SCORES if name in packed.scores}
-        lengths, count = np.diff(packed.cu_seqlens), len(packed.cu_seqlens) - 1
-        sequence = np.repeat(np.arange(count + 1), [*lengths, packed.length - int(packed.cu_seqlens[-1])])
         return Micro(
             tokens=tensor(packed.tokens)[None],
             positions=tensor(packed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
-            fields=Fields(
-                tensor(packed.behaviour),
-                tensor(packed.advantage),
-                weight,
-                weight != 0,
-                **scores,
-                sequence=tensor(sequence),
-                sequences=count + 1,
-                reduced=self.mesh.sum_over_context if self.mesh.cp > 1 else None,
-            ),
+            fields=Fields.of(packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None),
             packing=models.packing_of(packed, self.model[0], self.mesh),
         )
 

@@ -163,15 +163,18 @@ def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
 
 
 def _before_after(axes: Any, series: Sequence[tuple[list[int], list[float]]], color: str) -> None:
-    """Write the first and the last value at their points."""
+    """Write the value before the first step, if there is one, and the last."""
     steps = [step for part, _ in series for step in part]
     values = [value for _, part in series for value in part]
-    marks = [(steps[0], values[0], "before", INK)] if steps else []
-    if len(steps) > 1:
-        marks.append((steps[-1], values[-1], "after", color))
+    marks = []
+    if steps[0] == 0:
+        marks.append((0, values[0], "before", INK))
         axes.axhline(values[0], color=MUTED, linewidth=1, linestyle=(0, (4, 4)), zorder=1)
+    if steps[-1] > 0:
+        marks.append((steps[-1], values[-1], "after", color))
+    axes.set_xlim(-0.02 * max(steps[-1], 1), 1.02 * max(steps[-1], 1))
     for step, value, word, ink in marks:
-        below = value > 0.85 or (word == "before" and len(steps) > 1 and values[-1] > value)
+        below = value > 0.85 or (word == "before" and values[-1] > value)
         axes.annotate(
             f"{word}  {100 * value:.1f}%", (step, value), xytext=(0, -13 if below else 13), textcoords="offset points",
             ha="left" if word == "before" else "right", va="top" if below else "bottom", fontsize=12, weight="bold", color=ink,
@@ -188,7 +191,11 @@ def _reward(axes: Any, stages: Sequence[Stage]) -> None:
     style(axes, "Training reward", "mean of the batch, and smoothed")
     if not stages:
         return _absent(axes, "no rollouts")
-    return _faint_and_smooth(axes, in_a_row(stages), "reward/mean", SMOOTHING)
+    _faint_and_smooth(axes, in_a_row(stages), "reward/mean", SMOOTHING)
+    found = [value for stage in stages for value in stage.series("reward/mean")[1]]
+    if min(found) == max(found):  # of itself the axis would be a hair's breadth around it
+        axes.set_ylim(min(0.0, found[0]), max(1.0, found[0]))
+    return None
 
 
 def _staleness(axes: Any, stages: Sequence[Stage]) -> None:
@@ -212,7 +219,7 @@ def _mismatch(axes: Any, stages: Sequence[Stage]) -> None:
         return _absent(axes)
     lowest = min((value for stage in stages for value in stage.series("kl/mismatch")[1] if value > 0), default=None)
     if lowest is None:
-        return _faint_and_smooth(axes, stages, "kl/mismatch", SMOOTHING)
+        return _absent(axes, "0 in every step")
     for stage in stages:
         steps, values = stage.series("kl/mismatch")
         shown = [max(value, lowest) for value in values]  # 0 has no logarithm
@@ -313,7 +320,7 @@ def _heading(figure: Any, stages: Sequence[Stage]) -> None:
         figure.text(left, 0.955, "●", color=stage.color, fontsize=15, va="center")
         words = figure.text(left + 0.015, 0.956, stage.name, color=INK, fontsize=14, weight="bold", va="center")
         right = words.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width
-        spent = f", {seconds / 60:.1f} min" if seconds else ""
+        spent = f", {seconds / 60:.1f} min" if seconds >= 60 else f", {seconds:.1f} s" if seconds else ""
         facts = figure.text(
             right + 0.006, 0.955, f"{stage.steps} steps{spent}", color=MUTED, fontsize=10.5, va="center"
         )

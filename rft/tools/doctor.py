@@ -29,6 +29,7 @@ from rft import train
 from rft.cards import engine_cards
 from rft.config import Config, ConfigError
 from rft.preflight_sync import SHARED_MEMORY, stored_bytes
+from rft.preflight_tinker import is_remote
 from rft.tools import config as config_tool
 from rft.tools.memory_plan import PROCESS, Plan, plan
 
@@ -232,6 +233,11 @@ def shared_memory() -> Finding:
 
 def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
     """What is left to say when the config itself has been accepted."""
+    if is_remote(config):
+        said = f"{config.model.tinker.base_model}: its weights and whatever is computed with them are at the Tinker service"
+        yield Finding(OK, "model", said)
+        yield from monitor(config)
+        return
     layout, wanted = config.trainer.megatron, plan(config)
     trained = f", of which {short(wanted.trained)} are trained" if wanted.trained != wanted.parameters else ""
     cut = f"tp{layout.tensor_model_parallel_size} pp{layout.pipeline_model_parallel_size} cp{layout.context_parallel_size}"

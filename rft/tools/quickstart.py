@@ -44,13 +44,14 @@ def finish(stages: list[Config]) -> None:
     warmup, tuned = stages[0], stages[-1]
     rows = read_metrics(configs.job_dir(tuned) / "metrics.jsonl")
     scores = {row["step"]: row[f"eval/{EVAL_SET}/accuracy"] for row in rows if f"eval/{EVAL_SET}/accuracy" in row}
-    first, last = scores.get(min(scores, default=0)), scores.get(max(scores, default=0))  # None: nothing was evaluated
+    first = scores.pop(0, None)  # of what the warm-up left; None: nothing was evaluated there
+    last = scores.get(max(scores, default=0))
     summary = root / "quickstart.json"
     if not summary.exists():
         seconds = time.time() - float((root / "assets" / "started").read_text(encoding="utf-8"))
         outcome = {
-            "eval_sft": first and round(first, 4),
-            "eval_rft": last and round(last, 4),
+            "eval_sft": None if first is None else round(first, 4),
+            "eval_rft": None if last is None else round(last, 4),
             "seconds": round(seconds, 1),
         }
         summary.write_text(json.dumps({"quickstart": outcome}), encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 
 from runs import History, Run, checkpoints, is_one_line, overrides, step_rows, train, write_assets
 
-STEPS = 100
+ENDLESS = 10_000  # steps: the last attempt says when it is enough
 NAME = "mortal"
 FURTHER = 6  # steps that an attempt makes before something happens to it
 SAVE_INTERVAL = 5
@@ -42,7 +42,7 @@ def command(root: Path) -> list[str]:
         root,
         NAME,
         write_assets(root / "assets"),
-        f"trainer.total_steps={STEPS}",
+        f"trainer.total_steps={ENDLESS}",
         f"trainer.save_interval={SAVE_INTERVAL}",
     )
 
@@ -75,20 +75,15 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
     assert not any("finished" in line for line in run.lines)
 
 
+@pytest.mark.verify  # the explorer's death is below; `test_engines` has that of the only engine, `test_supervised` code 10
 @pytest.mark.parametrize(
     ("title", "code", "words"),
     [
         ("VLLM::EngineCore", 11, ("engine_0 failed while serving", "EngineCore", "SIGKILL")),
-        ("ray::Explorer", 12, ("explorer failed while exploring", "its process died")),
-        pytest.param(  # an actor as the explorer is
-            "ray::Synchronizer",
-            14,
-            ("synchronizer failed while publishing", "its process died"),
-            marks=pytest.mark.verify,
-        ),
+        ("ray::Synchronizer", 14, ("synchronizer failed while publishing", "its process died")),
         ("rft.rank ", 10, ("trainer rank 0 failed while", "killed by SIGKILL")),
     ],
-    ids=["engine", "explorer", "synchronizer", "rank"],
+    ids=["engine", "synchronizer", "rank"],
 )
 def test_part_killed(command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]) -> None:
     with Attempt([*command, "explorer.rollout_model.max_restarts=0"], job) as run:
@@ -96,19 +91,39 @@ def test_part_killed(command: list[str], job: Path, title: str, code: int, words
         check_failed(run, code, *words)
 
 
-@pytest.mark.parametrize("title", ["VLLM::EngineCore", pytest.param("ray::RolloutEngine", marks=pytest.mark.verify)])
-def test_the_only_engine_is_started_again_and_a_signal_ends_at_a_step(
-    command: list[str], job: Path, title: str
-) -> None:
-    """The signal finds the run as any other: the new engine serves, the ranks train."""
-    with Attempt(command, job) as run:
+def test_engine_and_rank_come_back_and_a_dead_explorer_ends_the_run(command: list[str], job: Path) -> None:
+    with Attempt([*command, "trainer.max_restarts=1"], job) as run:
         survivors = [run.find("ray::Explorer"), run.find("rft.rank ")]
-        run.find(title).kill()
+        run.find("VLLM::EngineCore").kill()
         run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
         run.wait_for("^engine_0: serves$")
         step = run.wait_step(0)
         run.wait_step(step + 2)
-        assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in survivors)
+        check_alive(survivors)
+
+        survivors = [run.find(title) for title in ("VLLM::EngineCore", "ray::RolloutEngine", "ray::Explorer")]
+        saved = newest(job)
+        run.find("rft.rank ").kill()
+        run.wait_for("^trainer: ")
+        assert run.wait_step(1) - 1 in {saved, *checkpoints(job)} - set(range(saved)), "not from the newest checkpoint"
+        check_alive(survivors)
+
+        run.find("ray::Explorer").kill()
+        check_failed(run, 12, "explorer failed while exploring", "its process died")
+
+
+def check_alive(processes: list[psutil.Process]) -> None:
+    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.verify  # the actor instead of the process with the model; and `test_pool` ends with this signal
+def test_the_only_engine_is_started_again_and_a_signal_ends_at_a_step(command: list[str], job: Path) -> None:
+    """The signal finds the run as any other: the new engine serves, the ranks train."""
+    with Attempt(command, job) as run:
+        run.find("ray::RolloutEngine").kill()
+        run.wait_for("^engine_0: serves$")
+        step = run.wait_step(0)
+        run.wait_step(step + 2)
         run.find("VLLM::EngineCore")  # there is one
         stop(run, job, signal.SIGTERM)
 
@@ -154,17 +169,13 @@ def test_supervisor_killed(command: list[str], job: Path) -> None:
         run.await_extinction(DIES_ALONE_S, but=RAY_AGENTS)
 
 
-def test_rank_comes_back_and_the_run_ends_whole(command: list[str], job: Path) -> None:
-    """Also the end of the story: after all these deaths every step was trained once, on groups of its own."""
-    with Attempt([*command, "trainer.max_restarts=1"], job) as run:
-        survivors = {title: run.find(title) for title in ("VLLM::EngineCore", "ray::RolloutEngine", "ray::Explorer")}
-        run.find("rft.rank ").kill()
-        step = newest(job) + 1  # or the one after: its agent goes on and may commit one more
-        assert run.wait_step(step) <= step + 1
-        assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in survivors.values())
+def test_it_ends_whole(command: list[str], job: Path) -> None:
+    """The end of the story: after all these deaths every step was trained once, on groups of its own."""
+    steps = max(History(job / "buffer" / "experience_buffer").progress.leases) + FURTHER
+    with train(*command, f"trainer.total_steps={steps}") as run:
         assert (run.end(), run.errors()) == (0, "")
-    assert [row["step"] for row in step_rows(job)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in step_rows(job)] == list(range(1, steps + 1))
     history = History(job / "buffer" / "experience_buffer")
-    history.check_exactly_once(STEPS)
+    history.check_exactly_once(steps)
     assert not history.progress.waiting
     assert max(row["staleness/max"] for row in step_rows(job)) <= 1

@@ -130,18 +130,23 @@ def test_the_export_is_the_model_that_was_trained(whole: Whole) -> None:
     assert len(metrics(whole.job("rft") / "bench")) == len(told)
 
 
-def test_explore_then_train(tmp_path: Path) -> None:
-    """Runs of one name meet in the journal; the trainer ends by itself when it has trained on all of it. What it has saved for
-    explorers is what the next one samples from, from its first request on (W20)."""
-    steps = 3
-    assets = write_assets(tmp_path / "assets")
-    job = tmp_path / "rft" / "apart"
-    with train(*overrides(tmp_path, "apart", assets, "mode=explore", f"trainer.total_steps={steps}")) as run:
+APART_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("apart")
+
+
+def test_explore_then_train(apart: Path) -> None:
+    """Runs of one name meet in the journal; the trainer ends by itself when it has trained on all of it."""
+    assets, job, steps = write_assets(apart / "assets"), apart / "rft" / "apart", APART_STEPS
+    with train(*overrides(apart, "apart", assets, "mode=explore", f"trainer.total_steps={steps}")) as run:
         assert (run.end(), run.errors()) == (0, "")
     assert "engines serve the model as given" in run.lines
     explored = History(job / "buffer" / "experience_buffer")
     rows = [e for record in explored.of(Stored) for e in decode(record.experiences, list[Experience])]
-    with train(*overrides(tmp_path, "apart", assets, "mode=train", "trainer.total_steps=50")) as run:
+    with train(*overrides(apart, "apart", assets, "mode=train", "trainer.total_steps=50")) as run:
         assert (run.end(), run.errors()) == (0, "")
     trained = History(job / "buffer" / "experience_buffer")
     trained.check_exactly_once(steps)
@@ -149,10 +154,17 @@ def test_explore_then_train(tmp_path: Path) -> None:
     assert [row["step"] for row in step_rows(job)] == list(range(1, steps + 1))
     assert sum(row["num_tokens"] for row in step_rows(job)) == sum(e.response_length for e in rows)
     assert not list((job / "logs" / "latest").glob("engine*"))
-    more = [f"trainer.total_steps={steps + 1}", "mode=explore"]
-    with train(*overrides(tmp_path, "apart", assets, *more)) as run:
+
+
+@pytest.mark.verify  # `test_sync_methods` has an engine that follows what a trainer saves elsewhere
+def test_explorers_serve_what_the_trainer_saved(apart: Path) -> None:
+    """After the test above. What was saved for explorers is what the next one samples from, from its first request on (W20)."""
+    job = apart / "rft" / "apart"
+    before = len(History(job / "buffer" / "experience_buffer").of(Stored))
+    more = [f"trainer.total_steps={APART_STEPS + 1}", "mode=explore"]
+    with train(*overrides(apart, "apart", apart / "assets", *more)) as run:
         assert (run.end(), run.errors()) == (0, "")
-    assert f"engines serve saved version {steps}" in run.lines
-    stored = History(job / "buffer" / "experience_buffer").of(Stored)[len(explored.of(Stored)) :]
+    assert f"engines serve saved version {APART_STEPS}" in run.lines
+    stored = History(job / "buffer" / "experience_buffer").of(Stored)[before:]
     late = [e for record in stored for e in decode(record.experiences, list[Experience])]
-    assert late and {span.version for e in late for span in e.versions} == {steps}
+    assert late and {span.version for e in late for span in e.versions} == {APART_STEPS}

@@ -10,7 +10,7 @@ import pytest
 from runs import REPOSITORY, History, step_rows, torchrun
 
 GRACE_S = 20.0  # shutdown_grace_s: the sidecar's, once torchrun is gone
-STEPS = {"sft_warmup": 3, "rft": 30}
+STEPS = {"sft_warmup": 3, "rft": 6}
 COMMAND = [
     "experiment=quickstart", "monitor=none", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2",
     f"stages.0.trainer.total_steps={STEPS['sft_warmup']}", "stages.0.trainer.stop_at_loss=null",
@@ -22,10 +22,26 @@ COMMAND = [
 pytestmark = pytest.mark.timeout(600)
 
 
+def check_ends_well(command: list[str], root: Path, steps: dict[str, int]) -> None:
+    with torchrun(2, *command) as run:
+        assert run.end(timeout=300, lingering=GRACE_S) == 0
+        assert not [line for line in run.errors().splitlines() if line.startswith("rft: ")]
+    assert list(json.loads(run.lines[-1])["quickstart"]) == ["eval_sft", "eval_rft", "seconds"]
+    for stage, number in steps.items():
+        assert [row["step"] for row in step_rows(root / stage)] == list(range(1, number + 1))
+    History(root / "rft" / "buffer" / "experience_buffer").check_exactly_once(steps["rft"])
+
+
 def test_torchrun(tmp_path: Path) -> None:
-    """A part dies: all end. The same command again goes on and ends well. Nothing is left either time."""
-    root = tmp_path / "rft" / "quickstart"
-    command = [*COMMAND, f"checkpoint_root_dir={tmp_path}"]
+    """Both stages, and nothing is left."""
+    check_ends_well([*COMMAND, f"checkpoint_root_dir={tmp_path}"], tmp_path / "rft" / "quickstart", STEPS)
+
+
+@pytest.mark.verify  # `test_failures` has a part that dies, the test above a run that ends well
+def test_torchrun_when_a_part_dies(tmp_path: Path) -> None:
+    """All end. The same command again goes on and ends well. Nothing is left either time."""
+    steps = {**STEPS, "rft": 30}
+    command = [*COMMAND, f"checkpoint_root_dir={tmp_path}", f"stages.1.trainer.total_steps={steps['rft']}"]
     with torchrun(2, *command) as run:
         run.wait_for("reward")
         run.wait_step(3)
@@ -34,13 +50,7 @@ def test_torchrun(tmp_path: Path) -> None:
         told = [line for line in run.errors().splitlines() if line.startswith("rft: ")]
         assert len(told) == 1 and "explorer failed while exploring" in told[0]
         assert not any("finished" in line for line in run.lines)
-    with torchrun(2, *command) as run:
-        assert run.end(timeout=300, lingering=GRACE_S) == 0
-        assert not [line for line in run.errors().splitlines() if line.startswith("rft: ")]
-    assert list(json.loads(run.lines[-1])["quickstart"]) == ["eval_sft", "eval_rft", "seconds"]
-    for stage, steps in STEPS.items():
-        assert [row["step"] for row in step_rows(root / stage)] == list(range(1, steps + 1))
-    History(root / "rft" / "buffer" / "experience_buffer").check_exactly_once(STEPS["rft"])
+    check_ends_well(command, tmp_path / "rft" / "quickstart", steps)
 
 
 def test_refused_in_one_line_on_all_ranks(tmp_path: Path) -> None:

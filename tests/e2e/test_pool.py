@@ -12,7 +12,7 @@ import pytest
 from rft.buffer.progress import Stored
 from rft.experience import Experience, decode
 
-from runs import REPOSITORY, History, Run, overrides, step_rows, train, write_assets
+from runs import REPOSITORY, History, Run, checkpoints, overrides, step_rows, train, write_assets
 
 NAME = "pool"
 ENDLESS = 10_000  # steps: the test says when it is enough
@@ -102,8 +102,18 @@ def test_engines_come_and_go_while_the_run_goes_on(command: list[str], job: Path
     serving = [row["pool/engines"] for row in step_rows(job) if "pool/engines" in row]
     assert {1.0, 2.0, 3.0} <= set(serving), "nothing was trained while an engine was away, or none came"
     assert step_rows(job)[-1]["step"] >= step
+    assert checkpoints(job)[-1] == step_rows(job)[-1]["step"], "no checkpoint of the step that was reached"
+    check_versions(History(job / "buffer" / "experience_buffer"))
 
 
+def check_versions(history: History) -> None:
+    for record in history.of(Stored):
+        for experience in decode(record.experiences, list[Experience]):
+            assert sum(span.end - span.start for span in experience.versions) == experience.response_length
+            assert len(experience.logprobs) == experience.response_length
+
+
+@pytest.mark.verify  # `test_failures` has a history of engines that died
 def test_and_its_history_is_whole(command: list[str], job: Path) -> None:
     """After the test above: three steps more, and then every task was trained once, every token with its version."""
     steps = step_rows(job)[-1]["step"] + 3
@@ -113,10 +123,7 @@ def test_and_its_history_is_whole(command: list[str], job: Path) -> None:
     assert max(row["staleness/max"] for row in step_rows(job)) <= 1
     history = History(job / "buffer" / "experience_buffer")
     history.check_exactly_once(steps)
-    for record in history.of(Stored):
-        for experience in decode(record.experiences, list[Experience]):
-            assert sum(span.end - span.start for span in experience.versions) == experience.response_length
-            assert len(experience.logprobs) == experience.response_length
+    check_versions(history)
 
 
 @pytest.mark.verify

@@ -43,7 +43,12 @@ def test_what_was_asked_for_is_what_runs(tmp_path: Path, assets: Path) -> None:
 
 def test_steps_that_are_not_finite_end_the_run_with_their_batch(tmp_path: Path, assets: Path) -> None:
     """The first step's learning rate throws the weights away; every gradient after it overflows."""
-    given = ["trainer.total_steps=50", "algorithm.optimizer.lr=1e30", "trainer.max_skipped_steps=3"]
+    given = [
+        "trainer.num_ranks=1",
+        "trainer.total_steps=50",
+        "algorithm.optimizer.lr=1e30",
+        "trainer.max_skipped_steps=3",
+    ]
     with train(*overrides(tmp_path, assets, *given)) as run:
         assert run.end() == 10
         job = tmp_path / "rft" / "run"

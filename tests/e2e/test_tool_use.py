@@ -10,7 +10,8 @@ from rft.tools.toy import character_tokenizer
 
 from runs import LETTERS, REPEATS, REPOSITORY, TASKS, History, overrides, step_rows, train
 
-pytestmark = pytest.mark.timeout(600)
+# `test_agent_loop` and `test_resume_loop` have dialogues that go on after words which no model said.
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]
 TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
 PLUGIN = """
 import sys

@@ -36,6 +36,9 @@ TOP = {
     "preflight_buffer",
     "preflight_colocate",
     "preflight_pipelines",
+    "preflight_tinker",
+    "on_megatron",
+    "on_tinker",
     "cards",
     "modes",
     "models",
@@ -54,6 +57,7 @@ ALLOWED = {
     **{part: MIDDLE | {part} for part in ("megatron", "rollout", "checkpoint")},
     "pipeline": MIDDLE | {"pipeline", "rollout"},
     "sync": MIDDLE | {"sync", "megatron", "rollout", "checkpoint"},
+    "tinker": MIDDLE | {"tinker", "sync", "megatron", "rollout", "checkpoint"},
 }
 
 
@@ -104,6 +108,8 @@ def loaded_by(module: str) -> set[str]:
         ("rft.pipeline.worker", {"torch", "ray", "vllm", "transformers"}),
         ("rft.checkpoint.agent", {"torch", "numpy", "megatron", "ray", "omegaconf"}),
         ("rft.checkpoint.export", {"torch", "megatron"}),
+        ("rft.tinker.engine", {"torch", "megatron", "vllm", "ray"}),
+        ("rft.tinker.publisher", {"megatron", "vllm", "ray"}),
     ],
 )
 def test_import_stays_light(module: str, absent: set[str]) -> None:

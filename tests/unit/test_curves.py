@@ -89,6 +89,18 @@ def test_missing_metrics_leave_their_panels_saying_so(tmp_path: Path, monkeypatc
     assert "Warm-up loss" not in written
 
 
+def test_a_short_run_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps, evaluated only behind the last, without a reward: as `debug=fast` leaves the quickstart."""
+    written = panel_texts(monkeypatch)
+    rows: list[dict[str, Any]] = [
+        {"step": i, "reward/mean": 0.0, "kl/mismatch": 0.0, "time/step_s": 1.0} for i in (1, 2, 3)
+    ]
+    rows.append({"step": 3, "eval/held_out/accuracy": 0.25})
+    curves.draw([("rft", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png")
+    assert "after  25.0%" in written and not any(text.startswith("before") for text in written)
+    assert "0 in every step" in written
+
+
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "reward/mean": 1.0, "kl/mismatch": 0.0, "time/step_s": 1.0}]])
 def test_an_empty_or_tiny_run_is_drawn(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     size(curves.draw([("only", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png"))

@@ -1,7 +1,10 @@
 """A teacher's advantages against closed forms in fp64, token by token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages.distillation import jsd, on_policy_distill
@@ -30,16 +33,33 @@ def test_the_advantage_is_how_much_likelier_the_teacher_finds_a_token() -> None:
     assert found == pytest.approx([0, *((TEACHER - newer) * [1, 1, 0, 1]), 0], abs=1e-6)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 1.0])
-def test_jsd_is_the_divergence_of_the_token_from_the_mixture(beta: float) -> None:
-    s, t = np.exp(OLD), np.exp(TEACHER)
+def divergence(beta: float, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Of the policy `s` from the teacher `t`, whole distributions, as it is defined."""
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return (p * (p / q).log()).sum()
+
     if beta in (0.0, 1.0):
-        wanted = TEACHER - OLD if beta else OLD - TEACHER
-    else:
-        middle = (1 - beta) * s + beta * t
-        wanted = beta * np.log(t / middle) + (1 - beta) * np.log(s / middle)
-    found, _ = jsd(packed(teacher=TEACHER), np.zeros(6), lambda_coef=beta, kl_coef=2.0)
-    assert found == pytest.approx([0, *(-2.0 * wanted * [1, 1, 0, 1]), 0], rel=1e-5, abs=1e-6)
+        return kl(t, s) if beta else kl(s, t)
+    middle = (1 - beta) * s + beta * t
+    return beta * kl(t, middle) + (1 - beta) * kl(s, middle)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 1.0])
+def test_jsd_goes_down_the_divergence(beta: float) -> None:
+    """The mean over all tokens of advantage times score, a policy gradient without sampling, is the divergence's own."""
+    logits = torch.tensor([0.3, -0.5, 1.0, -1.2], dtype=torch.float64, requires_grad=True)
+    policy, teacher = logits.log_softmax(0), torch.tensor([0.55, 0.3, 0.05, 0.1], dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(divergence(beta, policy.exp(), teacher), logits, retain_graph=True)
+    trained = np.ones(4, dtype=np.float32)
+    row = Row(np.arange(4), trained, policy.detach().numpy().astype(np.float32), 0 * trained, trained, scores={
+        "teacher": teacher.log().numpy().astype(np.float32)
+    })  # fmt: skip
+    (micro,) = pack([row], 1, 100, 1)[0]
+    micro = replace(micro, behaviour=row.behaviour, weight=trained, scores=row.scores)
+    found, _ = jsd(micro, np.zeros(4), lambda_coef=beta, kl_coef=2.0)
+    (made,) = torch.autograd.grad((policy.exp().detach() * torch.from_numpy(found) * policy).sum(), logits)
+    assert (-made / 2).numpy() == pytest.approx(wanted.numpy(), abs=1e-6)
 
 
 def test_ranks_without_a_teacher_take_part_in_the_sums() -> None:

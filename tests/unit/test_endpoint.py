@@ -393,5 +393,10 @@ def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path:
         assert (await by_path.chat.completions.create(model="gpt-4o", **ask)).choices[0].message.content == "fine"
         assert not session.lines and not pool.asked and len(judge.asked) == 2
         assert [one.id async for one in api.models.list()] == ["policy", "judge"]
+        alone = client(endpoint)  # the run's own key and no session: as a reward function asks
+        assert (await alone.chat.completions.create(model="judge", **ask)).choices[0].message.content == "fine"
+        with pytest.raises(openai.NotFoundError, match="this key names no session"):
+            await alone.chat.completions.create(model="policy", **ask)
+        assert list(endpoint.registry.open_) == [session.id], "nothing is left to expire"
 
     run(scenario, tmp_path, others=(policy(judge, name="judge"),))

@@ -1,5 +1,7 @@
 """When the trainer asks for evaluations, and which ones it asks for again after it was killed."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -88,3 +90,11 @@ def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> N
         made.await_ready()
     assert beside.explorer.calls == [("opened",)]
     assert alone.explorer.calls == [("opened",), ("hold",)]
+
+
+def test_without_an_explorer_ray_is_not_even_loaded() -> None:
+    """It takes a fifth of a second, which the first step of a supervised run would have as time of evaluation."""
+    code = "import sys; from rft.control import Evaluations; from rft.config import ExplorerConfig\n"
+    code += "made = Evaluations(None, ExplorerConfig(eval_interval=1), print, False)\n"
+    code += "made.at_startup(0); made.if_due(1); made.at_end(1); print('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

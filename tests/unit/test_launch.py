@@ -88,6 +88,25 @@ end_descendants()
     assert not psutil.pid_exists(int(done.stdout))
 
 
+@pytest.mark.parametrize(("says", "code"), [("end.code = 3", 3), ("raise KeyError('x')", 1)])
+def test_a_short_exit_leaves_nothing_out_but_pythons_own_end(says: str, code: int) -> None:
+    program = f"""
+import atexit, logging, threading
+from rft.processes import ShortExit
+end = ShortExit()
+class Module:
+    def __del__(self): print("taken apart")
+kept = Module()
+atexit.register(print, "the last that registers is the first, and nothing is lost", end="")
+threading.Thread(target=lambda: threading.Event().wait(0.05) or print("threads are waited for")).start()
+{says}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    lines = ["threads are waited for", "the last that registers is the first, and nothing is lost"]
+    assert (done.returncode, done.stdout.splitlines()) == (code, lines)
+    assert ("KeyError" in done.stderr) == says.startswith("raise")
+
+
 def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() -> None:
     tries: list[str] = []
 

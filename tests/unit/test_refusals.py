@@ -27,6 +27,7 @@ TEXT = f"algorithm.algorithm_type=cpt {OF_ROWS}"
 EXPERT = "{sft_dataset:{storage_type:file,path:EVAL,format:{prompt_type:plaintext}}}"
 MIX = f"algorithm.algorithm_type=mix +buffer.trainer_input.auxiliary_buffers={EXPERT}"
 LARGE = "trainer.num_ranks=null device=cuda cluster.gpu_per_node=8"
+REMOTE = "model.tinker.enable=true model.tinker.base_model=toy trainer.save_hf_checkpoint=never"
 REFUSED = [  # overrides, the key that the message must name, and some of the fix
     # the run
     ("name=", "name", "letters, digits"),
@@ -83,6 +84,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("algorithm.rollout_correction.rollout_rs=token algorithm.rollout_correction.rollout_rs_threshold=0.5", "rollout_rs_threshold",
      "must hold 1 inside"),
     ("+algorithm.policy_loss_fn_args.clip_mode=ring", "algorithm.policy_loss_fn_args.clip_mode", "known: clip_range"),
+    (f"{TASKSET}.reward_fn_args={{url:x}}", f"{TASKSET}.reward_fn_args.url", "takes keys of any name: put a +"),
     ("algorithm.algorithm_type=rec +algorithm.policy_loss_fn_args.clip_mode=rung", "clip_mode", "did you mean `ring`"),
     ("algorithm.algorithm_type=sapo +algorithm.policy_loss_fn_args.tau_neg=0.5", "tau_neg", "raise it"),
     ("+algorithm.policy_loss_fn_args.enable_sequence_masking=1", "enable_sequence_masking", "true or false"),
@@ -232,7 +234,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("explorer.rollout_model.dtype=fp16", "explorer.rollout_model.dtype", "Known: bf16, fp32"),
     ("explorer.rollout_model.gpu_memory_utilization=1.5", "explorer.rollout_model.gpu_memory_utilization", "at most 1"),
     ("explorer.rollout_model.max_num_seqs=0", "explorer.rollout_model.max_num_seqs", "greater than 0"),
-    ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type", "the engine is vLLM"),
+    ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type", "engines are vLLM's"),
     # synchronizer
     ("synchronizer.sync_timeout=0", "synchronizer.sync_timeout", "greater than 0"),
     ("synchronizer.bucket_bytes=0", "synchronizer.bucket_bytes", "greater than 0"),
@@ -240,7 +242,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("synchronizer.max_inflight_batches=2", "synchronizer.max_inflight_batches", "synchronizer.max_staleness"),
     # trainer
     ("trainer.num_ranks=0", "trainer.num_ranks", "or left out"),
-    ("trainer.trainer_type=tinker", "trainer.trainer_type", "the trainer is Megatron"),
     ("trainer.stop_at_loss=0", "trainer.stop_at_loss", "greater than 0"),
     ("trainer.grad_clip=nan", "trainer.grad_clip", "finite"),
     ("trainer.max_token_len_per_gpu=0", "trainer.max_token_len_per_gpu", "greater than 0"),
@@ -253,6 +254,34 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("trainer.checkpoint.best_metric=eval/a/x trainer.checkpoint.keep_best=1", "trainer.checkpoint.best_metric", "which is empty"),
     ("trainer.megatron.tensor_model_parallel_size=0", "trainer.megatron.tensor_model_parallel_size", "greater than 0"),
     ("trainer.megatron.context_parallel_size=-1", "trainer.megatron.context_parallel_size", "greater than 0"),
+    # a model at a service
+    ("trainer.trainer_type=tinker", "trainer.save_hf_checkpoint=last", "set it to never"),
+    ("trainer.trainer_type=tinkr", "trainer.trainer_type", "Known: megatron, tinker"),
+    (f"{REMOTE} model.tinker.base_model=null", "model.tinker.base_model is not set", "like Qwen/Qwen3-8B"),
+    (f"{REMOTE} model.tinker.base_url=localhost:8000", "model.tinker.base_url", "http://127.0.0.1:8000"),
+    (f"{REMOTE} model.tinker.rank=0", "model.tinker.rank", "greater than 0"),
+    (f"{REMOTE} model.tinker.timeout=-1", "model.tinker.timeout", "greater than 0"),
+    (f"{REMOTE} model.tinker.train_mlp=false model.tinker.train_attn=false model.tinker.train_unembed=false",
+     "model.tinker.train_mlp", "nothing would be trained"),
+    ("explorer.rollout_model.engine_type=tinker", "engine_type=tinker", "set trainer.trainer_type=tinker too"),
+    (f"{REMOTE} explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_type=vllm", "set it to tinker"),
+    (f"{REMOTE} synchronizer.sync_method=nccl", "synchronizer.sync_method=nccl", "by their path; set it to checkpoint"),
+    (f"{REMOTE} trainer.num_ranks=2", "trainer.num_ranks=2", "leave it out"),
+    (f"{REMOTE} device=cuda", "device=cuda", "leave it out"),
+    (f"{REMOTE} algorithm.optimizer.optimizer_type=sgd", "algorithm.optimizer.optimizer_type=sgd", "set it to adam"),
+    (f"{REMOTE} +model.lora_configs=[{{lora_rank:8}}]", "model.lora_configs", "model.tinker.rank"),
+    (f"{REMOTE} trainer.megatron.tensor_model_parallel_size=2", "trainer.megatron.tensor_model_parallel_size=2", "leave it out"),
+    (f"{REMOTE} trainer.checkpoint.keep_every=5", "trainer.checkpoint.keep_every=5", "leave it out"),
+    (f"{REMOTE} explorer.rollout_model.kv_cache_gb=2", "explorer.rollout_model.kv_cache_gb=2", "sampled by the service"),
+    (f"{REMOTE} deterministic=true", "deterministic", "leave it out"),
+    (f"{REMOTE} model.min_response_tokens=2", "model.min_response_tokens=2", "leave it out"),
+    (f"{REMOTE} algorithm.algorithm_type=ppo algorithm.repeat_times=1", "advantage_fn=ppo needs a critic", "set advantage_fn=grpo"),
+    (f"{REMOTE} algorithm.algorithm_type=jsd", "advantage_fn=jsd needs a teacher", "train with Megatron"),
+    (f"{REMOTE} +algorithm.entropy_loss_fn_args.entropy_coef=0.1", "entropy_coef needs entropies", "leave it out"),
+    (f"{REMOTE} {TASKSET}.rollout_args.temperature=0.7", f"{TASKSET}.rollout_args.temperature=0.7", "leave it out for 1"),
+    (f"{REMOTE} {TASKSET}.rollout_args.top_k=20", f"{TASKSET}.rollout_args.top_k=20", "leave it out for -1"),
+    (f"{REMOTE} mode=explore", "mode=explore", "set mode=both"),
+    (f"{REMOTE} mode=train", "mode=train and a buffer of storage_type=queue", "mode=train with a file"),
     # pipelines: the rest of them is in test_task_pipeline.py and test_experience_operators.py
     (f"{EXP}.operators=[{{name:reward_filtre}}]", f"{EXP}.operators.0.name", "did you mean `reward_filter`"),
     (f"{EXP}.operators=[{{nam:reward_filter}}]", f"{EXP}.operators", "nam"),

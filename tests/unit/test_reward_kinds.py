@@ -211,8 +211,8 @@ def test_a_remote_judge_is_asked_again_for_what_may_pass(judge: str) -> None:
     ("script", "args", "message", "times"),
     [
         ([(500, "")], {"retries": 1}, "no answer in 20 s: 500", 2),
-        ([(401, "")], {}, "401", 1),
-        ([(302, "")], {}, "302", 1),
+        ([(401, "")], {}, "refuses to answer: 401", 1),
+        ([(302, "")], {}, "refuses to answer: 302", 1),
         ([(200, "{}")], {}, "no chat completion", 1),
         ([(200, "<html>")], {}, "no chat completion", 1),
         ([says("fine")], {}, "no JSON object with `score`", 1),

@@ -23,7 +23,8 @@ ROWS = {  # by section of the reference; the blocks of veRL's keys are in test_v
     "D": "model.model_path model.critic_model_path model.custom_chat_template model.chat_template_path model.max_model_len "
     "model.max_prompt_tokens model.max_response_tokens model.min_response_tokens model.enable_prompt_truncation "
     "model.temperature model.top_p model.top_k model.logprobs model.lora_configs model.rope_scaling model.rope_theta "
-    "model.tinker model.external_model model.enable_thinking model.trust_remote_code",
+    "model.tinker.enable model.tinker.rank model.tinker.seed model.tinker.train_mlp model.tinker.train_attn "
+    "model.tinker.train_unembed model.external_model model.enable_thinking model.trust_remote_code",
     "E": "cluster.node_num cluster.gpu_per_node",
     "F": "buffer.batch_size buffer.train_batch_size buffer.total_epochs buffer.total_steps "
     "buffer.default_workflow_type buffer.default_reward_fn_type buffer.explorer_input.tasksets "

@@ -1,6 +1,7 @@
 """Stages: what one inherits, which model it begins with, what cannot be handed over, and that a failed one ends the run."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,29 @@ def test_debug_fast_reaches_every_stage() -> None:
     assert alone.trainer.total_steps == 5
 
 
+@pytest.fixture
+def own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run does to the root logger ends with the test."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+
+
+def test_every_stage_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None) -> None:
+    found = staged(tmp_path, {}, {})
+
+    def run(stage: launch.Stage) -> None:
+        logging.getLogger("rft.launch").info("this is %s", stage.config.stage_name)
+        finish(stage.config)
+
+    monkeypatch.setattr(launch.Stage, "run", run)
+    assert launch.run_stages(found) == 0
+    for config in found:
+        told = (configs.job_dir(config) / "supervisor.log").read_text()
+        assert told.count("\n") == 1 and told.endswith(f"this is {config.stage_name}\n")
+
+
 def test_a_failed_stage_ends_the_run_with_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_logging: None
 ) -> None:
     found = staged(tmp_path, {}, {}, {})
     finish(found[0])

@@ -84,6 +84,7 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
         "tests/e2e/test_sync_methods.py tests/unit/test_ckpt_objects.py: the two halves, without S3 between",
     ),
     (r"^kill -9 ", "tests/e2e/test_pool.py"),
+    (r"experiment=tinker|^export TINKER_API_KEY|tinker_service\.py", "tests/e2e/test_tinker_run.py"),
     (r"postgresql://", "tests/unit/test_postgres.py tests/e2e/test_sql_run.py"),
 )
 

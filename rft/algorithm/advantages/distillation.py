@@ -8,6 +8,8 @@ import numpy as np
 
 from rft.packing import Packed
 
+LARGEST = 20.0  # log-ratio that is believed, as in the losses
+
 
 def on_policy_distill(packed: Packed, rewards: np.ndarray, kl_coef: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """A_t = c (teacher - old): one sample of c times the reverse KL's negative, token by token (arXiv:2306.13649)."""
@@ -18,18 +20,23 @@ def on_policy_distill(packed: Packed, rewards: np.ndarray, kl_coef: float = 1.0)
 def jsd(
     packed: Packed, rewards: np.ndarray, lambda_coef: float = 0.5, kl_coef: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A_t = -c JSD_b, the generalised Jensen-Shannon divergence on the sampled token (arXiv:2306.13649, eq. 1; b: lambda_coef).
+    """Down the generalised Jensen-Shannon divergence b KL(teacher | m) + (1 - b) KL(old | m), m = (1 - b) old + b teacher, as
+    probabilities (arXiv:2306.13649, eq. 1; b: lambda_coef): A_t = -c (1 - b) (old - log m).
 
-    With m = (1 - b) old + b teacher, as probabilities: b (teacher - log m) + (1 - b) (old - log m). b = 0 gives old - teacher,
-    b = 1 teacher - old.
+    That is its exact gradient, in expectation over what the policy samples: the teacher's term moves with m alone, and what m adds
+    to both sums up to 0. (Trinity-RFT takes -c (b (teacher - log m) + (1 - b) (old - log m)), which for b = 1/2 cannot tell a
+    token that the teacher likes from one that it does not, and for b = 1 leads away from it.) At the ends, where the divergence
+    vanishes, b = 0 is KL(old | teacher), A_t = c (teacher - old), and b = 1 is KL(teacher | old), A_t = c (teacher / old - 1).
     """
     teacher, old = _pair(packed)
-    if lambda_coef in (0.0, 1.0):
-        found = teacher - old if lambda_coef else old - teacher
+    if lambda_coef == 0.0:
+        found = teacher - old
+    elif lambda_coef == 1.0:
+        found = np.expm1(np.minimum(teacher - old, LARGEST))
     else:
         middle = np.logaddexp(old + np.log1p(-lambda_coef), teacher + np.log(lambda_coef))
-        found = lambda_coef * (teacher - middle) + (1 - lambda_coef) * (old - middle)
-    return _of_trained(packed, -kl_coef * found)
+        found = (1 - lambda_coef) * (middle - old)
+    return _of_trained(packed, kl_coef * found)
 
 
 def _pair(packed: Packed) -> tuple[np.ndarray, np.ndarray]:

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 from rft.algorithm.kl import LOG_RATIO_LIMIT
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
+    from rft.packing import Packed
+
     TokenLoss = Callable[[Tensor, "Fields"], tuple[Tensor, dict[str, Tensor]]]
+
+SCORES = ("proximal", "reference", "value", "returns", "margin", "expert")  # those that a loss may look at
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,22 @@ class Fields:
     reduced: "Callable[[Tensor], Tensor] | None" = (
         None  # adds up over the ranks that hold parts of a sequence, with gradient
     )
+
+    @classmethod
+    def of(
+        cls, packed: "Packed", tensor: "Callable[[np.ndarray], Tensor]", reduced: "Callable[[Tensor], Tensor] | None" = None
+    ) -> "Fields":  # fmt: skip
+        """Those of a microbatch. `tensor`: how an array comes to where the loss is computed."""
+        import numpy as np
+
+        lengths, count = np.diff(packed.cu_seqlens), len(packed.cu_seqlens) - 1
+        sequence = np.repeat(np.arange(count + 1), [*lengths, packed.length - int(packed.cu_seqlens[-1])])
+        weight = tensor(packed.weight)
+        scores = {name: tensor(packed.scores[name]) for name in SCORES if name in packed.scores}
+        return cls(
+            tensor(packed.behaviour), tensor(packed.advantage), weight, weight != 0, **scores, sequence=tensor(sequence),
+            sequences=count + 1, reduced=reduced,
+        )  # fmt: skip
 
     @property
     def old(self) -> "Tensor":

@@ -80,8 +80,12 @@ class Registry:
         self.counts["sessions"] += 1
         return session
 
-    def _get(self, name: str | None) -> Open:
+    def _get(self, name: str | None, unrecorded: bool) -> Open:
         """The session of a request; where anybody may, a new name begins one."""
+        if name is None and unrecorded:
+            return Open(
+                Session(uuid.uuid4().hex, Sampling()), time.monotonic()
+            )  # of this request alone: nothing is kept
         if name is not None and name in self.open_:
             found = self.open_[name]
         elif self.store is not None:
@@ -90,9 +94,9 @@ class Registry:
             raise Refused(f"there is no session {name}" if name else "this key names no session", "session", status=404)
         return found
 
-    def enter(self, name: str | None) -> Open:
-        """The same for a request; it does not expire before `leave`."""
-        found = self._get(name)
+    def enter(self, name: str | None, unrecorded: bool = False) -> Open:
+        """The same for a request; it does not expire before `leave`. `unrecorded`: it needs no session, having no rewards."""
+        found = self._get(name, unrecorded)
         found.under_way += 1
         return found
 

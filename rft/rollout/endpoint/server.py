@@ -106,12 +106,14 @@ class Endpoint:
             return web.json_response(replies.error(refused), status=500)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        found = self.registry.enter(request[SESSION])
+        body = await _json(request)
+        name = request.match_info.get("model") or str(body.get("model", ""))
+        found = self.registry.enter(request[SESSION], unrecorded=name in self.others)
         try:
-            asked = chat.read(await _json(request), found.session.sampling)
+            asked = chat.read(body, found.session.sampling)
             if (asked.messages is None) == request.path.endswith("/chat/completions"):
                 raise Refused("messages belong to /v1/chat/completions, a prompt to /v1/completions", "messages")
-            model = self._model(request.match_info.get("model") or asked.model)
+            model = self._model(name)
             place, prompt = self._prompt(model, asked, found)
             id = f"{'cmpl' if asked.messages is None else 'chatcmpl'}-{uuid.uuid4().hex}"
             answering = self._answer(model, asked, found, place, prompt, id)

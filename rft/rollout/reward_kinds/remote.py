@@ -65,7 +65,7 @@ def _asked(url: str, body: dict[str, object], key: str, seconds: float, retries:
         except urllib.error.HTTPError as error:
             problem = f"{error.code} {error.reason}"
             if error.code not in RETRIED:
-                break
+                raise RuntimeError(f"the judge at {url} refuses to answer: {problem}") from error
         except (OSError, http.client.HTTPException) as error:
             problem = str(getattr(error, "reason", error)) or type(error).__name__
         except (ValueError, LookupError, TypeError) as error:
