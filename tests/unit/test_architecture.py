@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,11 @@ def test_no_file_and_no_function_grows_out_of_sight() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}:{node.lineno} {node.name} is too long"
+
+
+def test_every_directory_of_tests_is_collected(request: pytest.FixtureRequest) -> None:
+    """pytest's own list of directories to pass over has `dist` in it."""
+    passed_over = request.config.getini("norecursedirs")
+    directories = [path.name for path in Path(__file__).parents[1].iterdir() if list(path.glob("test_*.py"))]
+    assert {"unit", "dist", "e2e", "verify"} <= set(directories)
+    assert not [name for name in directories if any(fnmatch(name, pattern) for pattern in passed_over)]
