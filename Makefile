@@ -44,13 +44,16 @@ $(AGENTS): requirements/agents.txt | $(STAMP)
 quickstart: setup
 	$(RUN) -m rft.train experiment=quickstart $(ARGS)
 
-# Unit tests run two at a time, those of one file in one process. Ranks and engines take the whole machine, one test after the other.
+# Unit tests run two at a time, those of one file in one process. Ranks and engines take the whole machine, one test after the other;
+# the processes of the ranks live as long as their session, so they have one of their own.
 test: setup lint $(NEWEST)
 	$(if $(ARGS),,$(RUN) -m pytest -m "not verify" -n 2 --dist loadfile tests/unit)
-	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit)
+	$(if $(ARGS),,$(RUN) -m pytest -m "not verify" tests/dist)
+	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit --ignore=tests/dist)
 
 verify: setup $(NEWEST) $(SCHEMAS) $(AGENTS)
-	$(RUN) -m pytest $(ARGS)
+	$(if $(ARGS),,$(RUN) -m pytest tests/dist)
+	$(RUN) -m pytest $(or $(ARGS),--ignore=tests/dist)
 
 lint: setup
 	$(VENV)/bin/ruff check .
