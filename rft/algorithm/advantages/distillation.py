@@ -6,9 +6,8 @@ of the policy at the start of the step where that scores its batch. Out: advanta
 
 import numpy as np
 
+from rft.algorithm.kl import LOG_RATIO_LIMIT
 from rft.packing import Packed
-
-LARGEST = 20.0  # log-ratio that is believed, as in the losses
 
 
 def on_policy_distill(packed: Packed, rewards: np.ndarray, kl_coef: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +31,7 @@ def jsd(
     if lambda_coef == 0.0:
         found = teacher - old
     elif lambda_coef == 1.0:
-        found = np.expm1(np.minimum(teacher - old, LARGEST))
+        found = np.expm1(np.minimum(teacher - old, LOG_RATIO_LIMIT))
     else:
         middle = np.logaddexp(old + np.log1p(-lambda_coef), teacher + np.log(lambda_coef))
         found = (1 - lambda_coef) * (middle - old)
