@@ -71,9 +71,8 @@ class Explorer:
         self.runner = Runner(config, self.shared, batch_size, greedy_baseline)
         self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
         self.evaluator = Evaluator(self.runner, eval_tasksets)
-        self.at_once = max(
-            1, min(batch_size // 4, config.runner_per_model // 8)
-        )  # tasks admitted in one call; not all to one explorer
+        # Tasks admitted in one call: of a step's never more than a quarter, or other explorers on the buffer would get none.
+        self.at_once = max(1, min(batch_size // 4, config.runner_per_model // 8))
         self.put = Together(self._put)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
