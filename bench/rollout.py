@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from rft.actors import PRIVATE_RAY
+from rft.actors import PRIVATE_RAY, hosted
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.taskset import TaskDefaults, Taskset
 from rft.config import (
     ExperienceBufferConfig,
     ExplorerConfig,
     FormatConfig,
+    LogConfig,
     ModelConfig,
     RolloutModelConfig,
     TasksetConfig,
@@ -140,10 +141,12 @@ class Bench:
             TasksetConfig(path=str(train), format=FormatConfig(prompt_type="plaintext")),
             TaskDefaults("single_turn", "exact_match", REPEATS, RESPONSE, 1.0), epochs=None,
         )  # fmt: skip
-        options = {"max_concurrency": 10_000, "num_cpus": 1, "runtime_env": {"env_vars": thread_environment(1)}}
+        environment = thread_environment(1) | {"RFT_LOG_FILE": str(directory / "actors.log")}
+        options = {"max_concurrency": 10_000, "num_cpus": 1, "runtime_env": {"env_vars": environment}}
 
         def spawn(cls: type, *given: Any) -> Any:
-            return ray.remote(cls).options(**options).remote(*given)
+            hosting = hosted(cls, LogConfig(), computes=cls is Driven)
+            return ray.remote(hosting).options(**options).remote(*given)
 
         rollout = RolloutModelConfig(dtype="fp32")
         self.engine = spawn(Driven, "engine_0", model, rollout, 1, 0, "cpu", model.max_model_len)

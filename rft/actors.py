@@ -26,7 +26,7 @@ from rft.algorithm import recipe
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig, SynchronizerConfig
 from rft.control_socket import ControlSocket
-from rft.device import thread_environment
+from rft.device import thread_environment, wait_for_turn
 from rft.engines import Engines, PartFailed
 from rft.monitor import logs, trace
 from rft.preflight_sync import stored_bytes
@@ -40,6 +40,7 @@ PRIVATE_RAY = {
     "RAY_prestart_worker_first_driver": "false",  # workers without an actor's environment are of no use, and start before it
 }
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported
+KEEP_BOOKS = ("buffer", "explorer")  # they wait for a core rather than interrupt an engine or a rank
 RAY_STARTS = 3
 RAY_IS_LATE = "node timed out during startup"
 LAUNCHER_VARIABLES = (
@@ -328,7 +329,8 @@ class Actors:
             environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(int(part.removeprefix("engine_")))
         elif gpus and self._device_kind() == "cuda":
             options["num_gpus"] = gpus
-        return ray.remote(hosted(cls, self.config.log)).options(**options).remote(*arguments)
+        cls = hosted(cls, self.config.log, computes=part not in KEEP_BOOKS)
+        return ray.remote(cls).options(**options).remote(*arguments)
 
     def _listen(self) -> None:
         """`rft engines` reaches this run, if its directory can hold a socket."""
@@ -374,14 +376,16 @@ def settings(synchronizer: SynchronizerConfig) -> dict[str, Any]:
     return {"kv": synchronizer.kv, "direct": synchronizer.receive == "direct"}
 
 
-def hosted(cls: type, log_config: LogConfig) -> type:
-    """`cls` as an actor that writes to the log file named in its environment."""
+def hosted(cls: type, log_config: LogConfig, computes: bool = True) -> type:
+    """`cls` as an actor that writes to the log file named in its environment. One that computes nothing gives way to others."""
 
     class Hosted(cls):  # type: ignore[misc,valid-type]
         def __init__(self, *arguments: Any):
             logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             logs.die_with_parent()  # the raylet; Ray itself only looks for it now and then, and not everywhere
             plugins.load()
+            if not computes:
+                wait_for_turn()
             super().__init__(*arguments)
 
     Hosted.__name__ = Hosted.__qualname__ = cls.__name__

@@ -8,7 +8,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -213,6 +213,18 @@ def yield_to_others() -> None:
     which Linux keeps per thread. For copying beside the computation that somebody waits for."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+
+
+def wait_for_turn() -> None:
+    """This process, and those that it starts from now on, do not interrupt others when they wake: their share of the cores stays
+    the same, they only begin when a core is free or somebody's turn is over (Linux: SCHED_BATCH). For parts that are asleep most
+    of the time, beside an engine or a rank that computes all the time and loses its caches with every interruption."""
+    changed: set[str] = set()
+    while others := set(os.listdir("/proc/self/task")) - changed:  # it is kept per thread; some may begin meanwhile
+        for thread in others:
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+        changed |= others
 
 
 def spare_cores() -> int:

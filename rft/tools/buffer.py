@@ -43,7 +43,8 @@ def main(words: list[str]) -> int:
 def from_journal(source: str, name: str) -> Iterator[Part]:
     from rft.buffer.ledger import Ledger
 
-    place = next((p for p in (Path(source), Path(source) / "buffer" / name) if list(p.glob("*.log"))), None)
+    places = (Path(source), Path(source) / "buffer" / name)
+    place = next((p for p in places if list(p.glob("[0-9]*.log"))), None)  # a run's directory has logs of another kind
     if place is None:
         raise ConfigError(
             f"{source} is no run with a queue, and no journal: give the run's directory, or the URL of its database"

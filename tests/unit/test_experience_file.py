@@ -87,6 +87,7 @@ def test_dump_writes_what_a_journal_or_a_database_has(tmp_path: Path, capsys: py
     async def test() -> list[list[list[Experience]]]:
         found = []
         journal = queue(tmp_path / "run" / "buffer" / "experience_buffer", None)
+        (tmp_path / "run" / "supervisor.log").touch()  # every run has one
         shared = sql_buffer(url)
         await shared.attach_explorer("e")
         for buffer in (journal, shared):

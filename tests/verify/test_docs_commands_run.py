@@ -57,7 +57,7 @@ MADE_BY = (  # what a command reads, and the command that makes it
 UNSAID = (  # runs that a page shows the checkpoints or experiences of, without the command
     "python -m rft.train experiment=sft name=demo model.model_path=DIR trainer.total_steps=20 trainer.save_interval=10 "
     "buffer.trainer_input.experience_buffer.path=FILE",
-    "python -m rft.train experiment=grpo name=shared mode=explore model.model_path=DIR "
+    "python -m rft.train experiment=grpo name=shared model.model_path=DIR "
     "buffer.explorer_input.taskset.path=FILE buffer.trainer_input.experience_buffer.storage_type=sql "
     "buffer.trainer_input.experience_buffer.path=sqlite:///$PWD/shared.db",
 )

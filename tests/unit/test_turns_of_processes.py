@@ -1,0 +1,28 @@
+"""Parts that are mostly asleep do not interrupt those that compute: `rft.device.wait_for_turn`."""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import os, subprocess, sys, threading
+from rft.device import wait_for_turn
+
+said = threading.Event()
+early = threading.Thread(target=said.wait)
+early.start()
+wait_for_turn()
+late = threading.Thread(target=said.wait)
+late.start()
+ask = "import os; print(os.sched_getscheduler(0))"
+child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+policies = {os.sched_getscheduler(thread.native_id) for thread in (threading.main_thread(), early, late)}
+said.set()
+print(policies | {int(child)} == {os.SCHED_BATCH}, os.getpriority(os.PRIO_PROCESS, 0) == int(sys.argv[1]))
+"""
+
+
+def test_a_process_waits_with_all_its_threads_and_children_and_keeps_its_share() -> None:
+    here = str(os.getpriority(os.PRIO_PROCESS, 0))
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, here], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "True"], ended.stdout + ended.stderr
