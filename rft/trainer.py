@@ -96,7 +96,12 @@ class Trainer:
             self.feed.consumed(step - 1)
             self.log_step(
                 step,
-                batch.metrics | scored | metrics | self.publisher.pop() | self.checkpoints.metrics() | self.timer.pop(),
+                batch.metrics
+                | scored
+                | metrics
+                | self.publisher.pop()
+                | self._checkpoint_metrics(step)
+                | self.timer.pop(),
                 batch.experiences,
             )
             with self._doing("checkpoint"):
@@ -105,6 +110,10 @@ class Trainer:
             self.profiler.end(step)
         self.profiler.close(step)
         return self._finish(step)
+
+    def _checkpoint_metrics(self, step: int) -> dict[str, float]:
+        """With how many steps a crash now would cost."""
+        return {**self.checkpoints.metrics(), "checkpoint/behind_steps": step - (self.checkpoints.newest or 0)}
 
     def _publish(self, step: int, due: bool = True) -> None:
         self._enter(f"publishing version {step}")

@@ -53,6 +53,7 @@ class Draft:
     since: float
     complete_since: float | None = None
     done: bool = False
+    bytes: int = 0  # of all ranks, once that is known
 
 
 @dataclass
@@ -120,7 +121,9 @@ class Committer:
             if step_of(name) != draft.begin.step or MANIFEST not in self.storage.list(path):
                 continue
             with contextlib.suppress(ValueError, OSError):  # a damaged one is not this save
-                if read_manifest(self.storage, path).id == draft.begin.id:
+                manifest = read_manifest(self.storage, path)
+                if manifest.id == draft.begin.id:
+                    draft.bytes = manifest.bytes
                     return path
         return None
 
@@ -128,6 +131,7 @@ class Committer:
         place = draft.output.draft
         try:
             manifest = self._verified(draft)
+            draft.bytes = manifest.bytes
             self._check_epoch()  # before the manifest too: in an object store it is what publishes
             self.storage.put(f"{place}/{MANIFEST}", encode_json(manifest))
             self._check_epoch()
@@ -196,7 +200,8 @@ class Committer:
         log.info("%s committed", name)
         seconds = time.monotonic() - draft.since
         begin, collection = draft.begin, draft.output.collection
-        self.report(Committed(id=begin.id, step=begin.step, collection=collection, name=name, seconds=seconds))
+        told = {"step": begin.step, "collection": collection, "name": name, "seconds": seconds, "bytes": draft.bytes}
+        self.report(Committed(id=begin.id, **told))
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)

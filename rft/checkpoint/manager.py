@@ -86,6 +86,7 @@ class Status:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0  # of the last commit, from its first byte
+    bytes: int = 0  # of that
 
 
 @dataclass
@@ -320,7 +321,7 @@ class CheckpointManager:
             "checkpoint/committed": self.status.committed, "checkpoint/failed": self.status.failed,
             "checkpoint/skipped": self.status.skipped, "checkpoint/commit_s": self.status.seconds,
             "checkpoint/copy_s": self._stager.current.seconds, "checkpoint/agent_deaths": self._link.deaths,
-            "checkpoint/agent_ok": float(self._link.state == "ready"),
+            "checkpoint/agent_ok": float(self._link.state == "ready"), "checkpoint/bytes": self.status.bytes,
         }  # fmt: skip
 
     def close(self, deadline_s: float = 5.0) -> None:
@@ -360,6 +361,6 @@ class CheckpointManager:
             return
         self._outcomes[report.id].name = report.name
         self.status.committed += 1
-        self.status.seconds = report.seconds
+        self.status.seconds, self.status.bytes = report.seconds, report.bytes
         self.newest = max(report.step, self.newest or 0)
         trace.instant("checkpoint committed", step=report.step, seconds=round(report.seconds, 3))

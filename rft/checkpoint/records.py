@@ -176,6 +176,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     collection: str
     name: str
     seconds: float  # from its Begin to the commit
+    bytes: int = 0  # of all ranks together; 0: they lie with somebody else
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True):

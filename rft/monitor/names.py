@@ -37,6 +37,8 @@ ELSEWHERE = {  # name in other systems -> name here
     "engine/running": "pool/running",
     "ckpt/stage_s": "checkpoint/copy_s",
     "ckpt/write_s": "checkpoint/commit_s",
+    "ckpt/bytes": "checkpoint/bytes",
+    "ckpt/behind_steps": "checkpoint/behind_steps",
 }
 
 

@@ -192,6 +192,10 @@ class RemoteCheckpoints:
             if step < newest - self.reach and step not in named:
                 self.policy.forget("sampler", step)
 
+    @property
+    def newest(self) -> int | None:
+        return max(self.records.steps(), default=None)
+
     def before_update(self) -> float:
         """Requests are done in their order: a save that was begun is of the weights before the update."""
         return 0.0

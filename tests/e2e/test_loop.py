@@ -79,6 +79,13 @@ def test_every_step_is_written_once(whole: Whole, stage: str) -> None:
     assert checkpoints(whole.job(stage))[-1] == STEPS[stage]
 
 
+def test_every_step_says_how_many_a_crash_would_cost(whole: Whole) -> None:
+    behind = [row["checkpoint/behind_steps"] for row in step_rows(whole.job("rft"))]
+    assert behind[:2] == [1, 2] and all(1 <= one <= 4 for one in behind), (
+        behind
+    )  # a save every 2, written beside the steps
+
+
 def test_rollouts_are_fresh_and_agree_with_the_trainer(whole: Whole) -> None:
     rows = step_rows(whole.job("rft"))
     assert max(row["staleness/max"] for row in rows) <= MAX_STALENESS

@@ -38,6 +38,8 @@ def test_load_gives_back_every_kind_of_tensor(memory_path: Path, staging: str) -
     with managed(memory_path / "c", state, config=trainer_config(staging=staging)) as manager:
         save(manager, 7, state)
         assert manager.newest == 7 and isinstance(manager.poll()[0], Committed)
+        written = sum(path.stat().st_size for path in (memory_path / "c" / "step_00000007").glob("*.bin"))
+        assert manager.metrics()["checkpoint/bytes"] == written > 0
     found = every_kind()
     assert load(memory_path / "c", found) == {"seen": 7, "step": 7}
     assert equal(found, state) and found.local == b"5"
