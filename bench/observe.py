@@ -200,7 +200,7 @@ def trainer_of(config: Config, mesh: Any, models: Any, device: Any, switch: Swit
     )  # fmt: skip
     saves = SimpleNamespace(
         requested=None, save=lambda *_, **__: None, before_update=lambda: None, poll=list, wait=lambda step: None,
-        wait_exports=lambda: None, metrics=dict,
+        wait_exports=lambda: None, metrics=dict, newest=None,
     )  # fmt: skip
     evaluations = SimpleNamespace(
         alone=False, at_startup=lambda version: None, at_end=lambda version: None, if_due=lambda version: None,

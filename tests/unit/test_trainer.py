@@ -45,7 +45,7 @@ class Parts:
         )
         self.checkpoints = SimpleNamespace(
             requested=None, save=self.save, before_update=lambda: note("copied"), poll=list,
-            wait=lambda step: None, wait_exports=lambda: None, metrics=dict,
+            wait=lambda step: None, wait_exports=lambda: None, metrics=dict, newest=None,
         )  # fmt: skip
         self.evaluations = SimpleNamespace(
             alone=alone, at_startup=lambda version: None, at_end=lambda version: None,
