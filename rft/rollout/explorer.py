@@ -72,7 +72,7 @@ class Explorer:
         self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
         self.evaluator = Evaluator(self.runner, eval_tasksets)
         # Tasks admitted in one call: of a step's never more than a quarter, or other explorers on the buffer would get none.
-        self.at_once = max(1, min(batch_size // 4, config.runner_per_model // 8))
+        self.at_most, self.a_few = max(1, batch_size // 4), config.runner_per_model // 8
         self.put = Together(self._put)
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
@@ -175,13 +175,14 @@ class Explorer:
         self.phase = "done"
 
     async def _next(self, tasks: Iterator[Task]) -> list[tuple[Task, dict[str, Any]]]:
-        """The next few tasks, each with where the taskset goes on after it; none: it is exhausted.
+        """The next tasks, a few or as many as runners are free, each with the cursor behind it; none: the taskset is exhausted.
 
         A selector gives each once it has heard of all groups that it chooses by.
         """
         assert self.taskset is not None
         found: list[tuple[Task, dict[str, Any]]] = []
-        while len(found) < self.at_once:
+        count = max(1, min(self.at_most, max(self.a_few, self.runners.free)))
+        while len(found) < count:
             while self.taskset.learns and self.taskset.is_waiting():
                 if found:
                     return found

@@ -15,6 +15,10 @@ class Slots:
         self.taken = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    @property
+    def free(self) -> int:
+        return max(0, self.size - self.taken)
+
     def resize(self, engines: int) -> None:
         self.size = self.each * engines
         self._grant()

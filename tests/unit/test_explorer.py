@@ -29,6 +29,7 @@ class Buffer:
         self.stored: dict[int, list[Experience]] = {}
         self.failed: dict[int, str] = {}
         self.issued = 0
+        self.asked: list[int] = []  # tasks of each call
         self.is_done = False
         self.readmitted: list[int] = []
 
@@ -41,6 +42,7 @@ class Buffer:
 
     async def admit_some(self, name: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
         """Up to three: what it leaves comes again."""
+        self.asked.append(len(tasks))
         first, self.issued = self.issued, self.issued + min(3, len(tasks))
         return list(range(first, self.issued))
 
@@ -150,12 +152,32 @@ def test_whatever_a_workflow_raises_costs_its_group_only(
 def test_tasks_that_are_not_admitted_at_once_are_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> list[str]:
         actor = explorer(lambda _: made(), monkeypatch, count=8)
-        actor.at_once = 5
+        actor.at_most = 5
         stored = (await explored(actor)).stored
         assert stored.keys() == set(range(8))
         return [stored[group][0].task for group in range(8)]
 
     assert asyncio.run(scenario()) == [task.id for task in tasks(8)]
+
+
+def test_as_many_are_asked_for_as_runners_are_free_and_then_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> list[int]:
+        go = asyncio.Event()
+
+        async def behaviour() -> list[Experience]:
+            await go.wait()
+            return made()
+
+        actor = explorer(lambda _: behaviour(), monkeypatch, count=40, runner_per_model=16)
+        actor.at_most = 100
+        await actor.explore()
+        while len(actor.buffer.asked) < 7:
+            await asyncio.sleep(0)
+        go.set()
+        assert len((await explored(actor)).stored) == 40
+        return actor.buffer.asked[:7]
+
+    assert asyncio.run(scenario()) == [16, 13, 10, 7, 4, 1, 2]  # the buffer admits three of what it is asked for
 
 
 def test_a_task_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
