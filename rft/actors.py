@@ -376,7 +376,7 @@ def settings(synchronizer: SynchronizerConfig) -> dict[str, Any]:
     return {"kv": synchronizer.kv, "direct": synchronizer.receive == "direct"}
 
 
-def hosted(cls: type, log_config: LogConfig, computes: bool = True) -> type:
+def hosted(cls: type, log_config: LogConfig, computes: bool) -> type:
     """`cls` as an actor that writes to the log file named in its environment. One that computes nothing gives way to others."""
 
     class Hosted(cls):  # type: ignore[misc,valid-type]

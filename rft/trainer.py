@@ -94,16 +94,8 @@ class Trainer:
             # only what is served can be evaluated
             self._publish(step, due=self.cadence.is_due(step) or self.evaluations.is_due(step))
             self.feed.consumed(step - 1)
-            self.log_step(
-                step,
-                batch.metrics
-                | scored
-                | metrics
-                | self.publisher.pop()
-                | self._checkpoint_metrics(step)
-                | self.timer.pop(),
-                batch.experiences,
-            )
+            told = batch.metrics | scored | metrics | self.publisher.pop() | self._checkpoint_metrics(step)
+            self.log_step(step, told | self.timer.pop(), batch.experiences)
             with self._doing("checkpoint"):
                 self._save(step, due=self.config.save_interval > 0 and step % self.config.save_interval == 0)
             self._evaluate(step)

@@ -200,8 +200,10 @@ class Committer:
         log.info("%s committed", name)
         seconds = time.monotonic() - draft.since
         begin, collection = draft.begin, draft.output.collection
-        told = {"step": begin.step, "collection": collection, "name": name, "seconds": seconds, "bytes": draft.bytes}
-        self.report(Committed(id=begin.id, **told))
+        told = Committed(
+            id=begin.id, step=begin.step, collection=collection, name=name, seconds=seconds, bytes=draft.bytes
+        )  # fmt: skip
+        self.report(told)
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)

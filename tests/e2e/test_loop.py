@@ -80,10 +80,9 @@ def test_every_step_is_written_once(whole: Whole, stage: str) -> None:
 
 
 def test_every_step_says_how_many_a_crash_would_cost(whole: Whole) -> None:
-    behind = [row["checkpoint/behind_steps"] for row in step_rows(whole.job("rft"))]
-    assert behind[:2] == [1, 2] and all(1 <= one <= 4 for one in behind), (
-        behind
-    )  # a save every 2, written beside the steps
+    """Saved is every second step, and written beside the next ones: which was the last to be there is a matter of time."""
+    last = [row["step"] - row["checkpoint/behind_steps"] for row in step_rows(whole.job("rft"))]
+    assert last[:2] == [0, 0] and set(last) <= {0, 2, 4} and last == sorted(last), last
 
 
 def test_rollouts_are_fresh_and_agree_with_the_trainer(whole: Whole) -> None:
