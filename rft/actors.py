@@ -37,6 +37,7 @@ OBJECT_STORE_BYTES = 256 * 2**20  # for batches of tokens; weights only where `s
 PRIVATE_RAY = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # without its head a private Ray ends itself, after this
     "RAY_worker_niceness": "0",  # Ray's 15 would let everything else go before the engines
+    "RAY_task_events_report_interval_ms": "0",  # nobody asks it what became of each call
     "RAY_prestart_worker_first_driver": "false",  # workers without an actor's environment are of no use, and start before it
 }
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # a raylet's paragraph for each actor that dies; read as Ray is imported

@@ -23,6 +23,7 @@ from rft.monitor import logs
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
 EXIT_TIMEOUT_S = 1.0  # between the end of a worker's socket and its exit status
 HEADER = struct.Struct(">I")
+AT_ONCE = 2**16  # bytes: small frames are read several at a time
 
 
 def frame(record: Record) -> bytes:
@@ -47,6 +48,7 @@ class Child:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._come = b""  # of frames that nobody has asked for yet
         self._dying: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -55,6 +57,7 @@ class Child:
             self._socket.close()
         self._dying = [process for process in self._dying if process.poll() is None]
         self._socket, theirs = socket.socketpair()
+        self._come = b""
         self._socket.setblocking(False)
         environment = os.environ | thread_environment(1) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
@@ -74,21 +77,28 @@ class Child:
         except ConnectionError as error:
             raise EOFError("the worker is gone") from error
 
-    async def receive(self) -> bytes:
-        return await self._read(HEADER.unpack(await self._read(HEADER.size))[0])
+    def come(self) -> bytes | None:
+        """The next frame, if it is here already."""
+        if len(self._come) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._come)[0]
+        if len(self._come) < end:
+            return None
+        body, self._come = self._come[HEADER.size : end], self._come[end:]
+        return body
 
-    async def _read(self, size: int) -> bytes:
+    async def receive(self) -> bytes:
+        """The next frame; EOFError when the process has closed its end, or was killed."""
         assert self._socket is not None
-        data = b""
-        while len(data) < size:
+        while (body := self.come()) is None:
             try:
-                part = await asyncio.get_running_loop().sock_recv(self._socket, size - len(data))
+                part = await asyncio.get_running_loop().sock_recv(self._socket, AT_ONCE)
             except ConnectionError as error:
                 raise EOFError("the worker is gone") from error
             if not part:
                 raise EOFError("the worker is gone")
-            data += part
-        return data
+            self._come += part
+        return body
 
     async def end(self) -> str:
         """How the process ended, in words."""

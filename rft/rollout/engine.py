@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rft.config import EngineConfig, ModelConfig
+from rft.device import freeze_loaded
 from rft.experience import Completion, GenerateRequest, decode, encode
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
@@ -112,6 +113,7 @@ class RolloutEngine:
         self._watch_processes()
         config = self.llm.model_config
         self.max_model_len = config.max_model_len
+        freeze_loaded()
         return {
             "vllm": vllm.__version__,
             "workers": self.workers,
@@ -186,13 +188,12 @@ class RolloutEngine:
             trace.count("requests", self._running)
 
     async def _run(self, asked: GenerateRequest, params: "SamplingParams", served: Served | None) -> "RequestOutput":
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._healthy()
-        prompt = TokensPrompt(prompt_token_ids=asked.prompt)
-        if self._kv == "keep":
-            prompt["cache_salt"] = f"weights {self._version}"
+        salt = f"weights {self._version}" if self._kv == "keep" else None
+        prompt = tokens_input(asked.prompt, cache_salt=salt)  # as the renderer would make it, in a thread of its own
         output: RequestOutput | None = None
         try:
             lora = served.request() if served else None

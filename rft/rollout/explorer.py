@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from rft.buffer.several import Together
 from rft.buffer.taskset import Taskset, for_journal, from_journal
 from rft.config import ExplorerConfig, ModelConfig
+from rft.device import freeze_loaded
 from rft.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
 from rft.rollout.context import Shared
@@ -73,7 +74,7 @@ class Explorer:
         self.evaluator = Evaluator(self.runner, eval_tasksets)
         # Tasks admitted in one call: of a step's never more than a quarter, or other explorers on the buffer would get none.
         self.at_most, self.a_few = max(1, batch_size // 4), config.runner_per_model // 8
-        self.put = Together(self._put)
+        self.put = Together(self._put, lambda: len(self.groups))
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -104,6 +105,7 @@ class Explorer:
             self._keep(self.pool.follow(self.synchronizer))
         if self.config.runner_state_report_interval > 0:
             self._keep(self._report())
+        freeze_loaded()
         self.phase = "ready"
         return {
             "taskset": len(self.taskset) if self.taskset else 0,

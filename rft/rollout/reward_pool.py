@@ -100,8 +100,10 @@ class RewardPool:
         await self._reply(worker, Loaded, self._load_timeout_s)
 
     async def _reply(self, worker: "Child", kind: type[Answer], timeout_s: float) -> Answer:
-        async with asyncio.timeout(timeout_s):
-            reply = decode(await worker.receive(), Reply)
+        if (data := worker.come()) is None:
+            async with asyncio.timeout(timeout_s):
+                data = await worker.receive()
+        reply = decode(data, Reply)
         if not isinstance(reply, kind):
             raise EOFError(f"out of order: {type(reply).__name__} instead of {kind.__name__}")
         return reply
