@@ -56,8 +56,9 @@ class Together:
 
     async def _send(self) -> None:
         while self._waiting:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_wait.wait(), GATHER_S)
+            if not self._all_wait.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._all_wait.wait(), GATHER_S)
             self._all_wait.clear()
             sent, self._waiting = self._waiting, []
             try:

@@ -19,7 +19,7 @@ def test_what_comes_while_a_call_is_under_way_goes_with_the_next() -> None:
             if 2 in items:
                 raise OSError("full")
 
-        together = Together(call)
+        together = Together(call, expected=lambda: 1)
         jobs: list[asyncio.Task[Any]] = [asyncio.create_task(together(0))]
         await asyncio.wait(jobs, timeout=0)
         jobs += [asyncio.create_task(together(item)) for item in (1, 2, 3)]
@@ -35,5 +35,25 @@ def test_what_comes_while_a_call_is_under_way_goes_with_the_next() -> None:
         gates[2].set()
         await together(4)
         assert calls == [[0], [1, 2, 3], [4]]
+
+    asyncio.run(scenario())
+
+
+def test_what_others_are_about_to_send_is_waited_for_until_all_have_come() -> None:
+    async def scenario() -> None:
+        calls: list[list[int]] = []
+
+        async def call(items: list[int]) -> None:
+            calls.append(items)
+
+        together = Together(call, expected=lambda: 3)
+        jobs = [asyncio.create_task(together(item)) for item in (0, 1)]
+        await asyncio.wait(jobs, timeout=0)
+        assert calls == []  # the third is on its way
+        await together(2)
+        await asyncio.gather(*jobs)
+        assert calls == [[0, 1, 2]]
+        await together(3)  # alone, though others were expected: not for ever
+        assert calls[1:] == [[3]]
 
     asyncio.run(scenario())
