@@ -26,6 +26,7 @@ PEAK_TFLOPS = {
 HANDLE = (  # what torch tells of shared memory of a GPU, in its order: numbers, bytes and one truth value
     "device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_is_needed",
 )  # fmt: skip
+YOUNG = 20_000  # objects that may be new before the collector looks at them: a few thousand requests are under way at a time
 NICE = 10  # a tenth of what others get of a core that both want
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -231,11 +232,12 @@ def wait_for_turn() -> None:
 
 
 def freeze_loaded() -> None:
-    """Python's collector passes over all that this process holds by now (modules, a model, a tokenizer), which stays anyway. Once,
-    when it begins to serve: looking through hundreds of thousands of old objects again and again took an engine's front, and every
-    request that waited for it, more than a quarter of its time."""
+    """Python's collector passes over all that this process holds by now (modules, a model, a tokenizer), which stays anyway, and
+    looks at what is new less often. Once, when it begins to serve: looking through hundreds of thousands of old objects again and
+    again took an engine's front, and every request that waited for it, more than a quarter of its time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG)
 
 
 def spare_cores() -> int:
