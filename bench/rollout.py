@@ -55,14 +55,14 @@ class Driven(RolloutEngine):
     """The engine actor, which can also be driven from inside."""
 
     async def direct(self, requests: list[bytes]) -> tuple[int, float]:
-        from vllm.inputs.engine import tokens_input
+        from vllm.inputs import TokensPrompt
 
         assert self.llm is not None
         asked = [decode(request, GenerateRequest) for request in requests]
 
         async def one(request: GenerateRequest) -> int:
             params = sampling_params(request, self.max_model_len - len(request.prompt))
-            prompt = tokens_input(request.prompt)
+            prompt = TokensPrompt(prompt_token_ids=request.prompt)
             async for made in self.llm.generate(prompt, params, request.request_id):  # type: ignore[union-attr]
                 output = made
             return sum(len(sample.token_ids) for sample in output.outputs)

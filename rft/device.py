@@ -218,16 +218,15 @@ def yield_to_others() -> None:
 
 
 def wait_for_turn() -> None:
-    """This process, and those that it starts from now on, leave the cores to others that compute: they do not interrupt them when
-    they wake (Linux: SCHED_BATCH), and get a tenth of a core that both want. For parts that are asleep most of the time, beside an
-    engine or a rank that never is, and that loses its caches with every interruption."""
+    """This process, and those that it starts from now on, do not interrupt others when they wake: their share of the cores stays
+    the same, they only begin when a core is free or somebody's turn is over (Linux: SCHED_BATCH). For parts that are asleep most
+    of the time, beside an engine or a rank that computes all the time and loses its caches with every interruption. No smaller
+    share: rewards, which are started from here, have only so many seconds."""
     changed: set[str] = set()
-    patience = os.getpriority(os.PRIO_PROCESS, 0) + NICE
-    while others := set(os.listdir("/proc/self/task")) - changed:  # both are kept per thread; some may begin meanwhile
+    while others := set(os.listdir("/proc/self/task")) - changed:  # it is kept per thread; some may begin meanwhile
         for thread in others:
             with suppress(ProcessLookupError):  # it has ended
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
-                os.setpriority(os.PRIO_PROCESS, int(thread), patience)
         changed |= others
 
 

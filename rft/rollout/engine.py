@@ -188,12 +188,13 @@ class RolloutEngine:
             trace.count("requests", self._running)
 
     async def _run(self, asked: GenerateRequest, params: "SamplingParams", served: Served | None) -> "RequestOutput":
-        from vllm.inputs.engine import tokens_input
+        from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._healthy()
-        salt = f"weights {self._version}" if self._kv == "keep" else None
-        prompt = tokens_input(asked.prompt, cache_salt=salt)  # as the renderer would make it, in a thread of its own
+        prompt = TokensPrompt(prompt_token_ids=asked.prompt)
+        if self._kv == "keep":
+            prompt["cache_salt"] = f"weights {self._version}"
         output: RequestOutput | None = None
         try:
             lora = served.request() if served else None

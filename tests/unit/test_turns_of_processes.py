@@ -14,21 +14,18 @@ early.start()
 wait_for_turn()
 late = threading.Thread(target=said.wait)
 late.start()
-ask = "import os; print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))"
+ask = "import os; print(os.sched_getscheduler(0))"
 child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
-threads = [thread.native_id for thread in (threading.main_thread(), early, late)]
-policies = {os.sched_getscheduler(thread) for thread in threads}
-patience = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+policies = {os.sched_getscheduler(thread.native_id) for thread in (threading.main_thread(), early, late)}
 said.set()
-print(policies == {os.SCHED_BATCH}, patience == {min(19, int(sys.argv[1]) + 10)})
-print(child.split() == [str(os.SCHED_BATCH), str(*patience)])
+print(policies | {int(child)} == {os.SCHED_BATCH}, os.getpriority(os.PRIO_PROCESS, 0) == int(sys.argv[1]))
 """
 
 
-def test_a_process_waits_with_all_its_threads_and_children_and_takes_a_small_share() -> None:
+def test_a_process_waits_with_all_its_threads_and_children_and_keeps_its_share() -> None:
     here = str(os.getpriority(os.PRIO_PROCESS, 0))
     ended = subprocess.run([sys.executable, "-c", PROGRAM, here], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["True"] * 3, ended.stdout + ended.stderr
+    assert ended.stdout.split() == ["True", "True"], ended.stdout + ended.stderr
 
 
 def test_what_is_loaded_is_passed_over_by_the_collector() -> None:
