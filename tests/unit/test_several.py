@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rft.buffer import several
 from rft.buffer.several import Together
 
 
@@ -39,13 +40,14 @@ def test_what_comes_while_a_call_is_under_way_goes_with_the_next() -> None:
     asyncio.run(scenario())
 
 
-def test_what_others_are_about_to_send_is_waited_for_until_all_have_come() -> None:
+def test_what_others_are_about_to_send_is_waited_for_until_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         calls: list[list[int]] = []
 
         async def call(items: list[int]) -> None:
             calls.append(items)
 
+        monkeypatch.setattr(several, "GATHER_S", 600.0)
         together = Together(call, expected=lambda: 3)
         jobs = [asyncio.create_task(together(item)) for item in (0, 1)]
         await asyncio.wait(jobs, timeout=0)
@@ -53,6 +55,7 @@ def test_what_others_are_about_to_send_is_waited_for_until_all_have_come() -> No
         await together(2)
         await asyncio.gather(*jobs)
         assert calls == [[0, 1, 2]]
+        monkeypatch.setattr(several, "GATHER_S", 0.0)
         await together(3)  # alone, though others were expected: not for ever
         assert calls[1:] == [[3]]
 
