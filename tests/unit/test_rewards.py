@@ -17,7 +17,17 @@ import pytest
 from rft.config import ConfigError
 from rft.experience import Sampling, Task
 from rft.rollout import rewards
+from rft.rollout.child import Child
 from rft.rollout.reward_pool import RewardPool
+
+SAYS_TWO = """
+    from rft.rollout.child import frame, parents_socket
+    from rft.rollout.reward_worker import RewardResult
+
+    connection = parents_socket()
+    connection.sendall(frame(RewardResult(reward=1.0)) + frame(RewardResult(reward=2.0)))
+    connection.recv(1)
+"""
 
 USER_CODE = """
     import os, signal, subprocess, sys, time
@@ -259,6 +269,27 @@ def test_a_worker_killed_while_idle_is_replaced_and_nobody_is_blamed(user_file: 
         assert third.reward == second.reward  # a healthy worker is kept
 
     with_pool(body)
+
+
+def test_what_a_killed_process_had_said_is_not_heard_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames are read several at a time, so some are there before anybody asks for them."""
+    (tmp_path / "says_two.py").write_text(textwrap.dedent(SAYS_TWO))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def scenario() -> None:
+        child = Child("says_two")
+        child.start()
+        first = await child.receive()
+        child.kill()
+        child.start()
+        assert await child.receive() == first
+        assert child.come() not in (None, first)
+        child.kill()
+        child.reap()
+
+    asyncio.run(scenario())
 
 
 def test_a_cancelled_group_leaves_no_answers_for_the_next(user_file: Path) -> None:
