@@ -51,9 +51,9 @@ test: setup lint $(NEWEST)
 	$(if $(ARGS),,$(RUN) -m pytest -m "not verify" tests/dist)
 	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit --ignore=tests/dist)
 
+# Part by part (`PART=faults` for one); what passed for the same sources is not run again.
 verify: setup $(NEWEST) $(SCHEMAS) $(AGENTS)
-	$(if $(ARGS),,$(RUN) -m pytest tests/dist)
-	$(RUN) -m pytest $(or $(ARGS),--ignore=tests/dist)
+	$(RUN) $(if $(ARGS),-m pytest $(ARGS),tests/verify/parts.py $(PART))
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -1,17 +1,40 @@
-"""Package metadata. Tool configuration is in pyproject.toml; the tested set of versions in requirements/cpu.lock."""
+"""Package metadata.
+
+Tool configuration is in pyproject.toml; the tested set of versions in requirements/cpu.lock.
+"""
 
 from setuptools import find_namespace_packages, setup
 
 CORE = [
-    "datasets", "hydra-core>=1.3.8,<1.5", "math-verify[antlr4-9-3]==0.9.0", "matplotlib", "megatron-core>=0.16.1", "msgspec>=0.20",
-    "fsspec", "numpy", "omegaconf>=2.3.1,<2.5", "psutil", "ray>=2.60", "rich", "safetensors", "tensorboard", "tokenizers",
-    "torch==2.13.0", "transformers>=5.19,<6", "xxhash",
-]  # fmt: skip
+    "annotated-types",
+    "datasets",
+    "hydra-core>=1.3.8,<1.5",
+    "math-verify[antlr4-9-3]==0.9.0",
+    "matplotlib",
+    "megatron-core>=0.16.1",
+    "msgspec>=0.20",
+    "fsspec",
+    "numpy",
+    "omegaconf>=2.3.1,<2.5",
+    "psutil",
+    "pydantic>=2.11,<3",
+    "ray>=2.60",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "tokenizers",
+    "torch==2.13.0",
+    "transformers>=5.19,<6",
+    "xxhash",
+]
 
 setup(
     name="rft",
     version="0.1.0",
-    description="Reinforcement fine-tuning of language models: Megatron trainer, vLLM rollouts, streamed weights",
+    description=(
+        "Reinforcement fine-tuning of language models: Megatron trainer, vLLM rollouts, "
+        "streamed weights"
+    ),
     python_requires=">=3.11,<3.13",
     packages=find_namespace_packages(include=["rft", "rft.*", "hydra_plugins.*"]),
     package_data={"rft.tools": ["*.html", "*.css", "*.js"]},

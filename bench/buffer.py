@@ -2,17 +2,22 @@
 
     python -m bench.buffer [--quick]
 
-In: nothing; experiences of 1,024 tokens (256 of the prompt; ids below 151,936, a log-probability for every token of the response).
-Out: a table and one last line of JSON.
+In: nothing; experiences of 1,024 tokens (256 of the prompt; ids below 151,936, a log-probability
+for every token of the response). Out: a table and one last line of JSON.
 
-    queue   explorers admit and put groups of 8, 64 at a time, each acknowledged when it is durable, while a trainer takes batches
-            of 256 experiences, decodes them and says consumed, each of these durable too; the trainer is a process of its own, as
-            it is in a run, and explorers share the queue's
-    raw     the same encoded groups appended to a file, with an fsync for as many of them as shared one in the queue
-    kills   a writer and trainer of this kind in a process of its own, killed with -9 at a random moment, again and again on one
-            journal: acknowledged groups that are not there afterwards, groups in two batches, batches that a restart changed
+    queue   explorers admit and put groups of 8, 64 at a time, each acknowledged when it is durable,
+            while a trainer takes batches
+            of 256 experiences, decodes them and says consumed, each of these durable too; the
+            trainer is a process of its own, as it is in a run, and explorers share the queue's
+    raw     the same encoded groups appended to a file, with an fsync for as many of them as shared
+            one in the queue
+    kills   a writer and trainer of this kind in a process of its own, killed with -9 at a random
+            moment, again and again on one
+            journal: acknowledged groups that are not there afterwards, groups in two batches,
+            batches that a restart changed
 
-Rounds of queue and raw alternate. The bars: 5,000 experiences/s (median), nothing lost and nothing twice in 200 kills.
+Rounds of queue and raw alternate. The bars: 5,000 experiences/s (median), nothing lost and nothing
+twice in 200 kills.
 """
 
 import argparse
@@ -33,7 +38,7 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import Journal
 from rft.buffer.progress import Leased, Stored, decode_record
 from rft.config import ExperienceBufferConfig
-from rft.experience import Experience, VersionSpan, encode
+from rft.ground.experience import Experience, VersionSpan, encode
 
 TOKENS, PROMPT, VOCABULARY = 1024, 256, 151_936
 REPEATS, TASKS, AT_ONCE = 8, 32, 64
@@ -49,17 +54,25 @@ def group(seed: int, tokens: int = TOKENS, prompt: int = PROMPT) -> bytes:
     return encode(
         [
             Experience(
-                tokens=[draw.randrange(VOCABULARY) for _ in range(tokens)], prompt_length=prompt, action_mask=[1] * response,
-                logprobs=[-draw.random() for _ in range(response)], reward=float(sample % 2), sample=sample, task="task",
-                versions=[VersionSpan(version=0, start=0, end=response)], reward_outcome="ok",
+                tokens=[draw.randrange(VOCABULARY) for _ in range(tokens)],
+                prompt_length=prompt,
+                action_mask=[1] * response,
+                logprobs=[-draw.random() for _ in range(response)],
+                reward=float(sample % 2),
+                sample=sample,
+                task="task",
+                versions=[VersionSpan(version=0, start=0, end=response)],
+                reward_outcome="ok",
             )
             for sample in range(REPEATS)
         ]
-    )  # fmt: skip
+    )
 
 
 def queue(directory: str, max_staleness: int | None = None) -> ExperienceBuffer:
-    return ExperienceBuffer(ExperienceBufferConfig(), directory, TASKS, REPEATS, max_staleness, None)
+    return ExperienceBuffer(
+        ExperienceBufferConfig(), directory, TASKS, REPEATS, max_staleness, None
+    )
 
 
 class Trainer:
@@ -90,7 +103,9 @@ def serve_trainer() -> None:
         sys.stdout.buffer.flush()
 
 
-async def through(buffer: ExperienceBuffer, trainer: Trainer, groups: list[bytes], steps: int) -> float:
+async def through(
+    buffer: ExperienceBuffer, trainer: Trainer, groups: list[bytes], steps: int
+) -> float:
     """Seconds for so many steps' groups from `admit` to `consumed`."""
     await buffer.attach_trainer(0, 1)
     free = asyncio.Semaphore(AT_ONCE)
@@ -112,7 +127,9 @@ async def through(buffer: ExperienceBuffer, trainer: Trainer, groups: list[bytes
     return time.perf_counter() - began
 
 
-def round_of(groups: list[bytes], trainer: Trainer, steps: int, directory: str) -> tuple[float, float, float]:
+def round_of(
+    groups: list[bytes], trainer: Trainer, steps: int, directory: str
+) -> tuple[float, float, float]:
     """(experiences/s of the queue, of the raw file, groups per fsync)."""
 
     async def run() -> tuple[float, float]:
@@ -124,7 +141,11 @@ def round_of(groups: list[bytes], trainer: Trainer, steps: int, directory: str) 
 
     seconds, shared = asyncio.run(run())
     total = steps * TASKS
-    return total * REPEATS / seconds, total * REPEATS / raw(groups, total, max(1, round(shared)), directory), shared
+    return (
+        total * REPEATS / seconds,
+        total * REPEATS / raw(groups, total, max(1, round(shared)), directory),
+        shared,
+    )
 
 
 def raw(groups: list[bytes], total: int, per_fsync: int, directory: str) -> float:
@@ -142,7 +163,9 @@ def raw(groups: list[bytes], total: int, per_fsync: int, directory: str) -> floa
 
 
 async def endless(directory: str) -> None:
-    """Explorers and a trainer until somebody kills this process; every acknowledgement is told on stdout."""
+    """Explorers and a trainer until somebody kills this process;
+    every acknowledgement is told on stdout.
+    """
     buffer = queue(directory)
     progress = buffer.stats()
     step, content = progress["finished_steps"], group(0, tokens=64, prompt=16)
@@ -167,7 +190,11 @@ async def endless(directory: str) -> None:
             if number % 50 == 49:
                 await buffer.retain(await buffer.position(), number - 20)
 
-    await asyncio.gather(train(), explore([number for number, _ in start["reissue"]]), *(explore([]) for _ in range(7)))
+    await asyncio.gather(
+        train(),
+        explore([number for number, _ in start["reissue"]]),
+        *(explore([]) for _ in range(7)),
+    )
 
 
 def kills(count: int, seed: int = 0) -> dict[str, int]:
@@ -182,7 +209,9 @@ def kills(count: int, seed: int = 0) -> dict[str, int]:
             found["lost"] += len(
                 told - stored - there
             )  # a group that was there may go with its segment, trained and saved
-            found["changed"] += sum(batches.get(step, groups) != groups for step, groups in leases.items())
+            found["changed"] += sum(
+                batches.get(step, groups) != groups for step, groups in leases.items()
+            )
             stored |= there
             batches |= leases
     trained = [number for groups in batches.values() for number in groups]
@@ -192,7 +221,9 @@ def kills(count: int, seed: int = 0) -> dict[str, int]:
 
 def killed_after(lines: int, directory: str) -> set[int]:
     """Groups that the process said are stored, up to its death."""
-    process = subprocess.Popen([sys.executable, "-m", "bench.buffer", "--endless", directory], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.buffer", "--endless", directory], stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     told = [process.stdout.readline() for _ in range(lines)]
     process.send_signal(signal.SIGKILL)
@@ -239,23 +270,41 @@ def main() -> None:
         [name, f"{report.median(values):,.0f}", "{:,.0f} - {:,.0f}".format(*report.spread(values))]
         for name, values in (("durable queue", ours), ("raw append and fsync", theirs))
     ]
-    report.table(f"experiences of {TOKENS} tokens per second, {rounds} rounds", ["", "median", "middle half"], rows)
     report.table(
-        f"{count} kills with -9", ["", "number"],
-        [["groups acknowledged as stored", f"{left['acknowledged']:,}"], ["of them lost", str(left["lost"])],
-         ["groups in two batches", str(left["twice"])], ["batches changed by a restart", str(left["changed"])]],
-    )  # fmt: skip
+        f"experiences of {TOKENS} tokens per second, {rounds} rounds",
+        ["", "median", "middle half"],
+        rows,
+    )
+    report.table(
+        f"{count} kills with -9",
+        ["", "number"],
+        [
+            ["groups acknowledged as stored", f"{left['acknowledged']:,}"],
+            ["of them lost", str(left["lost"])],
+            ["groups in two batches", str(left["twice"])],
+            ["batches changed by a restart", str(left["changed"])],
+        ],
+    )
     report.last_line(
         "buffer",
-        {"experiences_per_s": report.median(ours), "queue/raw": report.median(ours) / report.median(theirs)},
+        {
+            "experiences_per_s": report.median(ours),
+            "queue/raw": report.median(ours) / report.median(theirs),
+        },
         {"rounds": rounds, **left},
         {
-            "tokens": TOKENS, "bytes": len(groups[0]) // REPEATS, "group": REPEATS, "batch": TASKS * REPEATS, "at_once": AT_ONCE,
+            "tokens": TOKENS,
+            "bytes": len(groups[0]) // REPEATS,
+            "group": REPEATS,
+            "batch": TASKS * REPEATS,
+            "at_once": AT_ONCE,
             "groups_per_fsync": round(report.median(shared), 1),
         },
         report.versions("msgspec", "xxhash"),
-        report.median(ours) >= BAR and not (left["lost"] or left["twice"] or left["changed"]) and count >= KILLS,
-    )  # fmt: skip
+        report.median(ours) >= BAR
+        and not (left["lost"] or left["twice"] or left["changed"])
+        and count >= KILLS,
+    )
 
 
 if __name__ == "__main__":

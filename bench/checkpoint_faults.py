@@ -1,9 +1,11 @@
-"""Injected faults against checkpoints: kill -9, power loss, I/O errors, corruption, concurrency, and a control that must fail.
+"""Injected faults against checkpoints: kill -9, power loss, I/O errors, corruption, concurrency,
+and a control that must fail.
 
     python -m bench.checkpoint_faults [--quick] [--count N] [--only CLASS]
 
-Out: a table per class and one last JSON line. `meets`: nothing accepted that was not saved, the newest good one always found, no
-acknowledged commit lost, and the control and every mutant (a disk that skips one kind of sync) found guilty by the same judges.
+Out: a table per class and one last JSON line. `meets`: nothing accepted that was not saved, the
+newest good one always found, no acknowledged commit lost, and the control and every mutant (a disk
+that skips one kind of sync) found guilty by the same judges.
 """
 
 import argparse
@@ -27,31 +29,60 @@ SHARES = {  # of all injections; the rest is corruption
     "concurrency": (concurrency.run, 0.01),
     "corruption": (corruption.run, 0.29),
 }
-QUICK = {"kills": 110, "executed": 6, "power": 130, "errors": 55, "concurrency": 15, "corruption": 220}
+QUICK = {
+    "kills": 110,
+    "executed": 6,
+    "power": 130,
+    "errors": 55,
+    "concurrency": 15,
+    "corruption": 220,
+}
 CONTROLS = 72
 MUTANT_STATES = {True: 40, False: 200}
 SHOWN = 12  # problems printed per class
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Inject faults into checkpoints and judge what is left.")
+    parser = argparse.ArgumentParser(
+        description="Inject faults into checkpoints and judge what is left."
+    )
     parser.add_argument("--quick", action="store_true", help="about 500 injections")
-    parser.add_argument("--count", type=int, default=FULL, help="injections in all, without the control")
+    parser.add_argument(
+        "--count", type=int, default=FULL, help="injections in all, without the control"
+    )
     parser.add_argument("--only", choices=[*SHARES, "control", "mutants"], help="one class")
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or what is on the RAM disk would stay
-    counts = QUICK if asked.quick else {name: max(1, round(asked.count * share)) for name, (_, share) in SHARES.items()}
+    counts = (
+        QUICK
+        if asked.quick
+        else {name: max(1, round(asked.count * share)) for name, (_, share) in SHARES.items()}
+    )
     tallies: dict[str, Tally] = {}
     with Loader() as loader, Ground(loader) as ground:
         for name, (run, _) in SHARES.items():
             if asked.only in (None, name):
                 tallies[name] = timed(lambda run=run, name=name: run(ground, counts[name]))
         if asked.only in (None, "errors"):
-            tallies["full disk"] = timed(lambda: full_disks(ground, (0, 3, 6) if asked.quick else range(9)))
-        guilty = timed(lambda: control.run(ground, CONTROLS)) if asked.only in (None, "control") else None
-        mutants = power.mutants(ground, MUTANT_STATES[asked.quick]) if asked.only in (None, "mutants") else {}
+            tallies["full disk"] = timed(
+                lambda: full_disks(ground, (0, 3, 6) if asked.quick else range(9))
+            )
+        guilty = (
+            timed(lambda: control.run(ground, CONTROLS))
+            if asked.only in (None, "control")
+            else None
+        )
+        mutants = (
+            power.mutants(ground, MUTANT_STATES[asked.quick])
+            if asked.only in (None, "mutants")
+            else {}
+        )
     if mutants:
-        report.table("syncs left out", ("mutant", "failures found"), [(name, str(n)) for name, n in mutants.items()])
+        report.table(
+            "syncs left out",
+            ("mutant", "failures found"),
+            [(name, str(n)) for name, n in mutants.items()],
+        )
     finish(tallies, guilty, mutants, asked)
 
 
@@ -75,7 +106,11 @@ def full_disks(ground: Ground, room: Iterable[int]) -> Tally:
 
 def show(tally: Tally, seconds: float) -> None:
     rows = [(kind, str(count)) for kind, count in sorted(tally.kinds.items())]
-    rows += [("all", str(tally.injected)), ("accepted wrong", str(tally.wrong)), ("good one lost", str(tally.lost))]
+    rows += [
+        ("all", str(tally.injected)),
+        ("accepted wrong", str(tally.wrong)),
+        ("good one lost", str(tally.lost)),
+    ]
     rows += [("other failures", str(tally.other)), ("seconds", f"{seconds:.1f}")]
     report.table(tally.name, ("injected", "count"), rows)
     if not tally.name.startswith("control"):
@@ -83,7 +118,12 @@ def show(tally: Tally, seconds: float) -> None:
             print(f"  {problem[:700]}", flush=True)
 
 
-def finish(tallies: dict[str, Tally], guilty: Tally | None, mutants: dict[str, int], asked: argparse.Namespace) -> None:
+def finish(
+    tallies: dict[str, Tally],
+    guilty: Tally | None,
+    mutants: dict[str, int],
+    asked: argparse.Namespace,
+) -> None:
     counts: dict[str, object] = {
         "injected": sum(tally.injected for tally in tallies.values()),
         "accepted_wrong": sum(tally.wrong for tally in tallies.values()),
@@ -97,7 +137,12 @@ def finish(tallies: dict[str, Tally], guilty: Tally | None, mutants: dict[str, i
     seeing = (guilty is None or (guilty.wrong > 0 and guilty.lost > 0)) and all(mutants.values())
     config = {"quick": asked.quick, "count": asked.count, "only": asked.only, "worlds": [1, 2]}
     report.last_line(
-        "checkpoint_faults", {}, counts, config, report.versions("xxhash", "msgspec", "torch"), sound and seeing
+        "checkpoint_faults",
+        {},
+        counts,
+        config,
+        report.versions("xxhash", "msgspec", "torch"),
+        sound and seeing,
     )
 
 

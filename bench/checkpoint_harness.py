@@ -1,6 +1,8 @@
-"""One case of `bench.checkpoint` on one rank: the modes take turns, each save is timed and its bits are compared.
+"""One case of `bench.checkpoint` on one rank: the modes take turns, each save is timed and its bits
+are compared.
 
-In: a `Case`. Out: rank 0's list of `Sample`, one per save, each the worst over the ranks. `run_rank` is the whole process.
+In: a `Case`. Out: rank 0's list of `Sample`, one per save, each the worst over the ranks.
+`run_rank` is the whole process.
 """
 
 import logging
@@ -37,7 +39,8 @@ class Case:
     threads: int
     mib: int
     rounds: int  # saves per mode after the first, at most
-    budget_s: float  # rounds end when another one would not fit; the first always runs, and one more
+    # rounds end when another one would not fit; the first always runs, and one more
+    budget_s: float
     modes: tuple[str, ...]
     root: Path
 
@@ -68,7 +71,8 @@ class Result:
     samples: list[Sample] = field(default_factory=list)
     copy_s: float = 0.0  # a warm copy of the same bytes
     start_s: dict[str, float] = field(default_factory=dict)
-    start_bytes: dict[str, int] = field(default_factory=dict)  # growth of this process at the start of a mode
+    # growth of this process at the start of a mode
+    start_bytes: dict[str, int] = field(default_factory=dict)
     state_bytes: int = 0
 
 
@@ -94,12 +98,21 @@ def _reset_peak() -> None:
 
 
 def _peak() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
-def measure(mode: Mode, step: int, state: State, training: Training, first: bool) -> tuple[Sample, int]:
-    """Clean steps, one save, steps until it is durable. Also the version of the state at the call."""
+def measure(
+    mode: Mode, step: int, state: State, training: Training, first: bool
+) -> tuple[Sample, int]:
+    """Clean steps, one save, steps until it is durable.
+
+    Also the version of the state at the call.
+    """
     clean = []
     for _ in range(CLEAN_STEPS):
         begin = time.perf_counter()
@@ -122,7 +135,9 @@ def measure(mode: Mode, step: int, state: State, training: Training, first: bool
     with timer():
         mode.save(step, state)
     sample.call = timer.total
-    durable = _train_until_durable(mode, sample, timer, lambda: training.step(state, before_update), training)
+    durable = _train_until_durable(
+        mode, sample, timer, lambda: training.step(state, before_update), training
+    )
     end = time.perf_counter()
     sample.durable = (mode.durable_at() or durable) - begin
     sample.update_wait = update_timer.total
@@ -192,7 +207,9 @@ class Turns:
         try:
             for mode in self.modes:
                 own = mode.own_state
-                self.states[mode.name] = State(self.case.mib, self.rank, self.case.world) if own else self.state
+                self.states[mode.name] = (
+                    State(self.case.mib, self.rank, self.case.world) if own else self.state
+                )
                 begin, before = time.perf_counter(), _own_memory()
                 mode.start(self.states[mode.name])
                 self.result.start_s[mode.name] = time.perf_counter() - begin
@@ -212,7 +229,10 @@ class Turns:
             for mode in self.modes:
                 self._turn(mode, first=number == 0)
             now = time.perf_counter()
-            progress(f"{self.case.name}: round {number} of at most {self.case.rounds}, {now - begin:.0f} s")
+            progress(
+                f"{self.case.name}: round {number} of at most {self.case.rounds}, "
+                f"{now - begin:.0f} s"
+            )
             late = number > 0 and now - begin + now - before > self.case.budget_s
             if self.training.agree(float(late), dist.ReduceOp.MAX):
                 break
@@ -234,9 +254,16 @@ class Turns:
 
 
 def run_rank(case: Case, rank: int, port: int, results: "Queue[Any]") -> None:
-    """A rank's process. Rank 0 sends progress lines and then the `Result`; every rank sends the text of its failure."""
+    """A rank's process.
+
+    Rank 0 sends progress lines and then the `Result`; every rank sends the text of its failure.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(processName)s %(levelname)s %(message)s")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(case.threads)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(case.threads),
+    }
     torch.set_num_threads(case.threads)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=case.world)

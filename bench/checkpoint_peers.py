@@ -1,11 +1,13 @@
-"""The ways of saving that `bench.checkpoint` compares with: none, torch's DCP and megatron-core, behind one small class.
+"""The ways of saving that `bench.checkpoint` compares with: none, torch's DCP and megatron-core,
+behind one small class.
 
-In: a `State` whose tensors change in place. Out: a checkpoint directory per step, loaded back by the same library. Every
-mode starts what it needs at `start` or, where its library does so, at the first save, and ends it at `close`.
+In: a `State` whose tensors change in place. Out: a checkpoint directory per step, loaded back by
+the same library. Every mode starts what it needs at `start` or, where its library does so, at the
+first save, and ends it at `close`.
 
-Importing this module installs the CPU port, in the ranks and in every child that they spawn (a spawned child imports its
-parent's main module, which imports this one): megatron-core's worker calls torch.cuda.set_device before anything else and
-dies without it. No other shim is needed.
+Importing this module installs the CPU port, in the ranks and in every child that they spawn (a
+spawned child imports its parent's main module, which imports this one): megatron-core's worker
+calls torch.cuda.set_device before anything else and dies without it. No other shim is needed.
 """
 
 import shutil
@@ -27,7 +29,8 @@ class Mode:
 
     name = "none"
     kind = "none"  # none | sync | async
-    own_state = False  # this mode changes where the tensors live, so it must not share them with the others
+    # this mode changes where the tensors live, so it must not share them with the others
+    own_state = False
 
     def __init__(self, root: Path, rank: int, world: int, group: Any) -> None:
         """`group`: a gloo group of all ranks that only checkpoints use."""
@@ -55,7 +58,9 @@ class Mode:
         """time.perf_counter() of that moment, where it lies before the poll that noticed it."""
         return None
 
-    def load(self, step: int, state: State, into: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def load(
+        self, step: int, state: State, into: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         return {}
 
     def drop(self, step: int) -> None:
@@ -83,14 +88,18 @@ class NoSave(Mode):
 
 
 class Dcp(Mode):
-    """What the modes of torch.distributed.checkpoint share: DTensors over the ranks where there are several."""
+    """What the modes of torch.distributed.checkpoint share:
+
+    DTensors over the ranks where there are several.
+    """
 
     def start(self, state: State) -> None:
         if self.world > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
             self.mesh = init_device_mesh("cpu", (self.world,))
-        self.listed = self.described(state, state.tensors)  # a model has its DTensors before the first save
+        # a model has its DTensors before the first save
+        self.listed = self.described(state, state.tensors)
 
     def described(self, state: State, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         if self.world == 1:
@@ -98,14 +107,20 @@ class Dcp(Mode):
         from torch.distributed.tensor import DTensor, Shard
 
         return {
-            name: DTensor.from_local(tensor, self.mesh, [Shard(0)], run_check=False) if state.sharded(name) else tensor
+            name: DTensor.from_local(tensor, self.mesh, [Shard(0)], run_check=False)
+            if state.sharded(name)
+            else tensor
             for name, tensor in tensors.items()
         }
 
-    def load(self, step: int, state: State, into: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def load(
+        self, step: int, state: State, into: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         import torch.distributed.checkpoint as dcp
 
-        dcp.load(self.described(state, into), checkpoint_id=self.path(step), process_group=self.group)
+        dcp.load(
+            self.described(state, into), checkpoint_id=self.path(step), process_group=self.group
+        )
         return into
 
 
@@ -146,8 +161,12 @@ class DcpAsync(Dcp):
             async_checkpointer_type=kinds.PROCESS if self.process else kinds.THREAD,
             async_stager=self.kept_stager,
         )
-        self.staged: Future[None] | None = None if isinstance(answer, Future) else answer.staging_completion
-        self.written: Future[Any] = answer if isinstance(answer, Future) else answer.upload_completion
+        self.staged: Future[None] | None = (
+            None if isinstance(answer, Future) else answer.staging_completion
+        )
+        self.written: Future[Any] = (
+            answer if isinstance(answer, Future) else answer.upload_completion
+        )
         self.written.add_done_callback(self._note)
 
     def _note(self, written: Future[Any]) -> None:
@@ -180,7 +199,9 @@ class DcpThreadStaged(DcpAsync):
     def stager(self) -> Any:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        return DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
+        return DefaultStager(
+            StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
+        )
 
 
 class DcpProcess(DcpAsync):
@@ -193,18 +214,23 @@ class DcpProcess(DcpAsync):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         return DefaultStager(
-            StagingOptions(False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False)
+            StagingOptions(
+                False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+            )
         )
 
     def close(self) -> None:
         from torch.distributed.checkpoint import _async_process_executor as executor
 
         super().close()
-        executor._CHECKPOINT_PROCESS = None  # its __del__ asks the process to end and joins it; DCP offers no other way
+        # its __del__ asks the process to end and joins it; DCP offers no other way
+        executor._CHECKPOINT_PROCESS = None
 
 
 class Megatron(Mode):
-    """megatron-core, one strategy object kept for the life of the mode, as Megatron-LM does, so that its plan is cached."""
+    """megatron-core, one strategy object kept for the life of the mode, as Megatron-LM does, so
+    that its plan is cached.
+    """
 
     name = "mcore_sync"
     kind = "sync"
@@ -234,19 +260,24 @@ class Megatron(Mode):
 
         asynchronous = self.persistent is not None
         if self.rank == 0:
-            self.path(step).mkdir(exist_ok=True)  # with a cached plan another rank's writer may be first
+            # with a cached plan another rank's writer may be first
+            self.path(step).mkdir(exist_ok=True)
         request = dist_checkpointing.save(
-            self.described(state, state.tensors),  # save changes the dictionary; Megatron-LM makes a new one, too
+            # save changes the dictionary; Megatron-LM makes a new one, too
+            self.described(state, state.tensors),
             str(self.path(step)),
             self.strategy,
-            validate_access_integrity=self.saves == 0,  # as Megatron-LM: layouts that do not change are checked once
+            # as Megatron-LM: layouts that do not change are checked once
+            validate_access_integrity=self.saves == 0,
             async_sharded_save=asynchronous,
         )
         self.saves += 1
         if asynchronous:
             self.queue.schedule_async_request(request)
 
-    def load(self, step: int, state: State, into: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def load(
+        self, step: int, state: State, into: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         from megatron.core import dist_checkpointing
 
         return dist_checkpointing.load(self.described(state, into), str(self.path(step)))
@@ -286,5 +317,12 @@ class MegatronPersistent(MegatronTemporal):
 
 
 PEERS: list[type[Mode]] = [
-    NoSave, DcpSync, DcpAsync, DcpThreadStaged, DcpProcess, Megatron, MegatronTemporal, MegatronPersistent,
-]  # fmt: skip
+    NoSave,
+    DcpSync,
+    DcpAsync,
+    DcpThreadStaged,
+    DcpProcess,
+    Megatron,
+    MegatronTemporal,
+    MegatronPersistent,
+]

@@ -1,6 +1,8 @@
-"""rft's own checkpoints as modes of `bench.checkpoint`: lazy and eager staging, as the training loop drives them.
+"""rft's own checkpoints as modes of `bench.checkpoint`: lazy and eager staging, as the training
+loop drives them.
 
-In: a `State`. Out: committed directories of `rft.checkpoint`, hashes on. The manager is called in `RftLazy` alone.
+In: a `State`. Out: committed directories of `rft.checkpoint`, hashes on. The manager is called in
+`RftLazy` alone.
 """
 
 import time
@@ -16,7 +18,7 @@ from rft.checkpoint import restore
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import Committed, Failed
 from rft.config import CheckpointConfig, TrainerConfig
-from rft.protocols import Piece, Snapshot
+from rft.ground.protocols import Piece, Snapshot
 
 
 class Ranks:
@@ -69,9 +71,15 @@ class RftLazy(Mode):
         self.ranks = Ranks(rank, world, group)
 
     def start(self, state: State) -> None:
-        config = TrainerConfig(checkpoint=CheckpointConfig(staging=self.staging), max_checkpoints_to_keep=1)
+        config = TrainerConfig(
+            checkpoint=CheckpointConfig(staging=self.staging), max_checkpoints_to_keep=1
+        )
         self.manager = CheckpointManager(
-            self.root / "saved", self.ranks, config, control=self.root / "control", log_dir=self.root
+            self.root / "saved",
+            self.ranks,
+            config,
+            control=self.root / "control",
+            log_dir=self.root,
         )
         self.manager.start(Policy(state, state.tensors))
 
@@ -101,7 +109,9 @@ class RftLazy(Mode):
     def durable_at(self) -> float | None:
         return self.ended
 
-    def load(self, step: int, state: State, into: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def load(
+        self, step: int, state: State, into: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         found = restore.load(self.manager.storage, self.ranks, Policy(state, into), None)
         if found is None or found["step"] != step:
             raise RuntimeError(f"step {step} was committed, but the newest checkpoint is {found}")

@@ -1,8 +1,9 @@
 """The state that `bench.checkpoint` saves, and the training step around it.
 
-In: a size, a rank, a world. Out: named tensors whose every bit at version v can be computed again, so that a loaded
-checkpoint is compared bit by bit without a second copy of the state; and steps (compute, then an update in place of all
-tensors) that the modes are measured against. Run by `python -m bench.checkpoint`.
+In: a size, a rank, a world. Out: named tensors whose every bit at version v can be computed again,
+so that a loaded checkpoint is compared bit by bit without a second copy of the state; and steps
+(compute, then an update in place of all tensors) that the modes are measured against. Run by
+`python -m bench.checkpoint`.
 """
 
 import mmap
@@ -21,12 +22,17 @@ BITS = {4: torch.int32, 2: torch.int16}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: arithmetic on it is exact and NaNs compare equal to themselves."""
+    """The same memory as integers: arithmetic on it is exact
+    and NaNs compare equal to themselves.
+    """
     return tensor.view(BITS[tensor.element_size()])
 
 
 class State:
-    """One rank's tensors: `mib` MiB of fp32 over all ranks, cut along dim 0, some bf16, a 0-dim scalar per fp32 tensor."""
+    """One rank's tensors:
+
+    `mib` MiB of fp32 over all ranks, cut along dim 0, some bf16, a 0-dim scalar per fp32 tensor.
+    """
 
     def __init__(self, mib: int, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -56,7 +62,10 @@ class State:
         self.version += 1
 
     def expected(self, name: str, version: int) -> torch.Tensor:
-        """The integers behind a tensor at a version. Scalars are the same on every rank, as Adam's step is."""
+        """The integers behind a tensor at a version.
+
+        Scalars are the same on every rank, as Adam's step is.
+        """
         tensor = self.tensors[name]
         salt = list(self.tensors).index(name) * 1_000_003 + version
         if tensor.dim():
@@ -68,8 +77,8 @@ class State:
     def landing(self) -> dict[str, torch.Tensor]:
         """Memory to load to: one shared anonymous mapping, made once.
 
-        Freed and made again per load, it would stay in the allocator as warm memory for the next copy of a peer; private,
-        every fork would copy its page tables.
+        Freed and made again per load, it would stay in the allocator as warm memory for the next
+        copy of a peer; private, every fork would copy its page tables.
         """
         memory = mmap.mmap(-1, self.bytes)
         found, at = {}, 0
@@ -102,7 +111,8 @@ class Training:
             begin = time.perf_counter()
             self._compute()
             times.append(time.perf_counter() - begin)
-        # The fastest one: neighbours on the same cores make some slower, and the others would be slowed in the steps, too.
+        # The fastest one: neighbours on the same cores make some slower, and the others would be
+        # slowed in the steps, too.
         self.products = max(1, round(self.agree(COMPUTE_S / min(times), dist.ReduceOp.MAX)))
 
     def _compute(self) -> None:

@@ -1,6 +1,8 @@
-"""A stand-in for the memory of a GPU that two processes share: memory of the host, mapped by both (`rft.sync.ipc_link.CardMemory`).
+"""A stand-in for the memory of a GPU that two processes share: memory of the host, mapped by both
+(`rft.sync.links.CardMemory`).
 
-What stands for CUDA's handle is the sender's file descriptor, by its place under /proc: no name of it can be left behind.
+What stands for CUDA's handle is the sender's file descriptor, by its place under /proc: no name of
+it can be left behind.
 """
 
 import mmap
@@ -22,7 +24,10 @@ class HostCard:
         return memory
 
     def share(self, memory: torch.Tensor) -> dict[str, Any]:
-        return {"path": f"/proc/{os.getpid()}/fd/{self._files[memory.data_ptr()]}", "size": len(memory)}
+        return {
+            "path": f"/proc/{os.getpid()}/fd/{self._files[memory.data_ptr()]}",
+            "size": len(memory),
+        }
 
     def open(self, told: dict[str, Any]) -> torch.Tensor:
         with open(told["path"], "r+b") as file:

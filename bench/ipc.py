@@ -2,15 +2,18 @@
 
     python -m bench.ipc [--quick] [--billions 1.5]
 
-In: nothing; a decoder of so many parameters, in bf16, of random bytes, in a sender process. Out: a table and one last line of
-JSON. In every round, in turn:
+In: nothing; a decoder of so many parameters, in bf16, of random bytes, in a sender process. Out: a
+table and one last line of JSON. In every round, in turn:
 
     copy     one `copy_` of all bytes from one place of the card to another, in this process
-    ours     `WeightSender` in the other process, `Receiver` here, an IPC link between them: packed, checksums of both ends
-             compared, whole Hugging Face tensors in memory of the card at the end (the way of `synchronizer.receive=direct`)
+    ours     `WeightSender` in the other process, `Receiver` here, an IPC link between them: packed,
+             checksums of both ends
+             compared, whole Hugging Face tensors in memory of the card at the end (the way of
+             `synchronizer.receive=direct`)
 
-On a machine without a GPU the same program runs over the stand-in of `bench.host_card`, with a small model: it then shows that the
-protocol works and what it costs there, says so, and claims nothing.
+On a machine without a GPU the same program runs over the stand-in of `bench.host_card`, with a
+small model: it then shows that the protocol works and what it costs there, says so, and claims
+nothing.
 """
 
 import argparse
@@ -24,10 +27,11 @@ import torch
 
 from bench import report
 from bench.host_card import HostCard
-from rft import device as devices
-from rft.protocols import Block
+from rft.ground import device as devices
+from rft.ground.protocols import Block
+from rft.ground.rounds import TrainerInfo
 from rft.sync import plan as plans
-from rft.sync.ipc_link import IpcLink
+from rft.sync.links import IpcLink
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
 
@@ -46,9 +50,11 @@ def shapes(parameters: float) -> dict[str, tuple[int, int]]:
     while count < parameters:
         at = f"model.layers.{layer}."
         found |= {
-            f"{at}self_attn.qkv_proj.weight": (3 * hidden, hidden), f"{at}self_attn.o_proj.weight": (hidden, hidden),
-            f"{at}mlp.gate_up_proj.weight": (6 * hidden, hidden), f"{at}mlp.down_proj.weight": (hidden, 3 * hidden),
-        }  # fmt: skip
+            f"{at}self_attn.qkv_proj.weight": (3 * hidden, hidden),
+            f"{at}self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}mlp.gate_up_proj.weight": (6 * hidden, hidden),
+            f"{at}mlp.down_proj.weight": (hidden, 3 * hidden),
+        }
         count, layer = count + 13 * hidden * hidden, layer + 1
     return found
 
@@ -58,12 +64,17 @@ class Weights:
 
     def __init__(self, parameters: float, device: torch.device):
         self.tensors = {
-            name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device).view(torch.bfloat16)
+            name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device).view(
+                torch.bfloat16
+            )
             for name, shape in shapes(parameters).items()
         }
 
     def blocks(self) -> list[Block]:
-        return [Block(name, "bfloat16", tuple(t.shape), 0, 0, t.shape[0]) for name, t in self.tensors.items()]
+        return [
+            Block(name, "bfloat16", tuple(t.shape), 0, 0, t.shape[0])
+            for name, t in self.tensors.items()
+        ]
 
     def read_blocks(self) -> Iterator[torch.Tensor]:
         return iter(self.tensors.values())
@@ -82,7 +93,9 @@ def send(orders: Connection, parameters: float, kind: str) -> None:
     torch.set_num_threads(1)
     device = devices.choose(kind).torch
     weights = Weights(parameters, device)
-    sender = WeightSender(weights, 1, TIMEOUT_S, make_link=lambda wire: IpcLink(wire, memory_of(device)))
+    sender = WeightSender(
+        weights, 1, TIMEOUT_S, make_link=lambda wire: IpcLink(wire, memory_of(device))
+    )
     plan = plans.build([weights.blocks()], bucket_of(device))
     sender.follow(plan, 0)
     orders.send((plans.encode(plan), sender.endpoint))
@@ -99,15 +112,19 @@ class Bench:
         context = multiprocessing.get_context("spawn")
         self.device = device
         self.orders, theirs = context.Pipe()
-        self.process = context.Process(target=send, args=(theirs, parameters, device.type), daemon=True)
+        self.process = context.Process(
+            target=send, args=(theirs, parameters, device.type), daemon=True
+        )
         self.process.start()
         plan, endpoint = self.orders.recv()
         self.receiver = Receiver(0, device, lambda wire: IpcLink(wire, memory_of(device)))
         self.receiver.connect(
-            {"plan": plan, "streams": [endpoint], "epoch": 1, "timeout": TIMEOUT_S, "engine": "bench"}
+            TrainerInfo(plan=plan, streams=[endpoint], epoch=1, timeout=TIMEOUT_S, engine="bench")
         )
         self.size = sum(2 * rows * columns for rows, columns in shapes(parameters).values())
-        self.source, self.target = (torch.zeros(self.size, dtype=torch.uint8, device=device) for _ in range(2))
+        self.source, self.target = (
+            torch.zeros(self.size, dtype=torch.uint8, device=device) for _ in range(2)
+        )
         self.version = 0
 
     def copy(self) -> float:
@@ -139,9 +156,13 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
     parser.add_argument(
-        "--billions", type=float, help=f"parameters; default {BILLIONS}, without a GPU {BILLIONS_ON_HOST}"
+        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}"
+    )
+    parser.add_argument(
+        "--billions",
+        type=float,
+        help=f"parameters; default {BILLIONS}, without a GPU {BILLIONS_ON_HOST}",
     )
     options = parser.parse_args()
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
@@ -150,7 +171,10 @@ def main() -> None:
     real = device.type != "cpu"
     billions = options.billions or (BILLIONS if real else BILLIONS_ON_HOST)
     if not real:
-        print("no GPU here: host memory that two processes map stands for the card, and nothing is claimed")
+        print(
+            "no GPU here: host memory that two processes map stands for the card, and nothing is "
+            "claimed"
+        )
     bench = Bench(billions * 1e9, device)
     found: dict[str, list[float]] = {"copy": [], "ours": []}
     bench.copy(), bench.ours()  # first use of memory
@@ -158,16 +182,26 @@ def main() -> None:
         found["copy"].append(bench.copy())
         found["ours"].append(bench.ours())
     bench.close()
-    rows = [[w, f"{report.median(s):.4f}", f"{bench.size / report.median(s) / 1e9:.2f}"] for w, s in found.items()]
+    rows = [
+        [w, f"{report.median(s):.4f}", f"{bench.size / report.median(s) / 1e9:.2f}"]
+        for w, s in found.items()
+    ]
     report.table(f"{bench.size / 1e6:.0f} MB, {rounds} rounds", ("way", "seconds", "GB/s"), rows)
     ratios = [copy / ours for copy, ours in zip(found["copy"], found["ours"], strict=True)]
     low, high = report.spread(ratios)
     print(f"ours/copy: {report.median(ratios):.3f} ({low:.3f} to {high:.3f}), bar {BAR} on a GPU")
     report.last_line(
-        "ipc", {"ours/copy": round(report.median(ratios), 3)}, {"rounds": rounds},
-        {"bucket": bucket_of(device), "billions": billions, "device": torch.cuda.get_device_name(device) if real else "stand-in"},
-        report.versions("torch", "xxhash"), real and rounds >= 10 and report.median(ratios) >= BAR,
-    )  # fmt: skip
+        "ipc",
+        {"ours/copy": round(report.median(ratios), 3)},
+        {"rounds": rounds},
+        {
+            "bucket": bucket_of(device),
+            "billions": billions,
+            "device": torch.cuda.get_device_name(device) if real else "stand-in",
+        },
+        report.versions("torch", "xxhash"),
+        real and rounds >= 10 and report.median(ratios) >= BAR,
+    )
 
 
 if __name__ == "__main__":

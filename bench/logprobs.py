@@ -1,17 +1,23 @@
-"""Log-probabilities, entropies and their gradients in tiles, beside the same with all logits in memory.
+"""Log-probabilities, entropies and their gradients in tiles, beside the same with all logits in
+memory.
 
     python -m bench.logprobs [--quick]
 
-In: nothing but the machine. Out: a table per hidden size and one last line of JSON. Each variant lives in a child process of
-its own and takes its turn in random order; one call is a forward and a backward of sum_t u_t logprob_t, all tokens trained.
+In: nothing but the machine. Out: a table per hidden size and one last line of JSON. Each variant
+lives in a child process of its own and takes its turn in random order; one call is a forward and a
+backward of sum_t u_t logprob_t, all tokens trained.
 
-    whole    logits once, kept as probabilities for backward, in place wherever it can be: the leanest and quickest unchunked
-    eager    torch.log_softmax under autograd; three to four tensors of the logits' size, so only timed, at few tokens
+    whole    logits once, kept as probabilities for backward, in place wherever it can be: the
+             leanest and quickest unchunked
+    eager    torch.log_softmax under autograd; three to four tensors of the logits' size, so only
+             timed, at few tokens
     tiles    rft.megatron.logprobs, which makes the logits a second time in backward
 
-    s        processor time of a child with one thread: its wall clock on a free core. (On shared cores two threads wait at
+    s        processor time of a child with one thread: its wall clock on a free core. (On shared
+             cores two threads wait at
              the end of every kernel for whichever is not running, which measures the neighbours.)
-    extra    highest resident memory during a call less that before it; gradients count, inputs and weight do not
+    extra    highest resident memory during a call less that before it; gradients count, inputs and
+             weight do not
     ratio    time of tiles / time of the quicker of the others in the same round
 """
 
@@ -65,12 +71,20 @@ class Problem:
     def head(self, tokens: int) -> "Problem":
         """The first tokens of it, with the same weight."""
         hidden = self.hidden.detach()[:tokens].clone().requires_grad_()
-        return Problem(hidden, self.weight, self.labels[:tokens], self.temperature[:tokens], self.upstream[:tokens])
+        return Problem(
+            hidden,
+            self.weight,
+            self.labels[:tokens],
+            self.temperature[:tokens],
+            self.upstream[:tokens],
+        )
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
         z = torch.mm(hidden / temperature[:, None], weight.t())
         chosen = z.gather(1, labels[:, None]).squeeze(1)
         top = z.amax(1, keepdim=True)
@@ -106,7 +120,9 @@ def tiles(given: Problem) -> tuple[Tensor, Tensor]:
     from rft.megatron.logprobs import label_logprobs
 
     assert dist.group.WORLD is not None
-    return label_logprobs(given.hidden, given.weight, given.labels, given.temperature, VOCAB, dist.group.WORLD)
+    return label_logprobs(
+        given.hidden, given.weight, given.labels, given.temperature, VOCAB, dist.group.WORLD
+    )
 
 
 VARIANTS = {WHOLE: whole, EAGER: eager, TILES: tiles}
@@ -137,7 +153,9 @@ def prepare() -> None:
 
 
 def serve(name: str, size: int, connection: Connection) -> None:
-    """In the child: for each (tokens, threads) asked for, (seconds, extra bytes) of one call, until it is ended."""
+    """In the child: for each (tokens, threads) asked for, (seconds, extra bytes) of one call, until
+    it is ended.
+    """
     prepare()
     given = Problem.make(size, TOKENS)
     call(name, given.head(64))
@@ -205,7 +223,9 @@ def rounds_of(size: int, tokens: int) -> tuple[dict[str, list[float]], dict[str,
 
 
 def enough_memory(size: int) -> bool:
-    """Two tensors of the logits' size, the weight in every child and one gradient, with some air."""
+    """Two tensors of the logits' size, the weight in every
+    child and one gradient, with some air.
+    """
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     needed = 4 * VOCAB * (2 * TOKENS + 4 * size) + 2**30
     return found is not None and int(found[1]) * 1024 > needed
@@ -221,28 +241,45 @@ def measure(size: int, tokens: int) -> tuple[dict[str, float | None], bool]:
     apart = check.connection.recv()
     check.end()
     seconds, extra = rounds_of(size, tokens)
-    baseline = min((name for name in seconds if name != TILES), key=lambda name: report.median(seconds[name]))
+    baseline = min(
+        (name for name in seconds if name != TILES), key=lambda name: report.median(seconds[name])
+    )
     paired = [ours / theirs for ours, theirs in zip(seconds[TILES], seconds[baseline], strict=True)]
     memory, slower = extra[TILES] / extra[WHOLE], report.median(paired)
     rows = []
     for name, values in seconds.items():
         low, high = report.spread(values)
-        rows.append([name, f"{report.median(values):.2f}", f"{low:.2f}..{high:.2f}",
-                     f"{extra[name] / 2**20:.0f}" if name in extra else "-"])  # fmt: skip
-    title = f"hidden {size}, vocabulary {VOCAB:,}, {tokens:,} tokens timed, load {os.getloadavg()[0]:.1f}"
+        rows.append(
+            [
+                name,
+                f"{report.median(values):.2f}",
+                f"{low:.2f}..{high:.2f}",
+                f"{extra[name] / 2**20:.0f}" if name in extra else "-",
+            ]
+        )
+    title = (
+        f"hidden {size}, vocabulary {VOCAB:,}, {tokens:,} tokens timed, load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
     report.table(title, ["s", "median", "middle half", f"extra MiB at {TOKENS:,} tokens"], rows)
     low, high = report.spread(paired)
     print(
-        f"tiles / {baseline} in the same round: {slower:.2f} ({low:.2f}..{high:.2f}; bar {TIME_BARS[size]}); memory "
-        f"{memory:.3f} (bar {MEMORY_BAR}); logprobs, entropy, gradients apart by {', '.join(f'{a:.0e}' for a in apart)}"
+        f"tiles / {baseline} in the same round: {slower:.2f} ({low:.2f}..{high:.2f}; bar "
+        f"{TIME_BARS[size]}); memory "
+        f"{memory:.3f} (bar {MEMORY_BAR}); logprobs, entropy, gradients apart by "
+        f"{', '.join(f'{a:.0e}' for a in apart)}"
     )
     meets = memory <= MEMORY_BAR and slower <= TIME_BARS[size] and max(apart) <= GRADIENT_BAR
     return dict(zip(names, [round(memory, 4), round(slower, 3), max(apart)], strict=True)), meets
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"under ten minutes: rounds of {QUICK_TOKENS} tokens")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"under ten minutes: rounds of {QUICK_TOKENS} tokens"
+    )
     arguments = parser.parse_args()
     tokens = QUICK_TOKENS if arguments.quick else TOKENS
     ratios: dict[str, float | None] = {}
@@ -252,9 +289,14 @@ def main() -> None:
         ratios |= found
         met.append(meets)
     config = {
-        "vocab": VOCAB, "tokens_memory": TOKENS, "tokens_timed": tokens, "dtype": "float32", "threads": 1,
-        "quick": arguments.quick, "bars": {"memory": MEMORY_BAR, "time": TIME_BARS, "gradient": GRADIENT_BAR},
-    }  # fmt: skip
+        "vocab": VOCAB,
+        "tokens_memory": TOKENS,
+        "tokens_timed": tokens,
+        "dtype": "float32",
+        "threads": 1,
+        "quick": arguments.quick,
+        "bars": {"memory": MEMORY_BAR, "time": TIME_BARS, "gradient": GRADIENT_BAR},
+    }
     counts = {"rounds": ROUNDS, "hidden_sizes": len(TIME_BARS)}
     report.last_line("logprobs", ratios, counts, config, report.versions("torch"), all(met))
 

@@ -1,11 +1,14 @@
-"""One run of rft for `bench.loop`: started as a user starts it, pinned to cores when its clock starts, and read afterwards.
+"""One run of rft for `bench.loop`: started as a user starts it, pinned to cores when its clock
+starts, and read afterwards.
 
     python -m rft.train ... ──stdout: a line per step──┐
-    its rollouts ──pipe: when each began and ended──── ┴──► events ──► pin at the first, processor time there and at the last
+    its rollouts ──pipe: when each began and ended──── ┴──► events
+            ──► pin at the first, processor time there and at the last
 
-In: a model, a task file, the sizes of a run and its way. Out: `Measured`. Pinning is done from outside, thread by thread: the
-trainer ranks to core 0, everything else (engine, explorer and its rewards, buffer, synchronizer, Ray) to core 1, in every way
-the same. What a run starts afterwards inherits the core of whoever starts it.
+In: a model, a task file, the sizes of a run and its way. Out: `Measured`. Pinning is done from
+outside, thread by thread: the trainer ranks to core 0, everything else (engine, explorer and its
+rewards, buffer, synchronizer, Ray) to core 1, in every way the same. What a run starts afterwards
+inherits the core of whoever starts it.
 """
 
 import contextlib
@@ -24,8 +27,8 @@ from typing import Any
 import psutil
 
 from bench import report
-from rft import processes
 from rft.monitor.sinks import read_metrics
+from rft.run import processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASKS_FILE = Path(__file__).with_name("loop_tasks.py")
@@ -36,9 +39,15 @@ TASKS, REPEATS = 16, 8  # of one step
 RANK_CORE, OTHER_CORE = 0, 1
 EVENT_S = 300.0  # a start on a busy machine takes a minute; no step takes that long
 PARTS = {  # what a process's title tells of who it is; the first that fits counts
-    "rft.rank": "trainer", "RolloutEngine": "engine", "EngineCore": "engine", "Explorer": "explorer", "rewards": "explorer",
-    "reward_worker": "explorer", "ExperienceBuffer": "buffer", "Synchronizer": "synchronizer",
-}  # fmt: skip
+    "rft.run.rank": "trainer",
+    "RolloutEngine": "engine",
+    "EngineCore": "engine",
+    "Explorer": "explorer",
+    "rewards": "explorer",
+    "reward_worker": "explorer",
+    "ExperienceBuffer": "buffer",
+    "Synchronizer": "synchronizer",
+}
 SPANS = ("wait_batch", "score", "train", "sync_wait", "staging_wait")
 
 
@@ -53,7 +62,9 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """Seconds of the clock of `bench.loop`; of steps those after the first, which warms up, as medians."""
+    """Seconds of the clock of `bench.loop`; of steps those after
+    the first, which warms up, as medians.
+    """
 
     wall: float
     busy: dict[str, float]  # processor seconds by part
@@ -64,7 +75,9 @@ class Measured:
 
 
 class LoopRun:
-    """`python -m rft.train` under way; with everything it started it is ended when the block is left."""
+    """`python -m rft.train` under way; with everything it started
+    it is ended when the block is left.
+    """
 
     def __init__(self, arguments: list[str], pipe: Path):
         processes.adopt_orphans()
@@ -74,12 +87,21 @@ class LoopRun:
             pipe, os.O_RDWR
         )  # also for writing: no writer is the last one, and `end` can say that it is over
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with this object
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rft.train", *arguments], cwd=REPOSITORY, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=self.errors,
-        )  # fmt: skip
-        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read_lines, self._read_groups)]
+            [sys.executable, "-m", "rft.train", *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
+        self.readers = [
+            threading.Thread(target=read, daemon=True)
+            for read in (self._read_lines, self._read_groups)
+        ]
         for reader in self.readers:
             reader.start()
 
@@ -101,7 +123,10 @@ class LoopRun:
         except queue.Empty:
             raise TimeoutError(f"{waited_for}: nothing happened for {EVENT_S:g} s") from None
         if kind == "ended":
-            raise RuntimeError(f"{waited_for}: the run ended first, with code {self.process.wait()}\n{self._said()}")
+            raise RuntimeError(
+                f"{waited_for}: the run ended first, with code "
+                f"{self.process.wait()}\n{self._said()}"
+            )
         return kind, what
 
     def finish(self) -> None:
@@ -122,7 +147,9 @@ class LoopRun:
         return []
 
     def pin(self) -> None:
-        """Every thread of every process to its core; then again, for those that one not yet pinned started meanwhile."""
+        """Every thread of every process to its core; then again, for those that one not yet pinned
+        started meanwhile.
+        """
         for _ in range(2):
             for process in self.family():
                 with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -143,7 +170,8 @@ class LoopRun:
 
     def __exit__(self, *_: object) -> None:
         left = [p for p in psutil.Process().children(recursive=True) if p.pid not in self.before]
-        for process in left:  # those of a supervisor that failed, and what it has left to this process
+        # those of a supervisor that failed, and what it has left to this process
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=10)
@@ -167,27 +195,48 @@ def part_of(process: psutil.Process) -> str:
 
 
 def overrides(root: Path, name: str, way: str, sizes: Sizes, pipe: Path) -> list[str]:
-    """The command line of a run. `root` holds the model and the tasks; runs of one `name` share their journal."""
+    """The command line of a run.
+
+    `root` holds the model and the tasks; runs of one `name` share their journal.
+    """
     return [
-        "experiment=grpo", f"mode={MODES[way]}", f"name={name}", f"checkpoint_root_dir={root / 'runs'}", "device=cpu",
-        "monitor=none", "monitor.num_samples=0", f"model.model_path={root / 'model'}", "model.max_prompt_tokens=16",
-        f"model.max_response_tokens={sizes.tokens}", f"model.min_response_tokens={sizes.tokens - 1}",
-        f"algorithm.repeat_times={REPEATS}", "algorithm.optimizer.lr=1e-6",
-        f"buffer.batch_size={TASKS}", "buffer.total_epochs=1000",
+        "experiment=grpo",
+        f"mode={MODES[way]}",
+        f"name={name}",
+        f"checkpoint_root_dir={root / 'runs'}",
+        "device=cpu",
+        "monitor=none",
+        "monitor.num_samples=0",
+        f"model.model_path={root / 'model'}",
+        "model.max_prompt_tokens=16",
+        f"model.max_response_tokens={sizes.tokens}",
+        f"model.min_response_tokens={sizes.tokens - 1}",
+        f"algorithm.repeat_times={REPEATS}",
+        "algorithm.optimizer.lr=1e-6",
+        f"buffer.batch_size={TASKS}",
+        "buffer.total_epochs=1000",
         f"buffer.explorer_input.default_workflow_type={TASKS_FILE}:Timed",
         f"buffer.explorer_input.default_reward_fn_type={TASKS_FILE}:reward",
         f"buffer.explorer_input.taskset.path={root / 'train.jsonl'}",
         f"+buffer.explorer_input.taskset.workflow_args.pipe={pipe}",
-        f"synchronizer.max_staleness={STALENESS.get(way, 1)}", f"explorer.runner_per_model={2 * TASKS}",
-        "explorer.eval_on_startup=false", "explorer.rollout_model.kv_cache_gb=1.0",
+        f"synchronizer.max_staleness={STALENESS.get(way, 1)}",
+        f"explorer.runner_per_model={2 * TASKS}",
+        "explorer.eval_on_startup=false",
+        "explorer.rollout_model.kv_cache_gb=1.0",
         f"explorer.rollout_model.max_num_seqs={2 * TASKS * REPEATS}",
-        f"trainer.dtype={sizes.dtype}", f"trainer.total_steps={sizes.steps}", "trainer.max_token_len_per_gpu=8192",
-        "trainer.save_interval=0", "trainer.save_hf_checkpoint=never",
-    ]  # fmt: skip
+        f"trainer.dtype={sizes.dtype}",
+        f"trainer.total_steps={sizes.steps}",
+        "trainer.max_token_len_per_gpu=8192",
+        "trainer.save_interval=0",
+        "trainer.save_hf_checkpoint=never",
+    ]
 
 
 def measure(root: Path, name: str, way: str, sizes: Sizes) -> Measured:
-    """Run one way from its start to its end. `training alone` wants an earlier `rollout alone` of the same name."""
+    """Run one way from its start to its end.
+
+    `training alone` wants an earlier `rollout alone` of the same name.
+    """
     pipe = root / f"{name}-{MODES[way]}.pipe"
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
@@ -208,7 +257,9 @@ def measure(root: Path, name: str, way: str, sizes: Sizes) -> Measured:
 
 
 def is_first(way: str, kind: str, what: Any) -> bool:
-    """Rank 0 says `trainer: ...` just before its first step; rollouts alone begin with the first group."""
+    """Rank 0 says `trainer: ...` just before its first step;
+    rollouts alone begin with the first group.
+    """
     return kind == "group" if way == ROLLOUT else kind == "line" and what.startswith("trainer: ")
 
 
@@ -219,12 +270,18 @@ def is_last(way: str, sizes: Sizes, kind: str, what: Any, groups: list[dict[str,
     return step is not None and int(step.group(1)) == sizes.steps
 
 
-def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]], busy: dict[str, float]) -> Measured:
-    """Put together what the run said and wrote; raises when it did other work than was asked for."""
+def read(
+    job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]], busy: dict[str, float]
+) -> Measured:
+    """Put together what the run said and wrote; raises when it
+    did other work than was asked for.
+    """
     ended = [group for group in groups if "tokens" in group]
     tokens = sum(group["tokens"] for group in ended)
     if way != TRAINING and tokens != sizes.steps * TASKS * REPEATS * sizes.tokens:
-        raise RuntimeError(f"{way}: {len(ended)} groups with {tokens} tokens are not what {sizes} asks for")
+        raise RuntimeError(
+            f"{way}: {len(ended)} groups with {tokens} tokens are not what {sizes} asks for"
+        )
     working = in_work(groups)
     if way == ROLLOUT:
         return Measured(groups[-1]["at"] - groups[0]["at"], busy, rollouts=working, tokens=tokens)
@@ -235,9 +292,14 @@ def read(job: Path, way: str, sizes: Sizes, groups: list[dict[str, Any]], busy: 
         or lengths != {float(sizes.tokens)}
         or {row["sample/groups"] for row in rows} != {TASKS}
     ):
-        raise RuntimeError(f"{way}: {len(rows)} steps with responses of {lengths} tokens are not what {sizes} asks for")
+        raise RuntimeError(
+            f"{way}: {len(rows)} steps with responses of {lengths} tokens are not what {sizes} "
+            "asks for"
+        )
     steps = [row["time/step_s"] for row in rows]
-    spans = {span: report.median([row.get(f"time/{span}_s", 0.0) for row in rows[1:]]) for span in SPANS}
+    spans = {
+        span: report.median([row.get(f"time/{span}_s", 0.0) for row in rows[1:]]) for span in SPANS
+    }
     return Measured(sum(steps), busy, steps, spans, working, tokens)
 
 

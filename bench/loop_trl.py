@@ -1,18 +1,21 @@
-"""TRL's GRPOTrainer end to end: prompts in, generation, reward, update. Runs in TRL's own environment, so it imports nothing
-of this repository.
+"""TRL's GRPOTrainer end to end: prompts in, generation, reward, update. Runs in TRL's own
+environment, so it imports nothing of this repository.
 
     python bench/loop_trl.py MODEL_DIRECTORY TASKS.jsonl
 
-In: lines of JSON on stdin, {"steps", "tasks", "repeats", "tokens", "size", "weights", "threads", "limit"}. Out: for each a
-line {"wall", "busy", "steps"}: seconds from the beginning of the first step to the end of the last one, processor seconds
-meanwhile, and the wall clock of every step. After `limit` seconds no further step is begun.
+In: lines of JSON on stdin, {"steps", "tasks", "repeats", "tokens", "size", "weights", "threads",
+"limit"}. Out: for each a line {"wall", "busy", "steps"}: seconds from the beginning of the first
+step to the end of the last one, processor seconds meanwhile, and the wall clock of every step.
+After `limit` seconds no further step is begun.
 
-Generation is that of transformers: TRL's other one, vLLM, needs a GPU there. Every completion has exactly `tokens` tokens.
+Generation is that of transformers: TRL's other one, vLLM, needs a GPU there. Every completion has
+exactly `tokens` tokens.
 
     size           rows of one microbatch
     weights fp32   fp32 weights, no autocast
     weights mixed  TRL's own default: fp32 weights under bf16 autocast
-    weights bf16   bf16 weights and moments, no autocast: less precise than ours, which keeps fp32 masters
+    weights bf16   bf16 weights and moments, no autocast: less precise than ours, which keeps fp32
+                   masters
 """
 
 import json
@@ -31,7 +34,9 @@ LR = 1e-6
 
 
 class Clock(TrainerCallback):
-    """Wall clock and processor time at the beginning and after every step; ends a training that takes too long."""
+    """Wall clock and processor time at the beginning and after every step; ends a training that
+    takes too long.
+    """
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -46,32 +51,57 @@ class Clock(TrainerCallback):
 
 
 class Reward:
-    """Share of digits, as in `bench/loop_tasks.py`; refuses completions of another length than asked for."""
+    """Share of digits, as in `bench/loop_tasks.py`; refuses
+    completions of another length than asked for.
+    """
 
     __name__ = "digits"
 
     def __init__(self, tokens: int):
         self.tokens = tokens
 
-    def __call__(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def __call__(
+        self, completions: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         wrong = {len(ids) for ids in completion_ids} - {self.tokens}
         if wrong:
-            raise ValueError(f"TRL generated completions of {sorted(wrong)} tokens, not {self.tokens}")
-        return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in completions]
+            raise ValueError(
+                f"TRL generated completions of {sorted(wrong)} tokens, not {self.tokens}"
+            )
+        return [
+            sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in completions
+        ]
 
 
-def measure(model: str, rows: list[dict[str, str]], asked: dict[str, Any], directory: str) -> dict[str, Any]:
+def measure(
+    model: str, rows: list[dict[str, str]], asked: dict[str, Any], directory: str
+) -> dict[str, Any]:
     """Train `steps` steps from the model as it lies on the disk."""
     torch.set_num_threads(asked["threads"])
     batch, size = asked["tasks"] * asked["repeats"], asked["size"]
     arguments = GRPOConfig(
-        output_dir=directory, per_device_train_batch_size=size, gradient_accumulation_steps=batch // size,
-        num_generations=asked["repeats"], max_steps=asked["steps"], max_completion_length=asked["tokens"],
-        generation_kwargs={"min_new_tokens": asked["tokens"]}, temperature=1.0, learning_rate=LR, max_grad_norm=1.0,
-        weight_decay=0.01, beta=0.0, loss_type="dapo", bf16=asked["weights"] == "mixed", use_vllm=False,
-        activation_checkpointing=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=10**6,
+        output_dir=directory,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=batch // size,
+        num_generations=asked["repeats"],
+        max_steps=asked["steps"],
+        max_completion_length=asked["tokens"],
+        generation_kwargs={"min_new_tokens": asked["tokens"]},
+        temperature=1.0,
+        learning_rate=LR,
+        max_grad_norm=1.0,
+        weight_decay=0.01,
+        beta=0.0,
+        loss_type="dapo",
+        bf16=asked["weights"] == "mixed",
+        use_vllm=False,
+        activation_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=10**6,
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     dtype = torch.bfloat16 if asked["weights"] == "bf16" else torch.float32
     clock = Clock(asked["limit"])
     trainer = GRPOTrainer(

@@ -1,17 +1,22 @@
-"""What observing costs a step: the timeline, metrics to every sink and the samples table, on and off in one run.
+"""What observing costs a step: the timeline, metrics to every sink and the samples table, on and
+off in one run.
 
     python -m bench.observe [--quick]
 
-In: nothing; the quickstart's model of 2.4M parameters on one rank, and rollouts drawn anew for every step. Out: a table and one
-last line of JSON. The real `Trainer` makes steps on a real Megatron policy; before each one a switch is thrown, in pairs of one
-step with and one without, in random order. What is on or off: the spans and instants of the rank's timeline, and all of
+In: nothing; the quickstart's model of 2.4M parameters on one rank, and rollouts drawn anew for
+every step. Out: a table and one last line of JSON. The real `Trainer` makes steps on a real
+Megatron policy; before each one a switch is thrown, in pairs of one step with and one without, in
+random order. What is on or off: the spans and instants of the rank's timeline, and all of
 `StepReporter` with the default monitor (console, metrics.jsonl, samples.jsonl, TensorBoard).
 
     s         wall clock of a step, with everything that the loop does in it
-    on/off    of the two steps of a pair; on cores that others use too it is off by more than the bar allows, either way
-    share     time inside the observing calls / time of the same step: `StepReporter`, and every event of the timeline
+    on/off    of the two steps of a pair; on cores that others use too it is off by more than the
+              bar allows, either way
+    share     time inside the observing calls / time of the same step: `StepReporter`, and every
+              event of the timeline
 
-The bar is one hundredth, for both: `share` must be below it, and `on/off` must not be above it by more than its own 95% interval.
+The bar is one hundredth, for both: `share` must be below it, and `on/off` must not be above it by
+more than its own 95% interval.
 """
 
 import argparse
@@ -32,7 +37,7 @@ import numpy as np
 
 from bench import report
 from rft.config import Config, MegatronConfig, MonitorConfig, SynchronizerConfig, TrainerConfig
-from rft.experience import Batch, Experience, VersionSpan
+from rft.ground.experience import Batch, Experience, VersionSpan
 from rft.monitor import logs, trace
 
 PAIRS, QUICK_PAIRS, WARM_UP = 200, 60, 3
@@ -42,10 +47,14 @@ FIRST, LAST = 5, 90  # tokens that are drawn
 
 
 class Switch:
-    """The feed's source: a batch per step, and before it the decision what this step does. Times run from batch to batch."""
+    """The feed's source: a batch per step, and before it the decision what this step does.
+
+    Times run from batch to batch.
+    """
 
     def __init__(self, pairs: int):
-        self.steps: list[tuple[int, bool, float, float]] = []  # pair, on, seconds of the step, of observing
+        # pair, on, seconds of the step, of observing
+        self.steps: list[tuple[int, bool, float, float]] = []
         self.order = [(-1, True)] * WARM_UP
         for pair in range(pairs):
             self.order += random.sample([(pair, True), (pair, False)], 2)
@@ -85,7 +94,9 @@ class Switch:
         return run
 
     def pairs(self) -> list[tuple[tuple[float, float], float]]:
-        """Of each pair the step with everything (seconds, of which observing), and the seconds of the one without."""
+        """Of each pair the step with everything (seconds, of which observing), and the seconds of
+        the one without.
+        """
         found: dict[int, dict[bool, tuple[float, float]]] = {}
         for pair, on, seconds, observed in self.steps:
             if pair >= 0:
@@ -122,7 +133,7 @@ def experiences(step: int) -> list[Experience]:
                     group=step * GROUPS + group,
                     sample=sample,
                     task=f"sums/0/{group}",
-                )  # fmt: skip
+                )
             )
     return made
 
@@ -150,12 +161,19 @@ def config_of(directory: Path, steps: int) -> Config:
 
 
 def observed(config: Config, switch: Switch, job: Path) -> None:
-    """The whole run: rank 0's parts as `rft.rank` builds them, with nobody outside to talk to."""
-    from rft import device as devices
+    """The whole run: rank 0's parts as `rft.run.rank` builds
+    them, with nobody outside to talk to.
+    """
+    from rft.ground import device as devices
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(probe.getsockname()[1]),
+        )
     device = devices.choose("cpu", threads=1)
     device.activate()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -163,7 +181,7 @@ def observed(config: Config, switch: Switch, job: Path) -> None:
 
     cpu_port.install()
     from rft.megatron.mesh import Mesh
-    from rft.on_megatron import build_models
+    from rft.run.megatron_backend import build_models
 
     mesh = Mesh(config.trainer.megatron, device, 300.0)
     models = build_models(config, mesh)
@@ -177,42 +195,78 @@ def observed(config: Config, switch: Switch, job: Path) -> None:
     mesh.close()
 
 
-def trainer_of(config: Config, mesh: Any, models: Any, device: Any, switch: Switch, job: Path) -> tuple[Any, Any]:
+def trainer_of(
+    config: Config, mesh: Any, models: Any, device: Any, switch: Switch, job: Path
+) -> tuple[Any, Any]:
     from rft.algorithm import recipe
-    from rft.feed import Feed
+    from rft.data.packing import Cost
     from rft.monitor.speed import Speed
-    from rft.packing import Cost
-    from rft.profiler import Profiler
-    from rft.rank import tokenizer_of
-    from rft.reporting import StepReporter
-    from rft.skips import SkippedSteps
+    from rft.run.sources import tokenizer_of
     from rft.sync.style import Cadence
-    from rft.trainer import Trainer
+    from rft.trainer.feed import Feed
+    from rft.trainer.profiler import Profiler
+    from rft.trainer.reporting import StepReporter
+    from rft.trainer.skips import SkippedSteps
+    from rft.trainer.trainer import Trainer
 
-    feed = Feed(switch, mesh, config.algorithm, 8192, models.policy.multiple, Cost.of(models.policy.hf_config))
-    reporter = StepReporter(config, job, 0, tokenizer_of(config), Speed(feed.cost, 1, None, False), dict)
+    feed = Feed(
+        switch,
+        mesh,
+        config.algorithm,
+        8192,
+        models.policy.multiple,
+        Cost.of(models.policy.hf_config),
+    )
+    reporter = StepReporter(
+        config, job, 0, tokenizer_of(config), Speed(feed.cost, 1, None, False), dict
+    )
     reporter.monitor.sinks[0] = type(reporter.monitor.sinks[0])(
         "observed", config.trainer.total_steps, stream=io.StringIO()
     )
     nobody = SimpleNamespace(
-        start=lambda step, due: None, wait=lambda: None, rest=lambda: None, release=lambda: None, pop=dict, version=None,
+        start=lambda step, due: None,
+        wait=lambda: None,
+        rest=lambda: None,
+        release=lambda: None,
+        pop=dict,
+        version=None,
         claim_save=lambda step: False,
-    )  # fmt: skip
+    )
     saves = SimpleNamespace(
-        requested=None, save=lambda *_, **__: None, before_update=lambda: None, poll=list, wait=lambda step: None,
-        wait_exports=lambda: None, metrics=dict, newest=None,
-    )  # fmt: skip
+        requested=None,
+        save=lambda *_, **__: None,
+        before_update=lambda: None,
+        poll=list,
+        wait=lambda step: None,
+        wait_exports=lambda: None,
+        metrics=dict,
+        newest=None,
+    )
     evaluations = SimpleNamespace(
-        alone=False, at_startup=lambda version: None, at_end=lambda version: None, if_due=lambda version: None,
+        alone=False,
+        at_startup=lambda version: None,
+        at_end=lambda version: None,
+        if_due=lambda version: None,
         is_due=lambda version: False,
-    )  # fmt: skip
+    )
     trainer = Trainer(
-        config=config.trainer, mesh=mesh, models=models, feed=feed, publisher=nobody, evaluations=evaluations, checkpoints=saves,
-        cadence=Cadence(config.synchronizer, ask=lambda interval: False), skips=SkippedSteps(job / "x", 0, True, mesh.barrier),
-        profiler=Profiler(config.trainer, 0, device, job), log_step=switch.counted(reporter.step),
-        token_loss=recipe.policy_loss(config.algorithm), run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
+        config=config.trainer,
+        mesh=mesh,
+        models=models,
+        feed=feed,
+        publisher=nobody,
+        evaluations=evaluations,
+        checkpoints=saves,
+        cadence=Cadence(config.synchronizer, ask=lambda interval: False),
+        skips=SkippedSteps(job / "x", 0, True, mesh.barrier),
+        profiler=Profiler(config.trainer, 0, device, job),
+        log_step=switch.counted(reporter.step),
+        token_loss=recipe.policy_loss(config.algorithm),
+        run_epoch=1,
+        stopping=lambda: False,
+        on_phase=lambda phase: None,
         export=lambda step: None,
-    )  # fmt: skip
+    )
     return trainer, reporter
 
 
@@ -231,7 +285,9 @@ def span_us(directory: Path) -> float:
 
 
 def events_per_step(trace_dir: Path, steps: int) -> float:
-    return sum(len(path.read_text().splitlines()) for path in trace_dir.glob("rank_0-*.json")) / steps
+    return (
+        sum(len(path.read_text().splitlines()) for path in trace_dir.glob("rank_0-*.json")) / steps
+    )
 
 
 def main() -> None:
@@ -257,8 +313,16 @@ def tell(pairs: list[tuple[tuple[float, float], float]], events: float, per_span
         f"a step with and without timeline and metrics, {len(pairs)} pairs",
         ["", "median", "middle half"],
         [
-            ["s, with", f"{report.median([p[0][0] for p in pairs]):.4f}", _half([p[0][0] for p in pairs])],
-            ["s, without", f"{report.median([p[1] for p in pairs]):.4f}", _half([p[1] for p in pairs])],
+            [
+                "s, with",
+                f"{report.median([p[0][0] for p in pairs]):.4f}",
+                _half([p[0][0] for p in pairs]),
+            ],
+            [
+                "s, without",
+                f"{report.median([p[1] for p in pairs]):.4f}",
+                _half([p[1] for p in pairs]),
+            ],
             ["on/off", f"{ratio:.4f}", _half(ratios)],
             ["share of the step inside the observing calls", f"{share:.4f}", _half(shares)],
             ["events of the timeline per step", f"{events:.1f}", ""],
@@ -266,15 +330,25 @@ def tell(pairs: list[tuple[tuple[float, float], float]], events: float, per_span
         ],
     )
     report.last_line(
-        "observe", {"on/off": round(ratio, 4), "on/off_low": round(low, 4), "share": round(share, 5)},
+        "observe",
+        {"on/off": round(ratio, 4), "on/off_low": round(low, 4), "share": round(share, 5)},
         {"pairs": len(pairs), "events_per_step": round(events, 1), "span_us": round(per_span, 1)},
-        {"parameters": "2.4M", "experiences": GROUPS * REPEATS, "ranks": 1, "threads": 1, "bar": BAR},
-        report.versions("torch", "tensorboard"), len(pairs) >= QUICK_PAIRS and low <= BAR and share <= BAR - 1,
-    )  # fmt: skip
+        {
+            "parameters": "2.4M",
+            "experiences": GROUPS * REPEATS,
+            "ranks": 1,
+            "threads": 1,
+            "bar": BAR,
+        },
+        report.versions("torch", "tensorboard"),
+        len(pairs) >= QUICK_PAIRS and low <= BAR and share <= BAR - 1,
+    )
 
 
 def lowest_median(ratios: list[float]) -> float:
-    """The lower end of the 95% interval of their median, from medians of what is drawn anew out of them."""
+    """The lower end of the 95% interval of their median, from
+    medians of what is drawn anew out of them.
+    """
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     return float(np.quantile(np.median(draws, axis=1), 0.025))
 

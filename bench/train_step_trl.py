@@ -1,14 +1,16 @@
-"""TRL's GRPO update on a given batch. Runs in TRL's own environment, so it imports nothing of this repository.
+"""TRL's GRPO update on a given batch. Runs in TRL's own environment, so it imports nothing of this
+repository.
 
     python bench/train_step_trl.py MODEL_DIRECTORY THREADS
 
-In: lines of JSON on stdin, {"batch": FILE.npz, "size": rows of one microbatch, "weights": "bf16" or "fp32"}. Out: for each
-a line with wall clock and processor seconds of one update: all microbatches of the batch through `GRPOTrainer.training_step`,
-then gradient clipping and the optimizer step, as its training loop does them. The batch is padded and cut as TRL does it,
-before the clock starts.
+In: lines of JSON on stdin, {"batch": FILE.npz, "size": rows of one microbatch, "weights": "bf16" or
+"fp32"}. Out: for each a line with wall clock and processor seconds of one update: all microbatches
+of the batch through `GRPOTrainer.training_step`, then gradient clipping and the optimizer step, as
+its training loop does them. The batch is padded and cut as TRL does it, before the clock starts.
 
     weights fp32   TRL's own default: fp32 weights under bf16 autocast
-    weights bf16   bf16 weights and moments, no autocast: less precise than ours, which keeps fp32 masters
+    weights bf16   bf16 weights and moments, no autocast: less precise than ours, which keeps fp32
+                   masters
 """
 
 import json
@@ -37,10 +39,20 @@ class Prepared(GRPOTrainer):
 
 def trainer_of(model: str, weights: str, rows: int, directory: str) -> Prepared:
     arguments = GRPOConfig(
-        output_dir=directory, per_device_train_batch_size=rows, num_generations=rows, learning_rate=LR, max_grad_norm=1.0,
-        weight_decay=0.01, beta=0.0, loss_type="dapo", bf16=weights == "fp32", activation_checkpointing=False,
-        use_cpu=True, report_to="none", max_steps=1000,
-    )  # fmt: skip
+        output_dir=directory,
+        per_device_train_batch_size=rows,
+        num_generations=rows,
+        learning_rate=LR,
+        max_grad_norm=1.0,
+        weight_decay=0.01,
+        beta=0.0,
+        loss_type="dapo",
+        bf16=weights == "fp32",
+        activation_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        max_steps=1000,
+    )
     dtype = torch.bfloat16 if weights == "bf16" else torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     trainer = Prepared(
@@ -51,7 +63,9 @@ def trainer_of(model: str, weights: str, rows: int, directory: str) -> Prepared:
         processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.create_optimizer_and_scheduler(1000)
-    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
+        trainer.model, trainer.optimizer
+    )
     return trainer
 
 
@@ -65,11 +79,14 @@ def batch_of(path: str) -> dict[str, Any]:
     ids, old = np.zeros(mask.shape, dtype=np.int64), np.zeros(mask.shape, dtype=np.float32)
     ids[mask], old[mask] = flat, behaviour
     return {
-        "prompt_ids": torch.from_numpy(prompts), "prompt_mask": torch.ones(prompts.shape, dtype=torch.int64),
-        "completion_ids": torch.from_numpy(ids), "completion_mask": torch.from_numpy(mask.astype(np.int64)),
-        "old_per_token_logps": torch.from_numpy(old), "advantages": torch.from_numpy(advantages),
+        "prompt_ids": torch.from_numpy(prompts),
+        "prompt_mask": torch.ones(prompts.shape, dtype=torch.int64),
+        "completion_ids": torch.from_numpy(ids),
+        "completion_mask": torch.from_numpy(mask.astype(np.int64)),
+        "old_per_token_logps": torch.from_numpy(old),
+        "advantages": torch.from_numpy(advantages),
         "num_items_in_batch": torch.tensor(int(lengths.sum())),
-    }  # fmt: skip
+    }
 
 
 def update(trainer: Prepared, micros: list[dict[str, Any]]) -> tuple[float, float]:

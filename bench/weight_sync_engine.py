@@ -1,11 +1,15 @@
-"""A real vLLM engine that gets new weights while it decodes: how long it stands still, and what decoding loses before that.
+"""A real vLLM engine that gets new weights while it decodes: how long it stands still, and what
+decoding loses before that.
 
-In: a model directory; two sender processes hold it as tensor-parallel ranks do; a `Synchronizer` leads one `RolloutEngine`,
-each in its own process, as in a run. Out: numbers of every round. In every round, in turn:
+In: a model directory; two sender processes hold it as tensor-parallel ranks do; a `Synchronizer`
+leads one `RolloutEngine`, each in its own process, as in a run. Out: numbers of every round. In
+every round, in turn:
 
     alone    tokens that the engine makes in a while, without anything beside it
-    round    a whole round: staged beside the decoding, paused, loaded, resumed; tokens made while it was staged are counted
-    floor    the same tensors loaded once more from staging memory, and nothing else: what no pause can be shorter than
+    round    a whole round: staged beside the decoding, paused, loaded, resumed; tokens made while
+             it was staged are counted
+    floor    the same tensors loaded once more from staging memory, and nothing else: what no pause
+             can be shorter than
 
 Requests decode all the time, as many as `REQUESTS`. One thread computes in the engine.
 """
@@ -22,9 +26,10 @@ import torch.multiprocessing as mp
 
 from bench.weight_sync_model import CONTEXT, Shards, shapes
 from bench.weight_sync_transport import BUCKET, TIMEOUT_S
-from rft.actors import PRIVATE_RAY
 from rft.config import ModelConfig, RolloutModelConfig
+from rft.ground.rounds import Received, Round
 from rft.rollout.engine import RolloutEngine
+from rft.run.ray_cluster import PRIVATE_RAY
 from rft.sync import plan as plans
 from rft.sync.sender import WeightSender
 
@@ -58,7 +63,10 @@ class Measured(RolloutEngine):
 
         assert self.llm is not None
         params = SamplingParams(
-            max_tokens=TOKENS, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
         )
         for turn in range(10**6):
             prompt = TokensPrompt(prompt_token_ids=[10 + number, 20, 30, 40])
@@ -71,11 +79,11 @@ class Measured(RolloutEngine):
         await asyncio.sleep(ALONE_S)
         return self.made - before, time.monotonic() - began
 
-    async def stage(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+    async def stage(self, coming: Round) -> Received:
         before, began = self.made, time.monotonic()
-        report = await super().stage(version, update)
+        received = await super().stage(coming)
         self.staging = [self.made - before, time.monotonic() - began]
-        return report
+        return received
 
     async def staged_tokens(self) -> tuple[int, float]:
         return self.staging[0], self.staging[1]
@@ -117,18 +125,29 @@ def send(rank: int, model: Path, pipe: Connection) -> None:
 
 
 def measured(model: Path, rounds: int) -> list[dict[str, float]]:
-    """Numbers per round: `pause_s`, `floor_s`, `control_s`, `receive_s`, tokens per second `alone`, `tokens` made in
-    the `span_s` of staging."""
+    """Numbers per round: `pause_s`, `floor_s`, `control_s`, `receive_s`, tokens per second `alone`,
+    `tokens` made in the `span_s` of staging.
+    """
     import ray
 
     from rft.sync.synchronizer import Synchronizer
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", **PRIVATE_RAY}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
     environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # `load_again` travels as a function
     rollout = RolloutModelConfig(dtype="bf16", kv_cache_gb=0.5, max_num_seqs=REQUESTS)
-    actor = ray.remote(Measured).options(max_concurrency=1000, runtime_env={"env_vars": environment})
-    engine = actor.remote("engine_0", ModelConfig(model_path=str(model)), rollout, 1, 0, "cpu", CONTEXT)
+    actor = ray.remote(Measured).options(
+        max_concurrency=1000, runtime_env={"env_vars": environment}
+    )
+    engine = actor.remote(
+        "engine_0", ModelConfig(model_path=str(model)), rollout, 1, 0, "cpu", CONTEXT
+    )
     context = mp.get_context("spawn")
     pipes = []
     for rank in range(TP):
@@ -142,12 +161,18 @@ def measured(model: Path, rounds: int) -> list[dict[str, float]]:
         for pipe in pipes:
             pipe.send(plan)
         synchronizer = (
-            ray.remote(Synchronizer).options(max_concurrency=100).remote(ray.remote(Buffer).remote(), TIMEOUT_S)
+            ray.remote(Synchronizer)
+            .options(max_concurrency=100)
+            .remote(ray.remote(Buffer).remote(), TIMEOUT_S)
         )
         ray.get(synchronizer.join.remote("engine_0", engine))
-        ray.get(synchronizer.connect.remote(plans.encode(plan), [endpoint for _, endpoint in offers], 1))
+        ray.get(
+            synchronizer.connect.remote(plans.encode(plan), [endpoint for _, endpoint in offers], 1)
+        )
         ray.get(engine.decode.remote(), timeout=TIMEOUT_S)
-        found = [_round(ray, engine, synchronizer, pipes, version) for version in range(1, rounds + 2)]
+        found = [
+            _round(ray, engine, synchronizer, pipes, version) for version in range(1, rounds + 2)
+        ]
         for pipe in pipes:
             pipe.send(None)
         ray.get(engine.shutdown.remote(), timeout=TIMEOUT_S)
@@ -156,7 +181,9 @@ def measured(model: Path, rounds: int) -> list[dict[str, float]]:
         ray.shutdown()
 
 
-def _round(ray: Any, engine: Any, synchronizer: Any, pipes: list[Any], version: int) -> dict[str, float]:
+def _round(
+    ray: Any, engine: Any, synchronizer: Any, pipes: list[Any], version: int
+) -> dict[str, float]:
     tokens, seconds = ray.get(engine.alone.remote())
     for pipe in pipes:
         pipe.send(version)
@@ -167,7 +194,13 @@ def _round(ray: Any, engine: Any, synchronizer: Any, pipes: list[Any], version: 
         pipe.recv()
     during, span = ray.get(engine.staged_tokens.remote())
     floor = ray.get(engine.floor.remote(), timeout=TIMEOUT_S)
-    return {**numbers, "floor_s": floor, "alone": tokens / seconds, "tokens": during, "span_s": span}
+    return {
+        **numbers,
+        "floor_s": floor,
+        "alone": tokens / seconds,
+        "tokens": during,
+        "span_s": span,
+    }
 
 
 class Buffer:

@@ -1,12 +1,14 @@
-"""The model of `bench.weight_sync`: a Qwen3 of 571 MB in bf16, random weights, cut as Megatron's ranks hold them."""
+"""The model of `bench.weight_sync`: a Qwen3 of 571 MB in bf16, random weights, cut as Megatron's
+ranks hold them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from rft.names import Dims, architecture_of, hf_names, read_hf_config
-from rft.protocols import Block
+from rft.ground.names import Dims, architecture_of, hf_names, read_hf_config
+from rft.ground.protocols import Block
 from rft.tools.toy import write_model
 
 HIDDEN, VOCABULARY, LAYERS = 1024, 32000, 14
@@ -14,12 +16,22 @@ CONTEXT = 4096
 COLUMNS = ("o_proj", "down_proj")  # cut by tensor parallelism in dimension 1
 
 
-def write(directory: Path, layers: int = LAYERS, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> Path:
+def write(
+    directory: Path, layers: int = LAYERS, hidden: int = HIDDEN, vocabulary: int = VOCABULARY
+) -> Path:
     """The directory of such a model, with weights."""
     return write_model(
-        directory, hidden=hidden, layers=layers, ffn=3 * hidden, heads=16, kv_heads=8, head_dim=max(32, hidden // 8),
-        vocab=vocabulary, tied=False, context=CONTEXT,
-    )  # fmt: skip
+        directory,
+        hidden=hidden,
+        layers=layers,
+        ffn=3 * hidden,
+        heads=16,
+        kv_heads=8,
+        head_dim=max(32, hidden // 8),
+        vocab=vocabulary,
+        tied=False,
+        context=CONTEXT,
+    )
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -39,7 +51,9 @@ def stage_of(name: str, pp: int, layers: int = LAYERS) -> int:
 
 
 class Shards:
-    """`WeightSource` of one sender: the first of a stage's ranks also owns what all of them hold."""
+    """`WeightSource` of one sender: the first of a stage's
+    ranks also owns what all of them hold.
+    """
 
     def __init__(self, tensors: dict[str, tuple[int, ...]], rank: int, tp: int, pp: int):
         self.parts: list[tuple[Block, torch.Tensor]] = []
@@ -50,9 +64,24 @@ class Shards:
             replicated = len(shape) == 1
             if stage_of(name, pp, layers) != stage or (replicated and place):
                 continue
-            dim, width = dim_of(name), shape[dim_of(name) if not replicated else 0] // (1 if replicated else tp)
-            block = Block(name, "bfloat16", shape, 0 if replicated else dim, place * width, (place + 1) * width)
-            self.parts.append((block, 0.02 * torch.randn(block.block_shape, generator=generator).to(torch.bfloat16)))
+            dim, width = (
+                dim_of(name),
+                shape[dim_of(name) if not replicated else 0] // (1 if replicated else tp),
+            )
+            block = Block(
+                name,
+                "bfloat16",
+                shape,
+                0 if replicated else dim,
+                place * width,
+                (place + 1) * width,
+            )
+            self.parts.append(
+                (
+                    block,
+                    0.02 * torch.randn(block.block_shape, generator=generator).to(torch.bfloat16),
+                )
+            )
 
     def blocks(self) -> list[Block]:
         return [block for block, _ in self.parts]

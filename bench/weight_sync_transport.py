@@ -1,13 +1,18 @@
-"""The weight streams beside a raw broadcast of the same bytes, and beside gathering everything on rank 0 first.
+"""The weight streams beside a raw broadcast of the same bytes, and beside gathering everything on
+rank 0 first.
 
-In: a model directory, whose tensors, random bytes here, are cut over two (TP2) or four (TP2xPP2) sender processes; one more
-process receives. Out: seconds of every round. In every round, in turn:
+In: a model directory, whose tensors, random bytes here, are cut over two (TP2) or four (TP2xPP2)
+sender processes; one more process receives. Out: seconds of every round. In every round, in turn:
 
-    raw      one rank broadcasts all bytes to the receiver, 16 MiB at a time, in a gloo group of the two: no checksum, no tensors
-    ours     `WeightSender`s and a `Receiver`: every sender its own blocks on its own wire, xxh3-128 of every bucket made and
+    raw      one rank broadcasts all bytes to the receiver, 16 MiB at a time, in a gloo group of the
+             two: no checksum, no tensors
+    ours     `WeightSender`s and a `Receiver`: every sender its own blocks on its own wire, xxh3-128
+             of every bucket made and
              compared, whole Hugging Face tensors in staging memory at the end
-    gather   per tensor: the shards are gathered over the senders that hold them, put together at the first of these, handed
-             to rank 0 where that is another one, and broadcast from there (what trainers do that have no blocks)
+    gather   per tensor: the shards are gathered over the senders that hold them, put together at
+             the first of these, handed
+             to rank 0 where that is another one, and broadcast from there (what trainers do that
+             have no blocks)
 
 The clock is the receiver's, from a barrier to its last byte.
 """
@@ -26,6 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.weight_sync_model import Shards, dim_of, shapes, stage_of
+from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
@@ -43,7 +49,9 @@ class Bench:
         self.tensors = shapes(model)
         self.receives = rank == self.senders
         self.raw = dist.new_group([0, self.senders])
-        self.gathers = [dist.new_group(list(range(stage * tp, (stage + 1) * tp))) for stage in range(pp)]
+        self.gathers = [
+            dist.new_group(list(range(stage * tp, (stage + 1) * tp))) for stage in range(pp)
+        ]
         self.source = None if self.receives else Shards(self.tensors, rank, tp, pp)
         self.total = sum(2 * math.prod(shape) for shape in self.tensors.values())
         self.message = torch.zeros(BUCKET, dtype=torch.uint8)
@@ -63,13 +71,13 @@ class Bench:
         else:
             self.receiver = Receiver(0, torch.device("cpu"))
             self.receiver.connect(
-                {
-                    "plan": plans.encode(self.plan),
-                    "streams": endpoints[:-1],
-                    "epoch": 1,
-                    "timeout": TIMEOUT_S,
-                    "engine": "bench",
-                }
+                TrainerInfo(
+                    plan=plans.encode(self.plan),
+                    streams=endpoints[:-1],
+                    epoch=1,
+                    timeout=TIMEOUT_S,
+                    engine="bench",
+                )
             )
 
     def seconds(self, way: str) -> float:
@@ -88,7 +96,7 @@ class Bench:
     def _ours(self) -> None:
         self.version += 1
         if self.receives:
-            staged = self.receiver.stage({"version": self.version})
+            staged = self.receiver.stage(Round(version=self.version))
             assert sum(value.nbytes for value in staged.values()) == self.total
             dist.barrier()
         else:
@@ -115,7 +123,9 @@ class Bench:
 
 def work(rank: int, model: Path, tp: int, pp: int, rounds: int, port: int, path: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(tp * pp + 1), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(tp * pp + 1), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     dist.init_process_group("gloo")
     bench = Bench(model, rank, tp, pp)
     for way in WAYS:  # first use of links and memory

@@ -11,11 +11,11 @@ PYTHON=${PYTHON:-python}
 NNODES=${NNODES:-1}
 : "${RANKS:?set RANKS to the number of trainer ranks on one node}"
 
-meet=(--standalone)
+start=(rft.run.loopback)
 if ((NNODES > 1)); then
     : "${NODE_RANK:?set NODE_RANK to the number of this node, from 0}" "${MASTER_ADDR:?set MASTER_ADDR to the host of node 0}"
-    meet=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
+    start=(torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
 read -ra more <<<"${TORCHRUN:-}"
-exec "$PYTHON" -m torch.distributed.run "${meet[@]}" --nproc-per-node="$RANKS" "${more[@]}" \
+exec "$PYTHON" -m "${start[@]}" --nproc-per-node="$RANKS" "${more[@]}" \
     -m rft.train "trainer.num_ranks=$((NNODES * RANKS))" "$@"

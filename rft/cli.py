@@ -1,4 +1,7 @@
-"""The `rft` command: `rft train ...` is `python -m rft.train ...`; every other word is a tool of `rft.tools`."""
+"""The `rft` command:
+
+`rft train ...` is `python -m rft.train ...`; every other word is a tool of `rft.tools`.
+"""
 
 import importlib
 import sys
@@ -6,16 +9,21 @@ import sys
 USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
+       rft config --explain KEY                                what a key takes and means
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
-       rft studio [--port N]                                         a page on which a config is put together
-       rft debug [--set NAME] [--row N] experiment=NAME ...          one task on a real engine, every token of it
-       rft view JOB_DIR | FILE.jsonl                                 its experiences in the browser, token by token
-       rft ckpt ls|show|verify|diff|tag|untag|export|import ...      (rft ckpt -h)
-       rft buffer dump RUN_DIR -o FILE.jsonl                         (rft buffer dump -h)
-       rft engines RUN_DIR [--add N | --remove NAME]                 (rft engines -h)
-       rft sweep-report SWEEP_DIR                                    (rft sweep-report -h)
-       rft report RUN_DIR                                            one page about a run, also while it is under way
-       rft trace RUN_DIR                                             its timeline, for Perfetto"""
+       rft studio [--port N]
+            a page on which a config is put together
+       rft debug [--set NAME] [--row N] experiment=NAME ...
+            one task on a real engine, every token of it
+       rft view JOB_DIR | FILE.jsonl
+            its experiences in the browser, token by token
+       rft ckpt ls|show|verify|diff|tag|untag|export|import ... (rft ckpt -h)
+       rft buffer dump RUN_DIR -o FILE.jsonl                   (rft buffer dump -h)
+       rft engines RUN_DIR [--add N | --remove NAME]           (rft engines -h)
+       rft sweep-report SWEEP_DIR                              (rft sweep-report -h)
+       rft report RUN_DIR
+            one page about a run, also while it is under way
+       rft trace RUN_DIR                                       its timeline, for Perfetto"""
 TOOLS = {  # word: module of rft.tools
     "buffer": "buffer",
     "ckpt": "ckpt",
@@ -36,7 +44,9 @@ def main() -> None:
     if command in TOOLS:
         sys.exit(importlib.import_module(f"rft.tools.{TOOLS[command]}").main(rest))
     if command != "train":
-        sys.exit(USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}")
+        sys.exit(
+            USAGE if command in ("-h", "--help") else f"rft: unknown command `{command}`\n{USAGE}"
+        )
     sys.argv = ["rft train", *rest]
     from rft.train import main as train
 

@@ -1,4 +1,5 @@
-"""Class 5: more than one at a time. Two writers of a step, a writer that wakes up too late, one that never comes back, readers.
+"""Class 5: more than one at a time. Two writers of a step, a writer that wakes up too late, one
+that never comes back, readers.
 
 Every scene ends before the judges; what else it asks for is said in it.
 """
@@ -17,11 +18,12 @@ from bench.faults.toy import Cut
 from rft.checkpoint import fence
 from rft.checkpoint.commit import list_entries
 from rft.checkpoint.disk import Disk
-from rft.checkpoint.reader import Checkpoint, Damaged
+from rft.checkpoint.reader import Checkpoint, Damaged, Unreachable
 from rft.checkpoint.storage import LocalStorage
 
 FIRST, SECOND = Cut(2, 1), Cut(2, 2)  # two saves of one step
-STOPS = [  # (call, expression for its path) at which the zombie is stopped, in the order in which they come
+# (call, expression for its path) at which the zombie is stopped, in the order in which they come
+STOPS = [
     ("mkdir", "step_00000002[.]tmp-"),
     ("create", "r00000.bin"),
     ("sync", "r00000.bin"),
@@ -41,7 +43,9 @@ def two_writers(ground: Ground, root: Path, world: int, number: int) -> list[str
     """Both attempts live, nobody swept: each may commit, and the newer attempt's is what counts."""
     board, results = Board(), []
     other = Job(root, world, [SECOND], clean(world), Board(), windows=1 + number % 2)
-    one = Job(root, world, [FIRST], clean(world), board, watch=lambda job: results.append(other.run()))
+    one = Job(
+        root, world, [FIRST], clean(world), board, watch=lambda job: results.append(other.run())
+    )
     results.append(one.run())
     problems, loaded = judge(root, ground.loader, 2)
     if loaded.cut != SECOND or SECOND.step not in results[0].acknowledged:
@@ -50,13 +54,20 @@ def two_writers(ground: Ground, root: Path, world: int, number: int) -> list[str
 
 
 def zombie(ground: Ground, root: Path, world: int, number: int) -> list[str]:
-    """Stopped anywhere before it publishes, woken after a newer attempt has saved the same step: it publishes nothing."""
+    """Stopped anywhere before it publishes, woken after a newer attempt has saved the same step: it
+    publishes nothing.
+    """
     kind, inside = STOPS[number % len(STOPS)]
     disks = clean(world)
     disks[0] = Signalling(kind, inside, signal.SIGSTOP)
     fresh = Job(
-        root, world, [SECOND], clean(world), Board(), swept=lambda: ground.loader.load(root, sweep=True)
-    )  # fmt: skip
+        root,
+        world,
+        [SECOND],
+        clean(world),
+        Board(),
+        swept=lambda: ground.loader.load(root, sweep=True),
+    )
     results, alive = [], []
 
     def overtake(job: Job) -> None:
@@ -66,17 +77,25 @@ def zombie(ground: Ground, root: Path, world: int, number: int) -> list[str]:
         results.append(fresh.run())
         os.kill(pid, signal.SIGCONT)
 
-    stopped = Job(root, world, [FIRST], disks, Board(), lease_s=60.0, deadline_s=4.0, watch=overtake).run()
+    stopped = Job(
+        root, world, [FIRST], disks, Board(), lease_s=60.0, deadline_s=4.0, watch=overtake
+    ).run()
     problems, loaded = judge(root, ground.loader, 2)
     if not alive:
         problems.append("the stopped agent was not seen")
-    if loaded.cut != SECOND or stopped.acknowledged or any(held.cut == FIRST for held in committed(root)):
+    if (
+        loaded.cut != SECOND
+        or stopped.acknowledged
+        or any(held.cut == FIRST for held in committed(root))
+    ):
         problems.append(f"WRONG the zombie published: {loaded.cut} {stopped}")
     return problems
 
 
 def takeover(ground: Ground, root: Path, world: int, number: int) -> list[str]:
-    """Rank 0's agent dies between the receipts and the commit: rank 1's commits when its lease comes."""
+    """Rank 0's agent dies between the receipts and the commit:
+    rank 1's commits when its lease comes.
+    """
     kind, inside = STOPS[5 + number % 3]
     disks = [Signalling(kind, inside, signal.SIGKILL), *clean(world - 1)]
     outcome = Job(root, world, [FIRST], disks, Board(), lease_s=0.05, keep=number % 2).run()
@@ -104,15 +123,20 @@ def reader_beside(ground: Ground, root: Path, world: int, number: int) -> list[s
                 if entries:
                     with Checkpoint(storage, entries[-1].path) as checkpoint:
                         checkpoint.verify()
-            except Damaged as error:
+            except (Damaged, Unreachable) as error:
                 if (root / entries[-1].path / "MANIFEST.json").exists():
                     problems.append(f"WRONG {error}")
             except FileNotFoundError:
                 continue  # retired between the list and the look
-            if os.waitid(os.P_PID, job.pids["trainer"], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            if (
+                os.waitid(os.P_PID, job.pids["trainer"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is not None
+            ):
                 return
 
-    Job(root, world, [Cut(step) for step in range(2, 6)], clean(world), Board(), keep=1, watch=read).run()
+    Job(
+        root, world, [Cut(step) for step in range(2, 6)], clean(world), Board(), keep=1, watch=read
+    ).run()
     found, _ = judge(root, ground.loader, 5)
     return problems + found
 

@@ -1,6 +1,8 @@
-"""Class 6, the control: a saver that writes in place, under the same kills. The harness must find it guilty, or it proves nothing.
+"""Class 6, the control: a saver that writes in place, under the same kills. The harness must find
+it guilty, or it proves nothing.
 
-It does what many do: opens the files of the step again, writes, and then overwrites a tracker; its reader believes the tracker.
+It does what many do: opens the files of the step again, writes, and then overwrites a tracker; its
+reader believes the tracker.
 """
 
 import json
@@ -21,14 +23,21 @@ def save_in_place(root: Path, cut: Cut, world: int, disk: Counting) -> None:
     (root / "step_1").mkdir(exist_ok=True)
     for rank in range(world):
         _overwrite(disk, root / "step_1" / f"r{rank}", cut.file(plan(cut.scale, world)[rank]))
-    _overwrite(disk, root / "LATEST", json.dumps({"step": cut.step, "variant": cut.variant}).encode())
+    _overwrite(
+        disk, root / "LATEST", json.dumps({"step": cut.step, "variant": cut.variant}).encode()
+    )
 
 
 def _overwrite(disk: Counting, path: Path, data: bytes) -> None:
     file = disk.call("open", str(path), lambda: open(path, "wb", buffering=0))  # noqa: SIM115 - one call each
     half = len(data) // 2
     for part in (data[:half], data[half:]):
-        disk.call("write", str(path), lambda part=part: file.write(part), lambda part=part: file.write(part[::2]))
+        disk.call(
+            "write",
+            str(path),
+            lambda part=part: file.write(part),
+            lambda part=part: file.write(part[::2]),
+        )
     disk.call("close", str(path), file.close)
 
 
@@ -54,7 +63,9 @@ def run(ground: Ground, count: int) -> Tally:
         disk = Killing(at, when, "agent", board)
         ended(fork(lambda: save_in_place(root, AFTER, world, disk)), PATIENCE_S)  # noqa: B023 - ends within the round
         if board.get(FIRED):
-            tally.note(f"world {world}", f"killed {when} call {at}, world {world}", accepted(root, world))
+            tally.note(
+                f"world {world}", f"killed {when} call {at}, world {world}", accepted(root, world)
+            )
         board.close()
         shutil.rmtree(root)
     return tally

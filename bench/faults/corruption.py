@@ -1,6 +1,8 @@
-"""Class 4: a committed checkpoint is damaged in silence. It must be refused, named and kept, and the one before loaded.
+"""Class 4: a committed checkpoint is damaged in silence. It must be refused, named and kept, and
+the one before loaded.
 
-A root with steps 1 and 2 of two ranks is damaged in place, loaded, and put back from memory: thousands of cases in seconds.
+A root with steps 1 and 2 of two ranks is damaged in place, loaded, and put back from memory:
+thousands of cases in seconds.
 """
 
 import json
@@ -28,7 +30,10 @@ Damage = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Case:
-    """`named`: what the message must contain. `expects`: the step to be loaded, 0: a refusal that says `named`."""
+    """`named`: what the message must contain.
+
+    `expects`: the step to be loaded, 0: a refusal that says `named`.
+    """
 
     kind: str
     words: str
@@ -118,7 +123,9 @@ def cases(root: Path, flips: int) -> Iterator[Case]:
     for name, size in sizes.items():
         for length in sorted({0, 1, size // 2, size - 1, max(0, size - 4096)}):
             yield Case("truncation", f"{name} to {length}", cut_off(name, length))
-        yield Case("missing", name, gone(name), expects=OLD.step, named=STEP if name != FILES[-1] else "")
+        yield Case(
+            "missing", name, gone(name), expects=OLD.step, named=STEP if name != FILES[-1] else ""
+        )
     for name in FILES[:2]:
         for at in range(0, sizes[name], 4096):
             yield Case("zeroed page", f"{name} at {at}", zero(name, at, 4096))
@@ -135,7 +142,13 @@ def cases(root: Path, flips: int) -> Iterator[Case]:
     ahead = json.dumps({"name": "step_00000099", "epoch": 9, "step": 99}).encode()
     yield Case("LATEST", "ahead of time", latest(ahead), "", NEW.step)
     yield Case("foreign files", "files and directories", foreign, "", NEW.step)
-    yield Case("foreign files", "a directory called MANIFEST.json", foreign_manifest, "step_00000008", NEW.step)
+    yield Case(
+        "foreign files",
+        "a directory called MANIFEST.json",
+        foreign_manifest,
+        "step_00000008",
+        NEW.step,
+    )
 
 
 def run(ground: Ground, count: int) -> Tally:
@@ -160,7 +173,9 @@ def judged(ground: Ground, root: Path, case: Case, damaged: dict[str, bytes]) ->
     if loaded.cut is not None and not loaded.exact:
         problems.append(f"WRONG accepted {loaded.cut} with other bytes")
     if (loaded.cut or Cut(0)).step != case.expects:
-        problems.append(f"LOST expected step {case.expects}, got {loaded.cut}: {loaded.error} {loaded.said}")
+        problems.append(
+            f"LOST expected step {case.expects}, got {loaded.cut}: {loaded.error} {loaded.said}"
+        )
     if case.named not in loaded.said + loaded.error:
         problems.append(f"no message names {case.named}: {loaded.said} {loaded.error}")
     after = contents(root)

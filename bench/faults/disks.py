@@ -1,4 +1,5 @@
-"""Disks that misbehave at their n-th call. Each is a `rft.checkpoint.disk.Disk`: all file operations pass here.
+"""Disks that misbehave at their n-th call. Each is a `rft.checkpoint.disk.Disk`: all file
+operations pass here.
 
 `Counting` names the calls; the others act on one of them: kill processes, raise, write short, stop.
 """
@@ -46,7 +47,9 @@ class Counting(Disk):
         self.calls: list[tuple[str, str]] = []
         self._paths: dict[int, str] = {}
 
-    def call(self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+    def call(
+        self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None
+    ) -> Any:
         self.calls.append((kind, path))
         return action()
 
@@ -54,7 +57,9 @@ class Counting(Disk):
         self.call("mkdir", str(path), lambda: super(Counting, self).mkdir(path))
 
     def create(self, path: Path, size: int = 0) -> int:
-        descriptor = self.call("create", str(path), lambda: super(Counting, self).create(path, size))
+        descriptor = self.call(
+            "create", str(path), lambda: super(Counting, self).create(path, size)
+        )
         self._paths[descriptor] = str(path)
         return descriptor
 
@@ -63,7 +68,10 @@ class Counting(Disk):
             return super(Counting, self).write(descriptor, data[:count])
 
         return self.call(
-            "write", self._paths[descriptor], lambda: some(len(data)), lambda: some(max(1, len(data) // 2))
+            "write",
+            self._paths[descriptor],
+            lambda: some(len(data)),
+            lambda: some(max(1, len(data) // 2)),
         )
 
     def sync(self, descriptor: int) -> None:
@@ -90,20 +98,25 @@ class Counting(Disk):
 
 
 class Killing(Counting):
-    """Kills with -9 around call `number`: the agent itself, the trainer whose number is on the board, or both."""
+    """Kills with -9 around call `number`: the agent itself, the trainer whose number is on the
+    board, or both.
+    """
 
     def __init__(self, number: int, when: str, victim: str, board: Board):
         super().__init__()
         self.number, self.when, self.victim, self.board = number, when, victim, board
 
-    def call(self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+    def call(
+        self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None
+    ) -> Any:
         self.calls.append((kind, path))
         if len(self.calls) != self.number:
             return action()
         if self.when == "middle" and half is not None:
             done = half()
             self._kill()
-            return action() if done is None else done  # of a write whose process lives on: a short one
+            # of a write whose process lives on: a short one
+            return action() if done is None else done
         if self.when == "before":
             self._kill()
         result = action()
@@ -120,14 +133,26 @@ class Killing(Counting):
 
 
 class Failing(Counting):
-    """Raises `code` at call `number`, or with `for_ever` from then on until a call names `heals`; code 0: a short write."""
+    """Raises `code` at call `number`, or with `for_ever` from then on until a call names `heals`;
+    code 0: a short write.
+    """
 
-    def __init__(self, number: int, code: int, board: Board, for_ever: bool = False, heals: str = "\0"):
+    def __init__(
+        self, number: int, code: int, board: Board, for_ever: bool = False, heals: str = "\0"
+    ):
         super().__init__()
-        self.number, self.code, self.board, self.for_ever, self.heals = number, code, board, for_ever, heals
+        self.number, self.code, self.board, self.for_ever, self.heals = (
+            number,
+            code,
+            board,
+            for_ever,
+            heals,
+        )
         self._healed = False
 
-    def call(self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+    def call(
+        self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None
+    ) -> Any:
         self.calls.append((kind, path))
         self._healed = self._healed or self.heals in path
         due = len(self.calls) == self.number or (self.for_ever and len(self.calls) > self.number)
@@ -145,13 +170,17 @@ class Failing(Counting):
 
 
 class Signalling(Counting):
-    """Sends its own process `number` before the first call of `kind` whose path matches `inside`."""
+    """Sends its own process `number` before the first call of
+    `kind` whose path matches `inside`.
+    """
 
     def __init__(self, kind: str, inside: str, number: signal.Signals):
         super().__init__()
         self.kind, self.inside, self.number = kind, inside, number
 
-    def call(self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+    def call(
+        self, kind: str, path: str, action: Callable[[], Any], half: Callable[[], Any] | None = None
+    ) -> Any:
         self.calls.append((kind, path))
         if kind == self.kind and re.search(self.inside, path):
             self.kind = ""
@@ -162,5 +191,6 @@ class Signalling(Counting):
 
 
 ERRORS = {
-    name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EINTR", "ENOENT", "EACCES", "ESTALE")
+    name: getattr(errno, name)
+    for name in ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EINTR", "ENOENT", "EACCES", "ESTALE")
 }

@@ -1,6 +1,8 @@
-"""Class 3: the disk says no. Each kind of error at every call, once or until the next save; short writes; a full file system.
+"""Class 3: the disk says no. Each kind of error at every call, once or until the next save; short
+writes; a full file system.
 
-Asked for: the save fails with one message that names the cause, or is committed whole; the old one stays; the next save works.
+Asked for: the save fails with one message that names the cause, or is committed whole; the old one
+stays; the next save works.
 """
 
 import contextlib
@@ -33,7 +35,8 @@ def run(ground: Ground, count: int) -> Tally:
         calls = {(p.rank, p.number, p.kind) for p in points(ground, shape) if p.rank >= 0}
         for rank, at, kind in sorted(calls):
             for error, for_ever in itertools.product(ERRORS, (False, True)):
-                # for ever, at world 2, not even word can be left for the other rank: it waits until its deadline
+                # for ever, at world 2, not even word can be left for the other rank: it waits until
+                # its deadline
                 if not for_ever or shape.world == 1 or (at == 1 and error == "ENOSPC"):
                     found.append((shape, rank, at, kind, error, for_ever))
             if kind == "write":
@@ -58,14 +61,22 @@ def one(
     fired = bool(board.get(FIRED))
     board.close()
     code = ERRORS.get(error)
-    kept = for_ever or kind == "sync_directory"  # a receipt that may or may not be durable: the next start decides
-    problems = verdict(ground, root, outcome, shape.scale, os.strerror(code) if code else None, kept)
+    # a receipt that may or may not be durable: the next start decides
+    kept = for_ever or kind == "sync_directory"
+    problems = verdict(
+        ground, root, outcome, shape.scale, os.strerror(code) if code else None, kept
+    )
     shutil.rmtree(root)
     return problems, fired
 
 
-def verdict(ground: Ground, root: Path, outcome: Outcome, scale: int, words: str | None, kept: bool) -> list[str]:
-    """`words` must be in one of the causes, if the save failed; None: it must not fail. `kept`: its bytes may be there."""
+def verdict(
+    ground: Ground, root: Path, outcome: Outcome, scale: int, words: str | None, kept: bool
+) -> list[str]:
+    """`words` must be in one of the causes, if the save failed; None: it must not fail.
+
+    `kept`: its bytes may be there.
+    """
     least = max([OLD.step, *outcome.acknowledged])
     problems, loaded = judge(root, ground.loader, least, scale)
     causes = outcome.failed.get(NEW.step, [])
@@ -81,7 +92,9 @@ def verdict(ground: Ground, root: Path, outcome: Outcome, scale: int, words: str
         problems.append("an error made a committed checkpoint bad")
     dead = [path for path in root.glob("*.tmp-*/*.bin")]
     if dead and not kept:
-        problems.append(f"a failed save keeps its bytes: {[str(path.relative_to(root)) for path in dead]}")
+        problems.append(
+            f"a failed save keeps its bytes: {[str(path.relative_to(root)) for path in dead]}"
+        )
     return problems
 
 
@@ -107,7 +120,8 @@ def grow(at: Path) -> None:
 
 
 def full(ground: Ground, world: int, extra: int) -> list[str] | None:
-    """Saves onto a file system with room for one checkpoint and `extra` bytes: refused, loud, and works again with room.
+    """Saves onto a file system with room for one checkpoint and `extra` bytes: refused, loud, and
+    works again with room.
 
     None where nothing can be mounted.
     """
@@ -124,11 +138,19 @@ def full(ground: Ground, world: int, extra: int) -> list[str] | None:
         outcome = attempt.run()
         problems, _ = judge(root, ground.loader, OLD.step)
         causes = outcome.failed.get(NEW.step, [])
-        if not outcome.acknowledged and not any("free" in cause or "No space left" in cause for cause in causes):
+        if not outcome.acknowledged and not any(
+            "free" in cause or "No space left" in cause for cause in causes
+        ):
             problems.append(f"no message about space: {causes} {outcome.acknowledged}")
         grow(place)
         ground.loader.load(root, sweep=True)  # the next attempt begins
-        again = job(root, Shape(world, keep=0), [Disk() for _ in range(world)], board, cuts=(Cut(AFTER.step),)).run()
+        again = job(
+            root,
+            Shape(world, keep=0),
+            [Disk() for _ in range(world)],
+            board,
+            cuts=(Cut(AFTER.step),),
+        ).run()
         if AFTER.step not in again.acknowledged:
             problems.append(f"with room again: {again.failed}")
         board.close()

@@ -1,6 +1,8 @@
-"""Class 1 with nothing in the way: agents started by `rft.checkpoint.link`, killed at a call, and started again by it.
+"""Class 1 with nothing in the way: agents started by `rft.checkpoint.link`, killed at a call, and
+started again by it.
 
-Two saves are staged at once. Both must be committed in spite of the death, and every slot be given back once, by its own save.
+Two saves are staged at once. Both must be committed in spite of the death, and every slot be given
+back once, by its own save.
 """
 
 import mmap
@@ -43,7 +45,13 @@ def strike(ground: Ground, number: int, when: str) -> list[str]:
     for descriptor in slots:
         os.ftruncate(descriptor, size)
     heard: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    command = (sys.executable, "-m", "bench.faults.faulty_agent", str(ground.top / f"{root.name}.marker"), str(number))
+    command = (
+        sys.executable,
+        "-m",
+        "bench.faults.faulty_agent",
+        str(ground.top / f"{root.name}.marker"),
+        str(number),
+    )
     told = settings(str(root), str(control), 0, 1, epoch, slots, size)
     link = Link(told, heard.put, ground.top / "agents.log", (*command, when))
     storage = LocalStorage(root, Disk())
@@ -79,6 +87,8 @@ def listen(heard: "queue.SimpleQueue[Report]") -> list[str]:
             return [*problems, f"save of step {report.step} failed: {report.cause}"]
         elif isinstance(report, Freed):
             if owners[int(report.id[-4:])] != report.slot:
-                problems.append(f"WRONG slot {report.slot} given back by save {report.id}, which was in another")
+                problems.append(
+                    f"WRONG slot {report.slot} given back by save {report.id}, which was in another"
+                )
             freed.add(report.slot)
     return problems

@@ -1,4 +1,5 @@
-"""The real agent on a disk that kills it once: `python -m bench.faults.faulty_agent MARKER NUMBER WHEN SOCKET_FD`.
+"""The real agent on a disk that kills it once: `python -m bench.faults.faulty_agent MARKER NUMBER
+WHEN SOCKET_FD`.
 
 The one that creates MARKER is the one that dies; those started after it have a sound disk.
 """

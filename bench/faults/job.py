@@ -1,8 +1,11 @@
-"""A job in forked processes: one trainer that plays every rank, and a real `Agent` per rank on the disk that a case asks for.
+"""A job in forked processes: one trainer that plays every rank, and a real `Agent` per rank on the
+disk that a case asks for.
 
-    Job(...).run() ─► what the trainer got to: staged, acknowledged, failed; and whether anybody had to be ended by force
+    Job(...).run() ─► what the trainer got to: staged, acknowledged, failed;
+                      and whether anybody had to be ended by force
 
-No torch and no exec: a case takes tens of milliseconds. Invariant: when `run` returns, none of its processes is left.
+No torch and no exec: a case takes tens of milliseconds. Invariant: when `run` returns, none of its
+processes is left.
 """
 
 import contextlib
@@ -56,7 +59,10 @@ class Outcome:
 
 @dataclass
 class Job:
-    """One attempt of a toy job. `disks[rank]`: that agent's; `messages`: the trainer kills itself after that many messages."""
+    """One attempt of a toy job.
+
+    `disks[rank]`: that agent's; `messages`: the trainer kills itself after that many messages.
+    """
 
     root: Path
     world: int
@@ -77,17 +83,27 @@ class Job:
         control = self.root / "control"
         epoch = fence.take_epoch(control)
         self.swept()
-        size = max(layout.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world))
+        size = max(
+            layout.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world)
+        )
         size = -(-size // PAGE) * PAGE
         slots = [[os.memfd_create("slot") for _ in range(2)] for _ in range(self.world)]
         for descriptor in [d for pair in slots for d in pair]:
             os.ftruncate(descriptor, size)
         told = [
             settings(
-                str(self.root), str(control), rank, self.world, epoch, slots[rank], size, self.deadline_s, self.lease_s
+                str(self.root),
+                str(control),
+                rank,
+                self.world,
+                epoch,
+                slots[rank],
+                size,
+                self.deadline_s,
+                self.lease_s,
             )
             for rank in range(self.world)
-        ]  # fmt: skip
+        ]
         pairs = [socket.socketpair() for _ in range(self.world)]
         news, say = os.pipe()
         ends = [end for pair in pairs for end in pair]
@@ -108,7 +124,9 @@ class Job:
         finally:
             os.close(news)
 
-    def _agent(self, told: Settings, keep: socket.socket, ends: list[socket.socket], *pipe: int) -> None:
+    def _agent(
+        self, told: Settings, keep: socket.socket, ends: list[socket.socket], *pipe: int
+    ) -> None:
         for end in ends:
             if end is not keep:
                 end.close()
@@ -163,7 +181,10 @@ def ended(pid: int, patience_s: float) -> bool:
 
 
 class Trainer:
-    """All ranks' ends. Fills slots, says Begin and Windows, waits for each save's outcome before the next."""
+    """All ranks' ends.
+
+    Fills slots, says Begin and Windows, waits for each save's outcome before the next.
+    """
 
     def __init__(self, job: Job, told: list[Settings], ends: list[socket.socket], say: int):
         self.job, self.told, self.ends, self.say = job, told, ends, say
@@ -197,18 +218,24 @@ class Trainer:
 
     def _save(self, cut: Cut, identity: str) -> None:
         asked = [
-            begin(self.storage, cut, rank, self.job.world, identity, self.job.keep, self.job.weights)
+            begin(
+                self.storage, cut, rank, self.job.world, identity, self.job.keep, self.job.weights
+            )
             for rank in range(self.job.world)
         ]
         for rank in range(self.job.world):
             self._send(rank, asked[rank])
             self._stage(rank, cut, identity)
         self._tell("staged", cut.step)
-        waiting = {rank: {output.collection for output in asked[rank].outputs} for rank in range(self.job.world)}
+        waiting = {
+            rank: {output.collection for output in asked[rank].outputs}
+            for rank in range(self.job.world)
+        }
         slots = {(rank, slot) for rank in range(self.job.world) for slot in range(self.job.windows)}
         while any(waiting.values()) or slots:
             rank, report = self._next()
-            if report is None:  # an agent died, and nobody here starts another: no later save can be whole
+            # an agent died, and nobody here starts another: no later save can be whole
+            if report is None:
                 return
             if isinstance(report, Committed) and report.id == identity:
                 waiting[rank].discard(report.collection)
@@ -228,10 +255,16 @@ class Trainer:
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             with mmap.mmap(self.told[rank].slots[number], self.told[rank].slot_bytes) as slot:
                 slot[: stop - start] = data[start:stop]
-            self._send(rank, Window(id=identity, slot=number, start=start, stop=stop, last=stop == len(data)))
+            self._send(
+                rank,
+                Window(id=identity, slot=number, start=start, stop=stop, last=stop == len(data)),
+            )
 
     def _next(self) -> tuple[int, Report | None]:
-        """One report of any agent, (rank, None) at the end of its stream. If one dies, the others hear Close: the job is over."""
+        """One report of any agent, (rank, None) at the end of its stream.
+
+        If one dies, the others hear Close: the job is over.
+        """
         key, _ = self.living.select()[0]
         report = self.wires[key.data].receive()
         if report is None:
@@ -242,10 +275,17 @@ class Trainer:
 
 
 def save_here(
-    root: Path, cut: Cut, world: int, disk: Disk | None = None, keep: int = 0, epoch: int = 0,
+    root: Path,
+    cut: Cut,
+    world: int,
+    disk: Disk | None = None,
+    keep: int = 0,
+    epoch: int = 0,
     on_commit: Callable[[], object] = lambda: None,
-) -> list[Report]:  # fmt: skip
-    """A save without processes: every rank's writer, then one commit; a new attempt unless `epoch` says which. Its reports."""
+) -> list[Report]:
+    """A save without processes: every rank's writer, then one commit; a new attempt unless `epoch`
+    says which. Its reports.
+    """
     control = root / "control"
     epoch = epoch or fence.take_epoch(control)
     storage = LocalStorage(root, disk or Disk())

@@ -1,7 +1,9 @@
-"""Was anything lost, or accepted that is not what was saved? Two judges: a reader of its own, and the real loader.
+"""Was anything lost, or accepted that is not what was saved? Two judges: a reader of its own, and
+the real loader.
 
-The reader here shares no code with `rft.checkpoint.reader`: it parses manifests and receipts as JSON, recomputes every hash, holds
-every byte against the pattern of the step that the manifest names.
+The reader here shares no code with `rft.checkpoint.reader`: it parses manifests and receipts as
+JSON, recomputes every hash, holds every byte against the pattern of the step that the manifest
+names.
 """
 
 import hashlib
@@ -60,9 +62,15 @@ class Held:
 
 def committed(root: Path) -> list[Held]:
     """Every directory that claims to be a checkpoint, oldest first."""
-    found = [
-        path for path in root.iterdir() if COMMITTED.fullmatch(path.name) and (path / "MANIFEST.json").is_file()
-    ] if root.is_dir() else []  # fmt: skip
+    found = (
+        [
+            path
+            for path in root.iterdir()
+            if COMMITTED.fullmatch(path.name) and (path / "MANIFEST.json").is_file()
+        ]
+        if root.is_dir()
+        else []
+    )
     return sorted((examine(path) for path in found), key=lambda held: (held.epoch, held.cut.step))
 
 
@@ -82,7 +90,9 @@ def examine(path: Path) -> Held:
 def _flaw(path: Path, raw: bytes, manifest: dict[str, Any], cut: Cut) -> str:
     if hashlib.sha256(raw.replace(manifest["seal"].encode(), b"")).hexdigest() != manifest["seal"]:
         return "seal of the manifest"
-    count = dict.fromkeys((key for key in shapes(cut.scale) if path.name[0] == "s" or key.startswith("model/")), 0)
+    count = dict.fromkeys(
+        (key for key in shapes(cut.scale) if path.name[0] == "s" or key.startswith("model/")), 0
+    )
     if len(manifest["receipts"]) != manifest["world"]:
         return "number of receipts"
     for name, digest in manifest["receipts"].items():
@@ -91,15 +101,23 @@ def _flaw(path: Path, raw: bytes, manifest: dict[str, Any], cut: Cut) -> str:
             return f"hash of {name}"
         receipt = json.loads(raw)
         data = (path / receipt["file"]).read_bytes()
-        hashes = [xxhash.xxh3_128_hexdigest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)]
-        if len(data) != receipt["bytes"] or hashes != receipt["chunks"] or receipt["step"] != cut.step:
+        hashes = [
+            xxhash.xxh3_128_hexdigest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)
+        ]
+        if (
+            len(data) != receipt["bytes"]
+            or hashes != receipt["chunks"]
+            or receipt["step"] != cut.step
+        ):
             return f"bytes of {receipt['file']}"
         for region in receipt["regions"]:
             stored = data[region["at"] : region["at"] + region["bytes"]]
             if stored != expected(cut, region):
                 return f"{region['key']} is not that of step {cut.step}"
             count[region["key"]] += region["bytes"]
-    whole = {key: prod(shapes(cut.scale)[key][1]) * WIDTH[shapes(cut.scale)[key][0]] for key in count}
+    whole = {
+        key: prod(shapes(cut.scale)[key][1]) * WIDTH[shapes(cut.scale)[key][0]] for key in count
+    }
     return "" if count == whole else f"parts are missing: {count} of {whole}"
 
 
@@ -115,8 +133,12 @@ def expected(cut: Cut, region: dict[str, Any]) -> bytes:
     return whole[chosen].tobytes()
 
 
-def judge(root: Path, loader: Loader, least: int, scale: int = 1, sweep: bool = False) -> tuple[list[str], Loaded]:
-    """Problems after a crash: everything committed must be sound, and the newest, of step `least` or later, be what is loaded."""
+def judge(
+    root: Path, loader: Loader, least: int, scale: int = 1, sweep: bool = False
+) -> tuple[list[str], Loaded]:
+    """Problems after a crash: everything committed must be sound, and the newest, of step `least`
+    or later, be what is loaded.
+    """
     found = []
     held = committed(root)
     weights = committed(root / "weights")
@@ -127,9 +149,14 @@ def judge(root: Path, loader: Loader, least: int, scale: int = 1, sweep: bool = 
     newest = sound[-1].cut if sound else None
     loaded = loader.load(root, newest.scale if newest else scale, sweep)
     if newest is None or newest.step < least:
-        found.append(f"LOST step {least}: the newest sound one is {newest}; {sorted(p.name for p in root.iterdir())}")
+        found.append(
+            f"LOST step {least}: the newest sound one is {newest}; "
+            f"{sorted(p.name for p in root.iterdir())}"
+        )
     if loaded.cut is not None and not loaded.exact:
         found.append(f"WRONG the loader accepted {loaded.cut} with other bytes")
     if loaded.cut is None or (newest and loaded.cut.step < newest.step):
-        found.append(f"LOST the loader took {loaded.cut}, there is {newest}: {loaded.error} {loaded.said}")
+        found.append(
+            f"LOST the loader took {loaded.cut}, there is {newest}: {loaded.error} {loaded.said}"
+        )
     return found, loaded

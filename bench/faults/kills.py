@@ -1,4 +1,6 @@
-"""Class 1: kill -9 of agent, trainer or both, around every call to the disk and after every message."""
+"""Class 1: kill -9 of agent, trainer or both, around every call
+to the disk and after every message.
+"""
 
 import itertools
 import random
@@ -34,7 +36,9 @@ class Shape:
 
 SHAPES = [
     Shape(world, windows, keep, weights, scale)
-    for scale, weights, keep, windows, world in itertools.product((1, 3), (False, True), (1, 0), (1, 2), (1, 2))
+    for scale, weights, keep, windows, world in itertools.product(
+        (1, 3), (False, True), (1, 0), (1, 2), (1, 2)
+    )
 ]
 
 
@@ -50,7 +54,10 @@ class Point:
     kind: str
 
     def __str__(self) -> str:
-        return f"{self.victim} killed {self.when} call {self.number} ({self.kind}) of rank {self.rank}, {self.shape}"
+        return (
+            f"{self.victim} killed {self.when} call {self.number} ({self.kind}) of rank "
+            f"{self.rank}, {self.shape}"
+        )
 
 
 class Ground:
@@ -83,10 +90,17 @@ class Ground:
 
 
 def job(
-    root: Path, shape: Shape, disks: list[Disk], board: Board, messages: int = 0, cuts: tuple[Cut, ...] = (NEW,)
+    root: Path,
+    shape: Shape,
+    disks: list[Disk],
+    board: Board,
+    messages: int = 0,
+    cuts: tuple[Cut, ...] = (NEW,),
 ) -> Job:
     scaled = [Cut(cut.step, cut.variant, shape.scale) for cut in cuts]
-    return Job(root, shape.world, scaled, disks, board, shape.windows, shape.keep, shape.weights, messages)
+    return Job(
+        root, shape.world, scaled, disks, board, shape.windows, shape.keep, shape.weights, messages
+    )
 
 
 def points(ground: Ground, shape: Shape) -> Iterator[Point]:
@@ -108,7 +122,11 @@ def points(ground: Ground, shape: Shape) -> Iterator[Point]:
     assert set(done.acknowledged) == {NEW.step}, done
     for rank, target in enumerate(lists):
         for number, kind in enumerate(target.read_text().split(), 1):
-            for when in ("before", "middle", "after") if kind in ("write", "remove_tree") else ("before", "after"):
+            for when in (
+                ("before", "middle", "after")
+                if kind in ("write", "remove_tree")
+                else ("before", "after")
+            ):
                 yield from (Point(shape, rank, number, when, victim, kind) for victim in VICTIMS)
         target.unlink()
     for number in range(1, shape.world * (shape.windows + 2) + 1):
@@ -135,7 +153,9 @@ def strike(ground: Ground, point: Point) -> tuple[list[str], bool]:
     return problems, fired
 
 
-def aftermath(ground: Ground, root: Path, outcome: Outcome, scale: int, must_land: bool) -> list[str]:
+def aftermath(
+    ground: Ground, root: Path, outcome: Outcome, scale: int, must_land: bool
+) -> list[str]:
     """A staged save whose trainer alone died must be there; so must every acknowledged one."""
     least = max([OLD.step, *outcome.acknowledged, *(outcome.staged if must_land else [])])
     problems, _ = judge(root, ground.loader, least, scale)
@@ -150,7 +170,9 @@ def the_next_one_works(ground: Ground, root: Path, shape: Shape) -> list[str]:
     if left:
         return [f"agents still live: {left}"]
     ground.loader.load(root, shape.scale, sweep=True)
-    drafts = [path.name for path in root.iterdir() if ".tmp-" in path.name or ".trash-" in path.name]
+    drafts = [
+        path.name for path in root.iterdir() if ".tmp-" in path.name or ".trash-" in path.name
+    ]
     cut = Cut(AFTER.step, scale=shape.scale)
     reports = save_here(root, cut, shape.world)
     if not any(isinstance(report, Committed) for report in reports):

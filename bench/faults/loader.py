@@ -1,7 +1,7 @@
 """The real loader in a process of its own, for torch makes a process that forks slow.
 
-In, a JSON line per request: root, scale, sweep. Out, a JSON line: the loop state and a sha256 per tensor that was filled in,
-or the error of `restore.load`; and what it said.
+In, a JSON line per request: root, scale, sweep. Out, a JSON line: the loop state and a sha256 per
+tensor that was filled in, or the error of `restore.load`; and what it said.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 from bench.faults.toy import Cut, shapes
 from rft.checkpoint import restore
 from rft.checkpoint.storage import open_storage
-from rft.protocols import Piece, Snapshot
+from rft.ground.protocols import Piece, Snapshot
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,15 @@ class Loader:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "bench.faults.loader"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def load(self, root: Path, scale: int = 1, sweep: bool = False) -> Loaded:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps({"root": str(root), "scale": scale, "sweep": sweep}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"root": str(root), "scale": scale, "sweep": sweep}) + "\n"
+        )
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         loop = answer["loop"]
@@ -81,11 +85,14 @@ class Policy:
         import torch
 
         self.tensors = {
-            key: torch.ones(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in shapes(scale).items()
+            key: torch.ones(shape, dtype=getattr(torch, dtype))
+            for key, (dtype, shape) in shapes(scale).items()
         }
 
     def snapshot(self) -> Snapshot:
-        return Snapshot([Piece(key, t, tuple(t.shape), (0,) * t.dim()) for key, t in self.tensors.items()], {})
+        return Snapshot(
+            [Piece(key, t, tuple(t.shape), (0,) * t.dim()) for key, t in self.tensors.items()], {}
+        )
 
     def restore(self, small: dict[str, bytes]) -> None:
         self.small = small
@@ -93,7 +100,10 @@ class Policy:
     def digests(self) -> dict[str, str]:
         import torch
 
-        raw = {key: t.reshape(-1).view(torch.uint8).numpy().tobytes() for key, t in self.tensors.items()}
+        raw = {
+            key: t.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for key, t in self.tensors.items()
+        }
         return {key: hashlib.sha256(data).hexdigest() for key, data in raw.items()}
 
 
@@ -119,7 +129,12 @@ def answer(request: dict[str, Any], said: Said) -> dict[str, Any]:
         loop = restore.load(storage, OneRank(), policy, None)
     except Exception as problem:  # whatever it is, it is what the judge wants to see
         error = f"{type(problem).__name__}: {problem}"
-    return {"loop": loop, "digests": policy.digests() if loop else {}, "error": error, "said": "\n".join(said.lines)}
+    return {
+        "loop": loop,
+        "digests": policy.digests() if loop else {},
+        "error": error,
+        "said": "\n".join(said.lines),
+    }
 
 
 def serve() -> None:

@@ -1,10 +1,12 @@
-"""Class 2: the power goes. All that a save did to the file system is recorded, and the states a disk may be left in are enumerated.
+"""Class 2: the power goes. All that a save did to the file system is recorded, and the states a
+disk may be left in are enumerated.
 
-    Remembering (a Disk) ─► journal of operations ─► Durable: what is certain, what is pending ─► states ─► the real loader
+    Remembering (a Disk) ─► journal of operations ─► Durable: what is certain, what is pending
+            ─► states ─► the real loader
 
-The model is POSIX at its weakest: data are durable after fsync of the file, entries after fsync of their directory; pending data
-may be there in any 4 KiB page, pending entries in any subset; one rename happens or does not. `FORGETS` are the mutations: a disk
-that says it has synced and has not.
+The model is POSIX at its weakest: data are durable after fsync of the file, entries after fsync of
+their directory; pending data may be there in any 4 KiB page, pending entries in any subset; one
+rename happens or does not. `FORGETS` are the mutations: a disk that says it has synced and has not.
 """
 
 import copy
@@ -37,9 +39,18 @@ class PowerCut(BaseException):
 
 
 class Remembering(Counting):
-    """Does everything, and writes it down; `forgets(kind, path)` syncs are done in word only. Dies before call `dies_at`."""
+    """Does everything, and writes it down; `forgets(kind, path)` syncs are done in word only.
 
-    def __init__(self, root: Path, forgets: str = "", journal: list[Operation] | None = None, dies_at: str = ""):
+    Dies before call `dies_at`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        forgets: str = "",
+        journal: list[Operation] | None = None,
+        dies_at: str = "",
+    ):
         super().__init__()
         self.root, self.forgets, self.dies_at = root, forgets, dies_at
         self.journal: list[Operation] = journal if journal is not None else []
@@ -95,7 +106,13 @@ class Remembering(Counting):
         self.journal.append(("unlink", self._name(path)))
 
 
-FORGETS = ("sync data", "sync receipt", "sync manifest", "sync_directory draft", "sync_directory root")
+FORGETS = (
+    "sync data",
+    "sync receipt",
+    "sync manifest",
+    "sync_directory draft",
+    "sync_directory root",
+)
 
 
 def kind_of_sync(kind: str, name: str) -> str:
@@ -110,13 +127,17 @@ def kind_of_sync(kind: str, name: str) -> str:
 
 @dataclass
 class Inode:
-    """A file: what is on the disk for certain, and what was written last. A directory: entries name -> inode number."""
+    """A file: what is on the disk for certain, and what was written last.
+
+    A directory: entries name -> inode number.
+    """
 
     is_directory: bool
     durable: bytes = b""
     latest: bytearray = field(default_factory=bytearray)
     entries: dict[str, int] = field(default_factory=dict)  # durable ones
-    pending: list[tuple[str, str, int]] = field(default_factory=list)  # (name that goes, name that comes, inode)
+    # (name that goes, name that comes, inode)
+    pending: list[tuple[str, str, int]] = field(default_factory=list)
     now: dict[str, int] = field(default_factory=dict)
 
 
@@ -132,7 +153,11 @@ class Durable:
         number = len(self.inodes)
         if path.is_dir():
             self.inodes.append(Inode(True))
-            entries = {name: self._read(path / name) for name in sorted(os.listdir(path)) if name != "control"}
+            entries = {
+                name: self._read(path / name)
+                for name in sorted(os.listdir(path))
+                if name != "control"
+            }
             self.inodes[number].entries, self.inodes[number].now = dict(entries), entries
         else:
             data = path.read_bytes()
@@ -149,7 +174,9 @@ class Durable:
         kind, name = operation[0], operation[1]
         folder, last = self.inodes[self._find(os.path.dirname(name))], os.path.basename(name)
         if kind in ("mkdir", "create"):
-            self.inodes.append(Inode(kind == "mkdir", latest=bytearray(operation[2] if kind == "create" else 0)))
+            self.inodes.append(
+                Inode(kind == "mkdir", latest=bytearray(operation[2] if kind == "create" else 0))
+            )
             folder.now[last] = len(self.inodes) - 1
             folder.pending.append(("", last, len(self.inodes) - 1))
         elif kind == "write":
@@ -169,13 +196,19 @@ class Durable:
             folder.pending.append((last, "", folder.now.pop(last)))
 
     def states(self, dice: random.Random) -> Iterator["Durable"]:
-        """Legal states after a crash now: subsets of pending entries, combined with fates of unsynced pages."""
+        """Legal states after a crash now: subsets of pending entries, combined with fates of
+        unsynced pages.
+        """
         pending = [(n, i) for n, inode in enumerate(self.inodes) for i in range(len(inode.pending))]
         subsets: list[set[tuple[int, int]]] = [set(), set(pending)]
         subsets += [set(pending) - {one} for one in pending] + [{one} for one in pending]
         subsets += [set(pending[:n]) for n in range(1, len(pending))]
         subsets += [{one for one in pending if dice.random() < 0.5} for _ in range(RANDOM)]
-        dirty = [n for n, inode in enumerate(self.inodes) if not inode.is_directory and inode.latest != inode.durable]
+        dirty = [
+            n
+            for n, inode in enumerate(self.inodes)
+            if not inode.is_directory and inode.latest != inode.durable
+        ]
         fates = ("lost", "all", "front", "zero", *["torn"] * TORN) if dirty else ("all",)
         for subset, fate in itertools.product(subsets, fates):
             yield self._after(subset, fate, dice)
@@ -221,9 +254,12 @@ def _torn(old: bytes, new: bytes, fate: str, dice: random.Random) -> bytes:
         for at in range(0, len(new), PAGE)
     ]
     parts = [
-        new[n * PAGE : n * PAGE + PAGE] if kept else old[n * PAGE : n * PAGE + PAGE] for n, kept in enumerate(keep)
+        new[n * PAGE : n * PAGE + PAGE] if kept else old[n * PAGE : n * PAGE + PAGE]
+        for n, kept in enumerate(keep)
     ]
-    return b"".join(part.ljust(min(PAGE, len(new) - n * PAGE), b"\0") for n, part in enumerate(parts))
+    return b"".join(
+        part.ljust(min(PAGE, len(new) - n * PAGE), b"\0") for n, part in enumerate(parts)
+    )
 
 
 def materialise(listing: dict[str, bytes | None], target: Path) -> None:
@@ -237,7 +273,10 @@ def materialise(listing: dict[str, bytes | None], target: Path) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """A save to be recorded. `twice`: the committing agent dies between its rename and all that follows, another one commits."""
+    """A save to be recorded.
+
+    `twice`: the committing agent dies between its rename and all that follows, another one commits.
+    """
 
     world: int
     keep: int
@@ -255,7 +294,9 @@ SCENES = [
 
 
 def record(ground: Ground, scene: Scene, forgets: str = "") -> tuple[Durable, list[Operation]]:
-    """The state before the save, and its journal with `("acknowledged",)` where the trainer has heard of the commit."""
+    """The state before the save, and its journal with `("acknowledged",)` where the trainer has
+    heard of the commit.
+    """
     root, cut = ground.fresh(scene.world, scene.scale), Cut(NEW.step, scale=scene.scale)
     before = Durable(root)
     journal: list[Operation] = []
@@ -263,7 +304,15 @@ def record(ground: Ground, scene: Scene, forgets: str = "") -> tuple[Durable, li
     reports: list[Report] = []
     epoch = fence.take_epoch(root / "control")
     try:
-        reports = save_here(root, cut, scene.world, disk, scene.keep, epoch, lambda: journal.append(("acknowledged",)))
+        reports = save_here(
+            root,
+            cut,
+            scene.world,
+            disk,
+            scene.keep,
+            epoch,
+            lambda: journal.append(("acknowledged",)),
+        )
     except PowerCut:
         second = LocalStorage(root, Remembering(root, forgets, journal))
         told = settings(str(root), str(root / "control"), 0, scene.world, epoch, [], 0)
@@ -297,13 +346,17 @@ def explore(ground: Ground, scene: Scene, tally: Tally, limit: int, forgets: str
             key = (least, hash(tuple(listing.items())))
             if key not in seen:
                 seen.add(key)
-                found.append((f"{scene} {forgets} after operation {number} {operation[:2]}", least, listing))
+                found.append(
+                    (f"{scene} {forgets} after operation {number} {operation[:2]}", least, listing)
+                )
     chosen = found if len(found) <= limit else dice.sample(found, limit)
     for words, least, listing in chosen:
         root = ground.top / "crashed"
         materialise(listing, root)
         problems, _ = judge(root, ground.loader, least, scene.scale, sweep=True)
-        tally.note(f"world {scene.world}" + (", commit taken over" if scene.twice else ""), words, problems)
+        tally.note(
+            f"world {scene.world}" + (", commit taken over" if scene.twice else ""), words, problems
+        )
         shutil.rmtree(root)
 
 
@@ -315,7 +368,9 @@ def run(ground: Ground, count: int) -> Tally:
 
 
 def mutants(ground: Ground, limit: int) -> dict[str, int]:
-    """Failures that the same harness finds when one kind of sync is left out; each must be more than none."""
+    """Failures that the same harness finds when one kind of sync is
+    left out; each must be more than none.
+    """
     found = {}
     for forgets in FORGETS:
         tally = Tally(forgets)

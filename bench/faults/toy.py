@@ -1,7 +1,9 @@
-"""A job's state in miniature, without torch: what each rank stores, and which bytes every tensor has at a step.
+"""A job's state in miniature, without torch: what each rank stores, and which bytes every tensor
+has at a step.
 
-In: (step, variant, scale, world). Out: the `Begin` of a save, the bytes of a rank's file, the expected bytes of whole tensors.
-A `variant` tells two saves of one step apart; `scale` makes the state bigger. Every byte depends on key, step and variant.
+In: (step, variant, scale, world). Out: the `Begin` of a save, the bytes of a rank's file, the
+expected bytes of whole tensors. A `variant` tells two saves of one step apart; `scale` makes the
+state bigger. Every byte depends on key, step and variant.
 """
 
 import zlib
@@ -12,9 +14,10 @@ from math import prod
 import numpy as np
 
 from rft.checkpoint import commit, layout
-from rft.checkpoint.layout import ITEM_BYTES, Claim
+from rft.checkpoint.layout import Claim
 from rft.checkpoint.records import Begin, Output, Region, Retention, Settings
 from rft.checkpoint.storage import WEIGHTS, Storage
+from rft.ground.names import ITEM_BYTES
 
 ROWS, COLUMNS = 24, 40
 
@@ -46,8 +49,12 @@ class Cut:
     def of_region(self, region: Region) -> bytes:
         """The region's bytes, cut out of the whole by indices of elements."""
         shape = region.global_shape
-        elements = np.frombuffer(self.whole(region.key), dtype=f"V{ITEM_BYTES[region.dtype]}").reshape(shape)
-        inside = elements[tuple(slice(low, low + n) for low, n in zip(region.offset, region.shape, strict=True))]
+        elements = np.frombuffer(
+            self.whole(region.key), dtype=f"V{ITEM_BYTES[region.dtype]}"
+        ).reshape(shape)
+        inside = elements[
+            tuple(slice(low, low + n) for low, n in zip(region.offset, region.shape, strict=True))
+        ]
         flat = inside.reshape(-1)
         return (flat[slice(*region.flat)] if region.flat else flat).tobytes()
 
@@ -67,7 +74,9 @@ def _pattern(key: str, cut: Cut) -> bytes:
 
 @lru_cache(maxsize=16)
 def plan(scale: int, world: int) -> list[list[Region]]:
-    """Per rank: a block of rows of the weights, and a flat range of masters and moments that ends inside a row."""
+    """Per rank: a block of rows of the weights, and a flat range of masters and moments that ends
+    inside a row.
+    """
     found = []
     for rank in range(world):
         claims = []
@@ -85,32 +94,69 @@ def plan(scale: int, world: int) -> list[list[Region]]:
 
 
 def begin(
-    storage: Storage, cut: Cut, rank: int, world: int, identity: str, keep: int = 0, weights: bool = False
+    storage: Storage,
+    cut: Cut,
+    rank: int,
+    world: int,
+    identity: str,
+    keep: int = 0,
+    weights: bool = False,
 ) -> Begin:
-    """As the manager says it: a full save, with `weights` a model-only one of the same staging too."""
+    """As the manager says it: a full save, with `weights` a
+    model-only one of the same staging too.
+    """
     regions = plan(cut.scale, world)
     outputs = []
     for collection in ["", WEIGHTS] if weights else [""]:
-        listed = [[r for r in found if not collection or r.key.startswith(layout.MODEL)] for found in regions]
+        listed = [
+            [r for r in found if not collection or r.key.startswith(layout.MODEL)]
+            for found in regions
+        ]
         draft, final = commit.names_of(storage, collection, cut.step, identity)
         outputs.append(
             Output(
-                collection=collection, draft=draft, final=final, regions=listed[rank], layout=layout.digest(listed),
-                bytes=layout.extent(listed[rank]), retention=Retention(last=keep),
+                collection=collection,
+                draft=draft,
+                final=final,
+                regions=listed[rank],
+                layout=layout.digest(listed),
+                bytes=layout.extent(listed[rank]),
+                retention=Retention(last=keep),
             )
-        )  # fmt: skip
+        )
     loop = {"step": cut.step, "variant": cut.variant, "scale": cut.scale}
     return Begin(
-        id=identity, step=cut.step, outputs=outputs, small={"rng": b"s%d" % cut.step}, local={},
-        loop=loop if rank == 0 else None, about={"toy": True} if rank == 0 else None,
-    )  # fmt: skip
+        id=identity,
+        step=cut.step,
+        outputs=outputs,
+        small={"rng": b"s%d" % cut.step},
+        local={},
+        loop=loop if rank == 0 else None,
+        about={"toy": True} if rank == 0 else None,
+    )
 
 
 def settings(
-    root: str, control: str, rank: int, world: int, epoch: int, slots: list[int], slot_bytes: int,
-    deadline_s: float = 20.0, lease_s: float = 0.1,
-) -> Settings:  # fmt: skip
+    root: str,
+    control: str,
+    rank: int,
+    world: int,
+    epoch: int,
+    slots: list[int],
+    slot_bytes: int,
+    deadline_s: float = 20.0,
+    lease_s: float = 0.1,
+) -> Settings:
     return Settings(
-        root=root, control=control, rank=rank, world=world, epoch=epoch, slots=slots, slot_bytes=slot_bytes,
-        strategy="unrestricted", rate_limit=0.0, deadline_s=deadline_s, lease_s=lease_s,
-    )  # fmt: skip
+        root=root,
+        control=control,
+        rank=rank,
+        world=world,
+        epoch=epoch,
+        slots=slots,
+        slot_bytes=slot_bytes,
+        strategy="unrestricted",
+        rate_limit=0.0,
+        deadline_s=deadline_s,
+        lease_s=lease_s,
+    )

@@ -1,8 +1,10 @@
-"""From the experiences of one step to rows that can be packed: advantages, global loss weights, aligned arrays.
+"""From the experiences of one step to rows that can be packed: advantages, global loss weights,
+aligned arrays.
 
-In: a `Batch` (whole step, at rank 0). Out: `packing.Row`s and the step's reward metrics. Weights are divided by counts over
-the whole batch here, before anything is cut, so no later split can change the gradient. Advantages per token are made later,
-where the values lie (`rft.models`).
+In: a `Batch` (whole step, at rank 0). Out: `packing.Row`s and the step's reward metrics. Weights
+are divided by counts over the whole batch here, before anything is cut, so no later split can
+change the gradient. Advantages per token are made later, where the values lie
+(`rft.trainer.models`).
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,18 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns, Credit
-from rft.algorithm.advantages.columns import total_reward
-from rft.experience import Experience
-from rft.packing import Row, token_weights
+from rft.algorithm.advantages import ADVANTAGES, Columns, Credit, total_reward
+from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
+from rft.data.packing import Row, token_weights
+from rft.ground.experience import Experience
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a step trains on: experiences, as often as their advantage function wants each, and the advantage of each.
+    """What a step trains on: experiences, as often as their advantage function wants each, and the
+    advantage of each.
 
-    `per_token`: advantages are made later, of every token, of the rewards. `baselines`: of each group, where greedy responses give
-    one.
+    `per_token`: advantages are made later, of every token, of the rewards. `baselines`: of each
+    group, where greedy responses give one.
     """
 
     experiences: list[Experience]
@@ -36,10 +39,15 @@ class Judged:
 
 
 def judge(
-    experiences: list[Experience], advantage_fn: str | None, arguments: dict[str, Any], seed: int = 0, penalised: bool = False
-) -> Judged:  # fmt: skip
-    """`seed`: the step. `penalised`: a KL term comes off the rewards later. Experiences that have no token to train on are compared
-    with the others of their group, and then left out."""
+    experiences: list[Experience],
+    advantage_fn: str | None,
+    arguments: dict[str, Any],
+    seed: int = 0,
+    penalised: bool = False,
+) -> Judged:
+    """`seed`: the step. `penalised`: a KL term comes off the rewards later. Experiences that have
+    no token to train on are compared with the others of their group, and then left out.
+    """
     compared = [experience for experience in experiences if not is_baseline(experience)]
     is_taught = np.array([any(experience.action_mask) for experience in compared], dtype=bool)
     later = TOKEN_ADVANTAGES.get(str(advantage_fn))
@@ -52,13 +60,17 @@ def judge(
     times = np.ones(len(compared), dtype=np.int64) if found.times is None else found.times
     chosen = np.repeat(np.arange(len(compared)), times * is_taught)
     baselines = _baselines(experiences) if later is not None and later.needs_baseline else None
-    return Judged([compared[i] for i in chosen], found.advantages[chosen], per_token, baselines, found.metrics)
+    return Judged(
+        [compared[i] for i in chosen], found.advantages[chosen], per_token, baselines, found.metrics
+    )
 
 
 def rows(judged: Judged, mode: str, longest: int = 1) -> list[Row]:
-    """One row per experience; `mode` is a loss_agg_mode, `longest` the length of response that one of them divides by.
+    """One row per experience; `mode` is a loss_agg_mode, `longest` the length of response that one
+    of them divides by.
 
-    Where advantages are made of every token, the rewards travel as the score `reward`, and a group's baseline as `baseline`.
+    Where advantages are made of every token, the rewards travel as the score `reward`, and a
+    group's baseline as `baseline`.
     """
     weights = token_weights([sum(e.action_mask) for e in judged.experiences], mode, longest)
     given = zip(judged.experiences, judged.advantages, weights, strict=True)
@@ -66,18 +78,28 @@ def rows(judged: Judged, mode: str, longest: int = 1) -> list[Row]:
     if not judged.per_token:
         return made
     return [
-        replace(row, scores=_scores(row, e, judged.baselines)) for row, e in zip(made, judged.experiences, strict=True)
+        replace(row, scores=_scores(row, e, judged.baselines))
+        for row, e in zip(made, judged.experiences, strict=True)
     ]
 
 
 def scored(experiences: list[Experience]) -> list[Experience]:
-    """Those whose reward did not fail. A group whose greedy response has none has nothing to be compared with."""
-    lost = {experience.group for experience in experiences if experience.failed and is_baseline(experience)}
+    """Those whose reward did not fail.
+
+    A group whose greedy response has none has nothing to be compared with.
+    """
+    lost = {
+        experience.group
+        for experience in experiences
+        if experience.failed and is_baseline(experience)
+    }
     return [one for one in experiences if not one.failed and one.group not in lost]
 
 
 def is_baseline(experience: Experience) -> bool:
-    """A greedy response that was made to be compared with: it is not trained on, nor counted among the others."""
+    """A greedy response that was made to be compared with: it is not
+    trained on, nor counted among the others.
+    """
     return bool(experience.info.get("baseline"))
 
 
@@ -88,12 +110,15 @@ def _baselines(experiences: list[Experience]) -> dict[int, float]:
         found.setdefault(experience.group, []).append(total_reward(experience))
     if missing := {e.group for e in experiences} - found.keys():
         raise ValueError(
-            f"advantage_fn=remax: group {min(missing)} has no greedy response to compare with: explore again, with this algorithm"
+            f"advantage_fn=remax: group {min(missing)} has no greedy response to compare with: "
+            "explore again, with this algorithm"
         )
     return {group: sum(rewards) / len(rewards) for group, rewards in found.items()}
 
 
-def _scores(row: Row, experience: Experience, baselines: dict[int, float] | None) -> dict[str, np.ndarray]:
+def _scores(
+    row: Row, experience: Experience, baselines: dict[int, float] | None
+) -> dict[str, np.ndarray]:
     found = {"reward": _token_rewards(row, experience)}
     if baselines is not None:
         found["baseline"] = row.trained * np.float32(baselines[experience.group])
@@ -101,15 +126,18 @@ def _scores(row: Row, experience: Experience, baselines: dict[int, float] | None
 
 
 def _token_rewards(row: Row, experience: Experience) -> np.ndarray:
-    """The reward of a response belongs to its last trained token, unless every token has its own: then that of a token which
-    is not trained goes to the trained one before it, or to the first."""
+    """The reward of a response belongs to its last trained token, unless every token has its own:
+    then that of a token which is not trained goes to the trained one before it, or to the first.
+    """
     rewards, trained = np.zeros(len(row.trained), dtype=np.float32), np.flatnonzero(row.trained)
     if not experience.token_rewards:
         rewards[trained[-1]] = experience.reward
         return rewards
     places = np.arange(experience.prompt_length, len(rewards))
     np.add.at(
-        rewards, trained[np.maximum(np.searchsorted(trained, places, side="right") - 1, 0)], experience.token_rewards
+        rewards,
+        trained[np.maximum(np.searchsorted(trained, places, side="right") - 1, 0)],
+        experience.token_rewards,
     )
     return rewards
 
@@ -131,7 +159,9 @@ def _row(experience: Experience, advantage: float, weight: float) -> Row:
 
 
 def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
-    """What the batch looked like: rewards, lengths, staleness (`step` is the policy version that trains on it)."""
+    """What the batch looked like: rewards, lengths, staleness (`step` is the policy version that
+    trains on it).
+    """
     experiences = [e for e in experiences if not is_baseline(e)]
     lengths = np.array([e.response_length for e in experiences], dtype=np.float64)
     found = {
@@ -167,10 +197,13 @@ def metrics(experiences: list[Experience], step: int) -> dict[str, float]:
 
 
 def token_staleness(rollouts: list[Experience], step: int) -> dict[str, float]:
-    """Of every trained token on its own: how many versions ago it was sampled, and how many tokens nobody knows that of."""
+    """Of every trained token on its own: how many versions ago it was sampled, and how many tokens
+    nobody knows that of.
+    """
     ages, counts, trained = [], [], 0
     for experience in rollouts:
-        before = np.concatenate(([0], np.cumsum(experience.action_mask)))  # trained tokens in front of each position
+        # trained tokens in front of each position
+        before = np.concatenate(([0], np.cumsum(experience.action_mask)))
         trained += int(before[-1])
         for span in experience.versions:
             ages.append(step - span.version)

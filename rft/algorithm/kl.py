@@ -1,17 +1,23 @@
-"""KL(policy || reference), estimated token by token from the sampled tokens alone (Schulman 2020). Pure functions on tensors.
+"""KL(policy || reference), estimated token by token from the sampled tokens alone (Schulman 2020).
+Pure functions on tensors.
 
 In: log-probabilities [T] of the policy and of the reference. With d = policy - reference:
 
-    k1  d                  unbiased, of both signs. As a loss its gradient is 0 on average: meant for rewards.
-    k2  d^2 / 2            as a loss it has the gradient of the KL on average, for tokens that the policy itself sampled
-    k3  e^-d + d - 1       unbiased and never negative; its gradient is that of the KL the other way round
+    k1  d                  unbiased, of both signs. As a loss its gradient is 0 on average: meant
+                           for rewards.
+    k2  d^2 / 2            as a loss it has the gradient of the KL on average, for tokens that the
+                           policy itself sampled
+    k3  e^-d + d - 1       unbiased and never negative; its gradient is that of the KL the other way
+                           round
     low_var_kl             k3 with d clamped to +-20 and the result to +-10
-    corrected_k3           k3 times the ratio policy / old, clamped to [0, 2]: for tokens that the old policy sampled
+    corrected_k3           k3 times the ratio policy / old, clamped to [0, 2]: for tokens that the
+                           old policy sampled
     abs                    |d|
 
-`Coefficient` is what the estimate is multiplied by. An adaptive one is moved after every step so that the KL comes near to a
-target, by at most a fifth for `horizon` responses (Ziegler et al. 2019, arXiv:1909.08593, section 2.2). Every rank moves its
-own, by numbers that are the same on all; checkpoints hold it.
+`Coefficient` is what the estimate is multiplied by. An adaptive one is moved after every step so
+that the KL comes near to a target, by at most a fifth for `horizon` responses (Ziegler et al. 2019,
+arXiv:1909.08593, section 2.2). Every rank moves its own, by numbers that are the same on all;
+checkpoints hold it.
 """
 
 from dataclasses import dataclass
@@ -44,7 +50,9 @@ class Coefficient:
 
 
 def estimate(name: str, logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
-    """KL per token [T] by the estimator `name`; `old` is the policy that the ratio is taken against."""
+    """KL per token [T] by the estimator `name`; `old` is the
+    policy that the ratio is taken against.
+    """
     d = logprobs - reference
     if name == "k1":
         return d

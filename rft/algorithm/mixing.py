@@ -1,8 +1,9 @@
 """Expert rows beside rollouts: how many of them, how much they weigh, and the rows of such a step.
 
-In: the experiences of one step, of which `Experience.expert` marks those that no policy sampled. Out: rows that can be packed, all
-with the score `expert`. Invariant: rollouts and expert rows are each divided by their own counts over the whole step, so neither
-the ratio of the two nor how the batch is cut changes what mu means.
+In: the experiences of one step, of which `Experience.expert` marks those that no policy sampled.
+Out: rows that can be packed, all with the score `expert`. Invariant: rollouts and expert rows are
+each divided by their own counts over the whole step, so neither the ratio of the two nor how the
+batch is cut changes what mu means.
 """
 
 from dataclasses import replace
@@ -13,8 +14,8 @@ import numpy as np
 
 from rft.algorithm import credit
 from rft.config import AlgorithmConfig
-from rft.experience import Experience
-from rft.packing import Row
+from rft.data.packing import Row
+from rft.ground.experience import Experience
 
 DEFAULTS: dict[str, Any] = {"expert_data_ratio": 0.5, "sft_dataset_name": "sft_dataset"}
 
@@ -44,8 +45,8 @@ def batch_for(algorithm: AlgorithmConfig, rollouts: int) -> int:
 def share(algorithm: AlgorithmConfig, step: int) -> float:
     """mu of the step that trains on policy version `step`.
 
-    `mix`: the same in every one. `mix_chord`: from 0 to mu_peak in mu_warmup_steps, then by half a cosine to mu_valley in
-    mu_decay_steps.
+    `mix`: the same in every one. `mix_chord`: from 0 to mu_peak in mu_warmup_steps, then by half a
+    cosine to mu_valley in mu_decay_steps.
     """
     given = algorithm.policy_loss_fn_args
     if algorithm.policy_loss_fn == "mix":
@@ -68,13 +69,20 @@ def rows(
     judged = credit.judge(rollouts, algorithm.advantage_fn, algorithm.advantage_fn_args, step)
     found = credit.rows(replace(judged, advantages=(1 - mu) * judged.advantages), mode, longest)
     taught = credit.Judged(experts, np.full(len(experts), mu))
-    whole = [_marked(row, 0.0) for row in found] + [_marked(row, 1.0) for row in credit.rows(taught, mode, longest)]
+    whole = [_marked(row, 0.0) for row in found] + [
+        _marked(row, 1.0) for row in credit.rows(taught, mode, longest)
+    ]
     both = np.concatenate([judged.advantages, taught.advantages])
     return replace(judged, experiences=judged.experiences + experts, advantages=both), whole
 
 
-def metrics(experiences: list[Experience], algorithm: AlgorithmConfig, step: int) -> dict[str, float]:
-    return {"sample/expert_rows": float(len(split(experiences)[1])), "loss/mu": share(algorithm, step)}
+def metrics(
+    experiences: list[Experience], algorithm: AlgorithmConfig, step: int
+) -> dict[str, float]:
+    return {
+        "sample/expert_rows": float(len(split(experiences)[1])),
+        "loss/mu": share(algorithm, step),
+    }
 
 
 def split(experiences: list[Experience]) -> tuple[list[Experience], list[Experience]]:
@@ -82,4 +90,6 @@ def split(experiences: list[Experience]) -> tuple[list[Experience], list[Experie
 
 
 def _marked(row: Row, expert: float) -> Row:
-    return replace(row, scores=row.scores | {"expert": np.full(len(row.tokens), expert, dtype=np.float32)})
+    return replace(
+        row, scores=row.scores | {"expert": np.full(len(row.tokens), expert, dtype=np.float32)}
+    )

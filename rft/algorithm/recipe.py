@@ -1,7 +1,8 @@
-"""What a filled `algorithm:` section asks for: which models a step needs, the policy's loss, and what of it cannot work.
+"""What a filled `algorithm:` section asks for: which models a step needs, the policy's loss, and
+what of it cannot work.
 
-The names in the config decide, and nothing else: a critic is there because the advantages need values, a reference because
-some term compares with it. Importing this loads no torch.
+The names in the config decide, and nothing else: a critic is there because the advantages need
+values, a reference because some term compares with it. Importing this loads no torch.
 """
 
 import inspect
@@ -10,15 +11,16 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from rft.algorithm import ALGORITHMS, mixing
-from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, TokenAdvantage
+from rft.algorithm.advantages import ADVANTAGES
+from rft.algorithm.correction import MASKS, WEIGHTS, Correction
 from rft.algorithm.kl import ESTIMATORS, KL_COEF, Coefficient
 from rft.algorithm.losses import LOSSES, token_loss
-from rft.algorithm.losses.correction import MASKS, WEIGHTS, Correction
-from rft.algorithm.losses.dpo import BETA
+from rft.algorithm.pairs import BETA
+from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage
 from rft.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig, nearest
 
 if TYPE_CHECKING:
-    from rft.algorithm.losses import TokenLoss
+    from rft.algorithm.fields import TokenLoss
 
 ENTROPY = ("default", "mix", "none")
 MIXED_LOSSES = ("mix", "mix_chord")
@@ -38,7 +40,11 @@ def needs_pairs(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.kl_loss_fn != "none" or algorithm.kl_penalty_fn != "none" or needs_pairs(algorithm)
+    return (
+        algorithm.kl_loss_fn != "none"
+        or algorithm.kl_penalty_fn != "none"
+        or needs_pairs(algorithm)
+    )
 
 
 def pair_beta(algorithm: AlgorithmConfig) -> float:
@@ -56,12 +62,22 @@ def needs_baseline(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_proximal(algorithm: AlgorithmConfig) -> bool:
-    """Whether something works only with the policy's own log-probabilities at the start of the step."""
-    return is_corrected(algorithm.rollout_correction) or needs_entropy(algorithm) or needs_pairs(algorithm)
+    """Whether something works only with the policy's own
+    log-probabilities at the start of the step.
+    """
+    return (
+        is_corrected(algorithm.rollout_correction)
+        or needs_entropy(algorithm)
+        or needs_pairs(algorithm)
+    )
 
 
 def is_corrected(wanted: RolloutCorrectionConfig) -> bool:
-    return wanted.rollout_is != "none" or wanted.rollout_rs != "none" or wanted.rollout_token_veto_threshold is not None
+    return (
+        wanted.rollout_is != "none"
+        or wanted.rollout_rs != "none"
+        or wanted.rollout_token_veto_threshold is not None
+    )
 
 
 def loss_coef(algorithm: AlgorithmConfig) -> Coefficient:
@@ -76,16 +92,22 @@ def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) 
     """`kl_coef`: of the KL in the loss, where somebody moves it."""
     has_entropy = algorithm.entropy_loss_fn != "none"
     return token_loss(
-        str(algorithm.policy_loss_fn), algorithm.policy_loss_fn_args, kl=str(algorithm.kl_loss_fn),
+        str(algorithm.policy_loss_fn),
+        algorithm.policy_loss_fn_args,
+        kl=str(algorithm.kl_loss_fn),
         kl_coef=kl_coef or loss_coef(algorithm),
-        entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0)) if has_entropy else 0.0,
+        entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0))
+        if has_entropy
+        else 0.0,
         entropy_of=str(algorithm.entropy_loss_fn),
         correction=_correction(algorithm.rollout_correction),
-    )  # fmt: skip
+    )
 
 
 def check(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for the first name or argument that is unknown, or that something else must go with."""
+    """Raise ConfigError for the first name or argument that is
+    unknown, or that something else must go with.
+    """
     advantages = {name: found.function for name, found in (ADVANTAGES | TOKEN_ADVANTAGES).items()}
     _among("algorithm.policy_loss_fn", str(algorithm.policy_loss_fn), LOSSES)
     _among("algorithm.kl_loss_fn", str(algorithm.kl_loss_fn), ESTIMATORS)
@@ -93,8 +115,16 @@ def check(algorithm: AlgorithmConfig) -> None:
     _among("algorithm.entropy_loss_fn", str(algorithm.entropy_loss_fn), ENTROPY)
     if algorithm.advantage_fn is not None:
         _among("algorithm.advantage_fn", algorithm.advantage_fn, advantages)
-        _known("advantage_fn_args", algorithm.advantage_fn_args, *_options(advantages[algorithm.advantage_fn]))
-    _known("policy_loss_fn_args", algorithm.policy_loss_fn_args, *_options(LOSSES[str(algorithm.policy_loss_fn)]))
+        _known(
+            "advantage_fn_args",
+            algorithm.advantage_fn_args,
+            *_options(advantages[algorithm.advantage_fn]),
+        )
+    _known(
+        "policy_loss_fn_args",
+        algorithm.policy_loss_fn_args,
+        *_options(LOSSES[str(algorithm.policy_loss_fn)]),
+    )
     _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, KL_OPTIONS)
     _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, KL_OPTIONS)
     _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, {"entropy_coef": 0.0})
@@ -102,7 +132,8 @@ def check(algorithm: AlgorithmConfig) -> None:
         arguments = getattr(algorithm, f"{term}_fn_args")
         if arguments and getattr(algorithm, f"{term}_fn") == "none":
             raise ConfigError(
-                f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no such term; name its function, or "
+                f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no "
+                "such term; name its function, or "
                 "leave the arguments out"
             )
     _check_rows(algorithm)
@@ -118,12 +149,16 @@ def _check_penalty(algorithm: AlgorithmConfig) -> None:
     if algorithm.kl_penalty_fn == "none":
         return
     of_responses, of_tokens = ADVANTAGES.get(str(algorithm.advantage_fn)), _of_tokens(algorithm)
-    if (of_responses is None or not of_responses.takes_penalty) and (of_tokens is None or of_tokens.over is not None):
+    if (of_responses is None or not of_responses.takes_penalty) and (
+        of_tokens is None or of_tokens.over is not None
+    ):
         taking = [name for name, found in ADVANTAGES.items() if found.takes_penalty]
         taking += [name for name, found in TOKEN_ADVANTAGES.items() if found.over is None]
         raise ConfigError(
-            f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes rewards on the trainer's ranks, and algorithm.advantage_fn="
-            f"{algorithm.advantage_fn} needs them before: set kl_loss_fn instead, or an advantage_fn of {', '.join(taking)}"
+            f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes rewards on the trainer's "
+            "ranks, and algorithm.advantage_fn="
+            f"{algorithm.advantage_fn} needs them before: set kl_loss_fn instead, or an "
+            f"advantage_fn of {', '.join(taking)}"
         )
 
 
@@ -132,10 +167,14 @@ def _check_adaptive(key: str, given: dict[str, Any]) -> None:
     if given.get("adaptive"):
         for name, value in (("target_kl", target), ("horizon", horizon)):
             if value is None or value <= 0:
-                raise ConfigError(f"algorithm.{key}.{name}={value} with adaptive=true: give a number greater than 0")
+                raise ConfigError(
+                    f"algorithm.{key}.{name}={value} with adaptive=true: give a number greater "
+                    "than 0"
+                )
     elif target is not None or horizon is not None:
         raise ConfigError(
-            f"algorithm.{key}: target_kl and horizon move an adaptive coefficient: set adaptive=true, or leave them out"
+            f"algorithm.{key}: target_kl and horizon move an adaptive coefficient: set "
+            "adaptive=true, or leave them out"
         )
 
 
@@ -144,12 +183,17 @@ def _check_ranges(algorithm: AlgorithmConfig) -> None:
     given = algorithm.policy_loss_fn_args | algorithm.advantage_fn_args
     for name in ("tau_pos", "tau_neg", "temp", "cutoff_prob"):
         if given.get(name, 1) <= 0:
-            raise ConfigError(f"algorithm.policy_loss_fn_args.{name}={given[name]}: give a number greater than 0")
+            raise ConfigError(
+                f"algorithm.policy_loss_fn_args.{name}={given[name]}: give a number greater than 0"
+            )
     if given.get("tau", 1) <= 0:
         raise ConfigError(f"algorithm: tau={given['tau']} of opmd must be greater than 0")
-    if algorithm.policy_loss_fn == "sapo" and given.get("tau_neg", 1.05) < given.get("tau_pos", 1.0):
+    if algorithm.policy_loss_fn == "sapo" and given.get("tau_neg", 1.05) < given.get(
+        "tau_pos", 1.0
+    ):
         raise ConfigError(
-            f"algorithm.policy_loss_fn_args.tau_neg={given.get('tau_neg', 1.05)} is below tau_pos={given.get('tau_pos', 1.0)}: bad "
+            f"algorithm.policy_loss_fn_args.tau_neg={given.get('tau_neg', 1.05)} is below "
+            f"tau_pos={given.get('tau_pos', 1.0)}: bad "
             "responses would keep their gradient for longer than good ones; raise it"
         )
 
@@ -157,9 +201,12 @@ def _check_ranges(algorithm: AlgorithmConfig) -> None:
 def _check_correction(algorithm: AlgorithmConfig) -> None:
     wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     of_rows = algorithm.advantage_fn is None and not needs_pairs(algorithm)
-    if of_rows and (needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)):
+    if of_rows and (
+        needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)
+    ):
         raise ConfigError(
-            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens no policy has sampled: leave "
+            f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens "
+            "no policy has sampled: leave "
             "kl_loss_fn, kl_penalty_fn, proximal_logprobs and rollout_correction out"
         )
     _among(f"{key}.rollout_is", wanted.rollout_is, WEIGHTS)
@@ -167,42 +214,57 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
     if needs_proximal(algorithm) and not algorithm.proximal_logprobs:
         what = key if is_corrected(wanted) else f"algorithm.advantage_fn={algorithm.advantage_fn}"
         raise ConfigError(
-            f"algorithm.proximal_logprobs=false, but {what} needs what the policy says of its batch before the step: leave the "
+            f"algorithm.proximal_logprobs=false, but {what} needs what the policy says of its "
+            "batch before the step: leave the "
             "former out"
         )
     correction = _correction(wanted)
-    if correction is not None and not (0 <= correction.lower < 1 < correction.upper and correction.cap > 0):
+    if correction is not None and not (
+        0 <= correction.lower < 1 < correction.upper and correction.cap > 0
+    ):
         raise ConfigError(
-            f"{key}: rollout_is_threshold={correction.cap} must be greater than 0, and the range [{correction.lower:g}, "
-            f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must hold 1 inside"
+            f"{key}: rollout_is_threshold={correction.cap} must be greater than 0, and the range "
+            f"[{correction.lower:g}, "
+            f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must "
+            "hold 1 inside"
         )
 
 
 def _check_rows(algorithm: AlgorithmConfig) -> None:
-    kind, name = ALGORITHMS[algorithm.algorithm_type], f"algorithm.algorithm_type={algorithm.algorithm_type}"
+    kind, name = (
+        ALGORITHMS[algorithm.algorithm_type],
+        f"algorithm.algorithm_type={algorithm.algorithm_type}",
+    )
     if kind.source == "rows" and algorithm.advantage_fn is not None:
         raise ConfigError(
-            f"algorithm.advantage_fn={algorithm.advantage_fn}: {name} learns from rows, which have no rewards; leave it out"
+            f"algorithm.advantage_fn={algorithm.advantage_fn}: {name} learns from rows, which have "
+            "no rewards; leave it out"
         )
     if (kind.schema == "dpo") != needs_pairs(algorithm):
         raise ConfigError(
-            f"algorithm.policy_loss_fn={algorithm.policy_loss_fn} with {name}: the loss of pairs is dpo, and rows that are pairs "
+            f"algorithm.policy_loss_fn={algorithm.policy_loss_fn} with {name}: the loss of pairs "
+            "is dpo, and rows that are pairs "
             "are those of algorithm_type=dpo; leave policy_loss_fn out"
         )
     if needs_pairs(algorithm) and algorithm.loss_agg_mode != kind.loss_agg_mode:
         raise ConfigError(
-            f"algorithm.loss_agg_mode={algorithm.loss_agg_mode}: the loss of dpo is a mean over pairs, which is "
+            f"algorithm.loss_agg_mode={algorithm.loss_agg_mode}: the loss of dpo is a mean over "
+            "pairs, which is "
             f"{kind.loss_agg_mode}; leave it out"
         )
 
 
 def _check_mixing(algorithm: AlgorithmConfig) -> None:
-    """Expert rows need a loss that knows them, and advantages that are known before any token is scored."""
+    """Expert rows need a loss that knows them, and advantages that
+    are known before any token is scored.
+    """
     mixed = mixing.is_mixed(algorithm)
     if mixed != (algorithm.policy_loss_fn in MIXED_LOSSES):
         raise ConfigError(
-            f"algorithm.sample_strategy={algorithm.sample_strategy} with policy_loss_fn={algorithm.policy_loss_fn}: expert rows "
-            "come by sample_strategy=mix, and the losses that learn from them are mix and mix_chord; use both, as "
+            f"algorithm.sample_strategy={algorithm.sample_strategy} with "
+            f"policy_loss_fn={algorithm.policy_loss_fn}: expert rows "
+            "come by sample_strategy=mix, and the losses that learn from them are mix and "
+            "mix_chord; use both, as "
             "algorithm_type=mix does"
         )
     if not mixed:
@@ -210,16 +272,19 @@ def _check_mixing(algorithm: AlgorithmConfig) -> None:
     ratio = mixing.argument(algorithm, "expert_data_ratio")
     if not 0 < ratio < 1:
         raise ConfigError(
-            f"algorithm.sample_strategy_args.expert_data_ratio={ratio}: a share of the batch above 0 and below 1"
+            f"algorithm.sample_strategy_args.expert_data_ratio={ratio}: a share of the batch above "
+            "0 and below 1"
         )
     for name in ("mu", "mu_peak", "mu_valley"):
         if not 0 <= (mu := algorithm.policy_loss_fn_args.get(name, 0.1)) <= 1:
             raise ConfigError(
-                f"algorithm.policy_loss_fn_args.{name}={mu}: the weight of expert rows is a share, 0 to 1"
+                f"algorithm.policy_loss_fn_args.{name}={mu}: the weight of expert rows is a share, "
+                "0 to 1"
             )
     if algorithm.advantage_fn not in ADVANTAGES or algorithm.kl_penalty_fn != "none":
         raise ConfigError(
-            f"algorithm.sample_strategy=mix with advantage_fn={algorithm.advantage_fn}, kl_penalty_fn={algorithm.kl_penalty_fn}: "
+            f"algorithm.sample_strategy=mix with advantage_fn={algorithm.advantage_fn}, "
+            f"kl_penalty_fn={algorithm.kl_penalty_fn}: "
             "expert rows have no rewards per token; use advantage_fn=grpo and kl_loss_fn"
         )
 
@@ -230,7 +295,9 @@ def _correction(wanted: RolloutCorrectionConfig) -> Correction | None:
     cap, veto = wanted.rollout_is_threshold, wanted.rollout_token_veto_threshold
     upper = cap if wanted.rollout_rs_threshold is None else wanted.rollout_rs_threshold
     inverse = 1 / upper if upper > 0 else 0.0
-    lower = inverse if wanted.rollout_rs_threshold_lower is None else wanted.rollout_rs_threshold_lower
+    lower = (
+        inverse if wanted.rollout_rs_threshold_lower is None else wanted.rollout_rs_threshold_lower
+    )
     return Correction(wanted.rollout_is, cap, wanted.rollout_rs, lower, upper, veto)
 
 
@@ -253,11 +320,20 @@ def _among(key: str, value: str, choices: Iterable[str]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value))
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    )
 
 
-def _known(key: str, given: dict[str, Any], options: dict[str, Any], choices: dict[str, tuple[str, ...]] = {}) -> None:  # noqa: B006
-    """`options`: names and their defaults, whose kind a value must have; `choices`: the words that an option may be."""
+def _known(
+    key: str,
+    given: dict[str, Any],
+    options: dict[str, Any],
+    choices: dict[str, tuple[str, ...]] = {},  # noqa: B006
+) -> None:
+    """`options`: names and their defaults, whose kind a value must have; `choices`: the words that
+    an option may be.
+    """
     for name, value in given.items():
         if name not in options:
             known = f"known: {', '.join(options)}" if options else "it takes none"
@@ -267,12 +343,24 @@ def _known(key: str, given: dict[str, Any], options: dict[str, Any], choices: di
             _among(whole, str(value), choices[name])
         elif isinstance(default, bool) and not isinstance(value, bool):
             raise ConfigError(f"{whole}={value}: give true or false")
-        elif isinstance(default, int | float | None) and not isinstance(default, bool) and not _is_number(value):
+        elif (
+            isinstance(default, int | float | None)
+            and not isinstance(default, bool)
+            and not _is_number(value)
+        ):
             raise ConfigError(f"{whole}={value}: give a number, like {default or 1}")
 
 
 def _options(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Arguments of `function` that a config may set: those with a default, and of those that are words, which there are."""
-    found = [one for one in inspect.signature(function).parameters.values() if one.default is not one.empty]
-    words = {one.name: get_args(one.annotation) for one in found if get_origin(one.annotation) is Literal}
+    """Arguments of `function` that a config may set: those with a default, and of those that are
+    words, which there are.
+    """
+    found = [
+        one
+        for one in inspect.signature(function).parameters.values()
+        if one.default is not one.empty
+    ]
+    words = {
+        one.name: get_args(one.annotation) for one in found if get_origin(one.annotation) is Literal
+    }
     return {one.name: one.default for one in found}, words

@@ -1,9 +1,11 @@
-"""Advantages of single tokens, made where the critic's values lie: no rank ever sees the tokens of another.
+"""Advantages of single tokens, made where the critic's values lie: no rank ever sees the tokens of
+another.
 
-In: microbatches whose `scores` hold the `reward` of every token and what models said (values, what a KL penalty compares), on the
-ranks that compute losses; all other ranks take part in the sums with nothing. Out: the microbatches with `advantage` and the score
-`returns`, and their moments over the step. Invariant: the moments, and the rewards of responses, are sums over all trained tokens
-of the step, so that advantages do not depend on how the batch was cut.
+In: microbatches whose `scores` hold the `reward` of every token and what models said (values, what
+a KL penalty compares), on the ranks that compute losses; all other ranks take part in the sums with
+nothing. Out: the microbatches with `advantage` and the score `returns`, and their moments over the
+step. Invariant: the moments, and the rewards of responses, are sums over all trained tokens of the
+step, so that advantages do not depend on how the batch was cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +15,11 @@ from functools import partial
 import numpy as np
 
 from rft.algorithm import recipe
-from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns
-from rft.algorithm.advantages.gae import whitened
+from rft.algorithm.advantages import ADVANTAGES, Columns
 from rft.algorithm.kl import estimate
+from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, whitened
 from rft.config import AlgorithmConfig
-from rft.packing import Packed
+from rft.data.packing import Packed
 
 Summed = Callable[[list[float]], list[float]]
 
@@ -28,17 +30,25 @@ def is_needed(algorithm: AlgorithmConfig) -> bool:
 
 
 def is_penalised(algorithm: AlgorithmConfig) -> bool:
-    """Whether a KL penalty comes off rewards from which advantages of responses are made: those wait for it."""
+    """Whether a KL penalty comes off rewards from which advantages of responses are made: those
+    wait for it.
+    """
     return algorithm.kl_penalty_fn != "none" and algorithm.advantage_fn in ADVANTAGES
 
 
 def credited(
-    part: list[Packed], algorithm: AlgorithmConfig, counts: bool, summed: Summed, groups: Sequence[int] = (),
+    part: list[Packed],
+    algorithm: AlgorithmConfig,
+    counts: bool,
+    summed: Summed,
+    groups: Sequence[int] = (),
     penalty_coef: float | None = None,
-) -> tuple[list[Packed], dict[str, float]]:  # fmt: skip
-    """`counts`: whether this rank's tokens enter the moments (others may hold the same); `summed` adds up over all ranks.
+) -> tuple[list[Packed], dict[str, float]]:
+    """`counts`: whether this rank's tokens enter the moments (others may hold the same); `summed`
+    adds up over all ranks.
 
-    `groups`: of every row of the step, whose numbers `Packed.rows` are. Ranks without the scores that are needed give nothing.
+    `groups`: of every row of the step, whose numbers `Packed.rows` are. Ranks without the scores
+    that are needed give nothing.
     """
     coef = recipe.penalty_coef(algorithm).value if penalty_coef is None else penalty_coef
     kind = TOKEN_ADVANTAGES.get(str(algorithm.advantage_fn))
@@ -47,7 +57,8 @@ def credited(
     if kind is not None and kind.measured is not None:
         given = _spread(part if has_scores else [], kind.measured, counts, summed)
     penalties = [_penalty(packed, algorithm.kl_penalty_fn) for packed in part] if has_scores else []
-    # A step in which nothing is trained has no rows, and so no rewards; its collectives are made all the same.
+    # A step in which nothing is trained has no rows, and so no rewards; its collectives are made
+    # all the same.
     rewards = [
         packed.scores.get("reward", np.zeros(packed.length, np.float32)) - coef * penalty
         for packed, penalty in zip(part, penalties, strict=False)
@@ -68,13 +79,43 @@ def credited(
     mean, variance = moments["advantage/mean"], moments["advantage/std"] ** 2
     return [
         replace(
-            packed, scores=packed.scores | score,
+            packed,
+            scores=packed.scores | score,
             advantage=(
-                whitened(advantage, packed.weight != 0, mean, variance) if kind is not None and kind.is_whitened else advantage
+                whitened(advantage, packed.weight != 0, mean, variance)
+                if kind is not None and kind.is_whitened
+                else advantage
             ).astype(np.float32),
         )
         for packed, advantage, score in found
-    ], moments  # fmt: skip
+    ], moments
+
+
+def distilled(
+    part: list[Packed], algorithm: AlgorithmConfig, counts: bool, summed: Summed
+) -> tuple[list[Packed], dict[str, float]]:
+    """Advantages of single tokens from a teacher, of the score `teacher`, and their mean over all
+    trained tokens of the step. Nothing is whitened: the size of an advantage is the size of the
+    disagreement.
+
+    `counts`: whether this rank's tokens enter the means (others may hold the same); `summed` adds
+    up over all ranks.
+    """
+    function = TOKEN_ADVANTAGES[str(algorithm.advantage_fn)].function
+    taught, sums = list(part), np.zeros(3)
+    for number, packed in enumerate(part):
+        if "teacher" not in packed.scores:
+            continue
+        advantage, _ = function(packed, np.zeros(packed.length), **algorithm.advantage_fn_args)
+        taught[number] = replace(packed, advantage=advantage.astype(np.float32))
+        trained = packed.weight != 0
+        gap = packed.scores.get("proximal", packed.behaviour) - packed.scores["teacher"]
+        sums += [trained.sum(), advantage[trained].sum(), gap[trained].sum(dtype=np.float64)]
+    count, advantages, gaps = summed((sums if counts else np.zeros(3)).tolist())
+    return taught, {
+        "advantage/mean": advantages / max(count, 1.0),
+        "kl/teacher": gaps / max(count, 1.0),
+    }
 
 
 def _needed(algorithm: AlgorithmConfig) -> list[str]:
@@ -90,7 +131,9 @@ def _spread(
     part: list[Packed], measured: Callable[[Packed], np.ndarray], counts: bool, summed: Summed
 ) -> dict[str, float]:
     """Mean and unbiased deviation of what is measured, over all trained tokens of the step."""
-    found = np.concatenate([np.zeros(0), *(measured(packed)[packed.weight != 0] for packed in part if counts)])
+    found = np.concatenate(
+        [np.zeros(0), *(measured(packed)[packed.weight != 0] for packed in part if counts)]
+    )
     count, total = summed([float(len(found)), float(found.sum())])
     mean = total / max(count, 1.0)
     (squares,) = summed([float(((found - mean) ** 2).sum())])
@@ -98,24 +141,40 @@ def _spread(
 
 
 def _of_responses(
-    part: list[Packed], rewards: list[np.ndarray], algorithm: AlgorithmConfig, counts: bool, summed: Summed, groups: Sequence[int]
-) -> Callable[[Packed, np.ndarray], tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """An advantage of responses, of rewards that only the ranks together know: every rank computes it, from the same numbers."""
+    part: list[Packed],
+    rewards: list[np.ndarray],
+    algorithm: AlgorithmConfig,
+    counts: bool,
+    summed: Summed,
+    groups: Sequence[int],
+) -> Callable[[Packed, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """An advantage of responses, of rewards that only the ranks together know: every rank computes
+    it, from the same numbers.
+    """
     totals = np.zeros(len(groups))
     for packed, reward in zip(part, rewards, strict=False):
         if counts:
             sequence = np.repeat(packed.rows, np.diff(packed.cu_seqlens))
             np.add.at(totals, sequence, np.where(packed.weight != 0, reward, 0.0)[: len(sequence)])
     of_step = Columns(
-        rewards=np.array(summed(totals.tolist())), groups=np.array(groups, dtype=np.int64), samples=np.arange(len(groups)),
-        turns=np.zeros(len(groups), dtype=np.int64), logprobs=np.zeros(len(groups)), infos=[{}] * len(groups),
-    )  # fmt: skip
-    judged = ADVANTAGES[str(algorithm.advantage_fn)].function(of_step, **algorithm.advantage_fn_args)
+        rewards=np.array(summed(totals.tolist())),
+        groups=np.array(groups, dtype=np.int64),
+        samples=np.arange(len(groups)),
+        turns=np.zeros(len(groups), dtype=np.int64),
+        logprobs=np.zeros(len(groups)),
+        infos=[{}] * len(groups),
+    )
+    judged = ADVANTAGES[str(algorithm.advantage_fn)].function(
+        of_step, **algorithm.advantage_fn_args
+    )
 
     def spread(packed: Packed, reward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         trained, sequence = packed.weight != 0, np.repeat(packed.rows, np.diff(packed.cu_seqlens))
         advantage, returns = np.zeros((2, packed.length))
-        advantage[: len(sequence)], returns[: len(sequence)] = judged.advantages[sequence], of_step.rewards[sequence]
+        advantage[: len(sequence)], returns[: len(sequence)] = (
+            judged.advantages[sequence],
+            of_step.rewards[sequence],
+        )
         return advantage * trained, returns * trained
 
     return spread
@@ -128,13 +187,18 @@ def _penalty(packed: Packed, name: str) -> np.ndarray:
     import torch
 
     old, reference = packed.scores.get("proximal", packed.behaviour), packed.scores["reference"]
-    given = [torch.from_numpy(np.where(packed.weight != 0, values, 0.0)) for values in (old, reference)]
+    given = [
+        torch.from_numpy(np.where(packed.weight != 0, values, 0.0)) for values in (old, reference)
+    ]
     found: np.ndarray = estimate(name, *given, given[0]).numpy()
     return found
 
 
 def _moments(columns: np.ndarray, summed: Summed, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Of advantages, returns, values and penalties [N, 4]. Deviations are summed around the mean, for exactness."""
+    """Of advantages, returns, values and penalties [N, 4].
+
+    Deviations are summed around the mean, for exactness.
+    """
     count, *sums = summed([float(len(columns)), *columns.sum(axis=0).tolist()])
     advantage, returns, value, penalty = (total / max(count, 1.0) for total in sums)
     given, wanted, said = columns[:, 0], columns[:, 1], columns[:, 2]

@@ -1,19 +1,24 @@
-"""A step's batch on its way from a buffer to the trainer, its experiences still as they were stored.
+"""A step's batch on its way from a buffer to the trainer, its experiences still as they were
+stored.
 
-In: at the buffer, the stored bytes of every group of a lease. Out: at the trainer, a `Batch` whose experiences carry the group
-and the run epoch that they come from. Invariant: between `put` and the trainer an experience is decoded once, at the trainer:
-the buffer is one process, and everything that is learned from goes through it.
+In: at the buffer, the stored bytes of every group of a lease. Out: at the trainer, a `Batch` whose
+experiences carry the group and the run epoch that they come from. Invariant: between `put` and the
+trainer an experience is decoded once, at the trainer: the buffer is one process, and everything
+that is learned from goes through it.
 """
 
 import math
 
 import msgspec
 
-from rft.experience import Batch, Experience, Record, VersionSpan, decode
+from rft.ground.experience import Batch, Experience, Record, VersionSpan, decode
 
 
 class Part(Record, kw_only=True):
-    """One group. `uses`: how often it is trained on with this batch, where groups may be trained on again."""
+    """One group.
+
+    `uses`: how often it is trained on with this batch, where groups may be trained on again.
+    """
 
     group: int
     timeline: int
@@ -22,7 +27,10 @@ class Part(Record, kw_only=True):
 
 
 class Delivery(Record, kw_only=True):
-    """The batch of `step`; without parts the run is over. `replayed`: it was leased before a restart."""
+    """The batch of `step`; without parts the run is over.
+
+    `replayed`: it was leased before a restart.
+    """
 
     step: int
     parts: list[Part] = []
@@ -31,7 +39,9 @@ class Delivery(Record, kw_only=True):
 
 
 class Facts(msgspec.Struct):
-    """What a buffer wants to know of an experience: reading these alone takes a quarter of the time."""
+    """What a buffer wants to know of an experience: reading these
+    alone takes a quarter of the time.
+    """
 
     reward: float = 0.0
     versions: list[VersionSpan] = []
@@ -65,4 +75,6 @@ def opened(data: bytes) -> Batch:
             if part.uses:
                 experience.info["use_count"] = part.uses
             experiences.append(experience)
-    return Batch(step=found.step, experiences=experiences, replayed=found.replayed, waited_s=found.waited_s)
+    return Batch(
+        step=found.step, experiences=experiences, replayed=found.replayed, waited_s=found.waited_s
+    )

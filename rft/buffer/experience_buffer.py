@@ -1,15 +1,20 @@
-"""Between explorers and trainer: gives out slots, keeps experiences durably, gives out the batch of every step.
+"""Between explorers and trainer: gives out slots, keeps experiences durably, gives out the batch of
+every step.
 
-    explorer ── admit ─► slot, group number         trainer ── take(step) ─► batch       checkpoint ── position ─► number
-             ── put ───► durable, acknowledged              ── consumed(step)                       ── retain
+    explorer ── admit ─► slot, group number         trainer ── take(step) ─► batch       checkpoint
+            ── position ─► number
+             ── put ───► durable, acknowledged              ── consumed(step)
+                     ── retain
              ── abandon                             sync    ── published(version) ─► frees slots
 
-Every change is a journal record that is durable before the call returns; `Progress` is the fold of these records, so a
-new process on the same directory goes on where the old one was killed. Experiences lie in the journal only, not in
-memory. All waits are conditions with a deadline. Nothing here knows Ray; the supervisor makes it a named actor.
+Every change is a journal record that is durable before the call returns; `Progress` is the fold of
+these records, so a new process on the same directory goes on where the old one was killed.
+Experiences lie in the journal only, not in memory. All waits are conditions with a deadline.
+Nothing here knows Ray; the supervisor makes it a named actor.
 
-Invariants: `Progress`'s, plus: a batch that was handed out for a step is handed out again, the same, whenever that step
-is asked for; an incomplete batch is returned only after `max_read_timeout` or at the end of the input.
+Invariants: `Progress`'s, plus: a batch that was handed out for a step is handed out again, the
+same, whenever that step is asked for; an incomplete batch is returned only after `max_read_timeout`
+or at the end of the input.
 """
 
 import asyncio
@@ -21,37 +26,52 @@ from itertools import takewhile
 from typing import Any
 
 from rft.buffer import progress as records
-from rft.buffer.choice import Choice
+from rft.buffer.calls import BatchedCalls, Waiters
 from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of, oldest_version
 from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
-from rft.buffer.over_rollout import OverRollout
 from rft.buffer.progress import Evicted, Group, JournalRecord
 from rft.buffer.replay import Replay
-from rft.buffer.several import Several
-from rft.buffer.waits import Waits
+from rft.buffer.selection import BatchSelection, OverRollout
 from rft.config import ExperienceBufferConfig
-from rft.config_explorer import OverRolloutConfig
-from rft.experience import encode
+from rft.config.explorer import OverRolloutConfig
+from rft.ground.experience import encode
 
 COUNTERS = (
-    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups", "bad_rewards",
+    "experiences",
+    "duplicate_puts",
+    "late_abandons",
+    "short_groups",
+    "incomplete_batches",
+    "over_stale_groups",
+    "bad_rewards",
     "cut_groups",
-)  # fmt: skip
+)
 SEGMENT_BYTES = 64 * 2**20  # of the journal
 
 logger = logging.getLogger(__name__)
 
 
-class ExperienceBuffer(Several):
-    """The one buffer of a run. `max_staleness=None`: no slot limit; `total_steps=None`: until the input is done."""
+class ExperienceBuffer(BatchedCalls):
+    """The one buffer of a run.
+
+    `max_staleness=None`: no slot limit; `total_steps=None`: until the input is done.
+    """
 
     def __init__(
-        self, config: ExperienceBufferConfig, directory: str, tasks_per_step: int, repeat_times: int, max_staleness: int | None,
-        total_steps: int | None, seed: int = 0, over_rollout: OverRolloutConfig | None = None,
-        segment_bytes: int = SEGMENT_BYTES, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+        self,
+        config: ExperienceBufferConfig,
+        directory: str,
+        tasks_per_step: int,
+        repeat_times: int,
+        max_staleness: int | None,
+        total_steps: int | None,
+        seed: int = 0,
+        over_rollout: OverRolloutConfig | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.timeout = config.max_read_timeout
         self.tasks_per_step = tasks_per_step
         self.repeat_times = repeat_times
@@ -70,18 +90,23 @@ class ExperienceBuffer(Several):
         self._attempt = 0  # trainers attached to this process
         self._counts: Counter[str] = Counter()
         replay = Replay(config.replay_buffer, seed) if config.replay_buffer.enable else None
-        self._choice = Choice(self._progress, tasks_per_step, max_staleness, replay, clock)
+        self._selection = BatchSelection(
+            self._progress, tasks_per_step, max_staleness, replay, clock
+        )
         self._copy = Copy(str(config.path), self._ledger.stored()) if is_file(config.path) else None
         self._copying = asyncio.Lock()  # a group's lines stay together
-        self._waits = Waits()
-        self._admission = asyncio.Lock()  # first come, first served: groups are issued in the order of the cursors
+        self._waits = Waiters()
+        # first come, first served: groups are issued in the order of the cursors
+        self._admission = asyncio.Lock()
 
     # Explorers
 
     async def attach_explorer(self, name: str) -> dict[str, Any]:
-        """Begin as explorer `name`; the groups that its last process left must each be `readmit`ted and run again.
+        """Begin as explorer `name`; the groups that its last process left must each be `readmit`ted
+        and run again.
 
-        Returns `cursor` (None: from the start), `reissue` as [(group, encoded task)] in admission order, `run_epoch`.
+        Returns `cursor` (None: from the start), `reissue` as [(group, encoded task)] in admission
+        order, `run_epoch`.
         """
         self._attached.add(name)
         self._done.discard(name)
@@ -90,23 +115,39 @@ class ExperienceBuffer(Several):
             await self._record(records.Attached(explorer=name))
         groups = [(group.number, group.task) for group in self._progress.unfinished(name)]
         cursor, told = self._progress.cursors.get(name), self._progress.told.get(name, [])
-        return {"cursor": cursor, "reissue": groups, "run_epoch": self._progress.run_epoch, "told": told}
+        return {
+            "cursor": cursor,
+            "reissue": groups,
+            "run_epoch": self._progress.run_epoch,
+            "told": told,
+        }
 
-    async def admit_some(self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
-        """Wait for a slot and begin groups for the first of these tasks, as many as may begin; returns their numbers.
+    async def admit_some(
+        self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]
+    ) -> list[int]:
+        """Wait for a slot and begin groups for the first of these tasks, as many as may begin;
+        returns their numbers.
 
-        Empty: the run needs no more. Each task comes with the taskset's cursor behind it. Calls are served in their order.
+        Empty: the run needs no more. Each task comes with the taskset's cursor behind it. Calls are
+        served in their order.
         """
         async with self._admission, self._waits.changed:
-            if not await self._waits.wait(lambda: self._may_admit() or self._is_supplied(), self.timeout):
+            if not await self._waits.wait(
+                lambda: self._may_admit() or self._is_supplied(), self.timeout
+            ):
                 raise TimeoutError(
-                    f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the trainer "
+                    f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the "
+                    "trainer "
                     f"published no version after {self._published} ({self._where()})"
                 )
             numbers, now = [], self._now()
             for task, cursor in takewhile(lambda _: self._may_admit(), tasks):
                 numbers.append(self._progress.next_group)
-                self._append(records.Issued(group=numbers[-1], explorer=explorer, task=task, cursor=cursor, **now))
+                self._append(
+                    records.Issued(
+                        group=numbers[-1], explorer=explorer, task=task, cursor=cursor, **now
+                    )
+                )
         await self._settle()
         return numbers
 
@@ -117,23 +158,32 @@ class ExperienceBuffer(Several):
             if self.max_staleness is None or group not in self._progress.waiting:
                 return True
             slots = (self.max_staleness + 1) * self.tasks_per_step
-            return self._published is not None and self._progress.ahead(group, self._published) < slots
+            return (
+                self._published is not None and self._progress.ahead(group, self._published) < slots
+            )
 
         async with self._waits.changed:
             if not await self._waits.wait(is_free, self.timeout):
                 raise TimeoutError(
-                    f"group {group} could not start again in {self.timeout:g} s: the trainer published "
+                    f"group {group} could not start again in {self.timeout:g} s: the trainer "
+                    "published "
                     f"no version after {self._published} ({self._where()})"
                 )
-            if group not in {unfinished.number for unfinished in self._progress.unfinished(explorer)}:
-                raise ValueError(f"group {group} is not an unfinished group of explorer {explorer!r}")
+            if group not in {
+                unfinished.number for unfinished in self._progress.unfinished(explorer)
+            }:
+                raise ValueError(
+                    f"group {group} is not an unfinished group of explorer {explorer!r}"
+                )
             self._append(records.Restarted(group=group, **self._now()))
         await self._settle()
 
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
-        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing.
+        """Store the encoded list of a group's experiences; durable on return. A second put changes
+        nothing.
 
-        `told`: what the task selector of its explorer learns of it; every later `attach_explorer` returns all of these.
+        `told`: what the task selector of its explorer learns of it; every later `attach_explorer`
+        returns all of these.
         """
         rows = facts_of(experiences)
         if not rows:
@@ -145,8 +195,12 @@ class ExperienceBuffer(Several):
             self._counts["short_groups"] += len(rows) < self.repeat_times
             self._counts["experiences"] += len(rows)
             timeline = self._progress.waiting[group].run_epoch
-            self._append(records.Stored(group=group, experiences=experiences, version=oldest_version(rows), told=told))
-            self._evict(self._choice.surplus())
+            self._append(
+                records.Stored(
+                    group=group, experiences=experiences, version=oldest_version(rows), told=told
+                )
+            )
+            self._evict(self._selection.surplus())
             await self._settle()
             if self._copy is not None:
                 async with self._copying:
@@ -162,25 +216,34 @@ class ExperienceBuffer(Several):
             await self._record(records.Failed(group=group, reason=reason))
 
     async def cuts(self, explorer: str) -> list[int]:
-        """Wait for groups of this explorer that a step goes on without: it puts what is finished of each, or abandons it."""
+        """Wait for groups of this explorer that a step goes on without: it puts what is finished of
+        each, or abandons it.
+        """
         async with self._waits.changed:
             await self._waits.wait(lambda: not self._over.is_told(explorer), self.timeout)
             return self._over.tell(explorer)
 
     async def input_done(self, explorer: str | None = None) -> None:
-        """The taskset of this explorer, or of all, is exhausted: no step waits for groups that nobody will issue."""
+        """The taskset of this explorer, or of all, is exhausted: no step waits for groups that
+        nobody will issue.
+        """
         self._all_done = self._all_done or explorer is None
         self._done |= {explorer} if explorer else set()
         await self._waits.notify()
 
     # Trainer
 
-    async def attach_trainer(self, step: int, run_epoch: int, trainer: str = "trainer") -> dict[str, Any]:
-        """Begin or resume at `step` = policy version: batches already leased from there on come again, the same."""
+    async def attach_trainer(
+        self, step: int, run_epoch: int, trainer: str = "trainer"
+    ) -> dict[str, Any]:
+        """Begin or resume at `step` = policy version: batches already leased from there on come
+        again, the same.
+        """
         self._progress.check_resume(step)
         self._attempt += 1
         self._published, self._stored_before = step, self._progress.num_stored
-        self._stopped = self._stopped if self._stop_is_failure else ""  # a plain stop was meant for the trainer before
+        # a plain stop was meant for the trainer before
+        self._stopped = self._stopped if self._stop_is_failure else ""
         await self._record(records.Resumed(step=step, run_epoch=run_epoch))
         replays = self._progress.replays(step)
         told = f"{len(replays)} batches are replayed, {len(self._progress.waiting)} groups wait"
@@ -192,12 +255,15 @@ class ExperienceBuffer(Several):
             "waiting": len(self._progress.waiting),
         }
 
-    async def take(self, step: int, trainer: str = "trainer", min_model_version: int | None = None) -> bytes:
+    async def take(
+        self, step: int, trainer: str = "trainer", min_model_version: int | None = None
+    ) -> bytes:
         """The encoded `Delivery` of `step`, leased durably. Without parts: the run is over.
 
-        Waits for the next groups in admission order, with a replay buffer for the first by priority. After `max_read_timeout` it
-        returns those that are there, fewer than a step's if need be; the others go into later steps. Raises TimeoutError if there
-        is none. Groups from before `min_model_version` are evicted, counted.
+        Waits for the next groups in admission order, with a replay buffer for the first by
+        priority. After `max_read_timeout` it returns those that are there, fewer than a step's if
+        need be; the others go into later steps. Raises TimeoutError if there is none. Groups from
+        before `min_model_version` are evicted, counted.
         """
         loop = asyncio.get_running_loop()
         begin, attempt = loop.time(), self._attempt
@@ -207,9 +273,13 @@ class ExperienceBuffer(Several):
             self._check_step(step)
 
             def is_over() -> bool:
-                return self._attempt != attempt or bool(self._stopped) or step in self._progress.leases
+                return (
+                    self._attempt != attempt or bool(self._stopped) or step in self._progress.leases
+                )
 
-            groups = None if is_over() else await self._await_groups(step, min_model_version, is_over)
+            groups = (
+                None if is_over() else await self._await_groups(step, min_model_version, is_over)
+            )
             if self._stop_is_failure:
                 raise RuntimeError(self._stopped)
             if self._stopped:
@@ -225,7 +295,9 @@ class ExperienceBuffer(Several):
         lease = self._progress.leases[step]
         parts = await self._ledger.parts(lease)
         replayed = lease.run_epoch != self._progress.run_epoch
-        return encode(Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin))
+        return encode(
+            Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin)
+        )
 
     async def consumed(self, step: int) -> None:
         """The trainer has finished `step`."""
@@ -240,14 +312,21 @@ class ExperienceBuffer(Several):
         """
         epoch = self._progress.run_epoch
         if run_epoch is not None and run_epoch != epoch:
-            logger.warning("version %d of run epoch %d came late: the trainer is in %d", version, run_epoch, epoch)
+            logger.warning(
+                "version %d of run epoch %d came late: the trainer is in %d",
+                version,
+                run_epoch,
+                epoch,
+            )
             return
         if self._published is None or version > self._published:
             self._published, self._stored_before = version, self._progress.num_stored
         await self._waits.notify()
 
     async def wants_weights(self, interval: int) -> bool:
-        """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer after a step."""
+        """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer
+        after a step.
+        """
         published, before = self._published, self._stored_before
         return published is not None and self._progress.asks(
             published, before, interval, self.tasks_per_step, self.max_staleness
@@ -262,10 +341,13 @@ class ExperienceBuffer(Several):
         return position
 
     async def saved(self, step: int) -> None:
-        """A checkpoint of `step` is complete: nobody else could have its batches, so nothing is to be done."""
+        """A checkpoint of `step` is complete: nobody else could have
+        its batches, so nothing is to be done.
+        """
 
     async def retain(self, position: int, step: int | None = None) -> None:
-        """What no retained checkpoint needs may go: `position` and `step` are the smallest that any of them has.
+        """What no retained checkpoint needs may go: `position` and `step` are the smallest that any
+        of them has.
 
         Whole segments go; the groups in them that are still needed move into a compacted file.
         """
@@ -291,7 +373,9 @@ class ExperienceBuffer(Several):
             "run_epoch": progress.run_epoch,
             "published": self._published,
             "input_done": self._is_input_done(),
-            "slots": progress.slots(self._published, self.tasks_per_step, self.max_staleness) if limited else None,
+            "slots": progress.slots(self._published, self.tasks_per_step, self.max_staleness)
+            if limited
+            else None,
             "journal_bytes": journal.size,
             "journal_position": journal.position,
             "fsyncs": journal.fsyncs,
@@ -304,9 +388,11 @@ class ExperienceBuffer(Several):
         await self._waits.watch()
 
     async def stop(self, reason: str = "") -> None:
-        """End the giving out of batches: a `take` that waits, and every later one, is answered as at the end of the run.
+        """End the giving out of batches: a `take` that waits, and every later one, is answered as
+        at the end of the run.
 
-        With a `reason` (another part died) it raises that instead. What is stored stays for the next attempt.
+        With a `reason` (another part died) it raises that instead. What is stored stays for the
+        next attempt.
         """
         self._stopped = reason or "stopped"
         self._stop_is_failure = bool(reason)
@@ -349,7 +435,10 @@ class ExperienceBuffer(Several):
         return {"version": version, "run_epoch": self._progress.run_epoch}
 
     def _may_admit(self) -> bool:
-        if self.total_steps is not None and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0:
+        if (
+            self.total_steps is not None
+            and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0
+        ):
             return False
         if self.max_staleness is None:
             return True
@@ -359,7 +448,9 @@ class ExperienceBuffer(Several):
         )
 
     def _is_supplied(self) -> bool:
-        """Whether all steps that are left have their experiences, so that no failure can ask for one more group."""
+        """Whether all steps that are left have their experiences, so that no failure can ask for
+        one more group.
+        """
         return (
             self.total_steps is not None
             and not self._progress.has_running()
@@ -370,9 +461,13 @@ class ExperienceBuffer(Several):
         return self._all_done or (bool(self._attached) and self._attached <= self._done)
 
     def _is_open_group(self, number: int, counter: str) -> bool:
-        """Whether the group waits for its experiences; one that no longer does is counted under `counter`."""
+        """Whether the group waits for its experiences; one that no
+        longer does is counted under `counter`.
+        """
         if not 0 <= number < self._progress.next_group:
-            raise ValueError(f"group {number} was never admitted; the next group is {self._progress.next_group}")
+            raise ValueError(
+                f"group {number} was never admitted; the next group is {self._progress.next_group}"
+            )
         group = self._progress.waiting.get(number)
         is_open = group is not None and not group.stored
         self._counts[counter] += not is_open
@@ -380,13 +475,21 @@ class ExperienceBuffer(Several):
 
     def _check_step(self, step: int) -> None:
         if step not in self._progress.leases and step != self._progress.next_step:
-            raise ValueError(f"cannot take step {step}: the next one is {self._progress.next_step} ({self._where()})")
+            raise ValueError(
+                f"cannot take step {step}: the next one is {self._progress.next_step} "
+                f"({self._where()})"
+            )
 
     def _next_groups(self, step: int, min_model_version: int | None) -> list[Group] | None:
-        """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait on."""
+        """What `step` takes, once all of it is there; empty when nothing will ever come.
+
+        None: wait on.
+        """
         if min_model_version is not None:
-            self._evict(self._choice.too_old(min_model_version))
-        return self._choice.groups(step, self._is_input_done(), abandoned=self._all_done and not self._attached)
+            self._evict(self._selection.too_old(min_model_version))
+        return self._selection.groups(
+            step, self._is_input_done(), abandoned=self._all_done and not self._attached
+        )
 
     def _evict(self, record: Evicted | None) -> None:
         if record is not None:
@@ -396,9 +499,12 @@ class ExperienceBuffer(Several):
     async def _await_groups(
         self, step: int, min_model_version: int | None, is_over: Callable[[], bool]
     ) -> list[Group] | None:
-        """What `step` takes; None after the deadline. With over_rollout: what is there of it when the others were cut."""
+        """What `step` takes; None after the deadline.
+
+        With over_rollout: what is there of it when the others were cut.
+        """
         found: list[Group] | None = None
-        waits, over, wake = self._waits, self._over, self._choice.wake
+        waits, over, wake = self._waits, self._over, self._selection.wake
 
         def is_ready() -> bool:
             nonlocal found
@@ -409,7 +515,11 @@ class ExperienceBuffer(Several):
             return self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
 
         await waits.wait(lambda: is_ready() or over.has_enough(wanted()), self.timeout, wake)
-        if is_ready() or not over.has_enough(wanted()) or await waits.wait(is_ready, over.wait_s, wake):
+        if (
+            is_ready()
+            or not over.has_enough(wanted())
+            or await waits.wait(is_ready, over.wait_s, wake)
+        ):
             return found
         groups = wanted()
         late = over.cut(groups)
@@ -418,30 +528,42 @@ class ExperienceBuffer(Several):
         waits.changed.notify_all()
         running = self._progress.waiting
         await waits.wait(
-            lambda: is_over() or all(group.stored or group.number not in running for group in late), self.timeout
+            lambda: is_over() or all(group.stored or group.number not in running for group in late),
+            self.timeout,
         )
         return [group for group in groups if group.stored]
 
     def _incomplete(self, step: int) -> list[Group]:
-        groups = self._choice.here()
+        groups = self._selection.here()
         if not groups:
             raise TimeoutError(
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is the "
                 f"explorer alive? ({self._where()})"
             )
         self._counts["incomplete_batches"] += 1
-        told = f"{len(groups)} of {self.tasks_per_step} groups after {self.timeout:g} s ({self._where()})"
+        told = (
+            f"{len(groups)} of {self.tasks_per_step} groups after {self.timeout:g} s "
+            f"({self._where()})"
+        )
         logger.warning("step %d takes %s", step, told)
         return groups
 
     def _lease(self, step: int, trainer: str, groups: list[Group]) -> None:
-        late = self._choice.late(step, groups)
+        late = self._selection.late(step, groups)
         self._counts["over_stale_groups"] += len(late)
         if late:
-            logger.warning("step %d trains groups %s later than max_staleness=%s", step, late, self.max_staleness)
-        self._append(self._choice.lease(step, trainer, groups))
+            logger.warning(
+                "step %d trains groups %s later than max_staleness=%s",
+                step,
+                late,
+                self.max_staleness,
+            )
+        self._append(self._selection.lease(step, trainer, groups))
 
     def _where(self) -> str:
         running = [number for number, group in self._progress.waiting.items() if not group.stored]
         first = ", ".join(map(str, running[:8])) + (", ..." if len(running) > 8 else "")
-        return f"{len(self._progress.stored())} groups ready, {len(running)} running: {first or 'none'}"
+        return (
+            f"{len(self._progress.stored())} groups ready, {len(running)} running: "
+            f"{first or 'none'}"
+        )

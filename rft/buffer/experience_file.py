@@ -1,10 +1,12 @@
 """Experiences as JSON lines: a copy of what a queue stores, or all of a training run's input.
 
-In: the experiences of groups, as stored. Out: one line per experience with every field of `Experience` (token ids, versions,
-log-probabilities, masks), the lines of a group behind each other; read back they are equal to what was stored, every bit. As a
-`feed.Source` the file gives a step its next groups, from the first on, so a resume at any step goes on exactly there.
+In: the experiences of groups, as stored. Out: one line per experience with every field of
+`Experience` (token ids, versions, log-probabilities, masks), the lines of a group behind each
+other; read back they are equal to what was stored, every bit. As a `feed.Source` the file gives a
+step its next groups, from the first on, so a resume at any step goes on exactly there.
 
-Invariant: the journal is the truth and the copy follows it: what a crash left out or tore is mended when the queue opens again.
+Invariant: the journal is the truth and the copy follows it: what a crash left out or tore is mended
+when the queue opens again.
 """
 
 import math
@@ -15,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from rft.buffer.by_step import ByStep
 from rft.buffer.delivery import Part
 from rft.config import ConfigError
-from rft.experience import Batch, Experience, decode
+from rft.data.files import StatelessSource
+from rft.ground.experience import Batch, Experience, decode
 
 KEY = "buffer.trainer_input.experience_buffer.path"
 SUFFIXES = (".jsonl", ".json")
@@ -79,7 +81,9 @@ class Copy:
                 self.add(part)
 
     def _mended(self, known: dict[int, Part]) -> set[int]:
-        """Cut off what a crash tore, which is the last group at most; returns the groups that are there."""
+        """Cut off what a crash tore, which is the last group at most;
+        returns the groups that are there.
+        """
         if not self.path.exists():
             return set()
         data = self.path.read_bytes()
@@ -104,14 +108,22 @@ class Copy:
 
 
 def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
-    """The groups of a file, in its order; raises ConfigError with file and line for one that cannot be trained on."""
+    """The groups of a file, in its order; raises ConfigError with file and line for one that cannot
+    be trained on.
+    """
     if not Path(path).is_file():
-        raise ConfigError(f"{key}: {path} is no file: give the .jsonl that a run or `rft buffer dump` wrote")
+        raise ConfigError(
+            f"{key}: {path} is no file: give the .jsonl that a run or `rft buffer dump` wrote"
+        )
     with open(path, "rb") as file:
         found = (
-            _experience(line, f"{key}: {path}, line {number}") for number, line in enumerate(file, 1) if line.strip()
+            _experience(line, f"{key}: {path}, line {number}")
+            for number, line in enumerate(file, 1)
+            if line.strip()
         )
-        for _, group in groupby(found, key=lambda experience: (experience.group, experience.task, experience.timeline)):
+        for _, group in groupby(
+            found, key=lambda experience: (experience.group, experience.task, experience.timeline)
+        ):
             yield list(group)
 
 
@@ -119,14 +131,22 @@ def _experience(line: bytes, where: str) -> Experience:
     try:
         found = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: no experience ({error}); write the file with `rft buffer dump`") from error
+        raise ConfigError(
+            f"{where}: no experience ({error}); write the file with `rft buffer dump`"
+        ) from error
     response = found.response_length
     if found.prompt_length < 1 or response < 1:
-        raise ConfigError(f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} tokens; correct it")
+        raise ConfigError(
+            f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} tokens; correct "
+            "it"
+        )
     for name in ("action_mask", "logprobs", "token_rewards"):
         length = len(getattr(found, name))
         if length != response and (length or name == "action_mask"):
-            raise ConfigError(f"{where}: {name} has {length} numbers for {response} tokens of the response; correct it")
+            raise ConfigError(
+                f"{where}: {name} has {length} numbers for {response} tokens of the response; "
+                "correct it"
+            )
     if not all(math.isfinite(number) for number in (found.reward, *found.token_rewards)):
         raise ConfigError(f"{where}: reward={found.reward}; give a finite number")
     return found
@@ -137,8 +157,10 @@ def count_groups(path: str | Path) -> int:
     return sum(1 for _ in read(path))
 
 
-class ExperienceFile(ByStep):
-    """`feed.Source`: the file's groups, `tasks_per_step` a step, again from the first one when `total_steps` asks for more."""
+class ExperienceFile(StatelessSource):
+    """`feed.Source`: the file's groups, `tasks_per_step` a step, again from the first one when
+    `total_steps` asks for more.
+    """
 
     def __init__(self, path: str, tasks_per_step: int, total_steps: int | None) -> None:
         self.groups = list(read(path))
@@ -147,7 +169,8 @@ class ExperienceFile(ByStep):
         self.total_steps = total_steps
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"{KEY}: {path} has {len(self.groups)} groups, fewer than buffer.batch_size={tasks_per_step}: lower it"
+                f"{KEY}: {path} has {len(self.groups)} groups, fewer than "
+                f"buffer.batch_size={tasks_per_step}: lower it"
             )
 
     def take(self, step: int) -> Batch:
@@ -156,4 +179,6 @@ class ExperienceFile(ByStep):
             return Batch(step=step, experiences=[])
         index = step % self.steps_per_epoch
         groups = self.groups[index * self.tasks_per_step : (index + 1) * self.tasks_per_step]
-        return Batch(step=step, experiences=[experience for group in groups for experience in group])
+        return Batch(
+            step=step, experiences=[experience for group in groups for experience in group]
+        )

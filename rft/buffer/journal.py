@@ -1,21 +1,24 @@
-"""One append-only, durable log of byte records in a directory: what it acknowledged survives kill -9.
+"""One append-only, durable log of byte records in a directory: what it acknowledged survives kill
+-9.
 
-In: `append(payloads)` hands records to the kernel, `sync` / `await commit()` make them durable; callers that commit at
-the same time share one fsync. Out: `records()` in the order written, `read(position)` one of them. A position is a byte
-offset over all segments, so it only grows and a checkpoint can store it as a number.
+In: `append(payloads)` hands records to the kernel, `sync` / `await commit()` make them durable;
+callers that commit at the same time share one fsync. Out: `records()` in the order written,
+`read(position)` one of them. A position is a byte offset over all segments, so it only grows and a
+checkpoint can store it as a number.
 
-    <end>.base   records kept from before `end` by the last compaction; lies at positions [end - size, end)
+    <end>.base   records kept from before `end` by the last compaction; lies at positions [end -
+                 size, end)
     <start>.log  segments, each begins where the one before ends; only the last one is written to
     lock         held by the one process that has the journal open
 
-A frame is magic, length, xxh3-64 of the payload seeded with the length, payload. Invariant: every file but the last
-log is complete and synced before the next one exists, so only the last can have a torn tail. Opening checks every
-frame: a torn tail is cut off with a warning; a bad frame with good ones behind it is damage and refuses to open.
+A frame is magic, length, xxh3-64 of the payload seeded with the length, payload. Invariant: every
+file but the last log is complete and synced before the next one exists, so only the last can have a
+torn tail. Opening checks every frame: a torn tail is cut off with a warning; a bad frame with good
+ones behind it is damage and refuses to open.
 """
 
 import asyncio
 import bisect
-import fcntl
 import logging
 import os
 import struct
@@ -25,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+
+from rft.ground import durable
 
 HEADER = struct.Struct("<4sIQ")
 MAGIC = b"rft\x01"
@@ -49,7 +54,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Base:
-    """A compacted file, written but not yet in place: its records replace all before `end`, at these positions."""
+    """A compacted file, written but not yet in place: its records replace all before `end`, at
+    these positions.
+    """
 
     path: Path
     end: int
@@ -59,85 +66,96 @@ class Base:
 def frame(payload: bytes) -> bytes:
     if len(payload) > MAX_PAYLOAD:
         raise ValueError(f"a journal record has at most {MAX_PAYLOAD} bytes, not {len(payload)}")
-    return HEADER.pack(MAGIC, len(payload), xxhash.xxh3_64_intdigest(payload, seed=len(payload))) + payload
+    return (
+        HEADER.pack(MAGIC, len(payload), xxhash.xxh3_64_intdigest(payload, seed=len(payload)))
+        + payload
+    )
 
 
-def payload_end(data: memoryview, offset: int) -> int | None:
-    """Where the frame that begins at `offset` ends; None if there is no whole and correct frame."""
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """These bytes of a file, or fewer where it ends:
+
+    Linux gives at most 0x7ffff000 of them in one call.
+    """
+    data = os.pread(fd, size, offset)
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def payload_at(fd: int, offset: int, end: int) -> bytes | None:
+    """The payload of the frame that begins at `offset` and lies before `end`; None if there is no
+    whole and correct one.
+    """
+    header = read_at(fd, HEADER.size, offset)
+    if len(header) < HEADER.size:
+        return None
+    magic, length, checksum = HEADER.unpack(header)
     start = offset + HEADER.size
-    if start > len(data):
+    if magic != MAGIC or start + length > end:
         return None
-    magic, length, checksum = HEADER.unpack_from(data, offset)
-    if magic != MAGIC or start + length > len(data):
-        return None
-    good = xxhash.xxh3_64_intdigest(data[start : start + length], seed=length) == checksum
-    return start + length if good else None
+    payload = read_at(fd, length, start)
+    return payload if xxhash.xxh3_64_intdigest(payload, seed=length) == checksum else None
 
 
-def frames(data: bytes) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the correct frames that `data` begins with."""
-    view, offset = memoryview(data), 0
-    while offset < len(data) and (end := payload_end(view, offset)) is not None:
-        yield offset, end
+def frames(fd: int, size: int) -> Iterator[tuple[int, int, bytes]]:
+    """(begin, end, payload) of the correct frames that a file of `size` bytes begins with; one of
+    them is in memory at a time.
+    """
+    offset = 0
+    while offset < size and (payload := payload_at(fd, offset, size)) is not None:
+        end = offset + HEADER.size + len(payload)
+        yield offset, end, payload
         offset = end
 
 
-def good_end(data: bytes) -> int:
-    """The end of the last of them."""
-    return max((end for _, end in frames(data)), default=0)
-
-
-def has_frame_after(data: bytes, offset: int) -> bool:
-    """Whether any correct frame begins behind `offset`: then the bad bytes there are damage, not a torn tail."""
-    view, at = memoryview(data), data.find(MAGIC, offset + 1)
+def has_frame_after(fd: int, offset: int, size: int) -> bool:
+    """Whether any correct frame begins behind `offset`: then the bad
+    bytes there are damage, not a torn tail.
+    """
+    data = read_at(fd, size - offset, offset)
+    at = data.find(MAGIC, 1)
     while at >= 0:
-        if payload_end(view, at) is not None:
+        if payload_at(fd, offset + at, size) is not None:
             return True
         at = data.find(MAGIC, at + 1)
     return False
 
 
 def payloads(directory: Path) -> Iterator[bytes]:
-    """Every record of a journal, in order, also of one that somebody writes to: without a lock, and without changing a byte."""
+    """Every record of a journal, in order, also of one that somebody writes to: without a lock, and
+    without changing a byte.
+    """
     bases = sorted(directory.glob("*.base"))
     end = int(bases[-1].stem) if bases else 0
-    for path in [*bases[-1:], *(log for log in sorted(directory.glob("*.log")) if int(log.stem) >= end)]:
-        data = path.read_bytes()
-        yield from (data[begin + HEADER.size : after] for begin, after in frames(data))
-
-
-def sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    for path in [
+        *bases[-1:],
+        *(log for log in sorted(directory.glob("*.log")) if int(log.stem) >= end),
+    ]:
+        with open(path, "rb") as file:
+            yield from (
+                payload for _, _, payload in frames(file.fileno(), os.fstat(file.fileno()).st_size)
+            )
 
 
 def take_lock(directory: Path) -> int:
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
+    descriptor = durable.lock(directory / "lock")
+    if descriptor is None:
+        owner = durable.signed_by(directory / "lock") or "unknown"
         raise JournalError(
-            f"the journal {directory} is already open in process {owner}: one process may write it at a time. "
+            f"the journal {directory} is already open in process {owner}: one process may write it "
+            "at a time. "
             f"End that process, or give this run another name or directory."
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
+        )
+    durable.sign(descriptor, str(os.getpid()))
+    return descriptor
 
 
 class Journal:
-    """The log in `directory`, open for one writer. `fsyncs` and `commits` count what their names say."""
+    """The log in `directory`, open for one writer.
+
+    `fsyncs` and `commits` count what their names say.
+    """
 
     def __init__(self, directory: str | Path, segment_bytes: int = 64 * 2**20) -> None:
         self.directory = Path(directory)
@@ -169,38 +187,48 @@ class Journal:
         if bases:
             size = bases[-1].stat().st_size
             self._segments.append(self._checked(bases[-1], end - size, may_be_torn=False))
-        replaced = [*bases[:-1], *(log for log in logs if int(log.stem) < end)]  # a crash during `install` leaves them
+        # a crash during `install` leaves them
+        replaced = [*bases[:-1], *(log for log in logs if int(log.stem) < end)]
         for path in replaced:
             path.unlink()
         logs = [log for log in logs if log not in replaced]
         for log in logs:
             if int(log.stem) != end:
                 raise JournalError(
-                    f"the journal {self.directory} lacks the positions {end} to {int(log.stem)}, which "
+                    f"the journal {self.directory} lacks the positions {end} to {int(log.stem)}, "
+                    "which "
                     f"should be in {end:020d}.log: restore that file, or move the directory away."
                 )
             self._segments.append(self._checked(log, end, may_be_torn=log == logs[-1]))
             end = self._segments[-1].end
         if not logs:
             self._segments.append(self._new_segment(end))
-        os.fsync(self._segments[-1].fd)  # bytes that a killed writer left to the kernel count as written from here on
-        sync_directory(self.directory)
+        # bytes that a killed writer left to the kernel count as written from here on
+        os.fsync(self._segments[-1].fd)
+        durable.sync_directory(self.directory)
 
     def _checked(self, path: Path, start: int, may_be_torn: bool) -> Segment:
-        data = path.read_bytes()
-        good = good_end(data)
-        if good < len(data):
-            if not may_be_torn or has_frame_after(data, good):
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            good = max((end for _, end, _ in frames(file.fileno(), size)), default=0)
+            damaged = good < size and (
+                not may_be_torn or has_frame_after(file.fileno(), good, size)
+            )
+        if good < size:
+            if damaged:
                 raise JournalError(
-                    f"the journal file {path} is damaged at byte {good} of {len(data)} (position {start + good}), with "
-                    f"more data behind it. Restore the file from a copy; or move {self.directory} away to begin with "
+                    f"the journal file {path} is damaged at byte {good} of {size} (position "
+                    f"{start + good}), with "
+                    f"more data behind it. Restore the file from a copy; or move {self.directory} "
+                    "away to begin with "
                     f"an empty buffer, which loses the experiences that were not trained yet."
                 )
             logger.warning(
-                "journal file %s: cutting off a torn record of %d bytes at byte %d (position %d), which was "
+                "journal file %s: cutting off a torn record of %d bytes at byte %d (position %d), "
+                "which was "
                 "never acknowledged",
                 path,
-                len(data) - good,
+                size - good,
                 good,
                 start + good,
             )
@@ -210,7 +238,7 @@ class Journal:
     def _new_segment(self, start: int) -> Segment:
         path = self.directory / f"{start:020d}.log"
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-        sync_directory(self.directory)
+        durable.sync_directory(self.directory)
         return Segment(path, start, start, fd)
 
     # Writing
@@ -235,15 +263,19 @@ class Journal:
         self._check()
         data = b"".join(map(frame, payloads))
         segment = self._segments[-1]
-        if segment.end > segment.start and segment.end - segment.start + len(data) > self.segment_bytes:
+        if (
+            segment.end > segment.start
+            and segment.end - segment.start + len(data) > self.segment_bytes
+        ):
             self.sync()
             segment = self._new_segment(segment.end)
             self._segments.append(segment)
         try:
-            write_all(segment.fd, data)
+            durable.write_all(segment.fd, data)
         except OSError as error:
             self._failure = error
-            os.ftruncate(segment.fd, segment.end - segment.start)  # no half record in front of a later one
+            # no half record in front of a later one
+            os.ftruncate(segment.fd, segment.end - segment.start)
             raise JournalError(f"cannot write {segment.path}: {error}") from error
         segment.end += len(data)
         return segment.end
@@ -258,14 +290,17 @@ class Journal:
                 return
             try:
                 os.fsync(segment.fd)
-            except OSError as error:  # the kernel may have dropped the pages: nothing later may be called durable
+            # the kernel may have dropped the pages: nothing later may be called durable
+            except OSError as error:
                 self._failure = error
                 raise JournalError(f"cannot sync {segment.path}: {error}") from error
             self.fsyncs += 1
             self._durable = end
 
     async def commit(self) -> None:
-        """Return when all that was appended before this call is durable; concurrent callers share one fsync."""
+        """Return when all that was appended before this call is
+        durable; concurrent callers share one fsync.
+        """
         self._check()
         self.commits += 1
         end = self.position
@@ -276,36 +311,46 @@ class Journal:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise JournalError(f"the journal {self.directory} failed before: {self._failure}") from self._failure
+            raise JournalError(
+                f"the journal {self.directory} failed before: {self._failure}"
+            ) from self._failure
         if not self._segments:
             raise JournalError(f"the journal {self.directory} is closed")
 
     # Reading
 
     def read(self, position: int) -> bytes:
-        """The record that begins at `position`. Runs in any thread, but not while `install` runs."""
+        """The record that begins at `position`.
+
+        Runs in any thread, but not while `install` runs.
+        """
         index = bisect.bisect_right(self._segments, position, key=lambda segment: segment.start) - 1
         segment = self._segments[max(index, 0)]
         offset = position - segment.start
-        header = os.pread(segment.fd, HEADER.size, offset)
-        length = HEADER.unpack(header)[1] if len(header) == HEADER.size else 0
-        data = header + os.pread(segment.fd, length, offset + HEADER.size)
-        if not segment.start <= position < segment.end or payload_end(memoryview(data), 0) != len(data):
-            raise JournalError(f"no correct record at position {position} (byte {offset} of {segment.path})")
-        return data[HEADER.size :]
+        payload = (
+            payload_at(segment.fd, offset, segment.end - segment.start) if offset >= 0 else None
+        )
+        if payload is None:
+            raise JournalError(
+                f"no correct record at position {position} (byte {offset} of {segment.path})"
+            )
+        return payload
 
-    def records(self, start: int | None = None, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    def records(
+        self, start: int | None = None, stop: int | None = None
+    ) -> Iterator[tuple[int, bytes]]:
         """(position, record) of all records that begin in [start, stop), in order."""
         for segment in list(self._segments):
-            if (start is not None and segment.end <= start) or (stop is not None and segment.start >= stop):
+            if (start is not None and segment.end <= start) or (
+                stop is not None and segment.start >= stop
+            ):
                 continue
-            data = os.pread(segment.fd, segment.end - segment.start, 0)
-            whole = 0
-            for begin, whole in frames(data):
-                position = segment.start + begin
+            size, whole = segment.end - segment.start, 0
+            for begin, end, payload in frames(segment.fd, size):
+                whole, position = end, segment.start + begin
                 if (start is None or position >= start) and (stop is None or position < stop):
-                    yield position, data[begin + HEADER.size : whole]
-            if whole < len(data):
+                    yield position, payload
+            if whole < size:
                 raise JournalError(f"the journal file {segment.path} is damaged at byte {whole}")
 
     # Retention: whole segments go, and what must stay of them moves into a base file
@@ -317,14 +362,17 @@ class Journal:
         return starts[-1] if starts else None
 
     def write_base(self, end: int, payloads: Iterable[bytes]) -> Base:
-        """Write what stays of the records before `end` (from `cut`) beside the log. Runs in any thread."""
+        """Write what stays of the records before `end` (from `cut`) beside the log.
+
+        Runs in any thread.
+        """
         path = self.directory / f"{end:020d}.base.tmp"
         offsets, size = [], 0
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             for payload in payloads:
                 data = frame(payload)
-                write_all(fd, data)
+                durable.write_all(fd, data)
                 offsets.append(size)
                 size += len(data)
             os.fsync(fd)
@@ -333,14 +381,23 @@ class Journal:
         return Base(path, end, [end - size + offset for offset in offsets])
 
     def install(self, base: Base) -> None:
-        """Put `base` in the place of all files before its end: one rename, then the old files go."""
+        """Put `base` in the place of all files before its end:
+        one rename, then the old files go.
+        """
         path = base.path.with_suffix("")
         os.rename(base.path, path)
-        sync_directory(self.directory)
+        durable.sync_directory(self.directory)
         size = path.stat().st_size
-        old = [segment for segment in self._segments if segment.end <= base.end and segment is not self._segments[-1]]
+        old = [
+            segment
+            for segment in self._segments
+            if segment.end <= base.end and segment is not self._segments[-1]
+        ]
         kept = self._segments[len(old) :]
-        self._segments = [Segment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)), *kept]
+        self._segments = [
+            Segment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
+            *kept,
+        ]
         for segment in old:
             os.close(segment.fd)
             segment.path.unlink()

@@ -1,8 +1,9 @@
-"""Progress that survives: a journal, the state it folds to, and where in it every group's experiences lie.
+"""Progress that survives: a journal, the state it folds to, and where in it every group's
+experiences lie.
 
-In: `append(record)`, durable after `await commit()`. Out: `progress`, and the experiences of a lease, read from the
-journal. `retain` drops what no checkpoint needs. Invariant: `progress` is the fold of the journal's records, in order;
-a record that cannot be written changes nothing.
+In: `append(record)`, durable after `await commit()`. Out: `progress`, and the experiences of a
+lease, read from the journal. `retain` drops what no checkpoint needs. Invariant: `progress` is the
+fold of the journal's records, in order; a record that cannot be written changes nothing.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from rft.buffer.delivery import Part
 from rft.buffer.journal import Journal
 from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
-from rft.experience import encode
+from rft.ground.experience import encode
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,9 @@ def read_parts(journal: Journal, rows: list[tuple[int, Part]]) -> list[Part]:
 
 
 def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[int | None, bytes]]:
-    """What must stay of the records before `end`, each with its group where it holds the experiences of one."""
+    """What must stay of the records before `end`, each with its group where it holds the
+    experiences of one.
+    """
     progress, rows = Progress(), {}
     for position, payload in journal.records(stop=end):
         record = decode_record(payload)
@@ -49,7 +52,8 @@ class Ledger:
         self.journal = Journal(directory, segment_bytes)
         self.progress = Progress()
         self._rows: dict[int, int] = {}  # group -> position of its experiences
-        self._finished: list[tuple[int, int]] = []  # (position, finished steps there), where it changed
+        # (position, finished steps there), where it changed
+        self._finished: list[tuple[int, int]] = []
         self._files = asyncio.Lock()  # rows do not move while a batch is read
         self._retention = asyncio.Lock()
         for position, payload in self.journal.records():
@@ -74,7 +78,10 @@ class Ledger:
         uses = lease.uses or [0] * len(lease.groups)
         async with self._files:
             rows = [
-                (self._rows[g.number], Part(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count))
+                (
+                    self._rows[g.number],
+                    Part(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count),
+                )
                 for g, count in zip(lease.groups, uses, strict=True)
             ]
             return await asyncio.to_thread(read_parts, self.journal, rows)
@@ -82,7 +89,9 @@ class Ledger:
     def stored(self) -> Iterator[Part]:
         """All groups that have experiences here, by number."""
         progress = self.progress
-        leased = {group.number: group for lease in progress.leases.values() for group in lease.groups}
+        leased = {
+            group.number: group for lease in progress.leases.values() for group in lease.groups
+        }
         for number, group in sorted((leased | progress.pool | progress.waiting).items()):
             if group.stored:
                 part = Part(group=number, timeline=group.run_epoch, experiences=b"")
@@ -111,9 +120,18 @@ class Ledger:
         base = await asyncio.to_thread(self.journal.write_base, end, payloads())
         async with self._files:
             self.journal.install(base)
-            moved = {group: at for group, at in zip(groups, base.positions, strict=True) if group is not None}
+            moved = {
+                group: at
+                for group, at in zip(groups, base.positions, strict=True)
+                if group is not None
+            }
             self._rows = moved | {group: at for group, at in self._rows.items() if at >= end}
             earlier = [mark for mark in self._finished if mark[0] < end]
             self._finished = [*earlier[-1:], *(mark for mark in self._finished if mark[0] >= end)]
             self.progress.forget(oldest)
-        logger.info("journal cut from %d to %d bytes; batches from step %d on stay", before, self.journal.size, oldest)
+        logger.info(
+            "journal cut from %d to %d bytes; batches from step %d on stay",
+            before,
+            self.journal.size,
+            oldest,
+        )

@@ -1,20 +1,23 @@
-"""What has happened to every group: a pure state machine that the journal's records rebuild exactly. No I/O, no clock.
+"""What has happened to every group: a pure state machine that the journal's records rebuild
+exactly. No I/O, no clock.
 
     issued ──► stored ──► leased(step) ──► consumed(step)
        └─────► failed   └► evicted └─► kept for another step, where a replay buffer is on
 
-In: `apply(record)`, for a record that was just journaled or is read back. Out: how many slots are free, which groups a
-step takes, what an explorer has to run again, where its taskset continues.
+In: `apply(record)`, for a record that was just journaled or is read back. Out: how many slots are
+free, which groups a step takes, what an explorer has to run again, where its taskset continues.
 
-Step k (counted from 0) trains policy version k into k + 1. Groups are numbered as they are admitted and steps take them
-in that order. A group is active from issue until a version that contains its step is published; at most
-`(max_staleness + 1) * tasks_per_step` are active. A new group can therefore only end up in a step that is at most
-`max_staleness` after the version published when it started. After a restart the same bound decides when an unfinished
-group may start again (`ahead`), because it starts anew on the version that is published then.
+Step k (counted from 0) trains policy version k into k + 1. Groups are numbered as they are admitted
+and steps take them in that order. A group is active from issue until a version that contains its
+step is published; at most `(max_staleness + 1) * tasks_per_step` are active. A new group can
+therefore only end up in a step that is at most `max_staleness` after the version published when it
+started. After a restart the same bound decides when an unfinished group may start again (`ahead`),
+because it starts anew on the version that is published then.
 
-Invariants: a group is leased at most once, for good (a resume replays the lease, it never regroups); a group is
-either failed, evicted or in exactly one lease or still waiting, so none is lost and none is trained twice. A replay buffer
-loosens this for the groups that a lease names as kept: these alone may be in a later lease too.
+Invariants: a group is leased at most once, for good (a resume replays the lease, it never
+regroups); a group is either failed, evicted or in exactly one lease or still waiting, so none is
+lost and none is trained twice. A replay buffer loosens this for the groups that a lease names as
+kept: these alone may be in a later lease too.
 """
 
 from collections.abc import Iterable
@@ -23,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from rft.experience import Record
+from rft.ground.experience import Record
 
 
 class Issued(Record, tag="issued", kw_only=True):
@@ -38,7 +41,9 @@ class Issued(Record, tag="issued", kw_only=True):
 
 
 class Attached(Record, tag="attached", kw_only=True):
-    """A new process is `explorer`: what the last one left unfinished waits until it is restarted."""
+    """A new process is `explorer`: what the last one left
+    unfinished waits until it is restarted.
+    """
 
     explorer: str
 
@@ -52,7 +57,10 @@ class Restarted(Record, tag="restarted", kw_only=True):
 
 
 class Stored(Record, tag="stored", kw_only=True):
-    """The experiences of a group, an encoded list. `told`: what its explorer's task selector learned of it."""
+    """The experiences of a group, an encoded list.
+
+    `told`: what its explorer's task selector learned of it.
+    """
 
     group: int
     experiences: bytes
@@ -123,7 +131,17 @@ class Folded(Record, tag="folded", kw_only=True):
 
 
 JournalRecord = (
-    Issued | Attached | Restarted | Stored | Failed | Leased | Evicted | Pooled | Consumed | Resumed | Folded
+    Issued
+    | Attached
+    | Restarted
+    | Stored
+    | Failed
+    | Leased
+    | Evicted
+    | Pooled
+    | Consumed
+    | Resumed
+    | Folded
 )
 _decoder = msgspec.msgpack.Decoder(JournalRecord)
 
@@ -134,7 +152,10 @@ def decode_record(payload: bytes) -> JournalRecord:
 
 @dataclass
 class Group:
-    """One admitted task. `task` is dropped once it is stored; `version` is None while it waits for a restart."""
+    """One admitted task.
+
+    `task` is dropped once it is stored; `version` is None while it waits for a restart.
+    """
 
     number: int
     explorer: str
@@ -149,12 +170,19 @@ class Group:
 
 def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
     """Whether any step after `step` would train the group later than `max_staleness` allows."""
-    return max_staleness is not None and group.version is not None and step - group.version >= max_staleness
+    return (
+        max_staleness is not None
+        and group.version is not None
+        and step - group.version >= max_staleness
+    )
 
 
 @dataclass
 class Lease:
-    """The batch of one step, and the run epoch that took it first. `uses`: of each group, where a replay buffer is on."""
+    """The batch of one step, and the run epoch that took it first.
+
+    `uses`: of each group, where a replay buffer is on.
+    """
 
     trainer: str
     run_epoch: int
@@ -170,7 +198,11 @@ class Lease:
 
 @dataclass
 class Progress:
-    """The state. `waiting` are the groups that no step has taken, in admission order; `pool` those that one may take again."""
+    """The state.
+
+    `waiting` are the groups that no step has taken, in admission order; `pool` those that one may
+    take again.
+    """
 
     waiting: dict[int, Group] = field(default_factory=dict)
     pool: dict[int, Group] = field(default_factory=dict)
@@ -184,7 +216,8 @@ class Progress:
     num_stored: int = 0
     num_failed: int = 0
     num_evicted: int = 0
-    told: dict[str, list[list[Any]]] = field(default_factory=dict)  # by explorer, for all of the run: small
+    # by explorer, for all of the run: small
+    told: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     # Records
 
@@ -200,7 +233,9 @@ class Progress:
             case Stored():
                 group = self.waiting[record.group]
                 group.stored, group.task = True, b""
-                group.model_version = record.version if record.version is not None else group.version
+                group.model_version = (
+                    record.version if record.version is not None else group.version
+                )
                 self.num_stored += 1
                 if record.told is not None:
                     self.told.setdefault(group.explorer, []).append(record.told)
@@ -235,8 +270,12 @@ class Progress:
                     setattr(self, name, getattr(record, name))
 
     def _lease(self, record: Leased) -> None:
-        groups = [self.waiting.pop(number, None) or self.pool.pop(number) for number in record.groups]
-        self.leases[record.step] = Lease(record.trainer, record.run_epoch, groups, record.at, record.uses)
+        groups = [
+            self.waiting.pop(number, None) or self.pool.pop(number) for number in record.groups
+        ]
+        self.leases[record.step] = Lease(
+            record.trainer, record.run_epoch, groups, record.at, record.uses
+        )
         self.next_step = max(self.next_step, record.step + 1)
         for group, uses in zip(groups, record.uses, strict=False):
             group.uses, group.leased_at = uses, record.at
@@ -254,7 +293,9 @@ class Progress:
         return (max_staleness + 1) * tasks_per_step - self.active(published)
 
     def ahead(self, group: int, published: int) -> int:
-        """Active groups in front of a waiting one; it may start when they are fewer than all slots."""
+        """Active groups in front of a waiting one; it may start
+        when they are fewer than all slots.
+        """
         return sum(number < group for number in self.waiting) + self._uncovered(published)
 
     def _uncovered(self, published: int) -> int:
@@ -262,18 +303,28 @@ class Progress:
         return sum(self.leases[step].num_first for step in steps if step in self.leases)
 
     def missing(self, total_steps: int, tasks_per_step: int) -> int:
-        """How many more groups the steps before `total_steps` need, if none of those that wait fails."""
+        """How many more groups the steps before `total_steps` need,
+        if none of those that wait fails.
+        """
         return (total_steps - self.next_step) * tasks_per_step - len(self.waiting)
 
     def asks(
-        self, published: int, stored_before: int, interval: int, tasks_per_step: int, max_staleness: int | None
+        self,
+        published: int,
+        stored_before: int,
+        interval: int,
+        tasks_per_step: int,
+        max_staleness: int | None,
     ) -> bool:
-        """Whether explorers want a version after `published`: they have finished `interval` steps' worth of groups since, or all
-        that they may start with it. `stored_before`: `num_stored` when it was published.
+        """Whether explorers want a version after `published`: they have finished `interval` steps'
+        worth of groups since, or all that they may start with it. `stored_before`: `num_stored`
+        when it was published.
         """
         if self.num_stored - stored_before >= interval * tasks_per_step:
             return True
-        no_slots = max_staleness is not None and self.slots(published, tasks_per_step, max_staleness) <= 0
+        no_slots = (
+            max_staleness is not None and self.slots(published, tasks_per_step, max_staleness) <= 0
+        )
         return no_slots and not self.has_running()
 
     # Steps
@@ -281,8 +332,8 @@ class Progress:
     def wanted(self, step: int, tasks_per_step: int, max_staleness: int | None) -> list[Group]:
         """The groups that `step` has to take: the next ones in admission order.
 
-        More than `tasks_per_step` only when an earlier step was incomplete: then those that the next step could only
-        train too late come along.
+        More than `tasks_per_step` only when an earlier step was incomplete: then those that the
+        next step could only train too late come along.
         """
         return [
             group
@@ -302,7 +353,8 @@ class Progress:
     def check_resume(self, step: int) -> None:
         if step < self.oldest_step:
             raise ValueError(
-                f"cannot resume at step {step}: the journal was cut and keeps batches from step {self.oldest_step} on. "
+                f"cannot resume at step {step}: the journal was cut and keeps batches from step "
+                f"{self.oldest_step} on. "
                 f"Resume from a newer checkpoint, or begin with an empty buffer directory."
             )
 
@@ -311,8 +363,14 @@ class Progress:
         return sorted(leased for leased in self.leases if leased >= step)
 
     def unfinished(self, explorer: str) -> list[Group]:
-        """Groups of `explorer` that were issued and have neither experiences nor failed, in admission order."""
-        return [group for group in self.waiting.values() if group.explorer == explorer and not group.stored]
+        """Groups of `explorer` that were issued and have neither experiences nor failed, in
+        admission order.
+        """
+        return [
+            group
+            for group in self.waiting.values()
+            if group.explorer == explorer and not group.stored
+        ]
 
     # Retention
 
@@ -322,8 +380,15 @@ class Progress:
         self.oldest_step = max(self.oldest_step, oldest_step)
 
     def survivors(self) -> Iterable[JournalRecord]:
-        """Records that rebuild this state. `Stored` ones come without experiences: the caller puts them in."""
-        groups = self.waiting | self.pool | {g.number: g for lease in self.leases.values() for g in lease.groups}
+        """Records that rebuild this state.
+
+        `Stored` ones come without experiences: the caller puts them in.
+        """
+        groups = (
+            self.waiting
+            | self.pool
+            | {g.number: g for lease in self.leases.values() for g in lease.groups}
+        )
         for _, group in sorted(groups.items()):
             yield Issued(
                 group=group.number,
@@ -350,6 +415,8 @@ class Progress:
         if any(lease.uses for lease in self.leases.values()) or self.pool:
             pool = self.pool.values()
             yield Pooled(
-                groups=list(self.pool), uses=[group.uses for group in pool], at=[group.leased_at for group in pool]
+                groups=list(self.pool),
+                uses=[group.uses for group in pool],
+                at=[group.leased_at for group in pool],
             )
         yield Folded(**{name: getattr(self, name) for name in Folded.__struct_fields__})

@@ -1,15 +1,17 @@
 """Training on a group more than once: which groups come first, and which stay for another time.
 
-In: what is known of a group (the version that sampled it, how often it was trained on, when last), the time, a seed. Out: an order
-of groups, and after each use whether the group stays. Pure functions of these, so a resumed run decides as the one before did;
-what was decided is in the journal anyway.
+In: what is known of a group (the version that sampled it, how often it was trained on, when last),
+the time, a seed. Out: an order of groups, and after each use whether the group stays. Pure
+functions of these, so a resumed run decides as the one before did; what was decided is in the
+journal anyway.
 
     linear_decay                                    priority = version - decay * uses; always stays
-    linear_decay_use_count_control_randomization    the same + N(0, sigma); stays while uses < use_count_limit (0: always)
+    linear_decay_use_count_control_randomization    the same + N(0, sigma); stays while uses <
+                                                    use_count_limit (0: always)
     decay_limit_randomization                       another name of the second
 
-A group cools down for `reuse_cooldown_time` seconds after each use; without that time nothing is used again, and only the order is
-another than that of admission.
+A group cools down for `reuse_cooldown_time` seconds after each use; without that time nothing is
+used again, and only the order is another than that of admission.
 """
 
 import random
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rft.buffer.progress import Group
-from rft.config_buffer import ReplayBufferConfig
+from rft.config.buffer import ReplayBufferConfig
 
 DECAY, SIGMA, USE_COUNT_LIMIT = 2.0, 0.0, 3
 CONTROLLED = "linear_decay_use_count_control_randomization"
@@ -72,7 +74,9 @@ class Replay:
         self.seed = seed
 
     def priority(self, group: Group) -> float:
-        return self.function.priority(group.model_version or 0, group.uses, f"{self.seed}/{group.number}/{group.uses}")
+        return self.function.priority(
+            group.model_version or 0, group.uses, f"{self.seed}/{group.number}/{group.uses}"
+        )
 
     def stays(self, group: Group) -> bool:
         """After its next use."""
@@ -89,14 +93,25 @@ class Replay:
 
     def wake(self, groups: Iterable[Group], now: float) -> float | None:
         """Seconds until the next one has cooled down."""
-        return min((at - now for group in groups if (at := self.free_at(group)) > now), default=None)
+        return min(
+            (at - now for group in groups if (at := self.free_at(group)) > now), default=None
+        )
 
     def surplus(self, groups: list[Group]) -> list[Group]:
-        """Those that must go while there are more than `capacity`: of the lowest priority, the oldest."""
+        """Those that must go while there are more than `capacity`:
+        of the lowest priority, the oldest.
+        """
         over = len(groups) - self.capacity
-        return sorted(groups, key=lambda group: (self.priority(group), group.number))[:over] if over > 0 else []
+        return (
+            sorted(groups, key=lambda group: (self.priority(group), group.number))[:over]
+            if over > 0
+            else []
+        )
 
 
 def arguments(given: dict[str, Any]) -> dict[str, Any]:
     """Names are checked before the run; numbers may have come as text."""
-    return {name: int(value) if name == "use_count_limit" else float(value) for name, value in given.items()}
+    return {
+        name: int(value) if name == "use_count_limit" else float(value)
+        for name, value in given.items()
+    }

@@ -1,18 +1,23 @@
-"""The experience buffer of a run as tables in a database: explorers and trainers on several machines share it.
+"""The experience buffer of a run as tables in a database: explorers and trainers on several
+machines share it.
 
-    explorer process ── admit, put ──►  groups, experiences  ◄── take, consumed, retain ── trainer process
+    explorer process ── admit, put ──►  groups, experiences  ◄── take, consumed, retain ── trainer
+                                                             process
                         (a slot each)   (one database)           (a lease per step)
 
-The interface is that of `ExperienceBuffer`; any number of processes have one each on the same tables. Every call is a transaction
-that decides about rows that it has locked, so what holds for one process holds for all. The oldest groups are taken first. Waiting
-is looking again: at once after a change by this process, every WATCH_S after one by another.
+The interface is that of `ExperienceBuffer`; any number of processes have one each on the same
+tables. Every call is a transaction that decides about rows that it has locked, so what holds for
+one process holds for all. The oldest groups are taken first. Waiting is looking again: at once
+after a change by this process, every WATCH_S after one by another.
 
-A process says every `lease_s / 4` seconds that it lives. Groups of an explorer that is silent for `lease_s` are not waited for,
-until it comes back. Leases of a trainer that is silent for so long, of steps that its newest checkpoint does not have, are given
-to a trainer that asks; the silent one is told when it comes back, before it can save what it made of them.
+A process says every `lease_s / 4` seconds that it lives. Groups of an explorer that is silent for
+`lease_s` are not waited for, until it comes back. Leases of a trainer that is silent for so long,
+of steps that its newest checkpoint does not have, are given to a trainer that asks; the silent one
+is told when it comes back, before it can save what it made of them.
 
-Invariants: a group is held by at most one trainer, for one step; a step of a trainer has one batch, which comes again after a
-restart; experiences are deleted only when no checkpoint that could need them is retained.
+Invariants: a group is held by at most one trainer, for one step; a step of a trainer has one batch,
+which comes again after a restart; experiences are deleted only when no checkpoint that could need
+them is retained.
 """
 
 import asyncio
@@ -20,6 +25,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,26 +33,34 @@ import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from rft.buffer import sql_steps as steps
+from rft.buffer.calls import BatchedCalls, Waiters
 from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of
-from rft.buffer.several import Several
 from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, connect, create
-from rft.buffer.waits import Waits
 from rft.config import ExperienceBufferConfig
-from rft.experience import encode
+from rft.ground.experience import encode
 
 WATCH_S = 0.2  # between two looks at what other processes have changed
 COUNTERS = (
-    "experiences", "duplicate_puts", "late_abandons", "short_groups", "incomplete_batches", "over_stale_groups", "bad_rewards",
+    "experiences",
+    "duplicate_puts",
+    "late_abandons",
+    "short_groups",
+    "incomplete_batches",
+    "over_stale_groups",
+    "bad_rewards",
     "oversized_groups",
-)  # fmt: skip
+)
 
 logger = logging.getLogger(__name__)
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-class SqlBuffer(Several):
-    """One process's end of it. `owner`: the run, whose trainer it is and whose versions its explorers serve."""
+class SqlBuffer(BatchedCalls):
+    """One process's end of it.
+
+    `owner`: the run, whose trainer it is and whose versions its explorers serve.
+    """
 
     def __init__(
         self,
@@ -67,7 +81,9 @@ class SqlBuffer(Several):
         self._engine = connect(str(config.path))
         create(self._engine, self._tables)
         self._steps = steps.Steps(self._tables, tasks_per_step, max_staleness, config.lease_s)
-        self._pool = ThreadPoolExecutor(1 if self._engine.dialect.name == "sqlite" else 4, thread_name_prefix="buffer")
+        self._pool = ThreadPoolExecutor(
+            1 if self._engine.dialect.name == "sqlite" else 4, thread_name_prefix="buffer"
+        )
         self._explorers: dict[str, int] = {}  # attached to this process, and as which incarnation
         self._trainer: tuple[str, int] | None = None  # attached to this process, and its run epoch
         self._attempt = 0
@@ -78,27 +94,37 @@ class SqlBuffer(Several):
         self._input_done = False
         self._counts: Counter[str] = Counter()
         self._changes = 0
-        self._waits = Waits()
+        self._waits = Waiters()
         self._admission = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
 
     # Explorers
 
     async def attach_explorer(self, name: str) -> dict[str, Any]:
-        """Begin as explorer `name` of this run; whoever was it before is no longer served. As `ExperienceBuffer` does."""
+        """Begin as explorer `name` of this run; whoever was it before is no longer served.
+
+        As `ExperienceBuffer` does.
+        """
         me = f"{self.owner}/{name}"
 
         def attach(db: Connection) -> dict[str, Any]:
             self._explorers[me], cursor = self._steps.attach_explorer(db, me)
             reissue = self._steps.unfinished(db, me)
             told = self._steps.told(db, me)
-            return {"cursor": cursor, "reissue": reissue, "run_epoch": self._epoch(db), "told": told}
+            return {
+                "cursor": cursor,
+                "reissue": reissue,
+                "run_epoch": self._epoch(db),
+                "told": told,
+            }
 
         found = await self._do(attach)
         self._beat()
         return found
 
-    async def admit_some(self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
+    async def admit_some(
+        self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]
+    ) -> list[int]:
         """As `ExperienceBuffer.admit_some`. All explorers share the slots."""
         me = f"{self.owner}/{explorer}"
 
@@ -107,17 +133,24 @@ class SqlBuffer(Several):
             self._check_explorer(db, me)
             numbers: list[int] = []
             for task, cursor in tasks:
-                free = self._steps.may_admit(db, f"{self.owner}/trainer", self._published, self.total_steps)
+                free = self._steps.may_admit(
+                    db, f"{self.owner}/trainer", self._published, self.total_steps
+                )
                 if free is not True:
                     return WAIT if free is WAIT and not numbers else numbers
-                numbers.append(self._steps.issue(db, me, task, encode(cursor), self._version_now(), self._epoch(db)))
+                numbers.append(
+                    self._steps.issue(
+                        db, me, task, encode(cursor), self._version_now(), self._epoch(db)
+                    )
+                )
             return numbers
 
         async with self._admission:
             numbers = await self._until(admit)
         if numbers is WAIT:
             raise TimeoutError(
-                f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: it serves version {self._published}, "
+                f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: it serves "
+                f"version {self._published}, "
                 f"and too many groups are ahead ({await self._where()})"
             )
         return numbers
@@ -131,14 +164,19 @@ class SqlBuffer(Several):
             if not self._steps.is_free(db, f"{self.owner}/trainer", group, self._published):
                 return WAIT
             if not self._steps.restart(db, me, group, self._version_now(), self._epoch(db)):
-                raise ValueError(f"group {group} is not an unfinished group of explorer {explorer!r}")
+                raise ValueError(
+                    f"group {group} is not an unfinished group of explorer {explorer!r}"
+                )
             return True
 
         if await self._until(readmit) is WAIT:
-            raise TimeoutError(f"group {group} could not start again in {self.timeout:g} s ({await self._where()})")
+            raise TimeoutError(
+                f"group {group} could not start again in {self.timeout:g} s ({await self._where()})"
+            )
 
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None:
-        """Store the encoded list of a group's experiences; durable on return. A second put changes nothing.
+        """Store the encoded list of a group's experiences; durable on return. A second put changes
+        nothing.
 
         `told`: as for `ExperienceBuffer.put`.
         """
@@ -150,7 +188,10 @@ class SqlBuffer(Several):
             self._counts["bad_rewards"] += 1
         elif largest > self.max_bytes:
             self._counts["oversized_groups"] += 1
-            why = f"an experience has {largest} bytes, more than experience_buffer.max_experience_mb allows ({self.max_bytes})"
+            why = (
+                f"an experience has {largest} bytes, more than "
+                f"experience_buffer.max_experience_mb allows ({self.max_bytes})"
+            )
         if why:
             await self.abandon(group, why)
             return
@@ -182,7 +223,10 @@ class SqlBuffer(Several):
             self._counts["late_abandons"] += 1
 
     async def input_done(self, explorer: str | None = None) -> None:
-        """The taskset of this explorer is exhausted. None: this process knows that nobody will add anything."""
+        """The taskset of this explorer is exhausted.
+
+        None: this process knows that nobody will add anything.
+        """
         if explorer is None:
             self._input_done = True
             await self._notify()
@@ -191,8 +235,12 @@ class SqlBuffer(Several):
 
     # Trainer
 
-    async def attach_trainer(self, step: int, run_epoch: int, trainer: str = "trainer") -> dict[str, Any]:
-        """Begin or resume at `step` = policy version: batches already leased from there on come again, the same."""
+    async def attach_trainer(
+        self, step: int, run_epoch: int, trainer: str = "trainer"
+    ) -> dict[str, Any]:
+        """Begin or resume at `step` = policy version: batches already leased from there on come
+        again, the same.
+        """
         me = f"{self.owner}/{trainer}"
 
         def attach(db: Connection) -> dict[str, Any]:
@@ -206,13 +254,21 @@ class SqlBuffer(Several):
         self._stopped = self._stopped if self._stop_is_failure else ""
         self._beat()
         logger.info(
-            "%s begins at step %d in run epoch %d: %d batches are replayed", me, step, run_epoch, len(found["replay"])
+            "%s begins at step %d in run epoch %d: %d batches are replayed",
+            me,
+            step,
+            run_epoch,
+            len(found["replay"]),
         )
         await self._notify()
         return found
 
-    async def take(self, step: int, trainer: str = "trainer", min_model_version: int | None = None) -> bytes:
-        """The encoded `Delivery` of `step`, leased durably; as `ExperienceBuffer.take`, from the oldest group on."""
+    async def take(
+        self, step: int, trainer: str = "trainer", min_model_version: int | None = None
+    ) -> bytes:
+        """The encoded `Delivery` of `step`, leased durably; as `ExperienceBuffer.take`, from the
+        oldest group on.
+        """
         loop = asyncio.get_running_loop()
         begin, attempt = loop.time(), self._attempt
         if self.total_steps is not None and step >= self.total_steps:
@@ -225,7 +281,9 @@ class SqlBuffer(Several):
             self._steps.lock_trainer(db, me, epoch)
             lease = self._steps.lease(db, me, step)
             if lease is None:
-                numbers = self._steps.choose(db, me, step, min_model_version, self._input_done, incomplete)
+                numbers = self._steps.choose(
+                    db, me, step, min_model_version, self._input_done, incomplete
+                )
                 if numbers is WAIT or not numbers:
                     return WAIT if numbers is WAIT else ([], False)
                 late = self._steps.take(db, me, step, epoch, numbers)
@@ -242,14 +300,20 @@ class SqlBuffer(Several):
             if self._stopped:
                 return encode(Delivery(step=step))
             raise TimeoutError(
-                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is an explorer alive? "
+                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is an "
+                "explorer alive? "
                 f"({await self._where()})"
             )
         parts, replayed = found
-        return encode(Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin))
+        return encode(
+            Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin)
+        )
 
     async def consumed(self, step: int) -> None:
-        """The trainer has finished `step`. Raises if the batch was given to another trainer meanwhile."""
+        """The trainer has finished `step`.
+
+        Raises if the batch was given to another trainer meanwhile.
+        """
         me, epoch = self._trainer or ("", 0)
         await self._do(lambda db: self._steps.consumed(db, me, epoch, step))
 
@@ -264,12 +328,18 @@ class SqlBuffer(Several):
         await self._notify()
 
     async def wants_weights(self, interval: int) -> bool:
-        """Whether the explorers of this process ask for a newer version; asked by the trainer after a step."""
+        """Whether the explorers of this process ask for a newer
+        version; asked by the trainer after a step.
+        """
         if self._published is None:
             return False
         return await self._do(
             lambda db: self._steps.asks(
-                db, f"{self.owner}/trainer", int(self._published or 0), self._stored_before, interval
+                db,
+                f"{self.owner}/trainer",
+                int(self._published or 0),
+                self._stored_before,
+                interval,
             )
         )
 
@@ -285,7 +355,9 @@ class SqlBuffer(Several):
         await self._do(lambda db: self._steps.saved(db, me, step))
 
     async def retain(self, position: int, step: int | None = None) -> None:
-        """Experiences of steps before `step` may go: no retained checkpoint of this trainer is older."""
+        """Experiences of steps before `step` may go: no retained
+        checkpoint of this trainer is older.
+        """
         me = self._trainer[0] if self._trainer else ""
         if step is not None:
             await self._do(lambda db: self._steps.forget(db, me, step))
@@ -294,14 +366,20 @@ class SqlBuffer(Several):
 
     async def stats(self) -> dict[str, Any]:
         found = await self._do(self._steps.count, tells=False)
-        return {**found, "published": self._published, **{name: self._counts[name] for name in COUNTERS}}
+        return {
+            **found,
+            "published": self._published,
+            **{name: self._counts[name] for name in COUNTERS},
+        }
 
     async def watch(self) -> None:
         """Return when the buffer is closed, raise when its database fails; until then, wait."""
         await self._waits.watch()
 
     async def stop(self, reason: str = "") -> None:
-        """A `take` that waits, and every later one, is answered as at the end of the run; with a `reason` it raises that."""
+        """A `take` that waits, and every later one, is answered as at the end of the run; with a
+        `reason` it raises that.
+        """
         self._stopped = reason or "stopped"
         self._stop_is_failure = bool(reason)
         await self._notify()
@@ -364,7 +442,10 @@ class SqlBuffer(Several):
             await asyncio.sleep(self.lease_s / 4)
             try:
                 trainer = self._trainer[0] if self._trainer else None
-                await self._do(lambda db: self._steps.beat(db, list(self._explorers), trainer), tells=False)  # noqa: B023
+                await self._do(
+                    partial(self._steps.beat, explorers=list(self._explorers), trainer=trainer),
+                    tells=False,
+                )  # noqa: B023
             except Exception as error:  # ends the run through `watch`: nobody awaits this task
                 self._waits.fail(error)
                 return
@@ -372,7 +453,8 @@ class SqlBuffer(Several):
     def _check_explorer(self, db: Connection, name: str) -> None:
         if self._steps.incarnation(db, name) != self._explorers.get(name):
             raise Lost(
-                f"another process has begun as explorer {name}: give every explorer of a run its own explorer.name"
+                f"another process has begun as explorer {name}: give every explorer of a run its "
+                "own explorer.name"
             )
 
     def _epoch(self, db: Connection) -> int:

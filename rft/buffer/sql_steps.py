@@ -1,7 +1,9 @@
-"""The transactions of a buffer in a database, piece by piece: admission, storing, leases, what silent processes held.
+"""The transactions of a buffer in a database, piece by piece: admission, storing, leases, what
+silent processes held.
 
-In: a connection whose transaction the caller began. Out: rows read and changed in it. Invariant: whoever decides about a row has it
-locked (PostgreSQL: for update; SQLite: the whole database), so two processes never decide about the same one at the same time.
+In: a connection whose transaction the caller began. Out: rows read and changed in it. Invariant:
+whoever decides about a row has it locked (PostgreSQL: for update; SQLite: the whole database), so
+two processes never decide about the same one at the same time.
 """
 
 from collections.abc import Sequence
@@ -14,8 +16,8 @@ from sqlalchemy import Connection
 from rft.buffer.delivery import Facts, Part, oldest_version
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_tables import OPEN, Tables, blobs, now
-from rft.experience import decode, encode
-from rft.monitor import redact
+from rft.ground import redact
+from rft.ground.experience import decode, encode
 
 WAIT = object()  # not now: look again after a change
 
@@ -28,7 +30,8 @@ def failure(error: sql.exc.SQLAlchemyError) -> JournalError:
     """In one line, without the statement's values."""
     cause = str(getattr(error, "orig", None) or error).strip().splitlines()
     return JournalError(
-        f"the experience buffer's database failed: {redact.text(cause[0] if cause else type(error).__name__)}"
+        "the experience buffer's database failed: "
+        f"{redact.text(cause[0] if cause else type(error).__name__)}"
     )
 
 
@@ -44,10 +47,14 @@ class Steps:
     def attach_explorer(self, db: Connection, name: str) -> tuple[int, dict[str, Any] | None]:
         """(incarnation, cursor); what the last one left has to be started again."""
         explorers, groups = self.tables.explorers, self.tables.groups
-        found = db.execute(sql.select(explorers).where(explorers.c.name == name).with_for_update()).first()
+        found = db.execute(
+            sql.select(explorers).where(explorers.c.name == name).with_for_update()
+        ).first()
         incarnation = found.incarnation + 1 if found else 1
         if found is None:
-            db.execute(explorers.insert().values(name=name, incarnation=incarnation, done=0, heard=now(db)))
+            db.execute(
+                explorers.insert().values(name=name, incarnation=incarnation, done=0, heard=now(db))
+            )
         else:
             again = {"incarnation": incarnation, "done": 0, "heard": now(db)}
             db.execute(explorers.update().where(explorers.c.name == name).values(again))
@@ -57,18 +64,27 @@ class Steps:
 
     def unfinished(self, db: Connection, name: str) -> list[tuple[int, bytes]]:
         groups = self.tables.groups
-        query = sql.select(groups.c.number, groups.c.task).where(groups.c.explorer == name, groups.c.state == "left")
+        query = sql.select(groups.c.number, groups.c.task).where(
+            groups.c.explorer == name, groups.c.state == "left"
+        )
         return [(row.number, row.task) for row in db.execute(query.order_by(groups.c.number))]
 
     def told(self, db: Connection, name: str) -> list[list[Any]]:
         """What the task selector of this explorer was told, in that order."""
         groups = self.tables.groups
-        query = sql.select(groups.c.told).where(groups.c.explorer == name, groups.c.told.is_not(None))
-        return [decode(lesson, list[Any]) for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars()]
+        query = sql.select(groups.c.told).where(
+            groups.c.explorer == name, groups.c.told.is_not(None)
+        )
+        return [
+            decode(lesson, list[Any])
+            for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars()
+        ]
 
     def incarnation(self, db: Connection, name: str) -> int | None:
         explorers = self.tables.explorers
-        return db.execute(sql.select(explorers.c.incarnation).where(explorers.c.name == name)).scalar()
+        return db.execute(
+            sql.select(explorers.c.incarnation).where(explorers.c.name == name)
+        ).scalar()
 
     def done(self, db: Connection, name: str) -> None:
         explorers = self.tables.explorers
@@ -77,16 +93,20 @@ class Steps:
     def lock_buffer(self, db: Connection) -> None:
         """Admission is one after another, over all explorers."""
         buffers = self.tables.buffers
-        db.execute(sql.select(buffers.c.next_group).where(buffers.c.name == self.tables.name).with_for_update())
+        db.execute(
+            sql.select(buffers.c.next_group)
+            .where(buffers.c.name == self.tables.name)
+            .with_for_update()
+        )
 
     def may_admit(
         self, db: Connection, trainer: str, published: int | None, total_steps: int | None
     ) -> bool | object | None:
         """True, or WAIT, or None: the steps that are left have all that they need."""
         waiting = self._waiting(db)
-        if total_steps is not None and (total_steps - self.next_step(db, trainer)) * self.tasks_per_step <= sum(
-            waiting
-        ):
+        if total_steps is not None and (
+            total_steps - self.next_step(db, trainer)
+        ) * self.tasks_per_step <= sum(waiting):
             return WAIT if waiting[1] else None
         if self.max_staleness is None:
             return True
@@ -96,7 +116,13 @@ class Steps:
         return True if active < (self.max_staleness + 1) * self.tasks_per_step else WAIT
 
     def issue(
-        self, db: Connection, explorer: str, task: bytes, cursor: bytes, version: int | None, run_epoch: int
+        self,
+        db: Connection,
+        explorer: str,
+        task: bytes,
+        cursor: bytes,
+        version: int | None,
+        run_epoch: int,
     ) -> int:
         buffers, groups, explorers = self.tables.buffers, self.tables.groups, self.tables.explorers
         here = buffers.c.name == self.tables.name
@@ -104,14 +130,25 @@ class Steps:
         db.execute(buffers.update().where(here).values(next_group=number + 1))
         db.execute(
             groups.insert().values(
-                number=number, explorer=explorer, task=task, version=version, run_epoch=run_epoch, state="running"
+                number=number,
+                explorer=explorer,
+                task=task,
+                version=version,
+                run_epoch=run_epoch,
+                state="running",
             )
         )
-        db.execute(explorers.update().where(explorers.c.name == explorer).values(cursor=cursor, heard=now(db)))
+        db.execute(
+            explorers.update()
+            .where(explorers.c.name == explorer)
+            .values(cursor=cursor, heard=now(db))
+        )
         return number
 
     def is_free(self, db: Connection, trainer: str, group: int, published: int | None) -> bool:
-        """Whether an unfinished group may start again: few enough that no step has taken are in front of it."""
+        """Whether an unfinished group may start again: few enough that no step has taken are in
+        front of it.
+        """
         groups = self.tables.groups
         state = db.execute(sql.select(groups.c.state).where(groups.c.number == group)).scalar()
         if self.max_staleness is None or state != "left":
@@ -119,18 +156,29 @@ class Steps:
         if published is None:
             return False
         ahead = self._waiting(db, before=group)
-        return sum(ahead) + self._uncovered(db, trainer, published) < (self.max_staleness + 1) * self.tasks_per_step
+        return (
+            sum(ahead) + self._uncovered(db, trainer, published)
+            < (self.max_staleness + 1) * self.tasks_per_step
+        )
 
-    def restart(self, db: Connection, explorer: str, group: int, version: int | None, run_epoch: int) -> bool:
+    def restart(
+        self, db: Connection, explorer: str, group: int, version: int | None, run_epoch: int
+    ) -> bool:
         groups = self.tables.groups
-        mine = (groups.c.number == group) & (groups.c.explorer == explorer) & (groups.c.state == "left")
+        mine = (
+            (groups.c.number == group)
+            & (groups.c.explorer == explorer)
+            & (groups.c.state == "left")
+        )
         again = {"state": "running", "version": version, "run_epoch": run_epoch}
         return db.execute(groups.update().where(mine).values(again)).rowcount == 1
 
     def is_open(self, db: Connection, group: int) -> bool:
         """Whether the group waits for its experiences; locks it."""
         groups = self.tables.groups
-        state = db.execute(sql.select(groups.c.state).where(groups.c.number == group).with_for_update()).scalar()
+        state = db.execute(
+            sql.select(groups.c.state).where(groups.c.number == group).with_for_update()
+        ).scalar()
         if state is None:
             raise ValueError(f"group {group} was never admitted")
         return state in ("running", "left")
@@ -147,11 +195,15 @@ class Steps:
         groups = self.tables.groups
         values = [
             {
-                "group": group, "number": number, "task": task, "model_version": oldest_version([fact]), "reward": fact.reward,
+                "group": group,
+                "number": number,
+                "task": task,
+                "model_version": oldest_version([fact]),
+                "reward": fact.reward,
                 "data": bytes(row),
             }
             for number, (row, fact, task) in enumerate(zip(rows, facts, tasks, strict=True))
-        ]  # fmt: skip
+        ]
         db.execute(self.tables.experiences.insert(), values)
         found = {
             "state": "stored",
@@ -165,23 +217,34 @@ class Steps:
 
     def fail(self, db: Connection, group: int, reason: str) -> None:
         groups = self.tables.groups
-        db.execute(groups.update().where(groups.c.number == group).values(state="failed", task=b"", reason=reason))
+        db.execute(
+            groups.update()
+            .where(groups.c.number == group)
+            .values(state="failed", task=b"", reason=reason)
+        )
 
     # Trainers
 
     def attach_trainer(self, db: Connection, name: str, step: int, run_epoch: int) -> None:
         trainers = self.tables.trainers
-        found = db.execute(sql.select(trainers).where(trainers.c.name == name).with_for_update()).first()
+        found = db.execute(
+            sql.select(trainers).where(trainers.c.name == name).with_for_update()
+        ).first()
         values = {"run_epoch": run_epoch, "version": step, "heard": now(db)}
         if found is None:
             db.execute(trainers.insert().values(name=name, saved=step, oldest_step=0, **values))
             return
         if found.run_epoch > run_epoch:
-            raise Lost(f"trainer {name} has begun a later attempt, {found.run_epoch}: this one, {run_epoch}, is over")
+            raise Lost(
+                f"trainer {name} has begun a later attempt, {found.run_epoch}: this one, "
+                f"{run_epoch}, is over"
+            )
         if step < found.oldest_step:
             raise ValueError(
-                f"cannot resume at step {step}: the database keeps batches of {name} from step {found.oldest_step} on. "
-                f"Resume from a newer checkpoint, or set another buffer.trainer_input.experience_buffer.name."
+                f"cannot resume at step {step}: the database keeps batches of {name} from step "
+                f"{found.oldest_step} on. "
+                "Resume from a newer checkpoint, or set another "
+                "buffer.trainer_input.experience_buffer.name."
             )
         db.execute(trainers.update().where(trainers.c.name == name).values(values))
 
@@ -199,24 +262,39 @@ class Steps:
 
     def lock_trainer(self, db: Connection, name: str, run_epoch: int) -> None:
         trainers = self.tables.trainers
-        found = db.execute(sql.select(trainers.c.run_epoch).where(trainers.c.name == name).with_for_update()).scalar()
+        found = db.execute(
+            sql.select(trainers.c.run_epoch).where(trainers.c.name == name).with_for_update()
+        ).scalar()
         if found != run_epoch:
             raise Lost(
-                f"another process has begun as trainer {name} since: this one, of run epoch {run_epoch}, is over"
+                f"another process has begun as trainer {name} since: this one, of run epoch "
+                f"{run_epoch}, is over"
             )
 
     def lease(self, db: Connection, trainer: str, step: int) -> int | None:
         """The run epoch that took the batch of `step` first; None: nobody has."""
         leases = self.tables.leases
-        query = sql.select(leases.c.run_epoch).where(leases.c.trainer == trainer, leases.c.step == step)
+        query = sql.select(leases.c.run_epoch).where(
+            leases.c.trainer == trainer, leases.c.step == step
+        )
         return db.execute(query).scalar()
 
     def choose(
-        self, db: Connection, trainer: str, step: int, min_model_version: int | None, input_done: bool, incomplete: bool
+        self,
+        db: Connection,
+        trainer: str,
+        step: int,
+        min_model_version: int | None,
+        input_done: bool,
+        incomplete: bool,
     ) -> list[int] | object:
-        """The groups of `step`, the oldest first, locked; none when nothing will ever come; WAIT."""
+        """The groups of `step`, the oldest first, locked; none
+        when nothing will ever come; WAIT.
+        """
         if step != self.next_step(db, trainer):
-            raise ValueError(f"cannot take step {step}: the next one is {self.next_step(db, trainer)}")
+            raise ValueError(
+                f"cannot take step {step}: the next one is {self.next_step(db, trainer)}"
+            )
         groups = self.tables.groups
         is_over = input_done or self._all_done(
             db
@@ -224,17 +302,29 @@ class Steps:
         self._release_of_the_silent(db, trainer)
         if min_model_version is not None:
             old = (
-                (groups.c.state == "stored") & groups.c.trainer.is_(None) & (groups.c.model_version < min_model_version)
+                (groups.c.state == "stored")
+                & groups.c.trainer.is_(None)
+                & (groups.c.model_version < min_model_version)
             )
-            db.execute(groups.update().where(old).values(state="evicted", reason=f"before version {min_model_version}"))
+            db.execute(
+                groups.update()
+                .where(old)
+                .values(state="evicted", reason=f"before version {min_model_version}")
+            )
         ordered = self.max_staleness is not None and not incomplete and not input_done
         found = self._ordered(db, step) if ordered else self._stored(db)
-        is_complete = len(found) >= self.tasks_per_step and all(state == "stored" for _, state in found)
+        is_complete = len(found) >= self.tasks_per_step and all(
+            state == "stored" for _, state in found
+        )
         if is_complete or (incomplete and found):
             return [number for number, _ in found]
         if incomplete or not is_over:
             return WAIT
-        return [number for number, _ in found] if all(state == "stored" for _, state in found) else WAIT
+        return (
+            [number for number, _ in found]
+            if all(state == "stored" for _, state in found)
+            else WAIT
+        )
 
     def _stored(self, db: Connection) -> list[tuple[int, str]]:
         """The oldest stored groups that no other transaction is about to take."""
@@ -242,57 +332,89 @@ class Steps:
         query = sql.select(groups.c.number, groups.c.state).where(
             groups.c.state == "stored", groups.c.trainer.is_(None)
         )
-        query = query.order_by(groups.c.number).limit(self.tasks_per_step).with_for_update(skip_locked=True)
+        query = (
+            query.order_by(groups.c.number)
+            .limit(self.tasks_per_step)
+            .with_for_update(skip_locked=True)
+        )
         return [(row.number, row.state) for row in db.execute(query)]
 
     def _ordered(self, db: Connection, step: int) -> list[tuple[int, str]]:
-        """The next groups in admission order, stored or not, and those that the next step would train too late."""
+        """The next groups in admission order, stored or not, and those that the next step would
+        train too late.
+        """
         groups = self.tables.groups
-        query = sql.select(groups.c.number, groups.c.state, groups.c.version).where(self._is_awaited(db))
+        query = sql.select(groups.c.number, groups.c.state, groups.c.version).where(
+            self._is_awaited(db)
+        )
         rows = db.execute(query.order_by(groups.c.number).with_for_update()).all()
         limit = int(self.max_staleness or 0)
         return [
             (row.number, row.state)
             for index, row in enumerate(rows)
-            if index < self.tasks_per_step or (row.version is not None and step - row.version >= limit)
+            if index < self.tasks_per_step
+            or (row.version is not None and step - row.version >= limit)
         ]
 
-    def take(self, db: Connection, trainer: str, step: int, run_epoch: int, numbers: list[int]) -> list[int]:
+    def take(
+        self, db: Connection, trainer: str, step: int, run_epoch: int, numbers: list[int]
+    ) -> list[int]:
         """Lease these groups; returns those that are trained later than `max_staleness` allows."""
         groups, limit = self.tables.groups, self.max_staleness
-        db.execute(self.tables.leases.insert().values(trainer=trainer, step=step, run_epoch=run_epoch, at=now(db)))
+        db.execute(
+            self.tables.leases.insert().values(
+                trainer=trainer, step=step, run_epoch=run_epoch, at=now(db)
+            )
+        )
         chosen = groups.c.number.in_(numbers)
         db.execute(groups.update().where(chosen).values(trainer=trainer, step=step))
         if limit is None:
             return []
-        return list(db.execute(sql.select(groups.c.number).where(chosen, groups.c.version < step - limit)).scalars())
+        return list(
+            db.execute(
+                sql.select(groups.c.number).where(chosen, groups.c.version < step - limit)
+            ).scalars()
+        )
 
     def parts(self, db: Connection, trainer: str, step: int) -> list[Part]:
         """The groups of a lease with all of their experiences, in admission order."""
         groups = self.tables.groups
         held = (groups.c.trainer == trainer) & (groups.c.step == step)
-        query = sql.select(groups.c.number, groups.c.run_epoch, groups.c.size).where(held).order_by(groups.c.number)
+        query = (
+            sql.select(groups.c.number, groups.c.run_epoch, groups.c.size)
+            .where(held)
+            .order_by(groups.c.number)
+        )
         found = []
         for group in db.execute(query).all():
             experiences = blobs(db, self.tables, group.number)
             if len(experiences) != group.size:
                 raise JournalError(
-                    f"the database has {len(experiences)} of the {group.size} experiences of group {group.number}, which step "
-                    f"{step} of {trainer} needs: restore the rows of {self.tables.experiences.name} that were deleted, or resume "
+                    f"the database has {len(experiences)} of the {group.size} experiences of group "
+                    f"{group.number}, which step "
+                    f"{step} of {trainer} needs: restore the rows of "
+                    f"{self.tables.experiences.name} that were deleted, or resume "
                     f"from another checkpoint"
                 )
-            found.append(Part(group=group.number, timeline=group.run_epoch, experiences=encode(experiences)))
+            found.append(
+                Part(group=group.number, timeline=group.run_epoch, experiences=encode(experiences))
+            )
         return found
 
     def consumed(self, db: Connection, trainer: str, run_epoch: int, step: int) -> None:
         self.lock_trainer(db, trainer, run_epoch)
         if self.lease(db, trainer, step) is None:
             raise Lost(
-                f"the batch of step {step} is no longer {trainer}'s: it was silent for experience_buffer.lease_s="
+                f"the batch of step {step} is no longer {trainer}'s: it was silent for "
+                "experience_buffer.lease_s="
                 f"{self.lease_s:g} s, and another trainer has it; go on from the newest checkpoint"
             )
         trainers = self.tables.trainers
-        db.execute(trainers.update().where(trainers.c.name == trainer).values(version=step + 1, heard=now(db)))
+        db.execute(
+            trainers.update()
+            .where(trainers.c.name == trainer)
+            .values(version=step + 1, heard=now(db))
+        )
 
     def saved(self, db: Connection, trainer: str, step: int) -> None:
         trainers = self.tables.trainers
@@ -301,8 +423,11 @@ class Steps:
 
     def forget(self, db: Connection, trainer: str, step: int) -> None:
         groups, rows, leases, trainers = (
-            self.tables.groups, self.tables.experiences, self.tables.leases, self.tables.trainers,
-        )  # fmt: skip
+            self.tables.groups,
+            self.tables.experiences,
+            self.tables.leases,
+            self.tables.trainers,
+        )
         done = (groups.c.trainer == trainer) & (groups.c.step < step) & (groups.c.state == "stored")
         db.execute(rows.delete().where(rows.c.group.in_(sql.select(groups.c.number).where(done))))
         db.execute(groups.update().where(done).values(state="consumed"))
@@ -313,44 +438,65 @@ class Steps:
     def next_step(self, db: Connection, trainer: str) -> int:
         """The first step of this trainer that has no lease."""
         leases, trainers = self.tables.leases, self.tables.trainers
-        last = db.execute(sql.select(sql.func.max(leases.c.step)).where(leases.c.trainer == trainer)).scalar()
-        version = db.execute(sql.select(trainers.c.version).where(trainers.c.name == trainer)).scalar()
+        last = db.execute(
+            sql.select(sql.func.max(leases.c.step)).where(leases.c.trainer == trainer)
+        ).scalar()
+        version = db.execute(
+            sql.select(trainers.c.version).where(trainers.c.name == trainer)
+        ).scalar()
         return max(int(version or 0), -1 if last is None else int(last) + 1)
 
     def run_epoch(self, db: Connection, trainer: str) -> int:
         trainers = self.tables.trainers
-        return int(db.execute(sql.select(trainers.c.run_epoch).where(trainers.c.name == trainer)).scalar() or 0)
+        return int(
+            db.execute(sql.select(trainers.c.run_epoch).where(trainers.c.name == trainer)).scalar()
+            or 0
+        )
 
-    def asks(self, db: Connection, trainer: str, published: int, stored_before: int, interval: int) -> bool:
+    def asks(
+        self, db: Connection, trainer: str, published: int, stored_before: int, interval: int
+    ) -> bool:
         """As `Progress.asks`."""
         if self.count(db)["stored"] - stored_before >= interval * self.tasks_per_step:
             return True
         stored, running = self._waiting(db)
         if self.max_staleness is None or running:
             return False
-        return stored + self._uncovered(db, trainer, published) >= (self.max_staleness + 1) * self.tasks_per_step
+        return (
+            stored + self._uncovered(db, trainer, published)
+            >= (self.max_staleness + 1) * self.tasks_per_step
+        )
 
     # All
 
     def beat(self, db: Connection, explorers: list[str], trainer: str | None) -> None:
         heard = now(db)
-        for table, names in ((self.tables.explorers, explorers), (self.tables.trainers, [trainer] if trainer else [])):
+        for table, names in (
+            (self.tables.explorers, explorers),
+            (self.tables.trainers, [trainer] if trainer else []),
+        ):
             if names:
                 db.execute(table.update().where(table.c.name.in_(names)).values(heard=heard))
 
     def count(self, db: Connection) -> dict[str, int]:
         groups = self.tables.groups
         state, held = groups.c.state, groups.c.trainer.is_not(None)
-        query = sql.select(state, held.label("held"), sql.func.count().label("number")).group_by(state, held)
+        query = sql.select(state, held.label("held"), sql.func.count().label("number")).group_by(
+            state, held
+        )
         found = {(row.state, bool(row.held)): int(row.number) for row in db.execute(query)}
         ready, stored = found.get(("stored", False), 0), found.get(("stored", True), 0)
         return {
             "issued": sum(found.values()),
-            "stored": ready + stored + sum(n for (name, _), n in found.items() if name in ("consumed", "evicted")),
+            "stored": ready
+            + stored
+            + sum(n for (name, _), n in found.items() if name in ("consumed", "evicted")),
             "failed": found.get(("failed", False), 0),
             "evicted": found.get(("evicted", False), 0),
             "ready_groups": ready,
-            "running_groups": sum(n for (name, _), n in found.items() if name in ("running", "left")),
+            "running_groups": sum(
+                n for (name, _), n in found.items() if name in ("running", "left")
+            ),
         }
 
     def _trainer(self, db: Connection, name: str) -> Any:
@@ -360,7 +506,9 @@ class Steps:
     def _waiting(self, db: Connection, before: int | None = None) -> tuple[int, int]:
         """Groups that no step has taken: stored, and those that an explorer that lives works on."""
         groups = self.tables.groups
-        query = sql.select(groups.c.state, sql.func.count().label("number")).where(self._is_awaited(db))
+        query = sql.select(groups.c.state, sql.func.count().label("number")).where(
+            self._is_awaited(db)
+        )
         if before is not None:
             query = query.where(groups.c.number < before)
         found = {row.state: int(row.number) for row in db.execute(query.group_by(groups.c.state))}
@@ -369,13 +517,17 @@ class Steps:
 
     def _is_awaited(self, db: Connection) -> sql.ColumnElement[bool]:
         groups, explorers = self.tables.groups, self.tables.explorers
-        alive = sql.select(explorers.c.name).where(explorers.c.heard >= now(db) - self.lease_s, explorers.c.done == 0)
+        alive = sql.select(explorers.c.name).where(
+            explorers.c.heard >= now(db) - self.lease_s, explorers.c.done == 0
+        )
         is_open = groups.c.state.in_(OPEN) & groups.c.trainer.is_(None)
         return is_open & ((groups.c.state == "stored") | groups.c.explorer.in_(alive))
 
     def _uncovered(self, db: Connection, trainer: str, published: int) -> int:
         groups = self.tables.groups
-        query = sql.select(sql.func.count()).where(groups.c.trainer == trainer, groups.c.step >= published)
+        query = sql.select(sql.func.count()).where(
+            groups.c.trainer == trainer, groups.c.step >= published
+        )
         return int(db.execute(query).scalar_one())
 
     def _all_done(self, db: Connection) -> bool:
@@ -388,8 +540,14 @@ class Steps:
         """Batches that a silent trainer took and has not saved are free again."""
         trainers, groups, leases = self.tables.trainers, self.tables.groups, self.tables.leases
         silent = (trainers.c.heard < now(db) - self.lease_s) & (trainers.c.name != asking)
-        for row in db.execute(sql.select(trainers).where(silent).with_for_update(skip_locked=True)).all():
+        for row in db.execute(
+            sql.select(trainers).where(silent).with_for_update(skip_locked=True)
+        ).all():
             lost = (leases.c.trainer == row.name) & (leases.c.step >= row.saved)
             if db.execute(leases.delete().where(lost)).rowcount:
-                mine = (groups.c.trainer == row.name) & (groups.c.step >= row.saved) & (groups.c.state == "stored")
+                mine = (
+                    (groups.c.trainer == row.name)
+                    & (groups.c.step >= row.saved)
+                    & (groups.c.state == "stored")
+                )
                 db.execute(groups.update().where(mine).values(trainer=None, step=None))

@@ -1,12 +1,18 @@
-"""The tables of a buffer in a database, how they are opened, and the questions that more than one call asks of them.
+"""The tables of a buffer in a database, how they are opened, and the questions that more than one
+call asks of them.
 
-In: a URL (`sqlite:///file` on one machine, `postgresql://user@host/base` for several) and the buffer's name, which the names of its
-tables begin with. Out: an `Engine` and the tables. A transaction sees and changes them alone: SQLite's begin with the write lock,
-PostgreSQL's lock the rows that they decide about. Invariant: an experience is msgpack, and no column holds anything executable.
+In: a URL (`sqlite:///file` on one machine, `postgresql://user@host/base` for several) and the
+buffer's name, which the names of its tables begin with. Out: an `Engine` and the tables. A
+transaction sees and changes them alone: SQLite's begin with the write lock, PostgreSQL's lock the
+rows that they decide about. Invariant: an experience is msgpack, and no column holds anything
+executable.
 
-    groups       one row per task admitted, `number` in admission order; who made it, who holds it for which step
-    experiences  one row per experience, until no retained checkpoint of the trainer that holds it is older
-    leases       which trainer took which step's batch      trainers, explorers   how far each is, and when it was last heard of
+    groups       one row per task admitted, `number` in admission order; who made it, who holds it
+                 for which step
+    experiences  one row per experience, until no retained checkpoint of the trainer that holds it
+                 is older
+    leases       which trainer took which step's batch      trainers, explorers
+            how far each is, and when it was last heard of
 """
 
 import re
@@ -17,12 +23,23 @@ from dataclasses import dataclass, field
 
 import msgspec
 import sqlalchemy as sql
-from sqlalchemy import BigInteger, Column, Connection, Engine, Float, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+)
 
 from rft.buffer.delivery import Part
 from rft.config import ConfigError, ExperienceBufferConfig
-from rft.experience import encode
-from rft.monitor import redact
+from rft.ground import redact
+from rft.ground.experience import encode
 
 SCHEMA = 1
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
@@ -35,7 +52,11 @@ OPEN = ("running", "left", "stored")  # states of a group that some step may sti
 
 @dataclass
 class Tables:
-    """Of one buffer. A group's states: running, left (its explorer has to start it again), stored, consumed, failed, evicted."""
+    """Of one buffer.
+
+    A group's states: running, left (its explorer has to start it again), stored, consumed, failed,
+    evicted.
+    """
 
     name: str
     metadata: MetaData = field(default_factory=MetaData)
@@ -43,34 +64,63 @@ class Tables:
     def __post_init__(self) -> None:
         text, big = String, BigInteger
         self.buffers = Table(
-            "rft_buffers", self.metadata, Column("name", text, primary_key=True), Column("version", Integer, nullable=False),
+            "rft_buffers",
+            self.metadata,
+            Column("name", text, primary_key=True),
+            Column("version", Integer, nullable=False),
             Column("next_group", big, nullable=False),
-        )  # fmt: skip
+        )
         self.groups = self._table(
-            "groups", Column("number", big, primary_key=True, autoincrement=False), Column("explorer", text),
-            Column("task", LargeBinary), Column("version", Integer), Column("run_epoch", Integer),
-            Column("state", text, nullable=False), Column("reason", text), Column("size", Integer),
-            Column("model_version", Integer), Column("stored_at", Float), Column("trainer", text), Column("step", Integer),
-            Column("told", LargeBinary), sql.Index(f"{self.name}_by_state", "state", "number"),
+            "groups",
+            Column("number", big, primary_key=True, autoincrement=False),
+            Column("explorer", text),
+            Column("task", LargeBinary),
+            Column("version", Integer),
+            Column("run_epoch", Integer),
+            Column("state", text, nullable=False),
+            Column("reason", text),
+            Column("size", Integer),
+            Column("model_version", Integer),
+            Column("stored_at", Float),
+            Column("trainer", text),
+            Column("step", Integer),
+            Column("told", LargeBinary),
+            sql.Index(f"{self.name}_by_state", "state", "number"),
             sql.Index(f"{self.name}_by_lease", "trainer", "step"),
-        )  # fmt: skip
+        )
         self.experiences = self._table(
-            "experiences", Column("group", big, primary_key=True, autoincrement=False),
-            Column("number", Integer, primary_key=True, autoincrement=False), Column("task", text),
-            Column("model_version", Integer), Column("reward", Float), Column("data", LargeBinary, nullable=False),
-        )  # fmt: skip
+            "experiences",
+            Column("group", big, primary_key=True, autoincrement=False),
+            Column("number", Integer, primary_key=True, autoincrement=False),
+            Column("task", text),
+            Column("model_version", Integer),
+            Column("reward", Float),
+            Column("data", LargeBinary, nullable=False),
+        )
         self.leases = self._table(
-            "leases", Column("trainer", text, primary_key=True), Column("step", Integer, primary_key=True, autoincrement=False),
-            Column("run_epoch", Integer), Column("at", Float),
-        )  # fmt: skip
+            "leases",
+            Column("trainer", text, primary_key=True),
+            Column("step", Integer, primary_key=True, autoincrement=False),
+            Column("run_epoch", Integer),
+            Column("at", Float),
+        )
         self.trainers = self._table(
-            "trainers", Column("name", text, primary_key=True), Column("run_epoch", Integer), Column("version", Integer),
-            Column("saved", Integer), Column("oldest_step", Integer), Column("heard", Float),
-        )  # fmt: skip
+            "trainers",
+            Column("name", text, primary_key=True),
+            Column("run_epoch", Integer),
+            Column("version", Integer),
+            Column("saved", Integer),
+            Column("oldest_step", Integer),
+            Column("heard", Float),
+        )
         self.explorers = self._table(
-            "explorers", Column("name", text, primary_key=True), Column("incarnation", Integer), Column("cursor", LargeBinary),
-            Column("done", Integer), Column("heard", Float),
-        )  # fmt: skip
+            "explorers",
+            Column("name", text, primary_key=True),
+            Column("incarnation", Integer),
+            Column("cursor", LargeBinary),
+            Column("done", Integer),
+            Column("heard", Float),
+        )
 
     def _table(self, kind: str, *columns: Column | sql.Index) -> Table:
         return Table(f"{self.name}_{kind}", self.metadata, *columns)
@@ -87,13 +137,16 @@ def connect(url: str) -> Engine:
     kind = kind.partition("+")[0]
     if not found or kind not in DRIVERS:
         raise ConfigError(
-            f"{KEY}.path={shown(url)}: storage_type=sql needs sqlite:////absolute/file.db, or postgresql://user:password@host/database"
+            f"{KEY}.path={shown(url)}: storage_type=sql needs sqlite:////absolute/file.db, or "
+            "postgresql://user:password@host/database"
         )
     try:
         address = sql.make_url(url).set(drivername=DRIVERS[kind])
         if kind == "sqlite":
             return _sqlite(
-                sql.create_engine(address, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False})
+                sql.create_engine(
+                    address, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False}
+                )
             )
         return sql.create_engine(
             address,
@@ -102,7 +155,9 @@ def connect(url: str) -> Engine:
             connect_args={"connect_timeout": int(LOCK_WAIT_S)},
         )
     except (sql.exc.ArgumentError, ValueError) as error:
-        raise ConfigError(f"{KEY}.path={shown(url)}: no database URL ({error}); correct it") from None
+        raise ConfigError(
+            f"{KEY}.path={shown(url)}: no database URL ({error}); correct it"
+        ) from None
     except ImportError as error:
         raise ConfigError(f"{KEY}.path={shown(url)}: {error}; install psycopg[binary]") from None
 
@@ -122,7 +177,9 @@ def _sqlite(engine: Engine) -> Engine:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Of processes that open a new file at once one changes its journal; SQLite refuses the others without waiting."""
+    """Of processes that open a new file at once one changes its journal; SQLite refuses the others
+    without waiting.
+    """
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -135,14 +192,24 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
 
 
 def create(engine: Engine, tables: Tables) -> None:
-    """Make the tables where they are not there; several processes may do so at a time. Raises ConfigError for another schema."""
+    """Make the tables where they are not there; several processes may do so at a time.
+
+    Raises ConfigError for another schema.
+    """
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(sql.text("select pg_advisory_xact_lock(hashtext('rft_buffers'))"))
         _check_schema(connection, tables)
         tables.metadata.create_all(connection)
-        if connection.execute(sql.select(tables.buffers).where(tables.buffers.c.name == tables.name)).first() is None:
-            connection.execute(tables.buffers.insert().values(name=tables.name, version=SCHEMA, next_group=0))
+        if (
+            connection.execute(
+                sql.select(tables.buffers).where(tables.buffers.c.name == tables.name)
+            ).first()
+            is None
+        ):
+            connection.execute(
+                tables.buffers.insert().values(name=tables.name, version=SCHEMA, next_group=0)
+            )
 
 
 def _check_schema(connection: Connection, tables: Tables) -> None:
@@ -157,30 +224,44 @@ def _check_schema(connection: Connection, tables: Tables) -> None:
             else f"has version {version} of the tables, and this rft knows version {SCHEMA}"
         )
     if wrong is None and tables.groups.name in there:
-        found = {column["name"] for column in sql.inspect(connection).get_columns(tables.groups.name)}
+        found = {
+            column["name"] for column in sql.inspect(connection).get_columns(tables.groups.name)
+        }
         missing = sorted({column.name for column in tables.groups.columns} - found)
-        wrong = f"has a table {tables.groups.name} without {', '.join(missing)}" if missing else None
+        wrong = (
+            f"has a table {tables.groups.name} without {', '.join(missing)}" if missing else None
+        )
     if wrong:
-        raise ConfigError(f"{KEY}.path: the database {wrong}: set another {KEY}.name, or another database")
+        raise ConfigError(
+            f"{KEY}.path: the database {wrong}: set another {KEY}.name, or another database"
+        )
 
 
-def check_database(config: ExperienceBufferConfig) -> None:
-    """Refuse, before anything starts, a database that does not answer or holds something else."""
+def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> None:
+    """Refuse, before anything starts, a database that does not answer or holds something else.
+
+    `at_start`: it may be asked.
+    """
     if not config.path:
         raise ConfigError(
-            f"{KEY}.path: storage_type=sql needs a database: sqlite:////absolute/file.db or postgresql://..."
+            f"{KEY}.path: storage_type=sql needs a database: sqlite:////absolute/file.db or "
+            "postgresql://..."
         )
     if not NAME.fullmatch(config.name):
         raise ConfigError(
-            f"{KEY}.name={config.name}: it begins the names of tables: use letters, digits and _, at most 40"
+            f"{KEY}.name={config.name}: it begins the names of tables: use letters, digits and _, "
+            "at most 40"
         )
+    if not at_start:
+        return
     engine = connect(config.path)
     try:
         create(engine, Tables(config.name))
     except sql.exc.SQLAlchemyError as error:
         cause = redact.text(str(getattr(error, "orig", None) or error).strip().splitlines()[0])
         raise ConfigError(
-            f"{KEY}.path={shown(config.path)}: the database cannot be used: {cause}; correct it or start it"
+            f"{KEY}.path={shown(config.path)}: the database cannot be used: {cause}; correct it or "
+            "start it"
         ) from None
     finally:
         engine.dispose()
@@ -189,17 +270,29 @@ def check_database(config: ExperienceBufferConfig) -> None:
 def now(connection: Connection) -> float:
     """The database's clock: those of several machines differ."""
     if connection.dialect.name == "postgresql":
-        return float(connection.execute(sql.text("select extract(epoch from clock_timestamp())")).scalar_one())
-    return float(connection.execute(sql.text("select (julianday('now') - 2440587.5) * 86400.0")).scalar_one())
+        return float(
+            connection.execute(
+                sql.text("select extract(epoch from clock_timestamp())")
+            ).scalar_one()
+        )
+    return float(
+        connection.execute(sql.text("select (julianday('now') - 2440587.5) * 86400.0")).scalar_one()
+    )
 
 
 def stored(connection: Connection, tables: Tables) -> Iterator[Part]:
     """All groups whose experiences are there, by number."""
     groups = tables.groups
-    query = sql.select(groups.c.number, groups.c.run_epoch).where(groups.c.state == "stored").order_by(groups.c.number)
+    query = (
+        sql.select(groups.c.number, groups.c.run_epoch)
+        .where(groups.c.state == "stored")
+        .order_by(groups.c.number)
+    )
     for group in connection.execute(query).all():
         yield Part(
-            group=group.number, timeline=group.run_epoch, experiences=encode(blobs(connection, tables, group.number))
+            group=group.number,
+            timeline=group.run_epoch,
+            experiences=encode(blobs(connection, tables, group.number)),
         )
 
 

@@ -1,19 +1,26 @@
-"""The checkpoint agent: one small process per trainer rank that writes what is staged, and goes on when the trainer dies.
+"""The checkpoint agent: one small process per trainer rank that writes what is staged, and goes on
+when the trainer dies.
 
-    python -m rft.checkpoint.agent SOCKET_FD       (started by `rft.checkpoint.link` before the first step)
+    python -m rft.checkpoint.agent SOCKET_FD       (started by `rft.checkpoint.link` before the
+                                                   first step)
 
-    reader thread: messages ─► queue ─► main thread: write, receipt ─► watcher thread: commit, export
-    beat thread: says twice a second what the main thread does, so that a disk that hangs is told from an agent that is gone
+    reader thread: messages ─► queue ─► main thread: write, receipt
+            ─► watcher thread: commit, export
+    beat thread: says twice a second what the main thread does, so that a disk that hangs is told
+    from an agent that is gone
 
-In: `Settings`, then `Begin`/`Window` messages; the bytes lie in shared memory (memfd) inherited by descriptor. Out: files, reports.
-No torch, no process group, no import of the training side. Invariant: what was staged (its last `Window` received) is written and
-committed also when the trainer is gone, within `deadline_s`; then this process ends.
+In: `Settings`, then `Begin`/`Window` messages; the bytes lie in shared memory (memfd) inherited by
+descriptor. Out: files, reports. No torch, no process group, no import of the training side.
+Invariant: what was staged (its last `Window` received) is written and committed also when the
+trainer is gone, within `deadline_s`; then this process ends.
 """
 
+import contextlib
 import logging
 import mmap
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -28,7 +35,20 @@ import psutil
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer, abandon
 from rft.checkpoint.gate import Gate
-from rft.checkpoint.records import Beat, Begin, Close, Drop, Export, Exported, Failed, Freed, Ready, Settings, Window
+from rft.checkpoint.records import (
+    Beat,
+    Begin,
+    Close,
+    Drop,
+    Export,
+    Exported,
+    Exporting,
+    Failed,
+    Freed,
+    Ready,
+    Settings,
+    Window,
+)
 from rft.checkpoint.storage import Storage, open_storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Pacer, Writer
@@ -36,6 +56,7 @@ from rft.monitor import logs, trace
 
 log = logging.getLogger(__name__)
 BEAT_S = 0.5
+KILL_S = 5.0  # for a killed process to be gone, unless a disk that hangs holds it
 
 
 class Agent:
@@ -45,7 +66,9 @@ class Agent:
         self.wire = wire
         self.settings = settings
         self.storage = storage
-        self.slots = [mmap.mmap(fd, settings.slot_bytes, prot=mmap.PROT_READ) for fd in settings.slots]
+        self.slots = [
+            mmap.mmap(fd, settings.slot_bytes, prot=mmap.PROT_READ) for fd in settings.slots
+        ]
         self.gate = Gate(Path(settings.control), settings.strategy, settings.deadline_s)
         self.pacer = Pacer(settings.rate_limit)
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -57,6 +80,7 @@ class Agent:
         self._writers: dict[str, Writer] = {}
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
+        self._exporters: set[subprocess.Popen[bytes]] = set()
 
     def run(self) -> None:
         """Until the trainer says Close or is gone, and all that was staged is committed."""
@@ -91,8 +115,17 @@ class Agent:
     def _beat(self) -> None:
         while True:
             self.wire.send(Beat(doing=self.doing, for_s=time.monotonic() - self.doing_since))
-            if self.orphaned_at is not None and time.monotonic() > self.orphaned_at + self.settings.deadline_s:
-                log.error("the trainer is gone for %g s, still %s: giving up", self.settings.deadline_s, self.doing)
+            if (
+                self.orphaned_at is not None
+                and time.monotonic() > self.orphaned_at + self.settings.deadline_s
+            ):
+                log.error(
+                    "the trainer is gone for %g s, still %s: giving up",
+                    self.settings.deadline_s,
+                    self.doing,
+                )
+                for exporter in list(self._exporters):
+                    end_family(exporter)
                 os._exit(1)
             time.sleep(BEAT_S)
 
@@ -108,7 +141,9 @@ class Agent:
             self.wire.send(Freed(id=identity, slot=window.slot))
 
     def _take(self, window: Window) -> bool:
-        """May the main thread read this window's slot? From then on it is not given back until it was written."""
+        """May the main thread read this window's slot? From then on it is not given back until it
+        was written.
+        """
         with self._lock:
             is_queued = window in self._queued
             self._queued.discard(window)
@@ -130,10 +165,14 @@ class Agent:
         self._now(f"writing step {writer.begin.step}")
         try:
             with self.gate.passed(), trace.span("write", step=writer.begin.step):
-                writer.window(memoryview(self.slots[message.slot])[: message.stop - message.start], message.start)
+                writer.window(
+                    memoryview(self.slots[message.slot])[: message.stop - message.start],
+                    message.start,
+                )
                 if message.last:
                     writer.finish()
-        except Exception as error:  # whatever is wrong with one save, the agent is still there for the next
+        # whatever is wrong with one save, the agent is still there for the next
+        except Exception as error:
             log.exception("step %d cannot be written", writer.begin.step)
             self._give_up(writer, f"rank {self.settings.rank}: {error}")
         else:
@@ -141,7 +180,9 @@ class Agent:
                 self.to_watch.put(self._writers.pop(message.id))
 
     def _give_up(self, writer: Writer, cause: str) -> None:
-        """This rank's part will not come: tell the trainer, and the other agents through the drafts."""
+        """This rank's part will not come: tell the trainer, and
+        the other agents through the drafts.
+        """
         begin = writer.begin
         self._writers = {key: value for key, value in self._writers.items() if value is not writer}
         writer.abort()
@@ -166,7 +207,9 @@ class Agent:
         ended = False
         while not ended or committer.drafts:
             try:
-                writer = self.to_watch.get(timeout=self.storage.look_s if committer.drafts else None)
+                writer = self.to_watch.get(
+                    timeout=self.storage.look_s if committer.drafts else None
+                )
                 ended = ended or writer is None
                 for output in writer.begin.outputs if writer else []:
                     committer.watch(writer.begin, output, writer.started)
@@ -178,20 +221,71 @@ class Agent:
 
     def _export(self, asked: Export) -> None:
         """Hugging Face export of a committed checkpoint, in a process beside everything else."""
-        command = [sys.executable, "-m", "rft.checkpoint.export", f"{self.storage.where}/{asked.name}"]
+        command = [
+            sys.executable,
+            "-m",
+            "rft.checkpoint.export",
+            f"{self.storage.where}/{asked.name}",
+        ]
         with trace.overlapping("export", step=asked.step):
-            done = subprocess.run([*command, asked.source, asked.target], capture_output=True, text=True)
-        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            exporter = subprocess.Popen(
+                [*command, asked.source, asked.target],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._exporters.add(exporter)
+            cause = self._follow(exporter, asked.target)
+            self._exporters.discard(exporter)
         self._exported.add(asked.name)
-        self.wire.send(Exported(step=asked.step, target=asked.target, cause=words[-1] if done.returncode else ""))
+        self.wire.send(Exported(step=asked.step, target=asked.target, cause=cause))
+
+    def _follow(self, exporter: "subprocess.Popen[bytes]", target: str) -> str:
+        """Until it has ended; one that says nothing for `deadline_s` is killed.
+
+        Returns why it failed, or nothing.
+        """
+        deadline_s, said = self.settings.deadline_s, b""
+        assert exporter.stdout is not None
+        with exporter.stdout as output, contextlib.suppress(subprocess.TimeoutExpired):
+            while select.select([output], [], [], deadline_s)[0]:
+                if not (news := os.read(output.fileno(), 2**16)):
+                    code = exporter.wait(deadline_s)
+                    words = said.decode(errors="replace").split("\n")
+                    return (
+                        next(
+                            (line for line in reversed(words) if line.strip()), f"exit code {code}"
+                        )
+                        if code
+                        else ""
+                    )
+                said = (said + news)[-(2**12) :]
+                self.wire.send(Exporting(target=target))
+        end_family(exporter)
+        return (
+            f"nothing was written to {target} for {deadline_s:g} s; make it later with rft ckpt "
+            "export"
+        )
+
+
+def end_family(leader: "subprocess.Popen[bytes]") -> None:
+    """Kill a process that has a session of its own, with all of that session."""
+    if leader.poll() is None:
+        os.killpg(leader.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            leader.wait(KILL_S)
 
 
 def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage) -> None:
     """Serve the trainer at the other end of socket `descriptor` until it is done or gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a stop is the trainer's business; it says Close
+    # a stop is the trainer's business; it says Close
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     logs.hide_secrets()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     wire = Wire.of_agent(socket.socket(fileno=descriptor))
     settings = wire.receive()
     if settings is None:

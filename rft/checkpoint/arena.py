@@ -1,7 +1,9 @@
-"""Host memory for staged checkpoints: slots of anonymous shared memory (memfd), mapped here and in the agent.
+"""Host memory for staged checkpoints: slots of anonymous shared memory (memfd), mapped here and in
+the agent.
 
-memfd instead of /dev/shm: no container limit applies, and nothing is left when every holder dies. Pages are touched
-at once, so that the first save costs what the others cost; on a GPU they are pinned, once, with their exact size.
+memfd instead of /dev/shm: no container limit applies, and nothing is left when every holder dies.
+Pages are touched at once, so that the first save costs what the others cost; on a GPU they are
+pinned, once, with their exact size.
 """
 
 import ctypes
@@ -9,7 +11,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from rft.device import Device
+from rft.ground.device import Device
 
 if TYPE_CHECKING:
     import torch

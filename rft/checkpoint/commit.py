@@ -1,10 +1,12 @@
-"""From receipts to a checkpoint: watch a draft until every rank's receipt is there, verify, seal, publish, retire.
+"""From receipts to a checkpoint: watch a draft until every rank's receipt is there, verify, seal,
+publish, retire.
 
-Runs in every agent, outside the training processes. No torch. The right to commit is a lease that goes down the line:
-rank 0 has it for `lease_s` from the moment the last receipt was seen, then rank 1, and so on, each by its own clock.
-Two agents that commit the same draft do the same thing: the manifest is a function of the receipts, and of two
-renames one finds its source gone. Invariant: nothing is published that was not verified, none after a newer attempt
-has taken its epoch, nothing retired before.
+Runs in every agent, outside the training processes. No torch. The right to commit is a lease that
+goes down the line: rank 0 has it for `lease_s` from the moment the last receipt was seen, then rank
+1, and so on, each by its own clock. Two agents that commit the same draft do the same thing: the
+manifest is a function of the receipts, and of two renames one finds its source gone. Invariant:
+nothing is published that was not verified, none after a newer attempt has taken its epoch, nothing
+retired before.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from rft.checkpoint import fence, retention
 from rft.checkpoint.layout import digest
 from rft.checkpoint.records import (
     FORMAT,
+    MANIFEST,
     Begin,
     Committed,
     Failed,
@@ -31,10 +34,12 @@ from rft.checkpoint.records import (
     Settings,
     decode_json,
     encode_json,
+    final_name,
     sha256,
 )
-from rft.checkpoint.storage import LATEST, MANIFEST, Storage, committed, final_name, step_of
+from rft.checkpoint.storage import LATEST, Storage, committed, step_of
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
+from rft.ground import durable
 
 log = logging.getLogger(__name__)
 LINE = 4  # ranks that may commit; of more, all would have to look at the draft all the time
@@ -71,7 +76,10 @@ class Committer:
         self.drafts.append(Draft(begin, output, since))
 
     def look(self) -> None:
-        """One round over all drafts, oldest first. A failing medium is reported and does not end the agent."""
+        """One round over all drafts, oldest first.
+
+        A failing medium is reported and does not end the agent.
+        """
         for draft in list(self.drafts):
             try:
                 name = self._advance(draft)
@@ -83,7 +91,10 @@ class Committer:
         self.drafts = [draft for draft in self.drafts if not draft.done]
 
     def _advance(self, draft: Draft) -> str | None:
-        """Name under which the draft is published by now, by whomever; None: not yet. Raises what makes it fail."""
+        """Name under which the draft is published by now, by whomever; None: not yet.
+
+        Raises what makes it fail.
+        """
         rank, names = self.settings.rank, set(self.storage.list(draft.output.draft))
         published = self._published(draft)
         if published:
@@ -102,14 +113,21 @@ class Committer:
         return None
 
     def _check_time(self, draft: Draft, names: set[str]) -> None:
-        """Raises when a rank will not come any more: at the deadline, or at once when this job is over and its agent is gone."""
+        """Raises when a rank will not come any more: at the deadline, or at once when this job is
+        over and its agent is gone.
+        """
         missing = [r for r in range(self.settings.world) if receipt_name(r) not in names]
         if time.monotonic() > draft.since + self.settings.deadline_s:
             raise Unsound(f"no receipt of rank(s) {missing} within {self.settings.deadline_s:g} s")
         if self.orphaned():
             control = Path(self.settings.control)
-            dead = [r for r in missing if not fence.is_held(fence.lock_path(control, self.settings.epoch, r))]
-            now = set(self.storage.list(draft.output.draft))  # a receipt may have come just before its agent went
+            dead = [
+                r
+                for r in missing
+                if not durable.is_locked(fence.lock_path(control, self.settings.epoch, r))
+            ]
+            # a receipt may have come just before its agent went
+            now = set(self.storage.list(draft.output.draft))
             if any(receipt_name(r) not in now for r in dead) and not self._published(draft):
                 raise Unsound(f"rank(s) {dead} ended before their part was written")
 
@@ -151,7 +169,8 @@ class Committer:
         newest = fence.newest_epoch(Path(self.settings.control))
         if newest > self.settings.epoch:
             raise Unsound(
-                f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes nothing more"
+                f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes "
+                "nothing more"
             )
 
     def _gone(self, place: str) -> Unsound:
@@ -159,30 +178,50 @@ class Committer:
         newest = fence.newest_epoch(Path(self.settings.control))
         if newest > self.settings.epoch:
             return Unsound(f"{place} is gone: attempt {newest} of this job has taken over")
-        return Unsound(f"{self.storage.where}/{place}: No such file or directory; somebody has removed it")
+        return Unsound(
+            f"{self.storage.where}/{place}: No such file or directory; somebody has removed it"
+        )
 
     def _verified(self, draft: Draft) -> Manifest:
-        """The manifest that these receipts make; raises Unsound for receipts of different saves, layouts or sizes."""
+        """The manifest that these receipts make; raises Unsound for receipts of different saves,
+        layouts or sizes.
+        """
         receipts, digests = [], {}
         for rank in range(self.settings.world):
             path = f"{draft.output.draft}/{receipt_name(rank)}"
             data = self.storage.get(path)
             receipt = decode_json(data, Receipt)
-            if (receipt.id, receipt.rank, receipt.layout) != (draft.begin.id, rank, draft.output.layout):
-                raise Unsound(f"{path} belongs to save {receipt.id} of rank {receipt.rank}, not to {draft.begin.id}")
+            if (receipt.id, receipt.rank, receipt.layout) != (
+                draft.begin.id,
+                rank,
+                draft.output.layout,
+            ):
+                raise Unsound(
+                    f"{path} belongs to save {receipt.id} of rank {receipt.rank}, not to "
+                    f"{draft.begin.id}"
+                )
             size = self.storage.size(f"{draft.output.draft}/{receipt.file}")
             if size != receipt.bytes:
                 raise Unsound(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
             receipts.append(receipt)
             digests[receipt_name(rank)] = sha256(data)
         if digest([receipt.regions for receipt in receipts]) != draft.output.layout:
-            raise Unsound(f"{draft.output.draft}: the ranks' parts are not the ones that were planned")
+            raise Unsound(
+                f"{draft.output.draft}: the ranks' parts are not the ones that were planned"
+            )
         lead = receipts[0]
         return Manifest(
-            format=FORMAT, id=lead.id, step=lead.step, epoch=lead.epoch, world=lead.world, layout=lead.layout,
-            bytes=sum(receipt.bytes for receipt in receipts), receipts=digests, loop=lead.loop or {},
+            format=FORMAT,
+            id=lead.id,
+            step=lead.step,
+            epoch=lead.epoch,
+            world=lead.world,
+            layout=lead.layout,
+            bytes=sum(receipt.bytes for receipt in receipts),
+            receipts=digests,
+            loop=lead.loop or {},
             about=lead.about or {},
-        ).sealed()  # fmt: skip
+        ).sealed()
 
     def _point(self, collection: str, name: str, manifest: Manifest) -> None:
         """Move the hint, only ever forward."""
@@ -201,8 +240,13 @@ class Committer:
         seconds = time.monotonic() - draft.since
         begin, collection = draft.begin, draft.output.collection
         told = Committed(
-            id=begin.id, step=begin.step, collection=collection, name=name, seconds=seconds, bytes=draft.bytes
-        )  # fmt: skip
+            id=begin.id,
+            step=begin.step,
+            collection=collection,
+            name=name,
+            seconds=seconds,
+            bytes=draft.bytes,
+        )
         self.report(told)
         if self.settings.rank == 0:
             try:
@@ -215,7 +259,11 @@ class Committer:
         self._check_epoch()
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
-        dropped = [entry for entry in retention.expired(entries, output.retention) if entry.path not in in_use]
+        dropped = [
+            entry
+            for entry in retention.expired(entries, output.retention)
+            if entry.path not in in_use
+        ]
         for entry in dropped:
             log.info("retention removes %s", entry.path)
             self.storage.remove(entry.path)
@@ -233,14 +281,17 @@ class Committer:
             log.error("%s keeps its space until the next start: %s", draft.output.draft, error)
 
     def _give_space_back(self, place: str) -> None:
-        """Delete what nobody can commit: this rank's bytes if another's will never come, all if the last in the line has failed.
+        """Delete what nobody can commit: this rank's bytes if another's will never come, all if the
+        last in the line has failed.
 
         All goes by a rename first, as does a commit: of the two, one finds the draft gone.
         """
         names, ranks = set(self.storage.list(place)), range(self.settings.world)
         if any(abandoned_name(r) in names and receipt_name(r) not in names for r in ranks):
             self.storage.discard(f"{place}/{file_name(self.settings.rank)}")
-        elif self.settings.rank == min(len(ranks), LINE) - 1 and all(receipt_name(r) in names for r in ranks):
+        elif self.settings.rank == min(len(ranks), LINE) - 1 and all(
+            receipt_name(r) in names for r in ranks
+        ):
             self.storage.remove(place)
 
 
@@ -255,7 +306,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 def read_manifest(storage: Storage, path: str) -> Manifest:
     """The manifest of a committed directory. Raises ValueError when it is damaged.
 
-    One of another format is no damage, as long as its seal fits: whoever opens it looks at `format`.
+    One of another format is no damage, as long as its seal fits: whoever opens it looks at
+    `format`.
     """
     where = f"{storage.where}/{path}/{MANIFEST}"
     data = storage.get(f"{path}/{MANIFEST}")
@@ -281,12 +333,16 @@ def list_entries(storage: Storage, collection: str = "") -> list[retention.Entry
         except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
-        found.append(retention.Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
+        found.append(
+            retention.Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags)
+        )
     return sorted(found, key=lambda entry: (entry.epoch, entry.step))
 
 
 def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:
-    """Leave word for the other ranks' agents that this rank's part will not come; first its space, or word may not fit."""
+    """Leave word for the other ranks' agents that this rank's part will not come; first its space,
+    or word may not fit.
+    """
     storage.begin(output.draft)
     if receipt_name(rank) not in storage.list(output.draft):
         storage.discard(f"{output.draft}/{file_name(rank)}")

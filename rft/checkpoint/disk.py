@@ -1,4 +1,5 @@
-"""The system calls that make files durable, one method each. Everything that rft's checkpoints do to a disk goes through here.
+"""The system calls that make files durable, one method each. Everything that rft's checkpoints do
+to a disk goes through here.
 
 Tests put another object in its place: one that dies, fails, or remembers, call by call.
 """
@@ -13,11 +14,15 @@ class Disk:
     """The local file system. Every method raises OSError as the system does."""
 
     def mkdir(self, path: Path) -> None:
-        """A directory in an existing one: a root that vanished is an error, not something to be made again."""
+        """A directory in an existing one: a root that vanished is an
+        error, not something to be made again.
+        """
         path.mkdir(exist_ok=True)
 
     def create(self, path: Path, size: int = 0) -> int:
-        """A new file, never an existing one; with `size` its space is reserved, so that a full disk is met here."""
+        """A new file, never an existing one; with `size` its space is reserved, so that a full disk
+        is met here.
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         if size:
             try:
@@ -30,12 +35,14 @@ class Disk:
     def bypass_cache(self, descriptor: int, on: bool) -> bool:
         """Let writes go to the device straight from the slot (O_DIRECT).
 
-        Copying into the page cache and flushing it would take five times as much processor time from the training beside.
-        False where the file system has no such thing.
+        Copying into the page cache and flushing it would take five times as much processor time
+        from the training beside. False where the file system has no such thing.
         """
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+            fcntl.fcntl(
+                descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+            )
         except (OSError, AttributeError):  # tmpfs of older kernels; systems without the flag
             return False
         return True

@@ -1,15 +1,18 @@
-"""A committed checkpoint as a Hugging Face directory that transformers and vLLM load, made beside the training.
+"""A committed checkpoint as a Hugging Face directory that transformers and vLLM load, made beside
+the training.
 
-    python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET       (started by the agent after a commit)
+    python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET
+            (started by the agent after a commit)
 
-In: a committed checkpoint (a path or a URL), and the model directory that the run began with: its config, tokenizer
-and template files are copied. Out: TARGET, which gets its name when everything in it is durable; of a run that trains an
-adapter (LoRA), the adapter alone, as PEFT and vLLM load it. No torch; a slab of rows in memory at a time.
-Invariant: every byte was verified against its receipt on the way; no name `TARGET` without all of its files.
+In: a committed checkpoint (a path or a URL), and the model directory that the run began with: its
+config, tokenizer and template files are copied. Out: TARGET, which gets its name when everything in
+it is durable; of a run that trains an adapter (LoRA), the adapter alone, as PEFT and vLLM load it.
+No torch; a slab of rows in memory at a time, and for each an empty line on stdout, by which the
+agent sees that it goes on. Invariant: every byte was verified against its receipt on the way; no
+name `TARGET` without all of its files.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -21,20 +24,27 @@ from pathlib import Path
 from typing import Any
 
 from rft.checkpoint.disk import Disk
-from rft.checkpoint.layout import ITEM_BYTES, MODEL, Claim
+from rft.checkpoint.layout import MODEL, Claim
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
 from rft.checkpoint.storage import LocalSink, Storage, open_storage
 from rft.config import ConfigError
+from rft.ground import durable
+from rft.ground.names import ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
 from rft.monitor.logs import die_with_parent
-from rft.names import Dims, architecture_of, hf_names, read_hf_config
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SHARD_BYTES = 5 * 10**9  # Hugging Face's own default size of one file
 SLAB_BYTES = 2**25  # of a tensor in memory at a time
 SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 USAGE = "usage: python -m rft.checkpoint.export CHECKPOINT SOURCE TARGET"
 
 
@@ -53,9 +63,15 @@ class Tensor:
 
 
 def export(
-    storage: Storage, path: str, source: str | Path, target: Path, *, disk: Disk | None = None,
-    shard_bytes: int = SHARD_BYTES, seen: Callable[[int, int], object] = lambda done, total: None,
-) -> bool:  # fmt: skip
+    storage: Storage,
+    path: str,
+    source: str | Path,
+    target: Path,
+    *,
+    disk: Disk | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    seen: Callable[[int, int], object] = lambda done, total: None,
+) -> bool:
     """Write `target`; False if it is there already. `seen(done, total)` hears of bytes.
 
     Raises Damaged, Mismatch, ConfigError or OSError; then nothing is left behind.
@@ -68,12 +84,17 @@ def export(
         adapter = checkpoint.manifest.about.get("adapter")
         tensors = plan(checkpoint, hf)
         for file in checkpoint.files():
-            file.chunk(0)  # open now: retention may take the directory away meanwhile, open files stay readable
+            # open now, as many as may be: retention may take the directory away meanwhile
+            file.chunk(0)
         total = sum(tensor.bytes for tensor in tensors)
         with draft_of(target, disk) as draft:
             _check_space(draft, total, disk)
             if adapter:
-                _put(draft / "adapter_config.json", (json.dumps(adapter, indent=2) + "\n").encode(), disk)
+                _put(
+                    draft / "adapter_config.json",
+                    (json.dumps(adapter, indent=2) + "\n").encode(),
+                    disk,
+                )
                 shards = [("adapter_model.safetensors", tensors)]
             else:
                 _copy_files(Path(source), draft, tensors[0].dtype, disk)
@@ -89,13 +110,17 @@ def export(
 
 
 def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
-    """What the export holds, in the order of `hf_names`. Raises Mismatch if the checkpoint is not of this model.
+    """What the export holds, in the order of `hf_names`. Raises Mismatch if the checkpoint is not
+    of this model.
 
-    Of a run that trains an adapter: all of its weights, for those of the base model are in none of its checkpoints.
+    Of a run that trains an adapter: all of its weights, for those of the base model are in none of
+    its checkpoints.
     """
     held = checkpoint.tensors
     if checkpoint.manifest.about.get("adapter"):
-        return [Tensor(k.removeprefix(MODEL), k, *held[k]) for k in sorted(held) if k.startswith(MODEL)]
+        return [
+            Tensor(k.removeprefix(MODEL), k, *held[k]) for k in sorted(held) if k.startswith(MODEL)
+        ]
     wanted = hf_names(Dims.of(hf), architecture_of(hf))
     missing = [name for name in wanted if MODEL + name not in held]
     wrong = [
@@ -109,12 +134,15 @@ def plan(checkpoint: Checkpoint, hf: dict[str, Any]) -> list[Tensor]:
             f"{checkpoint.where} is of another model than the source's config.json: "
             f"{len(missing)} tensors missing, {len(wrong)} of another shape, like {first}"
         )
-    return [Tensor(name, MODEL + name, held[MODEL + name][0], shape) for name, shape in wanted.items()]
+    return [
+        Tensor(name, MODEL + name, held[MODEL + name][0], shape) for name, shape in wanted.items()
+    ]
 
 
 @contextlib.contextmanager
 def draft_of(target: Path, disk: Disk) -> Iterator[Path]:
-    """A new directory next to `target`, gone at the end unless it was renamed; what dead exports left is removed too.
+    """A new directory next to `target`, gone at the end unless it was renamed; what dead exports
+    left is removed too.
 
     A lock on the directory itself tells a living export from a dead one.
     """
@@ -137,7 +165,8 @@ def _locked(path: Path) -> Iterator[None]:
     """Raises BlockingIOError while another process holds it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not durable.take(descriptor):
+            raise BlockingIOError(f"{path} is held by another process")
         yield
     finally:
         os.close(descriptor)
@@ -146,19 +175,29 @@ def _locked(path: Path) -> Iterator[None]:
 def _check_space(draft: Path, total: int, disk: Disk) -> None:
     free = disk.free_bytes(draft)
     if free < total:
-        raise OSError(f"{draft.parent}: {free / 1e9:.2f} GB are free, the export needs {total / 1e9:.2f} GB")
+        raise OSError(
+            f"{draft.parent}: {free / 1e9:.2f} GB are free, the export needs {total / 1e9:.2f} GB"
+        )
 
 
 def _copy_files(source: Path, draft: Path, dtype: str, disk: Disk) -> None:
-    """Everything but weights. config.json says which dtype the weights have now: loaders believe it."""
+    """Everything but weights. config.json says which dtype the
+    weights have now: loaders believe it.
+    """
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
             data = path.read_bytes()
-            _put(draft / path.name, _with_dtype(data, dtype) if path.name == "config.json" else data, disk)
+            _put(
+                draft / path.name,
+                _with_dtype(data, dtype) if path.name == "config.json" else data,
+                disk,
+            )
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:
-    """`dtype` is what transformers 5 writes, `torch_dtype` what version 4 did; unchanged text where it is right already."""
+    """`dtype` is what transformers 5 writes, `torch_dtype` what version 4 did; unchanged text where
+    it is right already.
+    """
     fields = json.loads(config)
     stated = {key: fields[key] for key in ("dtype", "torch_dtype") if key in fields}
     if stated and all(value == dtype for value in stated.values()):
@@ -178,7 +217,11 @@ def _shards(tensors: list[Tensor], limit: int) -> Iterator[tuple[str, list[Tenso
         parts[-1].append(tensor)
         size += tensor.bytes
     for number, part in enumerate(parts, 1):
-        name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(parts) == 1
+            else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        )
         yield name, part
 
 
@@ -188,7 +231,11 @@ def header(tensors: list[Tensor]) -> bytes:
     at = 0
     for tensor in tensors:
         place = [at, at + tensor.bytes]
-        fields[tensor.name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+        fields[tensor.name] = {
+            "dtype": SAFETENSORS[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": place,
+        }
         at += tensor.bytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -223,7 +270,9 @@ def slabs(tensor: Tensor, limit: int = SLAB_BYTES) -> Iterator[Claim]:
         yield Claim(tensor.key, tensor.dtype, tensor.shape, offset, shape, None)
 
 
-def _write_index(draft: Path, shards: list[tuple[str, list[Tensor]]], total: int, disk: Disk) -> None:
+def _write_index(
+    draft: Path, shards: list[tuple[str, list[Tensor]]], total: int, disk: Disk
+) -> None:
     if len(shards) > 1:
         where = {tensor.name: file for file, part in shards for tensor in part}
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
@@ -265,7 +314,13 @@ def main(arguments: list[str]) -> int:
     os.nice(10)
     where, name = split(checkpoint)
     try:
-        export(open_storage(where), name, source, Path(target))
+        export(
+            open_storage(where),
+            name,
+            source,
+            Path(target),
+            seen=lambda done, total: print(flush=True),
+        )
     except (Damaged, Mismatch, ConfigError, OSError, ValueError) as error:
         print(f"export: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -3,20 +3,20 @@
     <control>/epochs/<n>            taken by exclusive creation: two attempts never share a number
     <control>/agents/e<n>-r<rank>   locked (flock) by the agent of that rank for as long as it lives
 
-A new attempt waits, within bounds, for the agents of older ones to finish what they hold, then takes its epoch, then moves
-their drafts away. That order is the fence: an old agent that was paused over all of it finds its draft gone, for publishing
-is a rename of the draft; whatever it creates afterwards is checked against the newer epoch before it is published.
+A new attempt waits, within bounds, for the agents of older ones to finish what they hold, then
+takes its epoch, then moves their drafts away. That order is the fence: an old agent that was paused
+over all of it finds its draft gone, for publishing is a rename of the draft; whatever it creates
+afterwards is checked against the newer epoch before it is published.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rft.checkpoint.disk import Disk
+from rft.ground import durable
 
 LOCK = re.compile(r"e(\d+)-r(\d+)")
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
@@ -28,18 +28,23 @@ def control_dir(job: Path) -> Path:
 
 def newest_epoch(control: Path) -> int:
     directory = control / "epochs"
-    return max((int(name) for name in os.listdir(directory)), default=0) if directory.is_dir() else 0
+    return (
+        max((int(name) for name in os.listdir(directory)), default=0) if directory.is_dir() else 0
+    )
 
 
 def take_epoch(control: Path, above: int = 0) -> int:
-    """A number that no earlier attempt of this job had. `above`: the newest that a checkpoint tells of, if `control` is new."""
+    """A number that no earlier attempt of this job had.
+
+    `above`: the newest that a checkpoint tells of, if `control` is new.
+    """
     directory = control / "epochs"
     directory.mkdir(parents=True, exist_ok=True)
     number = max(newest_epoch(control), above) + 1
     while True:
         try:
             (directory / str(number)).open("x").close()
-            Disk().sync_directory(directory)  # or a number could come twice, after a power loss
+            durable.sync_directory(directory)  # or a number could come twice, after a power loss
             return number
         except FileExistsError:
             number += 1
@@ -50,48 +55,44 @@ def lock_path(control: Path, epoch: int, rank: int) -> Path:
 
 
 def hold(path: Path) -> int:
-    """Lock `path` until this process ends; writes its process number there. Raises BlockingIOError if another has it."""
+    """Lock `path` until this process ends; writes its process number there.
+
+    Raises BlockingIOError if another has it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    descriptor = durable.lock(path)
+    if descriptor is None:
+        raise BlockingIOError(f"{path} is held by process {durable.signed_by(path)}")
     with contextlib.suppress(OSError):  # a full disk; the lock is what counts
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        durable.sign(descriptor, str(os.getpid()))
     return descriptor
-
-
-def is_held(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def holder(path: Path) -> int:
     """Process number of the agent that has locked `path`."""
-    return int(path.read_text() or 0)
+    return int(durable.signed_by(path) or 0)
 
 
 def living_agents(control: Path) -> list[Path]:
     directory = control / "agents"
-    return [path for path in sorted(directory.glob("e*-r*")) if is_held(path)] if directory.is_dir() else []
+    return (
+        [path for path in sorted(directory.glob("e*-r*")) if durable.is_locked(path)]
+        if directory.is_dir()
+        else []
+    )
 
 
 def await_agents(control: Path, deadline_s: float, say: Callable[[str], None]) -> list[Path]:
-    """Wait until no agent of an earlier attempt lives; returns those that are still there at the deadline."""
+    """Wait until no agent of an earlier attempt lives; returns those
+    that are still there at the deadline.
+    """
     end = time.monotonic() + deadline_s
     told = False
     while (alive := living_agents(control)) and time.monotonic() < end:
         if not told:
             say(
-                f"waiting up to {deadline_s:g} s for {len(alive)} agent(s) of the last attempt to finish its checkpoint"
+                f"waiting up to {deadline_s:g} s for {len(alive)} agent(s) of the last attempt to "
+                "finish its checkpoint"
             )
             told = True
         time.sleep(LOOK_S)

@@ -1,20 +1,23 @@
 """`save_strategy`: how many agents may write at the same time. No torch.
 
     unrestricted     all                        single_node       those of one node
-    single_process   one agent in the system    single_thread     one agent, one stream (an agent has one stream)
+    single_process   one agent in the system    single_thread
+            one agent, one stream (an agent has one stream)
 
-Locks of files (flock) in the job's control directory: the kernel gives them back when a holder dies, so the gate cannot stay
-closed; one that stays closed because its holder hangs is passed, loudly, after `patience_s`. It delays writing, never staging.
+Locks of files (flock) in the job's control directory: the kernel gives them back when a holder
+dies, so the gate cannot stay closed; one that stays closed because its holder hangs is passed,
+loudly, after `patience_s`. It delays writing, never staging.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from rft.ground import durable
 
 log = logging.getLogger(__name__)
 STRATEGIES = ("unrestricted", "single_node", "single_process", "single_thread")
@@ -44,7 +47,11 @@ class Gate:
         end = time.monotonic() + self.patience_s
         while (held := self._try()) is None:
             if time.monotonic() > end:
-                log.error("save_strategy=%s: waited %g s for another writer, going on", self.strategy, self.patience_s)
+                log.error(
+                    "save_strategy=%s: waited %g s for another writer, going on",
+                    self.strategy,
+                    self.patience_s,
+                )
                 return []
             time.sleep(LOOK_S)
         return held
@@ -52,31 +59,20 @@ class Gate:
     def _try(self) -> list[int] | None:
         """Descriptors that hold the gate; None when it is somebody else's turn."""
         if self.strategy != "single_node":
-            mine = self._lock(self.directory / "writer", fcntl.LOCK_EX)
+            mine = durable.lock(self.directory / "writer")
             return [mine] if mine is not None else None
-        door = self._lock(self.directory / "door", fcntl.LOCK_EX)  # one at a time looks at who is inside
+        # one at a time looks at who is inside
+        door = durable.lock(self.directory / "door")
         if door is None:
             return None
         try:
-            if any(self._is_busy(path) for path in self.directory.glob("node-*") if path.name != f"node-{self.node}"):
+            if any(
+                durable.is_locked(path, by_anybody=True)
+                for path in self.directory.glob("node-*")
+                if path.name != f"node-{self.node}"
+            ):
                 return None
-            mine = self._lock(self.directory / f"node-{self.node}", fcntl.LOCK_SH)
+            mine = durable.lock(self.directory / f"node-{self.node}", shared=True)
             return [mine] if mine is not None else None
         finally:
             os.close(door)
-
-    def _is_busy(self, path: Path) -> bool:
-        descriptor = self._lock(path, fcntl.LOCK_EX)
-        if descriptor is not None:
-            os.close(descriptor)
-        return descriptor is None
-
-    @staticmethod
-    def _lock(path: Path, kind: int) -> int | None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return descriptor

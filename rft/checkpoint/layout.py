@@ -1,7 +1,9 @@
-"""Which rank stores which bytes, decided once, and the geometry by which any layout reads any other. Numbers only; no torch.
+"""Which rank stores which bytes, decided once, and the geometry by which any layout reads any
+other. Numbers only; no torch.
 
-In: what every rank holds (boxes of whole tensors, or flat ranges of boxes: `Claim`). Out: per rank the `Region`s of its file.
-Invariant: the regions of all ranks cover every element of every tensor exactly once; `check_coverage` proves it.
+In: what every rank holds (boxes of whole tensors, or flat ranges of boxes: `Claim`). Out: per rank
+the `Region`s of its file. Invariant: the regions of all ranks cover every element of every tensor
+exactly once; `check_coverage` proves it.
 """
 
 from collections import defaultdict
@@ -10,10 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 from rft.checkpoint.records import ALIGN, Extent, Region, encode_json, sha256
-from rft.protocols import Piece
+from rft.ground.names import ITEM_BYTES
+from rft.ground.protocols import Piece
 
-ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
-MODEL = "model/"  # keys of weights proper: they come first in a file, so that they are a file of their own too
+# keys of weights proper: they come first in a file, so that they are a file of their own too
+MODEL = "model/"
 
 
 class Uncovered(ValueError):
@@ -22,7 +25,9 @@ class Uncovered(ValueError):
 
 @dataclass(frozen=True)
 class Claim:
-    """A rank holds this; `stored=False`: other claims cover the same elements, in another cut, and are the ones to store."""
+    """A rank holds this; `stored=False`: other claims cover the same elements, in another cut, and
+    are the ones to store.
+    """
 
     key: str
     dtype: str
@@ -42,12 +47,22 @@ def claim_of(piece: Piece) -> Claim:
     """Everything about a piece but its bytes."""
     dtype = str(piece.tensor.dtype).removeprefix("torch.")
     shape = tuple(piece.shape if piece.shape is not None else piece.tensor.shape)
-    return Claim(piece.key, dtype, tuple(piece.global_shape), tuple(piece.offset), shape, piece.flat, piece.stored)
+    return Claim(
+        piece.key,
+        dtype,
+        tuple(piece.global_shape),
+        tuple(piece.offset),
+        shape,
+        piece.flat,
+        piece.stored,
+    )
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a whole tensor whose elements lie, row-major, from element `start` of some buffer on."""
+    """A box of a whole tensor whose elements lie, row-major, from
+    element `start` of some buffer on.
+    """
 
     offset: Extent
     shape: Extent
@@ -55,7 +70,8 @@ class Box:
 
 
 def assign(claims: list[list[Claim]]) -> list[list[int]]:
-    """Per rank the positions of the claims it stores. Copies are given to whoever has least to write so far.
+    """Per rank the positions of the claims it stores. Copies are given to whoever has least to
+    write so far.
 
     Deterministic: largest first, ties by key and rank. Raises Uncovered.
     """
@@ -63,7 +79,14 @@ def assign(claims: list[list[Claim]]) -> list[list[int]]:
     for rank, listed in enumerate(claims):
         for position, claim in enumerate(listed):
             if claim.stored and claim.bytes:
-                address = (claim.key, claim.dtype, claim.global_shape, claim.offset, claim.shape, claim.flat)
+                address = (
+                    claim.key,
+                    claim.dtype,
+                    claim.global_shape,
+                    claim.offset,
+                    claim.shape,
+                    claim.flat,
+                )
                 holders[address].append((rank, position))
     load = [0] * len(claims)
     chosen: list[list[int]] = [[] for _ in claims]
@@ -76,7 +99,9 @@ def assign(claims: list[list[Claim]]) -> list[list[int]]:
         rank, position = min(found, key=lambda place: (load[place[0]], place))
         load[rank] += size(found)
         chosen[rank].append(position)
-    check_coverage(claims[rank][position] for rank, listed in enumerate(chosen) for position in listed)
+    check_coverage(
+        claims[rank][position] for rank, listed in enumerate(chosen) for position in listed
+    )
     return [sorted(listed) for listed in chosen]
 
 
@@ -86,8 +111,15 @@ def place(claims: Iterable[Claim]) -> list[Region]:
     for claim in sorted(claims, key=lambda claim: not claim.key.startswith(MODEL)):
         regions.append(
             Region(
-                claim.key, claim.dtype, claim.global_shape, claim.offset, claim.shape, claim.flat, at, claim.bytes
-            )  # fmt: skip
+                claim.key,
+                claim.dtype,
+                claim.global_shape,
+                claim.offset,
+                claim.shape,
+                claim.flat,
+                at,
+                claim.bytes,
+            )
         )
         at += -(-claim.bytes // ALIGN) * ALIGN
     return regions
@@ -111,7 +143,9 @@ def boxes(piece: Region | Claim) -> list[Box]:
 
 
 def _cut(start: int, stop: int, shape: Extent, offset: Extent, at: int) -> Iterator[Box]:
-    """Flat range [start, stop) of a row-major box: a part of the first row, whole rows, a part of the last row."""
+    """Flat range [start, stop) of a row-major box: a part of the first row, whole rows, a part of
+    the last row.
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -124,11 +158,15 @@ def _cut(start: int, stop: int, shape: Extent, offset: Extent, at: int) -> Itera
         return
     yield from _row(start // row, start, first * row, shape, offset, at)
     if first < last:
-        yield Box((offset[0] + first, *offset[1:]), (last - first, *shape[1:]), at + first * row - start)
+        yield Box(
+            (offset[0] + first, *offset[1:]), (last - first, *shape[1:]), at + first * row - start
+        )
     yield from _row(last, last * row, stop, shape, offset, at + last * row - start)
 
 
-def _row(number: int, start: int, stop: int, shape: Extent, offset: Extent, at: int) -> Iterator[Box]:
+def _row(
+    number: int, start: int, stop: int, shape: Extent, offset: Extent, at: int
+) -> Iterator[Box]:
     row = prod(shape[1:])
     for box in _cut(start - number * row, stop - number * row, shape[1:], offset[1:], at):
         yield Box((offset[0] + number, *box.offset), (1, *box.shape), box.start)
@@ -137,7 +175,10 @@ def _row(number: int, start: int, stop: int, shape: Extent, offset: Extent, at: 
 def overlap(one: Box, other: Box) -> tuple[Extent, Extent] | None:
     """(offset, shape) of what both hold, or None."""
     low = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
-    high = tuple(min(a + m, b + n) for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True))
+    high = tuple(
+        min(a + m, b + n)
+        for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
     if any(a >= b for a, b in zip(low, high, strict=True)):
         return None
     return low, tuple(b - a for a, b in zip(low, high, strict=True))
@@ -151,23 +192,29 @@ def check_coverage(pieces: Iterable[Region | Claim]) -> None:
     for key, found in by_key.items():
         shapes = {(piece.global_shape, piece.dtype) for piece in found}
         if len(shapes) > 1:
-            raise Uncovered(f"{key}: pieces disagree about shape and dtype: {sorted(map(str, shapes))}")
+            raise Uncovered(
+                f"{key}: pieces disagree about shape and dtype: {sorted(map(str, shapes))}"
+            )
         held = [box for piece in found for box in boxes(piece)]
         for box in held:
             inside = zip(box.offset, box.shape, found[0].global_shape, strict=True)
             if any(low < 0 or low + n > whole for low, n, whole in inside):
                 raise Uncovered(
-                    f"{key}: a piece at {box.offset} of shape {box.shape} is outside {found[0].global_shape}"
+                    f"{key}: a piece at {box.offset} of shape {box.shape} is outside "
+                    f"{found[0].global_shape}"
                 )
         count, whole = sum(prod(box.shape) for box in held), prod(found[0].global_shape)
         if count != whole or _collide(held):
             raise Uncovered(
-                f"{key}: {count} of {whole} elements are stored" + (", some twice" if count >= whole else "")
+                f"{key}: {count} of {whole} elements are stored"
+                + (", some twice" if count >= whole else "")
             )
 
 
 def _collide(held: list[Box]) -> bool:
-    """Does any element lie in two boxes? Sorted by first row, a box need only be held against those that begin inside it."""
+    """Does any element lie in two boxes? Sorted by first row, a box need only be held against those
+    that begin inside it.
+    """
     ordered = sorted(held, key=lambda box: box.offset)
     for number, box in enumerate(ordered):
         end = box.offset[0] + box.shape[0] if box.shape else 1

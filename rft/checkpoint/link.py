@@ -1,7 +1,10 @@
-"""The trainer rank's end of its agent: start it, talk to it, notice at once when it is gone, start it again.
+"""The trainer rank's end of its agent: start it, talk to it, notice at once when it is gone, start
+it again.
 
-In: requests. Out: reports, handed to `on_report` by a reader thread. Invariant: a save that was staged and whose slot was not given
-back is told again to the next agent, so the death of an agent costs time and nothing else.
+In: requests. Out: reports, handed to `on_report` by a reader thread. Invariants: a save that was
+staged and whose slot was not given back is told again to the next agent, so the death of an agent
+costs time and nothing else; no request waits for the agent; one that says nothing for `deadline_s`
+is killed, and the next starts when it is gone: two never write the same draft.
 """
 
 import logging
@@ -10,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,16 +32,21 @@ from rft.checkpoint.records import (
     Settings,
     Window,
 )
-from rft.checkpoint.wire import Wire
+from rft.checkpoint.wire import Outbox, Wire
 
 log = logging.getLogger(__name__)
 AGENT = (sys.executable, "-m", "rft.checkpoint.agent")
 SILENT_S = 2.0  # without a beat: stopped, or starved of the processor
 STALLED_S = 30.0  # over one operation: a disk that does not answer
+START_S = 60.0  # for an agent to say its first word, where deadline_s is shorter
 LOOK_S = 0.5
+BROKEN = "the agent cannot run"
+DEAF = "the agent takes no messages"
 NO_SLOT = -1  # of a window without bytes: the slot it came in has long been somebody else's
 TRIES = 5  # agents for one save, in case that it is what they die of
-FRUITLESS = 3  # agents in a row that ended before they were ready: something is wrong that another start does not mend
+# agents in a row that ended before they were ready: something is wrong that another start does not
+# mend
+FRUITLESS = 3
 
 
 @dataclass
@@ -51,6 +58,7 @@ class Told:
     freed_any: bool = False
     written: bool = False  # the last window came back: the receipt is durable
     dropped: str = ""  # why it was given up
+    failed: bool = False  # and reported, for it was never staged as a whole
     deaths: int = 0  # of agents that had it
 
 
@@ -58,9 +66,13 @@ class Link:
     """One agent after another, at most one at a time."""
 
     def __init__(
-        self, settings: Settings, on_report: Callable[[Report], None], log_path: Path | None,
-        command: tuple[str, ...] = AGENT, stalled_s: float = STALLED_S,
-    ):  # fmt: skip
+        self,
+        settings: Settings,
+        on_report: Callable[[Report], None],
+        log_path: Path | None,
+        command: tuple[str, ...] = AGENT,
+        stalled_s: float = STALLED_S,
+    ):
         self.settings = settings
         self.stalled_s = stalled_s
         self.deaths = 0
@@ -71,11 +83,14 @@ class Link:
         self._told: dict[str, Told] = {}
         self._exports: dict[int, Export] = {}  # asked for and not reported
         self._lock = threading.RLock()
-        self._heard = time.monotonic()
+        # Since the agent last said something, counted in looks: time in which this process itself
+        # was stopped is not the agent's.
+        self._quiet_s = 0.0
         self._fruitless = 0
         self._closing = threading.Event()
         self._ended = threading.Event()
-        self._wire = self._start()
+        with self._lock:
+            self._adopt(*self._start())
         threading.Thread(target=self._watchdog, name="checkpoint-watchdog", daemon=True).start()
 
     @property
@@ -84,12 +99,12 @@ class Link:
 
     def begin(self, message: Begin) -> None:
         with self._lock:
-            is_broken = self.state == "broken"
-            if not is_broken:
+            cause = BROKEN if self.state == "broken" else DEAF if self._outbox.is_full() else ""
+            if not cause:
                 self._told[message.id] = Told(message)
-                self._wire.send(message)
-        if is_broken:
-            self._on_report(Failed(id=message.id, step=message.step, cause="the agent cannot run"))
+                self._outbox.send(message)
+        if cause:
+            self._on_report(Failed(id=message.id, step=message.step, cause=cause))
 
     def window(self, message: Window) -> None:
         """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""
@@ -97,84 +112,127 @@ class Link:
             told = self._told.get(message.id)
             if told is not None:
                 told.windows[message.start] = message
-                self._wire.send(message)
+                self._outbox.send(message)
         if told is None:
             self._on_report(Freed(id=message.id, slot=message.slot))
 
     def drop(self, identity: str, why: str) -> None:
+        """Give a save up.
+
+        One that was not staged as a whole has failed, whether the agent listens or not.
+        """
         with self._lock:
-            if identity in self._told:  # or it has ended meanwhile
-                self._told[identity].dropped = why
-                self._wire.send(Drop(id=identity, why=why))
+            told = self._told.get(identity)
+            if told is None or told.dropped:  # or it has ended meanwhile
+                return
+            told.dropped = why
+            told.failed = not told.written and not any(
+                window.last for window in told.windows.values()
+            )
+            self._outbox.send(Drop(id=identity, why=why))
+        if told.failed:
+            self._on_report(Failed(id=identity, step=told.begin.step, cause=why))
 
     def export(self, message: Export) -> None:
         with self._lock:
-            self._exports[message.step] = message
-            self._wire.send(message)
+            is_broken = self.state == "broken"
+            if not is_broken:
+                self._exports[message.step] = message
+                self._outbox.send(message)
+        if is_broken:
+            self._on_report(Exported(step=message.step, target=message.target, cause=BROKEN))
 
     def close(self, deadline_s: float) -> None:
-        """Let the agent finish what it has; it goes on by itself if that takes longer than `deadline_s`."""
+        """Let the agent finish what it has; it goes on by itself if that takes longer than
+        `deadline_s`.
+        """
         with self._lock:
             self._closing.set()
-            self._wire.send(Close())
+            self._outbox.send(Close())
         self._ended.wait(deadline_s)
         self.state = "closed"
 
-    def _start(self) -> Wire:
-        """Start an agent in a session of its own and read what it says in a thread of its own."""
+    def _start(self) -> "tuple[Wire, subprocess.Popen[bytes]]":
+        """Start an agent in a session of its own.
+
+        Without the lock: a program on a disk that hangs takes its time to start.
+        """
         ours, theirs = socket.socketpair()
         log_file = open(self._log_path, "ab") if self._log_path else None  # noqa: SIM115 - handed to the child
         try:
-            self._process = subprocess.Popen(
-                [*self._command, str(theirs.fileno())], pass_fds=[theirs.fileno(), *self.settings.slots],
-                start_new_session=True, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
+            process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *self.settings.slots],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+            )
         finally:
             theirs.close()
             if log_file is not None:
                 log_file.close()
-        wire = Wire.of_trainer(ours)
-        wire.send(self.settings)
-        self._heard = time.monotonic()
-        threading.Thread(
-            target=self._listen, args=(wire, self._process), name="checkpoint-reports", daemon=True
-        ).start()
-        return wire
+        return Wire.of_trainer(ours), process
 
-    def _listen(self, wire: Wire, process: "subprocess.Popen[bytes]") -> None:
+    def _adopt(self, wire: Wire, process: "subprocess.Popen[bytes]") -> None:
+        """Make this the agent that is talked to, and read what it says in a thread of its own.
+
+        Called with the lock.
+        """
+        self._process, self._outbox = process, Outbox(wire)
+        self.state, self._quiet_s = "starting", 0.0
+        self._outbox.send(self.settings)
+        threading.Thread(
+            target=self._listen,
+            args=(wire, process, self._outbox),
+            name="checkpoint-reports",
+            daemon=True,
+        ).start()
+
+    def _listen(self, wire: Wire, process: "subprocess.Popen[bytes]", outbox: Outbox) -> None:
         while (report := wire.receive()) is not None:
-            self._heard = time.monotonic()
+            self._quiet_s = 0.0
             if isinstance(report, Ready):
                 self._fruitless = 0
                 self._enter("ready")
             elif isinstance(report, Beat):
-                self._enter("stalled" if report.doing != "waiting" and report.for_s > self.stalled_s else "ready")
-            elif not (isinstance(report, Freed) and report.slot == NO_SLOT):
-                self._note(report)
+                self._enter(
+                    "stalled"
+                    if report.doing != "waiting" and report.for_s > self.stalled_s
+                    else "ready"
+                )
+            elif not (isinstance(report, Freed) and report.slot == NO_SLOT) and self._note(report):
                 self._on_report(report)
         code = process.wait()
+        outbox.close()
         wire.close()
         if self._closing.is_set():
             self._ended.set()
         else:
             self._revive(code)
 
-    def _note(self, report: Report) -> None:
+    def _note(self, report: Report) -> bool:
+        """Is it news?"""
         with self._lock:
             if isinstance(report, Exported):
                 self._exports.pop(report.step, None)
             told = self._told.get(getattr(report, "id", ""))
             if told is None:
-                return
+                return True
             if isinstance(report, Freed):
-                gone = [start for start, window in told.windows.items() if window.slot == report.slot]
+                gone = [
+                    start for start, window in told.windows.items() if window.slot == report.slot
+                ]
                 told.written = told.written or any(told.windows[start].last for start in gone)
                 told.freed_any = told.freed_any or bool(gone)
                 for start in gone:
                     del told.windows[start]
-            elif isinstance(report, Failed) or (isinstance(report, Committed) and not self._is_open(told, report)):
+            elif isinstance(report, Failed) or (
+                isinstance(report, Committed) and not self._is_open(told, report)
+            ):
                 del self._told[report.id]
+            return not (told.failed and isinstance(report, Failed))
 
     @staticmethod
     def _is_open(told: Told, report: Committed) -> bool:
@@ -183,55 +241,118 @@ class Link:
         return bool(told.begin.outputs)
 
     def _revive(self, code: int) -> None:
+        """Called by the thread that has heard the last agent to its
+        end, when that one is gone for good.
+        """
         with self._lock:
             self.deaths += 1
             self._fruitless += 1
+            self.state = "starting"
             log.error("checkpoint agent of rank %d died (exit code %d)", self.settings.rank, code)
-            if self._fruitless > FRUITLESS:
-                self.state = "broken"
-                log.error("it died %d times before it was ready, no further try; see %s", FRUITLESS, self._log_path)
-                lost: list[Report] = [
-                    Failed(id=t.begin.id, step=t.begin.step, cause="the agent cannot run") for t in self._told.values()
-                ]
-                self._told.clear()
-                self._ended.set()
-            else:
-                self._wire = self._start()
-                for asked in self._exports.values():
-                    self._wire.send(asked)
-                lost = [report for told in self._told.values() for report in self._tell_again(told)]
+        started = self._try_to_start()
+        with self._lock:
+            lost = self._break() if started is None else self._go_on(*started)
         for report in lost:
             self._on_report(report)
 
+    def _try_to_start(self) -> "tuple[Wire, subprocess.Popen[bytes]] | None":
+        while self._fruitless <= FRUITLESS:
+            try:
+                return self._start()
+            # no memory for another process, or no program on a disk that is not there
+            except OSError as error:
+                self._fruitless += 1
+                log.error(
+                    "checkpoint agent of rank %d cannot be started: %s", self.settings.rank, error
+                )
+                self._closing.wait(LOOK_S)
+        return None
+
+    def _go_on(self, wire: Wire, process: "subprocess.Popen[bytes]") -> list[Report]:
+        """Tell the new agent all that it must know of; what is to be reported of that."""
+        self._adopt(wire, process)
+        for asked in self._exports.values():
+            self._outbox.send(asked)
+        lost = [report for told in self._told.values() for report in self._tell_again(told)]
+        if self._closing.is_set():
+            self._outbox.send(Close())
+        return lost
+
+    def _break(self) -> list[Report]:
+        """No agent can run: what is to be reported of all that waits for one."""
+        self.state = "broken"
+        log.error(
+            "it died %d times before it was ready, no further try; see %s",
+            FRUITLESS,
+            self._log_path,
+        )
+        lost: list[Report] = [
+            Exported(step=e.step, target=e.target, cause=BROKEN) for e in self._exports.values()
+        ]
+        for told in self._told.values():
+            begin = told.begin
+            lost += [Failed(id=begin.id, step=begin.step, cause=BROKEN)] * (not told.failed)
+            lost += [Freed(id=begin.id, slot=window.slot) for window in told.windows.values()]
+        self._exports.clear()
+        self._told.clear()
+        self._ended.set()
+        return lost
+
     def _tell_again(self, told: Told) -> list[Report]:
-        """Hand a save to the new agent. If a part of it went down with the old one, that one is to say so, and slots are free."""
+        """Hand a save to the new agent.
+
+        If a part of it went down with the old one, that one is to say so, and slots are free.
+        """
         begin = told.begin
-        self._wire.send(begin)
+        self._outbox.send(begin)
         told.deaths += 1
         why = told.dropped or (f"{told.deaths} agents died over it" if told.deaths >= TRIES else "")
         if told.freed_any and not told.written:
-            why = why or f"the agent of rank {self.settings.rank} died over a save that does not fit into one slot"
+            why = why or (
+                f"the agent of rank {self.settings.rank} died over a save that does not fit "
+                "into one slot"
+            )
         if why:
-            self._wire.send(Drop(id=begin.id, why=why))
+            self._outbox.send(Drop(id=begin.id, why=why))
             slots = [window.slot for window in told.windows.values()]
             told.windows.clear()  # given back once: at the next death somebody else may have them
             return [Freed(id=begin.id, slot=slot) for slot in slots]
         if told.written:
             end = max(output.bytes for output in begin.outputs)
-            self._wire.send(Window(id=begin.id, slot=NO_SLOT, start=end, stop=end, last=True))
+            self._outbox.send(Window(id=begin.id, slot=NO_SLOT, start=end, stop=end, last=True))
         for _, window in sorted(told.windows.items()):
-            self._wire.send(window)
+            self._outbox.send(window)
         return []
 
     def _watchdog(self) -> None:
         while not self._closing.wait(LOOK_S):
-            if self.state != "broken" and time.monotonic() > self._heard + SILENT_S:
-                self._enter("silent" if self.state != "starting" else "starting")
+            with self._lock:
+                self._quiet_s += LOOK_S
+                is_new = self.state == "starting"
+                limit_s = max(self.settings.deadline_s, START_S if is_new else SILENT_S)
+                if self.state == "broken" or self._process.poll() is not None:
+                    continue
+                if self._quiet_s > limit_s:
+                    log.error(
+                        "checkpoint agent of rank %d said nothing for %g s, killed",
+                        self.settings.rank,
+                        limit_s,
+                    )
+                    # also a stopped one; the thread that hears it to its end starts the next
+                    self._process.kill()
+                    self._quiet_s = 0.0
+                elif self._quiet_s > SILENT_S and not is_new:
+                    self._enter("silent")
 
     def _enter(self, state: str) -> None:
         if state != self.state:
             if state in ("silent", "stalled"):
-                log.error("checkpoint agent of rank %d (pid %d) is %s", self.settings.rank, self.pid, state)
+                log.error(
+                    "checkpoint agent of rank %d (pid %d) is %s",
+                    self.settings.rank,
+                    self.pid,
+                    state,
+                )
             elif self.state in ("silent", "stalled"):
                 log.warning("checkpoint agent of rank %d is back", self.settings.rank)
             self.state = state

@@ -1,11 +1,14 @@
-"""The trainer's side of checkpoints: what to save is staged here, everything after that happens in the agents.
+"""The trainer's side of checkpoints: what to save is staged here, everything after that happens in
+the agents.
 
     start (once, collective): who stores what ─► slots ─► agent
-    save ─► snapshot, begin to copy, return      before_update ─► until the copies are made      poll ─► what became of it
+    save ─► snapshot, begin to copy, return      before_update ─► until the copies are made
+            poll ─► what became of it
 
-In: a `Snapshotable` (the policy) and the loop's own state. Out: committed directories (`rft.checkpoint.storage`).
-Invariant: all that a checkpoint holds is of one step, and every rank calls `save` for the same steps in the same
-order; beyond that a save needs no collective, and no work of the training process after the copies.
+In: a `Snapshotable` (the policy) and the loop's own state. Out: committed directories
+(`rft.checkpoint.storage`). Invariant: all that a checkpoint holds is of one step, and every rank
+calls `save` for the same steps in the same order; beyond that a save needs no collective, and no
+work of the training process after the copies.
 """
 
 import logging
@@ -15,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import psutil
@@ -29,6 +32,7 @@ from rft.checkpoint.records import (
     Committed,
     Export,
     Exported,
+    Exporting,
     Failed,
     Freed,
     Output,
@@ -41,25 +45,19 @@ from rft.checkpoint.records import (
 from rft.checkpoint.staging import Choice, Slots, Stager, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
-from rft.device import Device, choose
+from rft.ground.device import Device, choose
+from rft.ground.protocols import Collective, Snapshotable
 from rft.monitor import trace
-from rft.protocols import Snapshotable
 
 log = logging.getLogger(__name__)
 
 
-class Collective(Protocol):
-    rank: int
-    world: int
-
-    def gather(self, item: Any) -> list[Any] | None: ...
-    def broadcast(self, item: Any) -> Any: ...
-    def barrier(self, name: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Plan:
-    """This rank's part of every checkpoint. `order`: positions of the stored pieces in a snapshot."""
+    """This rank's part of every checkpoint.
+
+    `order`: positions of the stored pieces in a snapshot.
+    """
 
     order: list[int]
     regions: list[Region]
@@ -91,7 +89,9 @@ class Status:
 
 @dataclass
 class Telling:
-    """Tells the agent of one save, by the thread that copies: an agent that does not listen must not hold up the training."""
+    """Tells the agent of one save, by the thread that copies: an agent that does not listen must
+    not hold up the training.
+    """
 
     link: Link
     begin: Begin
@@ -112,13 +112,25 @@ class Telling:
 
 
 class CheckpointManager:
-    """One per rank. `control`: local directory of run epochs and locks; `about`: what `show` prints, with the `layout`."""
+    """One per rank.
+
+    `control`: local directory of run epochs and locks; `about`: what `show` prints, with the
+    `layout`.
+    """
 
     def __init__(
-        self, root: Path | str, ranks: Collective, trainer: TrainerConfig, *, control: Path | None = None,
-        epoch: int = 1, device: Device | None = None, about: dict[str, Any] | None = None, log_dir: Path | None = None,
+        self,
+        root: Path | str,
+        ranks: Collective,
+        trainer: TrainerConfig,
+        *,
+        control: Path | None = None,
+        epoch: int = 1,
+        device: Device | None = None,
+        about: dict[str, Any] | None = None,
+        log_dir: Path | None = None,
         agent: tuple[str, ...] = AGENT,
-    ):  # fmt: skip
+    ):
         self.storage = open_storage(root)
         self.ranks = ranks
         self.trainer = trainer
@@ -129,14 +141,17 @@ class CheckpointManager:
         self.about = about or {}
         self.log_dir = log_dir
         self.status = Status()
-        self.newest: int | None = None  # step of the newest checkpoint that this process has loaded or seen committed
+        # step of the newest checkpoint that this process has loaded or seen committed
+        self.newest: int | None = None
         self.requested: int | None = None  # step of the last save or load
         self.scores: dict[int, float] = {}
-        self.hear: Callable[[Report], None] = lambda report: None  # told by the link's thread, after everything else
+        # told by the link's thread, after everything else
+        self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
         self._saves = 0
         self._outcomes: dict[str, Outcome] = {}
-        self._exports: set[str] = set()  # directories that are being written
+        # directories that are being written, and when they were last heard of
+        self._exports: dict[str, float] = {}
         self._failed_export = ""
         self._news: list[Report] = []
         self._changed = threading.Condition()
@@ -144,10 +159,11 @@ class CheckpointManager:
         self._link: Link | None = None
 
     def load(self, policy: Snapshotable) -> dict[str, Any] | None:
-        """Restore the newest good checkpoint; its loop state, or None when there never was one. See `rft.checkpoint.restore`."""
-        if self.ranks.rank == 0:
-            self.storage.prepare()
-            restore.sweep(self.storage)
+        """Restore the newest good checkpoint; its loop state, or None when there never was one.
+
+        See `rft.checkpoint.restore`.
+        """
+        restore.prepare(self.storage, self.ranks)
         found = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
         if found is None:
             return None
@@ -157,10 +173,13 @@ class CheckpointManager:
 
     def _loaded(self, step: int) -> set[str]:
         """Name of a committed checkpoint that an earlier attempt has written."""
-        return {[entry.path for entry in commit.list_entries(self.storage) if entry.step == step][-1]}
+        return {
+            [entry.path for entry in commit.list_entries(self.storage) if entry.step == step][-1]
+        }
 
     def start(self, policy: Snapshotable) -> None:
-        """Agree on who stores what, reserve memory, start the agent. The only collective besides `load`; before the first step.
+        """Agree on who stores what, reserve memory, start the agent. The only collective besides
+        `load`; before the first step.
 
         Raises ValueError when the memory cannot hold the largest piece.
         """
@@ -172,25 +191,44 @@ class CheckpointManager:
         windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size)
         slots = Slots([Slot(number, size, self.device) for number in range(2)])
-        self._stager = Stager(slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s)
+        self._stager = Stager(
+            slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
+        )
         settings = Settings(
-            root=self.storage.where, control=str(self.control), rank=self.ranks.rank, world=self.ranks.world,
-            epoch=self.epoch, slots=[slot.descriptor for slot in slots.all], slot_bytes=size,
-            strategy=self.trainer.save_strategy, rate_limit=self.config.rate_limit_mb * 1e6,
-            deadline_s=self.config.agent_deadline_s, lease_s=self.config.lease_s,
-        )  # fmt: skip
-        log_path = self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
+            root=self.storage.where,
+            control=str(self.control),
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            epoch=self.epoch,
+            slots=[slot.descriptor for slot in slots.all],
+            slot_bytes=size,
+            strategy=self.trainer.save_strategy,
+            rate_limit=self.config.rate_limit_mb * 1e6,
+            deadline_s=self.config.agent_deadline_s,
+            lease_s=self.config.lease_s,
+        )
+        log_path = (
+            self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
+        )
         self._link = Link(settings, self._hear, log_path, self._agent)
-        log.info("checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB", total / 1e9, size / 1e9)
+        log.info(
+            "checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB",
+            total / 1e9,
+            size / 1e9,
+        )
 
     def _check_memory(self, wanted: int) -> None:
-        """Pages are touched at once: too little memory must be an error now, and not the end of some process."""
+        """Pages are touched at once: too little memory must be an error now, and not the end of
+        some process.
+        """
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = psutil.virtual_memory().available
         if wanted * neighbours > free:
             raise ValueError(
-                f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of {neighbours} rank(s) of this node, "
-                f"{free / 1e9:.2f} GB are free: set trainer.checkpoint.host_memory_gb to at most {free / neighbours / 1.1e9:.2f}"
+                f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "
+                f"{neighbours} rank(s) of this node, "
+                f"{free / 1e9:.2f} GB are free: set trainer.checkpoint.host_memory_gb to at most "
+                f"{free / neighbours / 1.1e9:.2f}"
             )
 
     def _agree(self, claims: list[Claim]) -> Plan:
@@ -199,38 +237,66 @@ class CheckpointManager:
         if listed is not None:
             everyone = msgspec.convert(listed, list[list[Claim]])
             positions = layout.assign(everyone)
-            placed = [layout.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)]
+            placed = [
+                layout.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
+            ]
             weights = [[r for r in found if r.key.startswith(layout.MODEL)] for found in placed]
             chosen = [positions, layout.digest(placed), layout.digest(weights)]
         positions, whole, weights_only = self.ranks.broadcast(chosen)
-        mine = sorted(positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(layout.MODEL))
+        mine = sorted(
+            positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(layout.MODEL)
+        )
         regions = layout.place([claims[p] for p in mine])
-        return Plan(mine, regions, whole, [r for r in regions if r.key.startswith(layout.MODEL)], weights_only)
+        return Plan(
+            mine,
+            regions,
+            whole,
+            [r for r in regions if r.key.startswith(layout.MODEL)],
+            weights_only,
+        )
 
     def save(
-        self, step: int, policy: Snapshotable, loop: dict[str, Any], *, full: bool = True, weights: bool = False
-    ) -> bool:  # fmt: skip
-        """Begin to save `step`: everything (`full`), the model alone (`weights`), or both of one staging.
+        self,
+        step: int,
+        policy: Snapshotable,
+        loop: dict[str, Any],
+        *,
+        full: bool = True,
+        weights: bool = False,
+    ) -> bool:
+        """Begin to save `step`: everything (`full`), the model alone (`weights`), or both of one
+        staging.
 
-        Returns at once unless staging is eager; False if the save was skipped because both slots are in use.
+        Returns at once unless staging is eager; False if the save was skipped because both slots
+        are in use.
         """
         assert self._link is not None, "start() comes before the first save"
         identity = f"e{self.epoch:04d}n{self._saves:04d}"
         self._saves += 1
-        outputs = [self._output(step, identity, collection) for collection in ([""] * full + [WEIGHTS] * weights)]
+        outputs = [
+            self._output(step, identity, collection)
+            for collection in ([""] * full + [WEIGHTS] * weights)
+        ]
         snapshot = policy.snapshot()
-        scores = {str(scored): value for scored, value in self.scores.items()}  # JSON has no other keys
+        # JSON has no other keys
+        scores = {str(scored): value for scored, value in self.scores.items()}
         lead = self.ranks.rank == 0
         begin = Begin(
-            id=identity, step=step, outputs=outputs, small=snapshot.small, local=snapshot.local,
-            loop=loop | {"step": step, "scores": scores} if lead else None, about=self.about if lead else None,
-        )  # fmt: skip
+            id=identity,
+            step=step,
+            outputs=outputs,
+            small=snapshot.small,
+            local=snapshot.local,
+            loop=loop | {"step": step, "scores": scores} if lead else None,
+            about=self.about if lead else None,
+        )
         self.requested = step if full else self.requested
         with self._changed:
             self._outcomes[identity] = Outcome(step, {output.collection for output in outputs})
-        self._stager.current.done.wait()
+        self._stager.await_done()
         telling = Telling(self._link, begin)
-        if not weights and not self._make_room(telling):  # engines wait for weights: these are never given up
+        # engines wait for weights: these are never given up
+        if not weights and not self._make_room(telling):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
         self._stager.start(identity, tensors, telling.window, telling.drop)
@@ -243,26 +309,42 @@ class CheckpointManager:
         model = collection == WEIGHTS
         regions = self._plan.weight_regions if model else self._plan.regions
         config = self.config
-        keep = Retention(last=2) if model else Retention(
-            last=self.trainer.max_checkpoints_to_keep, every=config.keep_every, best=config.keep_best,
-            best_is_lowest=config.best_mode == "min", max_bytes=int(config.max_gb * 1e9), scores=dict(self.scores),
-        )  # fmt: skip
+        keep = (
+            Retention(last=2)
+            if model
+            else Retention(
+                last=self.trainer.max_checkpoints_to_keep,
+                every=config.keep_every,
+                best=config.keep_best,
+                best_is_lowest=config.best_mode == "min",
+                max_bytes=int(config.max_gb * 1e9),
+                scores=dict(self.scores),
+            )
+        )
         return Output(
-            collection=collection, draft=draft, final=final, regions=regions, bytes=layout.extent(regions),
-            layout=self._plan.weight_layout if model else self._plan.layout, retention=keep,
-        )  # fmt: skip
+            collection=collection,
+            draft=draft,
+            final=final,
+            regions=regions,
+            bytes=layout.extent(regions),
+            layout=self._plan.weight_layout if model else self._plan.layout,
+            retention=keep,
+        )
 
     def _make_room(self, telling: "Telling") -> bool:
-        """What `when_busy` says: leave it to the copying thread, give this save up, or an older one that still queues."""
+        """What `when_busy` says: leave it to the copying thread, give this save up, or an older one
+        that still queues.
+        """
         assert self._link is not None
         if self._stager.slots.is_free() or self.config.when_busy == "wait":
             return True
         begin = telling.begin
         if self.config.when_busy == "newest_wins":
             queued = [
-                key for key, outcome in self._outcomes.items()
+                key
+                for key, outcome in self._outcomes.items()
                 if outcome.open and WEIGHTS not in outcome.open and key != begin.id
-            ]  # fmt: skip
+            ]
             if queued:  # else what holds the slots has ended and is about to give them back
                 self._link.drop(queued[-1], f"given up for the newer save of step {begin.step}")
             return True
@@ -278,13 +360,18 @@ class CheckpointManager:
             self.scores[step] = metrics[self.config.best_metric]
 
     def before_update(self) -> float:
-        """To be called before weights change; returns when the last save's copies are made, with the seconds that took."""
+        """To be called before weights change; returns when the last save's copies are made, with
+        the seconds that took.
+        """
         waited = self._stager.await_copies()
         self._choice.updated()
         return waited
 
     def poll(self) -> list[Report]:
-        """What has become known since the last call: Committed, Retained, Failed and Exported reports."""
+        """What has become known since the last call:
+
+        Committed, Retained, Failed and Exported reports.
+        """
         with self._changed:
             news, self._news = self._news, []
         return news
@@ -294,49 +381,84 @@ class CheckpointManager:
         deadline = time.monotonic() + 2 * self.config.agent_deadline_s
         with self._changed:
             known = [outcome for outcome in self._outcomes.values() if outcome.step == step]
-            self._changed.wait_for(lambda: not any(o.open for o in known), max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(
+                lambda: not any(o.open for o in known), max(0.0, deadline - time.monotonic())
+            )
         if failed := [outcome for outcome in known if outcome.cause]:
             raise RuntimeError(f"checkpoint of step {step} failed: {failed[0].cause}")
         if any(outcome.open for outcome in known):
-            raise RuntimeError(f"checkpoint of step {step} is not there after {2 * self.config.agent_deadline_s:g} s")
+            raise RuntimeError(
+                f"checkpoint of step {step} is not there after "
+                f"{2 * self.config.agent_deadline_s:g} s"
+            )
 
     def export(self, step: int, source: str, target: str) -> None:
-        """Begin the Hugging Face export of committed step `step` (see `rft.checkpoint.export`); rank 0 only."""
+        """Begin the Hugging Face export of committed step `step` (see `rft.checkpoint.export`);
+        rank 0 only.
+        """
         assert self._link is not None
         with self._changed:
-            names = {o.name for o in self._outcomes.values() if o.step == step and o.name} or self._loaded(step)
-            self._exports.add(target)
+            names = {
+                o.name for o in self._outcomes.values() if o.step == step and o.name
+            } or self._loaded(step)
+            self._exports[target] = time.monotonic()
         self._link.export(Export(step=step, name=names.pop(), source=source, target=target))
 
     def wait_exports(self) -> None:
-        """Until all exports are there. Raises RuntimeError when one failed."""
+        """Until all exports are there.
+
+        Raises RuntimeError when one failed, or nothing is heard of them any more.
+        """
+        patience = 2 * self.config.agent_deadline_s
         with self._changed:
-            self._changed.wait_for(lambda: not self._exports)
+            while (
+                self._exports
+                and (left := max(self._exports.values()) + patience - time.monotonic()) > 0
+            ):
+                self._changed.wait(left)
             if self._failed_export:
                 raise RuntimeError(f"Hugging Face export failed: {self._failed_export}")
+            if self._exports:
+                raise RuntimeError(
+                    f"Hugging Face export failed: nothing was heard of {min(self._exports)} for "
+                    f"{patience:g} s"
+                )
 
     def metrics(self) -> dict[str, float]:
         assert self._link is not None
         return {
-            "checkpoint/committed": self.status.committed, "checkpoint/failed": self.status.failed,
-            "checkpoint/skipped": self.status.skipped, "checkpoint/commit_s": self.status.seconds,
-            "checkpoint/copy_s": self._stager.current.seconds, "checkpoint/agent_deaths": self._link.deaths,
-            "checkpoint/agent_ok": float(self._link.state == "ready"), "checkpoint/bytes": self.status.bytes,
-        }  # fmt: skip
+            "checkpoint/committed": self.status.committed,
+            "checkpoint/failed": self.status.failed,
+            "checkpoint/skipped": self.status.skipped,
+            "checkpoint/commit_s": self.status.seconds,
+            "checkpoint/copy_s": self._stager.current.seconds,
+            "checkpoint/agent_deaths": self._link.deaths,
+            "checkpoint/agent_ok": float(self._link.state == "ready"),
+            "checkpoint/bytes": self.status.bytes,
+        }
 
     def close(self, deadline_s: float = 5.0) -> None:
         """The agent finishes what it has, without us if it takes longer."""
         if self._link is not None:
-            self._stager.current.done.wait()
-            self._link.close(deadline_s)
+            try:
+                self._stager.await_done()
+            finally:
+                self._link.close(deadline_s)
             for slot in self._stager.slots.all:
                 slot.close()
             self._link = None
 
     def _hear(self, report: Report) -> None:
-        """Called by the link's thread."""
+        """Called by the link's thread, and by one that hands a
+        save over which no agent can take.
+        """
         if isinstance(report, Freed):
             self._stager.slots.give_back(report.slot)
+            return
+        if isinstance(report, Exporting):
+            with self._changed:
+                if report.target in self._exports:
+                    self._exports[report.target] = time.monotonic()
             return
         with self._changed:
             if isinstance(report, Committed):
@@ -345,11 +467,15 @@ class CheckpointManager:
                 outcome = self._outcomes[report.id]
                 if not outcome.cause:
                     self.status.failed += 1
-                    log.error("checkpoint of step %d failed, training goes on: %s", report.step, report.cause)
+                    log.error(
+                        "checkpoint of step %d failed, training goes on: %s",
+                        report.step,
+                        report.cause,
+                    )
                     trace.instant("checkpoint failed", step=report.step, cause=report.cause)
                 outcome.open, outcome.cause = set(), report.cause
             elif isinstance(report, Exported):
-                self._exports.discard(report.target)
+                self._exports.pop(report.target, None)
                 self._failed_export = report.cause or self._failed_export
             self._news.append(report)
             self._changed.notify_all()

@@ -1,10 +1,13 @@
-"""Checkpoints in an object store: the `Storage` of `rft.checkpoint.storage` over any URL that fsspec knows (s3://..., memory://...).
+"""Checkpoints in an object store: the `Storage` of `rft.checkpoint.storage` over any URL that
+fsspec knows (s3://..., memory://...).
 
-    data objects ─► receipts ─► MANIFEST.json, put last and never over another: the mark of a complete checkpoint
+    data objects ─► receipts
+            ─► MANIFEST.json, put last and never over another: the mark of a complete checkpoint
 
-An object store has no rename: a draft has its final name, `step_NNNNNNNN.<id>`, from its first object on, and without a manifest it
-is nothing to any reader. Invariant: an object is there as a whole or not at all (the store's own promise), the manifest after all
-others; what is set aside keeps every object and gets one more, QUARANTINED, that takes it out of the lists.
+An object store has no rename: a draft has its final name, `step_NNNNNNNN.<id>`, from its first
+object on, and without a manifest it is nothing to any reader. Invariant: an object is there as a
+whole or not at all (the store's own promise), the manifest after all others; what is set aside
+keeps every object and gets one more, QUARANTINED, that takes it out of the lists.
 """
 
 import contextlib
@@ -15,10 +18,11 @@ from typing import Any, BinaryIO, cast
 
 from fsspec.core import url_to_fs
 
-from rft.checkpoint.storage import MANIFEST, final_name
+from rft.checkpoint.records import MANIFEST, final_name
 
 QUARANTINED = "QUARANTINED"
-OURS = re.compile(r"(step|v)_\d{8}\.e\d+n\d+")  # names that `draft` makes; others are not ours to sweep
+# names that `draft` makes; others are not ours to sweep
+OURS = re.compile(r"(step|v)_\d{8}\.e\d+n\d+")
 PART = 32 * 2**20  # bytes of one part of a multipart upload
 
 
@@ -34,7 +38,10 @@ def _medium(what: str) -> Iterator[None]:
 
 
 class ObjectStorage:
-    """Objects below one URL. Credentials and endpoint come from where the backend looks for them (AWS_ENDPOINT_URL, ...)."""
+    """Objects below one URL.
+
+    Credentials and endpoint come from where the backend looks for them (AWS_ENDPOINT_URL, ...).
+    """
 
     look_s = 1.0  # between looks at a draft: every look is a request that somebody pays for
 
@@ -56,7 +63,9 @@ class ObjectStorage:
 
     def create(self, path: str, size: int) -> "ObjectSink":
         with _medium(self._name(path)):
-            return ObjectSink(self, path, self._fs.open(self._at(path), "wb", block_size=PART, autocommit=False))
+            return ObjectSink(
+                self, path, self._fs.open(self._at(path), "wb", block_size=PART, autocommit=False)
+            )
 
     def put(self, path: str, data: bytes) -> None:
         with _medium(self._name(path)):
@@ -66,7 +75,8 @@ class ObjectStorage:
             try:
                 self._fs.pipe_file(self._at(path), data, mode="create")
             except FileExistsError:
-                if self._fs.cat_file(self._at(path)) != data:  # the next agent in line may have put the same
+                # the next agent in line may have put the same
+                if self._fs.cat_file(self._at(path)) != data:
                     raise
 
     def discard(self, path: str) -> None:
@@ -120,8 +130,16 @@ class ObjectStorage:
         return None
 
     def read(self, path: str, start: int, stop: int) -> bytes:
+        """Fewer bytes where the object ends; S3 refuses a range that begins there, which is no
+        failure of the medium.
+        """
         with _medium(self._name(path)):
-            return bytes(self._fs.cat_file(self._at(path), start=start, end=stop))
+            try:
+                return bytes(self._fs.cat_file(self._at(path), start=start, end=stop))
+            except OSError:
+                if start < self._fs.size(self._at(path)):
+                    raise
+                return b""
 
     def _names(self, path: str) -> set[str]:
         with _medium(self._name(path)):

@@ -1,47 +1,142 @@
-"""Read a committed checkpoint in any cut: manifest ─► receipts ─► verified chunks ─► the elements that somebody asks for.
+"""Read a committed checkpoint in any cut: manifest ─► receipts ─► verified chunks
+        ─► the elements that somebody asks for.
 
-No torch: elements are numpy integers of the right width, so that bfloat16 needs no type of its own. Invariant: no
-byte is handed out that was not verified against its receipt, no receipt believed that the manifest does not vouch
-for.
+No torch: elements are numpy integers of the right width, so that bfloat16 needs no type of its own.
+Invariant: no byte is handed out that was not verified against its receipt, no receipt believed that
+the manifest does not vouch for; and nothing is called damaged because the medium fails.
 """
 
-from collections import defaultdict
+import logging
+import resource
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import xxhash
 
 from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.layout import ITEM_BYTES, Box, Claim, Uncovered, boxes, check_coverage, overlap
+from rft.checkpoint.layout import Box, Claim, Uncovered, boxes, check_coverage, overlap
 from rft.checkpoint.records import CHUNK, FORMAT, Receipt, Region, decode_json, sha256
-from rft.checkpoint.storage import Storage, read_at
+from rft.checkpoint.storage import MANIFEST, Storage, read_at
+from rft.ground.names import ITEM_BYTES
 
+log = logging.getLogger(__name__)
 CRITIC = "critic."  # keys of a critic's tensors begin so
 SHOWN = 8  # tensors named in one message
+AGAIN_S = 0.5  # between two tries of what has failed
+Found = TypeVar("Found")
 
 
 class Damaged(RuntimeError):
-    """A checkpoint that must not be loaded: missing, cut short, or different from what was written."""
+    """A checkpoint that must not be loaded: content missing, cut short, or different from what was
+    written.
+
+    `file`, `chunk`: where another reader may look for itself; no file: the manifest, the receipts,
+    or what they cover.
+    """
+
+    def __init__(self, words: str, file: str = "", chunk: int = 0):
+        super().__init__(words)
+        self.file, self.chunk = file, chunk
+
+
+class Unreachable(OSError):
+    """The medium fails (no mount, EIO, ESTALE, EACCES, too many open files): that says nothing
+    about what lies there.
+    """
 
 
 class Mismatch(ValueError):
     """A good checkpoint of something else: another model, vocabulary, precision or format."""
 
 
+def patiently(what: str, act: Callable[[], Found], patience_s: float) -> Found:
+    """What `act` returns; an OSError is tried again for `patience_s` seconds, then it is
+    Unreachable.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            left = end - time.monotonic()
+            if left <= 0:
+                tried = f" (tried for {patience_s:g} s)" if patience_s else ""
+                raise Unreachable(f"{what}: {error}{tried}") from error
+            log.warning("%s, tried again for %.0f s: %s", what, left, error)
+            time.sleep(min(AGAIN_S, left))
+
+
+class Files:
+    """The files of one committed directory.
+
+    Of many only those used last are open: the ranks may be more than descriptors.
+    """
+
+    def __init__(self, storage: Storage, directory: str, patience_s: float):
+        self._storage, self._directory, self._patience_s = storage, directory, patience_s
+        # the rest is the process's own
+        self._most = max(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._open: OrderedDict[str, BinaryIO] = OrderedDict()
+
+    def where(self, name: str) -> str:
+        return f"{self._storage.where}/{self._directory}/{name}"
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """These bytes, or fewer where the file ends. Raises as `attempt` does."""
+        return self.attempt(name, lambda: read_at(self._opened(name), start, length))
+
+    def attempt(self, name: str, read: Callable[[], Found]) -> Found:
+        """`read()` of the file `name`.
+
+        Raises Damaged if there is no such file, Unreachable if that cannot be said.
+        """
+
+        def once() -> Found:
+            try:
+                return read()
+            except IsADirectoryError as error:
+                raise Damaged(f"{self.where(name)} is a directory", name) from error
+            except OSError as error:
+                self.close()  # a handle may be stale, or the descriptors spent
+                names = (
+                    self._storage.list(self._directory)
+                    if isinstance(error, FileNotFoundError)
+                    else []
+                )
+                # else it is the whole directory that is not there
+                if MANIFEST in names and name not in names:
+                    raise Damaged(f"{self.where(name)} is missing", name) from error
+                raise
+
+        return patiently(f"{self.where(name)} cannot be read", once, self._patience_s)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _opened(self, name: str) -> BinaryIO:
+        if name not in self._open:
+            while len(self._open) >= self._most:
+                self._open.popitem(last=False)[1].close()
+            self._open[name] = self._storage.open(f"{self._directory}/{name}")
+        self._open.move_to_end(name)
+        return self._open[name]
+
+
 class RankFile:
     """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept."""
 
-    def __init__(self, storage: Storage, directory: str, receipt: Receipt):
-        self.where = f"{storage.where}/{directory}/{receipt.file}"
-        self._storage, self._path = storage, f"{directory}/{receipt.file}"
-        self._receipt = receipt
-        self._file: BinaryIO | None = None
+    def __init__(self, files: Files, receipt: Receipt):
+        self.name = receipt.file
+        self._files, self._receipt = files, receipt
         self._kept: tuple[int, bytes] = (-1, b"")
 
     def read(self, start: int, count: int) -> bytearray:
-        """Raises Damaged, naming the file and the chunk."""
+        """Raises Damaged, naming the file and the chunk, or Unreachable."""
         out = bytearray(count)
         at = start
         while at < start + count:
@@ -53,52 +148,55 @@ class RankFile:
 
     def chunk(self, number: int) -> bytes:
         if self._kept[0] != number:
-            length = min(CHUNK, self._receipt.bytes - number * CHUNK)
-            try:
-                self._file = self._file or self._storage.open(self._path)
-                data = read_at(self._file, number * CHUNK, length)
-            except OSError as error:
-                raise Damaged(f"{self.where} cannot be read: {error}") from error
+            where, length = (
+                self._files.where(self.name),
+                min(CHUNK, self._receipt.bytes - number * CHUNK),
+            )
+            data = self._files.read(self.name, number * CHUNK, length)
             if len(data) != length:
-                raise Damaged(f"{self.where} ends early: {len(data)} of {length} bytes of chunk {number}")
+                words = f"{where} ends early: {len(data)} of {length} bytes of chunk {number}"
+                raise Damaged(words, self.name, number)
             if xxhash.xxh3_128_hexdigest(data) != self._receipt.chunks[number]:
-                raise Damaged(f"{self.where} was changed: chunk {number} differs from what was written")
+                words = f"{where} was changed: chunk {number} differs from what was written"
+                raise Damaged(words, self.name, number)
             self._kept = (number, data)
         return self._kept[1]
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
 
 class Checkpoint:
-    """A committed directory, opened: manifest and receipts are verified, bytes are when they are read."""
+    """A committed directory, opened: manifest and receipts are verified, bytes are when they are
+    read.
 
-    def __init__(self, storage: Storage, path: str):
-        self.storage = storage
+    What the medium does not give is tried again for `patience_s` seconds each time, then it raises
+    Unreachable.
+    """
+
+    def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
         self.path = path
         self.where = f"{storage.where}/{path}"
+        self._storage = storage
+        self._files = Files(storage, path, patience_s)
         try:
-            self.manifest = read_manifest(storage, path)
-        except (ValueError, OSError) as error:
+            self.manifest = self._files.attempt(MANIFEST, lambda: read_manifest(storage, path))
+        except ValueError as error:
             raise Damaged(str(error)) from error
         if self.manifest.format != FORMAT:
             raise Mismatch(
-                f"{self.where} has format {self.manifest.format}, this rft reads {FORMAT}: use the rft that wrote it"
+                f"{self.where} has format {self.manifest.format}, this rft reads {FORMAT}: use the "
+                "rft that wrote it"
             )
-        self.receipts = [self._receipt(name, digest) for name, digest in sorted(self.manifest.receipts.items())]
+        self.receipts = [
+            self._receipt(name, digest) for name, digest in sorted(self.manifest.receipts.items())
+        ]
         self._pieces: dict[str, list[tuple[RankFile, Region]]] = defaultdict(list)
         for receipt in self.receipts:
-            file = RankFile(storage, path, receipt)
+            file = RankFile(self._files, receipt)
             for region in receipt.regions:
                 self._pieces[region.key].append((file, region))
 
     def _receipt(self, name: str, digest: str) -> Receipt:
         where = f"{self.where}/{name}"
-        try:
-            data = self.storage.get(f"{self.path}/{name}")
-        except OSError as error:
-            raise Damaged(f"{where} is missing or cannot be read: {error}") from error
+        data = self._files.attempt(name, lambda: self._storage.get(f"{self.path}/{name}"))
         if sha256(data) != digest:
             raise Damaged(f"{where} was changed")
         receipt = decode_json(data, Receipt)
@@ -109,7 +207,10 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """key -> (dtype, whole shape)."""
-        return {key: (found[0][1].dtype, found[0][1].global_shape) for key, found in self._pieces.items()}
+        return {
+            key: (found[0][1].dtype, found[0][1].global_shape)
+            for key, found in self._pieces.items()
+        }
 
     def check(self, claims: list[Claim]) -> None:
         """Raises Mismatch, all differences at once, if this is not a checkpoint of such tensors."""
@@ -123,18 +224,24 @@ class Checkpoint:
         ]
         if missing and all(key.startswith(CRITIC) for key in missing):
             raise Mismatch(
-                f"{self.where} holds no critic, and this run has one: start under another name, or with the algorithm that wrote it"
+                f"{self.where} holds no critic, and this run has one: start under another name, or "
+                "with the algorithm that wrote it"
             )
         words = [f"{len(missing)} tensors are missing there: {_few(missing)}"] if missing else []
         words += [f"{len(other)} differ: {_few(other)}"] if other else []
         if words:
             raise Mismatch(
-                f"{self.where} is of another model, vocabulary, precision or optimizer: {'; '.join(words)}; "
-                "use the model.model_path, trainer.dtype and optimizer_type that it was written with, or another name"
+                f"{self.where} is of another model, vocabulary, precision or optimizer: "
+                f"{'; '.join(words)}; "
+                "use the model.model_path, trainer.dtype and optimizer_type that it was written "
+                "with, or another name"
             )
 
     def elements(self, claim: Claim) -> np.ndarray:
-        """The claimed elements, flat, as unsigned integers of the dtype's width. Raises Damaged."""
+        """The claimed elements, flat, as unsigned integers of the dtype's width.
+
+        Raises Damaged or Unreachable.
+        """
         width = ITEM_BYTES[claim.dtype]
         out = np.empty(claim.bytes // width, dtype=f"<u{width}")
         filled = 0
@@ -150,26 +257,45 @@ class Checkpoint:
     def whole(self, key: str) -> np.ndarray:
         """A whole tensor, in its shape, as unsigned integers."""
         dtype, shape = self.tensors[key]
-        return self.elements(Claim(key, dtype, shape, (0,) * len(shape), shape, None)).reshape(shape)
+        return self.elements(Claim(key, dtype, shape, (0,) * len(shape), shape, None)).reshape(
+            shape
+        )
 
     def verify(self, seen: Callable[[int], object] = lambda count: None) -> None:
-        """Read and check every byte; `seen(bytes)` hears of progress. Raises Damaged."""
+        """Read and check every byte; `seen(bytes)` hears of progress.
+
+        Raises Damaged or Unreachable.
+        """
+        self._check_coverage()
+        for receipt in self.receipts:
+            file = RankFile(self._files, receipt)
+            for number in range(len(receipt.chunks)):
+                seen(len(file.chunk(number)))
+
+    def confirm(self, file: str, chunk: int) -> None:
+        """Look at what another reader found damaged there, beyond what opening has checked.
+
+        Raises Damaged or Unreachable.
+        """
+        if not file:
+            self._check_coverage()
+        for receipt in self.receipts:
+            if receipt.file == file:
+                RankFile(self._files, receipt).chunk(chunk)
+
+    def _check_coverage(self) -> None:
         try:
             check_coverage(region for receipt in self.receipts for region in receipt.regions)
         except Uncovered as error:
             raise Damaged(f"{self.where}: {error}") from error
-        for receipt in self.receipts:
-            file = RankFile(self.storage, self.path, receipt)
-            for number in range(len(receipt.chunks)):
-                seen(len(file.chunk(number)))
-            file.close()
 
     def files(self) -> Iterator[RankFile]:
-        return iter({id(file): file for found in self._pieces.values() for file, _ in found}.values())
+        return iter(
+            {id(file): file for found in self._pieces.values() for file, _ in found}.values()
+        )
 
     def close(self) -> None:
-        for file in self.files():
-            file.close()
+        self._files.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -179,7 +305,8 @@ class Checkpoint:
 
 
 def _copy(file: RankFile, region: Region, source: Box, target: Box, view: np.ndarray) -> int:
-    """Copy what `source` and `target` have in common into `view` (of the target's shape); number of elements copied.
+    """Copy what `source` and `target` have in common into `view` (of the target's shape); number of
+    elements copied.
 
     Only the rows of the source that are needed are read.
     """
@@ -192,9 +319,16 @@ def _copy(file: RankFile, region: Region, source: Box, target: Box, view: np.nda
     first = low[0] - source.offset[0] if low else 0
     rows = shape[0] if shape else 1
     data = file.read(region.at + (source.start + first * row) * width, rows * row * width)
-    values = np.frombuffer(data, dtype=f"<u{width}").reshape((rows, *source.shape[1:]) if shape else ())
-    inner = tuple(slice(a - b, a - b + n) for a, b, n in zip(low[1:], source.offset[1:], shape[1:], strict=True))
-    place = tuple(slice(a - b, a - b + n) for a, b, n in zip(low, target.offset, shape, strict=True))
+    values = np.frombuffer(data, dtype=f"<u{width}").reshape(
+        (rows, *source.shape[1:]) if shape else ()
+    )
+    inner = tuple(
+        slice(a - b, a - b + n)
+        for a, b, n in zip(low[1:], source.offset[1:], shape[1:], strict=True)
+    )
+    place = tuple(
+        slice(a - b, a - b + n) for a, b, n in zip(low, target.offset, shape, strict=True)
+    )
     view[place] = values[(slice(None), *inner)] if shape else values
     return prod(shape)
 

@@ -1,8 +1,10 @@
-"""What a checkpoint consists of on disk, and what trainer and agent say to each other. Pure data; no torch.
+"""What a checkpoint consists of on disk, and what trainer and agent say to each other. Pure data;
+no torch.
 
-On disk: a `Receipt` per rank (JSON, next to that rank's bytes) and one `Manifest` per checkpoint. Between processes: requests
-(`Begin`, `Window`, `Close`) and reports (`Ready`, `Freed`, `Committed`, ...), msgpack with a length prefix.
-Invariant: a receipt is bound to its manifest by hash, the manifest to itself by `seal`; whoever changes a bit is found out.
+On disk: a `Receipt` per rank (JSON, next to that rank's bytes) and one `Manifest` per checkpoint.
+Between processes: requests (`Begin`, `Window`, `Close`) and reports (`Ready`, `Freed`, `Committed`,
+...), msgpack with a length prefix. Invariant: a receipt is bound to its manifest by hash, the
+manifest to itself by `seal`; whoever changes a bit is found out.
 """
 
 import hashlib
@@ -17,11 +19,15 @@ ALIGN = 64  # every region starts at a multiple of this in its file
 Extent = tuple[int, ...]
 Record = TypeVar("Record", bound=msgspec.Struct)
 
+MANIFEST = "MANIFEST.json"
+
 
 class Region(msgspec.Struct, frozen=True):
-    """A box [offset, offset + shape) of the whole tensor `key`, or of it, flattened, the elements `flat` = [start, stop).
+    """A box [offset, offset + shape) of the whole tensor `key`, or of it, flattened, the elements
+    `flat` = [start, stop).
 
-    Its bytes lie at `at` in the rank's file, row-major, in the machine's byte order (little endian on all that rft runs on).
+    Its bytes lie at `at` in the rank's file, row-major, in the machine's byte order (little endian
+    on all that rft runs on).
     """
 
     key: str
@@ -35,7 +41,10 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank wrote, once it was on disk. `chunks`: xxh3-128 of each CHUNK bytes of `file`, in order."""
+    """All that one rank wrote, once it was on disk.
+
+    `chunks`: xxh3-128 of each CHUNK bytes of `file`, in order.
+    """
 
     format: int
     id: str
@@ -55,7 +64,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The mark of a complete checkpoint. `receipts`: sha256 of each receipt; `seal`: sha256 of everything else here."""
+    """The mark of a complete checkpoint.
+
+    `receipts`: sha256 of each receipt; `seal`: sha256 of everything else here.
+    """
 
     format: int
     id: str
@@ -77,7 +89,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """What to keep: the union of all rules. 0 or None: the rule keeps nothing of its own; `last=0` keeps everything."""
+    """What to keep: the union of all rules. 0 or None: the rule keeps nothing of its own; `last=0`
+    keeps everything.
+    """
 
     last: int = 0
     every: int = 0
@@ -88,7 +102,9 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """One directory to be made of a staged slot: a full checkpoint, or the model weights alone (a prefix of the bytes)."""
+    """One directory to be made of a staged slot: a full checkpoint, or the model weights alone (a
+    prefix of the bytes).
+    """
 
     collection: str  # "" for checkpoints, "weights" for model-only saves
     draft: str
@@ -100,7 +116,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that an agent must know before its first save; sent once. `control`: local directory of locks and run epochs."""
+    """All that an agent must know before its first save; sent once.
+
+    `control`: local directory of locks and run epochs.
+    """
 
     root: str
     control: str
@@ -111,7 +130,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     slot_bytes: int
     strategy: str
     rate_limit: float  # bytes per second, 0: none
-    deadline_s: float  # for a save, from its first byte on, and for the agent after its trainer is gone
+    # for a save, from its first byte on, and for the agent after its trainer is gone
+    deadline_s: float
     lease_s: float  # how long the right to commit stays with one rank before the next may take it
 
 
@@ -126,7 +146,9 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Bytes [start, stop) of the save's file lie at the start of `slot`; with `last` the save is staged as a whole."""
+    """Bytes [start, stop) of the save's file lie at the start of `slot`; with `last` the save is
+    staged as a whole.
+    """
 
     id: str
     slot: int
@@ -143,7 +165,9 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write the Hugging Face directory `target` from the committed checkpoint `name`; config and tokenizer from `source`."""
+    """Write the Hugging Face directory `target` from the committed checkpoint `name`; config and
+    tokenizer from `source`.
+    """
 
     step: int
     name: str
@@ -165,7 +189,9 @@ class Freed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Retained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest one that retention has left."""
+    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest one that
+    retention has left.
+    """
 
     oldest: dict[str, Any]
 
@@ -185,6 +211,12 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cause: str = ""  # empty: it is there
 
 
+class Exporting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """More of an export was written than when this was last said."""
+
+    target: str
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: str
     step: int
@@ -199,7 +231,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = Settings | Begin | Window | Drop | Export | Close
-Report = Ready | Freed | Committed | Retained | Exported | Failed | Beat
+Report = Ready | Freed | Committed | Retained | Exported | Exporting | Failed | Beat
 
 _json = msgspec.json.Encoder(order="deterministic")
 
@@ -215,3 +247,7 @@ def decode_json(data: bytes, kind: type[Record]) -> Record:
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def final_name(prefix: str, step: int) -> str:
+    return f"{prefix}_{step:08d}"

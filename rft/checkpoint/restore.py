@@ -1,26 +1,60 @@
 """Fill the training state from the newest good checkpoint, whatever layout wrote it.
 
-Collective order: `load` is called by every rank. Invariant: what is damaged is set aside, named, and never deleted;
-the one before is taken; when none is left although there was one, that is an error, never a silent start at step 0.
+    rank 0: the newest one ─► every rank reads its part ─► rank 0 judges
+                 ▲                                           ├─► all is read: loaded
+                 └── the one before ── set aside ────────────┼── it finds damage itself
+                                                             └─► else: refused, on every rank
+
+Collective order: `prepare` and `load` are called by every rank. Invariant: what is damaged is set
+aside, named, and never deleted; the one before is taken; when none is left although there was one,
+that is an error, never a silent start at step 0. Only wrong content is damage: what a medium does
+not give is tried again for PATIENCE_S, then the start is refused.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from rft.checkpoint import commit
 from rft.checkpoint.layout import Claim, claim_of
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
+from rft.checkpoint.reader import Checkpoint, Damaged, Found, Mismatch, Unreachable, patiently
 from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, committed
-from rft.protocols import Piece, Snapshotable
+from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
-    from rft.checkpoint.manager import Collective
+    from rft.ground.protocols import Collective
 
 log = logging.getLogger(__name__)
+PATIENCE_S = 60.0  # for every single read: a server that restarts, a mount that comes late
+
+
+class Refused(OSError):
+    """No rank starts, nothing was renamed: a rank cannot read what is there, or reads something
+    else than rank 0.
+    """
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """What became of one rank's part of a checkpoint; where nothing is said, it was filled in."""
+
+    host: str = ""
+    mismatch: str = ""
+    unreachable: str = ""
+    damage: str = ""
+    file: str = ""  # where the damage is, as is `chunk`
+    chunk: int = 0
 
 
 def sweep(storage: Storage) -> None:
-    """Remove drafts and half-deleted directories of earlier attempts. Called by one rank, after the run epoch was taken."""
+    """Remove drafts and half-deleted directories of earlier attempts.
+
+    Called by one rank, after the run epoch was taken.
+    """
     for collection in ("", WEIGHTS):
         for path in storage.leftovers(collection):
             storage.remove(path)
@@ -29,57 +63,158 @@ def sweep(storage: Storage) -> None:
                 storage.discard(f"{collection}/{name}" if collection else name)
 
 
-def load(storage: Storage, ranks: "Collective", policy: Snapshotable, layout: Any) -> dict[str, Any] | None:
-    """Loop state of the checkpoint that was loaded, None when there never was one. Raises Mismatch or FileNotFoundError."""
-    rejected: list[str] = []
-    while True:
-        path = ranks.broadcast(_newest(storage, rejected) if ranks.rank == 0 else None)
-        if path is None:
-            return _nothing(storage, rejected, ranks)
-        failure, loop = _read(storage, path, ranks, policy, layout)
-        if failure is None:
+def prepare(storage: Storage, ranks: "Collective", patience_s: float = PATIENCE_S) -> None:
+    """Make the root and sweep it. Raises Refused."""
+
+    def make() -> None:
+        storage.prepare()
+        sweep(storage)
+
+    _by_first(ranks, lambda: patiently(f"{storage.where} cannot be used", make, patience_s))
+
+
+def load(
+    storage: Storage,
+    ranks: "Collective",
+    policy: Snapshotable,
+    layout: Any,
+    patience_s: float = PATIENCE_S,
+) -> dict[str, Any] | None:
+    """Loop state of the checkpoint that was loaded, None when there never was one.
+
+    Raises Mismatch, FileNotFoundError or Refused, the same on every rank.
+    """
+    choice = Choice(storage, patience_s)
+    path = _by_first(ranks, choice.newest)
+    while path is not None:
+        part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
+        parts = ranks.gather(msgspec.to_builtins(part))
+        is_good, following = _by_first(ranks, partial(choice.after, path, parts))
+        if is_good:
+            policy.restore(small)
             if ranks.rank == 0:
                 log.info("resumed from %s/%s", storage.where, path)
             return loop
-        rejected.append(failure)
-        if ranks.rank == 0:
-            _put_aside(storage, path, failure)
-        ranks.barrier("checkpoint quarantine")
+        path = following
+    return _nothing(storage, choice.rejected, ranks, patience_s)
 
 
-def _newest(storage: Storage, rejected: list[str]) -> str | None:
-    """Path of the newest committed checkpoint; those without a sound manifest are set aside on the way."""
-    for path in committed(storage):
+def _by_first(ranks: "Collective", act: Callable[[], Found]) -> Found:
+    """What `act` returns on rank 0, on every rank; what it raises is raised on every rank."""
+    found, mismatch, refused = None, "", ""
+    if ranks.rank == 0:
         try:
-            commit.read_manifest(storage, path)
-        except (ValueError, OSError) as error:
-            if _put_aside(storage, path, str(error)):
-                rejected.append(str(error))
-    entries = commit.list_entries(storage)
-    return entries[-1].path if entries else None
+            found = act()
+        except Mismatch as error:
+            mismatch = str(error)
+        except Refused as error:
+            refused = str(error)
+        except OSError as error:
+            refused = _refusal(0, socket.gethostname(), str(error))
+    found, mismatch, refused = ranks.broadcast([found, mismatch, refused])
+    if mismatch:
+        raise Mismatch(mismatch)
+    if refused:
+        raise Refused(refused)
+    return cast(Found, found)
 
 
-def _put_aside(storage: Storage, path: str, why: str) -> bool:
-    """Quarantine; False if the directory has gone meanwhile: retention of a run that goes on has taken it."""
-    try:
-        aside = storage.set_aside(path, "bad")
-    except FileNotFoundError:
-        return False
-    log.error("checkpoint rejected and set aside as %s/%s: %s", storage.where, aside, why)
-    return True
+def _refusal(rank: int, host: str, why: str) -> str:
+    return (
+        f"rank {rank} on {host}: {why}. Nothing was set aside for it. "
+        "See to the mount, the rights and the limit of open files there, then start again"
+    )
+
+
+@dataclass
+class Choice:
+    """Rank 0's: which checkpoint to load, and what is wrong with those that were set aside."""
+
+    storage: Storage
+    patience_s: float
+    rejected: list[str] = field(default_factory=list)
+
+    def newest(self) -> str | None:
+        """Path of the newest committed checkpoint; those without a
+        sound manifest are set aside on the way.
+        """
+        return patiently(f"{self.storage.where} cannot be read", self._look, self.patience_s)
+
+    def _look(self) -> str | None:
+        found = []
+        for path in committed(self.storage):
+            try:
+                manifest = commit.read_manifest(self.storage, path)
+            except (ValueError, IsADirectoryError) as error:
+                self._put_aside(path, str(error))
+                continue
+            found.append((manifest.epoch, manifest.step, path))
+        return max(found)[2] if found else None
+
+    def after(self, tried: str, said: list[Any]) -> tuple[bool, str | None]:
+        """(whether every rank has read `tried`, else the one to be tried next).
+
+        Raises Mismatch or Refused.
+        """
+        parts = msgspec.convert(said, list[Part])
+        for part in parts:
+            if part.mismatch:
+                raise Mismatch(part.mismatch)
+        for rank, part in enumerate(parts):
+            if part.unreachable:
+                newest = self.newest()
+                if newest in (tried, None):
+                    raise Refused(_refusal(rank, part.host, part.unreachable))
+                return False, newest  # retention of a run that goes on has taken it meanwhile
+        damaged = [(rank, part) for rank, part in enumerate(parts) if part.damage]
+        if not damaged:
+            return True, None
+        why = self._confirmed(tried, [part for _, part in damaged])
+        if not why:
+            rank, part = damaged[0]
+            raise Refused(
+                f"rank {rank} on {part.host} finds {part.damage}; rank 0 on {parts[0].host} reads "
+                "the same and finds it good. "
+                "Nothing was set aside for it. See to the mount, the disk and the memory of "
+                f"{part.host}, then start again"
+            )
+        self._put_aside(tried, why)
+        return False, self.newest()
+
+    def _confirmed(self, path: str, parts: list[Part]) -> str:
+        """The first damage of those told of that is found here too, or nothing."""
+        try:
+            with Checkpoint(self.storage, path, self.patience_s) as checkpoint:
+                for part in parts:
+                    checkpoint.confirm(part.file, part.chunk)
+        except Damaged as error:
+            return str(error)
+        return ""
+
+    def _put_aside(self, path: str, why: str) -> None:
+        """Quarantine, unless the directory has gone meanwhile:
+        retention of a run that goes on has taken it.
+        """
+        try:
+            aside = self.storage.set_aside(path, "bad")
+        except FileNotFoundError:
+            return
+        self.rejected.append(why)
+        log.error("checkpoint rejected and set aside as %s/%s: %s", self.storage.where, aside, why)
 
 
 def _read(
-    storage: Storage, path: str, ranks: "Collective", policy: Snapshotable, layout: Any
-) -> tuple[str | None, dict[str, Any]]:
-    """Fill the policy on every rank: (the first damage that any rank found or None, loop state).
-
-    State of another model is no damage: it raises, on every rank, and nothing is set aside.
-    """
-    damage = mismatch = None
-    loop: dict[str, Any] = {}
+    storage: Storage,
+    path: str,
+    ranks: "Collective",
+    policy: Snapshotable,
+    layout: Any,
+    patience_s: float,
+) -> tuple[Part, dict[str, bytes], dict[str, Any]]:
+    """Fill this rank's part of the policy: (what became of it, small objects, loop state)."""
+    part, small, loop = Part(host=socket.gethostname()), {}, {}
     try:
-        with Checkpoint(storage, path) as checkpoint:
+        with Checkpoint(storage, path, patience_s) as checkpoint:
             pieces = policy.snapshot().pieces
             claims = [claim_of(piece) for piece in pieces]
             checkpoint.check(claims)
@@ -87,21 +222,18 @@ def _read(
                 _fill(piece, claim, checkpoint)
             small, loop = _small(checkpoint, ranks, layout), dict(checkpoint.manifest.loop)
     except Mismatch as error:
-        mismatch = str(error)
-    except (Damaged, OSError) as error:
-        damage = str(error)
-    gathered = ranks.gather([mismatch, damage])
-    first = [next(filter(None, found), None) for found in zip(*gathered, strict=True)] if gathered else None
-    mismatch, damage = ranks.broadcast(first)
-    if mismatch:
-        raise Mismatch(mismatch)
-    if damage is None:
-        policy.restore(small)
-    return damage, loop
+        part.mismatch = str(error)
+    except Damaged as error:
+        part.damage, part.file, part.chunk = str(error), error.file, error.chunk
+    except OSError as error:
+        part.unreachable = str(error)
+    return part, small, loop
 
 
 def _small(checkpoint: Checkpoint, ranks: "Collective", layout: Any) -> dict[str, bytes]:
-    """Rank 0's small objects; this rank's own, with its generators, if the layout is the one that wrote them."""
+    """Rank 0's small objects; this rank's own, with its generators, if
+    the layout is the one that wrote them.
+    """
     manifest = checkpoint.manifest
     same = manifest.world == ranks.world and manifest.about.get("layout") == layout
     if not same:
@@ -121,12 +253,36 @@ def _fill(piece: Piece, claim: Claim, checkpoint: Checkpoint) -> None:
         piece.tensor.copy_(values.view(piece.tensor.dtype).reshape(piece.tensor.shape))
 
 
-def _nothing(storage: Storage, rejected: list[str], ranks: "Collective") -> None:
-    """Nothing to load is right only when nothing points at anything."""
-    hint = LATEST in storage.list() if ranks.rank == 0 else None
-    hint, rejected = ranks.broadcast([hint, rejected])
-    if hint or rejected:
+def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patience_s: float) -> None:
+    """Nothing to load is right only when nothing points at anything, and no rank sees more than
+    rank 0 does.
+    """
+    seen, unreachable = [], ""
+    try:
+        seen = patiently(f"{storage.where} cannot be read", lambda: committed(storage), patience_s)
+    except Unreachable as error:
+        unreachable = str(error)
+    said = ranks.gather([socket.gethostname(), seen, unreachable])
+    lost = _by_first(ranks, partial(_lost, storage, rejected, said))
+    if lost:
         raise FileNotFoundError(
-            f"{storage.where}: there were checkpoints, but no good one is left ({'; '.join(rejected) or 'LATEST points nowhere'}). "
+            f"{storage.where}: there were checkpoints, but no good one is left ({lost}). "
             "Put one back, or start anew with continue_from_checkpoint=false"
         )
+
+
+def _lost(storage: Storage, rejected: list[str], said: list[Any]) -> str:
+    """Why there should be a checkpoint, or nothing. Raises Refused."""
+    if rejected or LATEST in storage.list():
+        return "; ".join(rejected) or "LATEST points nowhere"
+    here = said[0][0]
+    for rank, (host, seen, unreachable) in enumerate(said):
+        if unreachable:
+            raise Refused(_refusal(rank, host, unreachable))
+        if seen:
+            why = (
+                f"{storage.where} holds no checkpoint, but rank {rank} on {host} sees {seen[-1]} "
+                "there"
+            )
+            raise Refused(_refusal(0, here, why))
+    return ""

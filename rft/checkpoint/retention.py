@@ -43,4 +43,6 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
 def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
     sign = 1 if policy.best_is_lowest else -1
     scored = [entry for entry in ordered if entry.step in policy.scores]
-    return sorted(scored, key=lambda entry: (sign * policy.scores[entry.step], -entry.step))[: policy.best]
+    return sorted(scored, key=lambda entry: (sign * policy.scores[entry.step], -entry.step))[
+        : policy.best
+    ]

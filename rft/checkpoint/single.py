@@ -1,8 +1,8 @@
 """A checkpoint made by one process from arrays, without agents: imports, and tests that need one.
 
-In: tensors as claims with a function that gives their bytes. Out: a committed directory that any run of that model
-loads. The same writer and the same commit as in training: receipts, verification, manifest, rename. Invariant:
-nothing is published while an agent of a run still lives.
+In: tensors as claims with a function that gives their bytes. Out: a committed directory that any
+run of that model loads. The same writer and the same commit as in training: receipts, verification,
+manifest, rename. Invariant: nothing is published while an agent of a run still lives.
 """
 
 import contextlib
@@ -16,7 +16,16 @@ import numpy as np
 
 from rft.checkpoint import commit, fence, layout
 from rft.checkpoint.layout import Claim
-from rft.checkpoint.records import ALIGN, Begin, Committed, Failed, Output, Report, Retention, Settings
+from rft.checkpoint.records import (
+    ALIGN,
+    Begin,
+    Committed,
+    Failed,
+    Output,
+    Report,
+    Retention,
+    Settings,
+)
 from rft.checkpoint.storage import Storage
 from rft.checkpoint.writer import Writer
 
@@ -42,43 +51,74 @@ class Source:
 
 
 def write(
-    storage: Storage, control: Path, step: int, sources: list[Source], *, small: dict[str, bytes] | None = None,
-    loop: dict[str, Any] | None = None, about: dict[str, Any] | None = None,
+    storage: Storage,
+    control: Path,
+    step: int,
+    sources: list[Source],
+    *,
+    small: dict[str, bytes] | None = None,
+    loop: dict[str, Any] | None = None,
+    about: dict[str, Any] | None = None,
     seen: Callable[[int], object] = lambda count: None,
-) -> str:  # fmt: skip
+) -> str:
     """Commit a checkpoint of `step` as the newest one; its name. `seen(bytes)` hears of progress.
 
     Raises Busy, OSError, or ValueError when a source gives more or fewer bytes than its shape has.
     """
     if alive := fence.living_agents(control):
         raise Busy(
-            f"{storage.where}: a run is at work here ({len(alive)} checkpoint agents); stop it, then write a checkpoint"
+            f"{storage.where}: a run is at work here ({len(alive)} checkpoint agents); stop it, "
+            "then write a checkpoint"
         )
     storage.prepare()
     epoch = fence.take_epoch(control)
-    ordered = sorted(sources, key=lambda source: not source.key.startswith(layout.MODEL))  # as `place` does
+    # as `place` does
+    ordered = sorted(sources, key=lambda source: not source.key.startswith(layout.MODEL))
     regions = layout.place([source.claim for source in ordered])
     layout.check_coverage(regions)
     identity = f"e{epoch:04d}n0000"
     draft, final = commit.names_of(storage, "", step, identity)
     output = Output(
-        collection="", draft=draft, final=final, regions=regions, layout=layout.digest([regions]),
-        bytes=layout.extent(regions), retention=Retention(),
-    )  # fmt: skip
+        collection="",
+        draft=draft,
+        final=final,
+        regions=regions,
+        layout=layout.digest([regions]),
+        bytes=layout.extent(regions),
+        retention=Retention(),
+    )
     begin = Begin(
-        id=identity, step=step, outputs=[output], small=small or {}, local={},
-        loop=(loop or {}) | {"step": step}, about=about or {},
-    )  # fmt: skip
+        id=identity,
+        step=step,
+        outputs=[output],
+        small=small or {},
+        local={},
+        loop=(loop or {}) | {"step": step},
+        about=about or {},
+    )
     settings = Settings(
-        root=storage.where, control=str(control), rank=0, world=1, epoch=epoch, slots=[], slot_bytes=0,
-        strategy="unrestricted", rate_limit=0.0, deadline_s=DEADLINE_S, lease_s=0.0,
-    )  # fmt: skip
+        root=storage.where,
+        control=str(control),
+        rank=0,
+        world=1,
+        epoch=epoch,
+        slots=[],
+        slot_bytes=0,
+        strategy="unrestricted",
+        rate_limit=0.0,
+        deadline_s=DEADLINE_S,
+        lease_s=0.0,
+    )
     _fill(Writer(begin, settings, storage, lambda count: None), ordered, output, storage, seen)
     return _commit(begin, output, settings, storage)
 
 
 def _fill(
-    writer: Writer, sources: list[Source], output: Output, storage: Storage, seen: Callable[[int], object]
+    writer: Writer,
+    sources: list[Source],
+    output: Output,
+    storage: Storage,
+    seen: Callable[[int], object],
 ) -> None:
     """All bytes in the order of the file, or no draft."""
     try:
@@ -87,19 +127,26 @@ def _fill(
         for source, region in zip(sources, output.regions, strict=True):
             begun = at
             for part in source.parts():
-                data = memoryview(np.ascontiguousarray(part).reshape(-1)).cast("B") if part.size else memoryview(b"")
+                data = (
+                    memoryview(np.ascontiguousarray(part).reshape(-1)).cast("B")
+                    if part.size
+                    else memoryview(b"")
+                )
                 writer.window(data, at)
                 at += len(data)
                 seen(len(data))
             if at - begun != region.bytes:
-                raise ValueError(f"{source.key}: {at - begun} bytes were given, its shape has {region.bytes}")
+                raise ValueError(
+                    f"{source.key}: {at - begun} bytes were given, its shape has {region.bytes}"
+                )
             padding = bytes(-region.bytes % ALIGN)
             writer.window(memoryview(padding), at)
             at += len(padding)
         writer.finish()
     except BaseException:
         writer.abort()
-        with contextlib.suppress(OSError):  # what went wrong is what counts, also when the draft was never made
+        # what went wrong is what counts, also when the draft was never made
+        with contextlib.suppress(OSError):
             storage.remove(output.draft)
         raise
 

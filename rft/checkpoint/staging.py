@@ -1,11 +1,14 @@
-"""Copy a rank's pieces into leased slots of shared memory while training goes on, and hand them to the agent.
+"""Copy a rank's pieces into leased slots of shared memory while training goes on, and hand them to
+the agent.
 
     save() ─► snapshot (references) ─► [copy thread / CUDA stream] ─► slot ─► Window message
                                             ▲
               before the optimizer changes weights: `await_copies`
 
-In: tensors by reference, valid until the next update. Out: windows of bytes in the order of the rank's file.
-Invariant: no byte is read after `await_copies` has returned; no slot is written before its agent has given it back.
+In: tensors by reference, valid until the next update. Out: windows of bytes in the order of the
+rank's file. Invariant: no byte is read after `await_copies` has returned; no slot is written before
+its agent has given it back. An agent that gives nothing back costs one wait of `deadline_s`: until
+a slot is back, later saves fail at once.
 """
 
 import logging
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rft.checkpoint.arena import Slot
 from rft.checkpoint.records import Region, Window
-from rft.device import Copier
+from rft.ground.device import Copier
 
 if TYPE_CHECKING:
     import torch
@@ -41,16 +44,21 @@ class Slots:
     def __init__(self, slots: list[Slot]):
         self.all = slots
         self._free = list(slots)
+        self._is_overdue = False  # a lease was waited for in vain, and nothing has come back since
         self._changed = threading.Condition()
 
     def lease(self, deadline_s: float) -> Slot | None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._free, deadline_s):
+            if not self._changed.wait_for(
+                lambda: self._free, 0.0 if self._is_overdue else deadline_s
+            ):
+                self._is_overdue = True
                 return None
             return self._free.pop(0)
 
     def give_back(self, number: int) -> None:
         with self._changed:
+            self._is_overdue = False
             if all(slot.number != number for slot in self._free):
                 self._free.append(self.all[number])
             self._changed.notify_all()
@@ -60,15 +68,21 @@ class Slots:
             return bool(self._free)
 
 
-def windows_of(regions: list[Region], slot_bytes: int, total: int) -> list[tuple[int, int, list[int]]]:
-    """Cut a file into (start, stop, positions of its regions), each at most a slot. Raises ValueError for a larger region."""
+def windows_of(
+    regions: list[Region], slot_bytes: int, total: int
+) -> list[tuple[int, int, list[int]]]:
+    """Cut a file into (start, stop, positions of its regions), each at most a slot.
+
+    Raises ValueError for a larger region.
+    """
     found: list[tuple[int, int, list[int]]] = []
     start, inside = 0, []
     for position, region in enumerate(regions):
         if region.bytes > slot_bytes:
             least = 2 * -(-region.bytes // PAGE) * PAGE
             raise ValueError(
-                f"trainer.checkpoint.host_memory_gb is too small: {region.key} alone takes {region.bytes / 1e9:.3f} GB "
+                f"trainer.checkpoint.host_memory_gb is too small: {region.key} alone takes "
+                f"{region.bytes / 1e9:.3f} GB "
                 f"and must fit into half of it; set at least {ceil(least / 1e6) / 1e3:.3f}"
             )
         if region.at + region.bytes - start > slot_bytes:
@@ -81,7 +95,10 @@ def windows_of(regions: list[Region], slot_bytes: int, total: int) -> list[tuple
 
 @dataclass
 class Copying:
-    """One save being staged. `issued`: the device knows of all copies; `done`: the bytes are in the slots."""
+    """One save being staged.
+
+    `issued`: the device knows of all copies; `done`: the bytes are in the slots.
+    """
 
     issued: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -92,8 +109,13 @@ class Stager:
     """One save at a time: the next one begins after the copies of the one before."""
 
     def __init__(
-        self, slots: Slots, regions: list[Region], windows: list[tuple[int, int, list[int]]], copier: Copier, deadline_s: float
-    ):  # fmt: skip
+        self,
+        slots: Slots,
+        regions: list[Region],
+        windows: list[tuple[int, int, list[int]]],
+        copier: Copier,
+        deadline_s: float,
+    ):
         self.slots = slots
         self.regions = regions
         self.windows = windows
@@ -104,14 +126,22 @@ class Stager:
         self.current.done.set()
 
     def start(
-        self, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None],
+        self,
+        identity: str,
+        tensors: "list[torch.Tensor]",
+        send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
-    ) -> Copying:  # fmt: skip
-        """Begin to copy; returns at once. `give_up(identity, why)` is called when this save cannot be staged."""
+    ) -> Copying:
+        """Begin to copy; returns at once.
+
+        `give_up(identity, why)` is called when this save cannot be staged.
+        """
         self.copier.begin()
         self.current = Copying()
         arguments = (self.current, identity, tensors, send, give_up)
-        threading.Thread(target=self._run, args=arguments, name="checkpoint-copy", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=arguments, name="checkpoint-copy", daemon=True
+        ).start()
         return self.current
 
     def await_copies(self) -> float:
@@ -119,23 +149,42 @@ class Stager:
         if self.current.issued.is_set() and self.current.done.is_set():
             return 0.0
         before = time.monotonic()
-        self.current.issued.wait()
+        self._await(self.current.issued)
         self.copier.fence()
         return time.monotonic() - before
 
+    def await_done(self) -> None:
+        """Until the next save may begin."""
+        self._await(self.current.done)
+
+    def _await(self, event: threading.Event) -> None:
+        """Raises TimeoutError: the copying thread waits for no agent longer than `deadline_s`, so
+        it is the copy that hangs.
+        """
+        if not event.wait(2 * self.deadline_s):
+            raise TimeoutError(
+                "thread checkpoint-copy has not copied the last save within "
+                f"{2 * self.deadline_s:g} s: the device hangs"
+            )
+
     def _run(
-        self, copying: Copying, identity: str, tensors: "list[torch.Tensor]", send: Callable[[Window], None],
+        self,
+        copying: Copying,
+        identity: str,
+        tensors: "list[torch.Tensor]",
+        send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         before = time.monotonic()
         slot: Slot | None = None
         try:
             for number, (start, stop, inside) in enumerate(self.windows):
                 last = number == len(self.windows) - 1
-                slot = self.slots.lease(self.deadline_s)
+                slot = self.slots.lease(max(0.0, before + self.deadline_s - time.monotonic()))
                 if slot is None:
                     raise TimeoutError(
-                        f"no slot came back within {self.deadline_s:g} s: the agent hangs or the disk does"
+                        f"no slot came back within {self.deadline_s:g} s: the agent hangs or the "
+                        "disk does"
                     )
                 for position in inside:
                     self._copy(slot, self.regions[position], tensors[position], start)
@@ -148,7 +197,8 @@ class Stager:
                 window = Window(id=identity, slot=slot.number, start=start, stop=stop, last=last)
                 slot = None  # the agent's, from here on
                 send(window)
-        except Exception as error:  # the training thread waits for this one: it must hear of anything
+        # the training thread waits for this one: it must hear of anything
+        except Exception as error:
             log.exception("staging failed")
             if slot is not None:
                 self.copier.finish()
@@ -160,12 +210,17 @@ class Stager:
 
     def _copy(self, slot: Slot, region: Region, tensor: "torch.Tensor", start: int) -> None:
         if tensor.nbytes != region.bytes:
-            raise ValueError(f"{region.key} has {tensor.nbytes} bytes, {region.bytes} were planned at the start")
+            raise ValueError(
+                f"{region.key} has {tensor.nbytes} bytes, {region.bytes} were planned at the start"
+            )
         self.copier.copy(slot.bytes_at(region.at - start, region.bytes), tensor)
 
 
 class Choice:
-    """`auto`: three saves lazy, three eager, then the kind whose steps were shorter. Times are between two updates."""
+    """`auto`: three saves lazy, three eager, then the kind whose steps were shorter.
+
+    Times are between two updates.
+    """
 
     def __init__(self, staging: str):
         self.staging = staging

@@ -1,9 +1,11 @@
-"""Where checkpoints lie: names below one root, on a local or shared file system, or in an object store (fsspec).
+"""Where checkpoints lie: names below one root, on a local or shared file system, or in an object
+store (fsspec).
 
     draft(step, id) ──► create + put files ──► publish(draft, final) ──► committed() lists it
 
-Invariant: a name in `committed()` stands for a directory whose every byte was durable before the name could be seen. On a file
-system that is fsync, then rename; an object store has no rename, so there the manifest, put last, is the mark.
+Invariant: a name in `committed()` stands for a directory whose every byte was durable before the
+name could be seen. On a file system that is fsync, then rename; an object store has no rename, so
+there the manifest, put last, is the mark.
 """
 
 import contextlib
@@ -17,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
 from rft.checkpoint.disk import Disk
+from rft.checkpoint.records import MANIFEST, final_name
 
-MANIFEST = "MANIFEST.json"
 LATEST = "LATEST"
 BLOCK = 4096  # bytes that every device takes as a unit
 DIRECT_BYTES = 2**23  # below this the page cache is quicker
@@ -36,7 +38,10 @@ class Sink(Protocol):
 
 
 class Storage(Protocol):
-    """Paths are relative to the root, with '/'. OSError where the medium fails, FileNotFoundError where nothing is."""
+    """Paths are relative to the root, with '/'.
+
+    OSError where the medium fails, FileNotFoundError where nothing is.
+    """
 
     look_s: float  # between two looks at a draft that others are at work on
 
@@ -60,10 +65,6 @@ class Storage(Protocol):
     def free_bytes(self) -> int | None: ...
 
 
-def final_name(prefix: str, step: int) -> str:
-    return f"{prefix}_{step:08d}"
-
-
 def step_of(name: str) -> int | None:
     """Step of a committed directory's name; None for drafts, quarantined ones and foreign files."""
     match = COMMITTED.fullmatch(PurePosixPath(name).name)
@@ -71,7 +72,9 @@ def step_of(name: str) -> int | None:
 
 
 def committed(storage: Storage, collection: str = "") -> list[str]:
-    """Paths of all directories with a manifest, by step, ascending (a name alone proves nothing)."""
+    """Paths of all directories with a manifest, by step,
+    ascending (a name alone proves nothing).
+    """
     names = [name for name in storage.list(collection) if step_of(name) is not None]
     paths = [f"{collection}/{name}" if collection else name for name in sorted(names)]
     return [path for path in paths if MANIFEST in storage.list(path)]
@@ -152,7 +155,9 @@ class LocalStorage:
             return []
 
     def publish(self, draft: str, final: str) -> str:
-        """Give the draft its name; a name that is taken gets a suffix, for nothing is ever written into a published directory."""
+        """Give the draft its name; a name that is taken gets a suffix, for nothing is ever written
+        into a published directory.
+        """
         self.disk.sync_directory(self.root / draft)
         target = self.root / final
         another = target.with_name(f"{target.name}.{draft.rpartition('-')[2]}")
@@ -168,12 +173,19 @@ class LocalStorage:
         return str(target.relative_to(self.root))
 
     def settle(self, path: str) -> None:
-        """Make sure of a name that another process gave, and may have died before it was durable."""
+        """Make sure of a name that another process gave, and may
+        have died before it was durable.
+        """
         self.disk.sync_directory((self.root / path).parent)
 
     def leftovers(self, collection: str) -> Sequence[str]:
-        """Drafts and half-deleted directories; may go when nobody writes. What was set aside for being bad stays."""
-        names = [name for name in self.list(collection) if ".tmp-" in name or name.startswith(SCRATCH)]
+        """Drafts and half-deleted directories; may go when nobody writes.
+
+        What was set aside for being bad stays.
+        """
+        names = [
+            name for name in self.list(collection) if ".tmp-" in name or name.startswith(SCRATCH)
+        ]
         return [f"{collection}/{name}" if collection else name for name in names]
 
     def set_aside(self, path: str, prefix: str) -> str:
@@ -195,7 +207,10 @@ class LocalStorage:
 
 
 class LocalSink:
-    """Appends to one descriptor, past the page cache as long as blocks are whole. After `abort` or `close` it is gone."""
+    """Appends to one descriptor, past the page cache as long as blocks are whole.
+
+    After `abort` or `close` it is gone.
+    """
 
     def __init__(self, disk: Disk, descriptor: int, size: int = 0):
         self.disk = disk

@@ -1,8 +1,12 @@
-"""Messages between a trainer rank and its agent: msgpack records with a length prefix over one socket pair. No torch.
+"""Messages between a trainer rank and its agent: msgpack records with a length prefix over one
+socket pair. No torch.
 
-Invariant: a message is received whole or not at all; the death of either end is the end of the stream, seen at once.
+Invariant: a message is received whole or not at all; the death of either end is the end of the
+stream, seen at once. An end that is stopped takes nothing and says nothing: whoever must not wait
+for it sends through an `Outbox`.
 """
 
+import queue
 import socket
 import struct
 import threading
@@ -13,6 +17,7 @@ import msgspec
 from rft.checkpoint.records import Report, Request
 
 LENGTH = struct.Struct("<I")
+BACKLOG = 16  # messages that wait to be taken; an agent that listens takes each at once
 
 
 class Wire:
@@ -32,18 +37,26 @@ class Wire:
     def of_agent(cls, end: socket.socket) -> "Wire":
         return cls(end, Request)
 
-    def send(self, message: Request | Report) -> bool:
-        """False when nobody is there any more."""
+    def encode(self, message: Request | Report) -> bytes:
         data = self._encoder.encode(message)
+        return LENGTH.pack(len(data)) + data
+
+    def send(self, message: Request | Report) -> bool:
+        """Wait until it is taken. False when nobody is there any more."""
+        return self.send_encoded(self.encode(message))
+
+    def send_encoded(self, data: bytes) -> bool:
         with self._lock:
             try:
-                self.end.sendall(LENGTH.pack(len(data)) + data)
+                self.end.sendall(data)
             except OSError:
                 return False
         return True
 
     def receive(self) -> Any:
-        """The next message; None at the end of the stream, also if it breaks off inside a message."""
+        """The next message; None at the end of the stream, also
+        if it breaks off inside a message.
+        """
         head = self._exactly(LENGTH.size)
         body = self._exactly(LENGTH.unpack(head)[0]) if head else None
         return self._decoder.decode(body) if body is not None else None
@@ -62,3 +75,31 @@ class Wire:
 
     def close(self) -> None:
         self.end.close()
+
+
+class Outbox:
+    """Sends in a thread of its own: who hands a message over never waits for the other end, however
+    long that is stopped.
+    """
+
+    def __init__(self, wire: Wire):
+        self._wire = wire
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="checkpoint-outbox", daemon=True).start()
+
+    def send(self, message: Request) -> None:
+        self._waiting.put(self._wire.encode(message))
+
+    def is_full(self) -> bool:
+        """Begin nothing more: nothing is being taken.
+
+        What belongs to something begun is small, and still accepted.
+        """
+        return self._waiting.qsize() >= BACKLOG
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (data := self._waiting.get()) is not None and self._wire.send_encoded(data):
+            pass

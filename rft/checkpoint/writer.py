@@ -1,4 +1,5 @@
-"""One rank's save on its way to disk: bytes of a staged slot ─► hashed chunks of `r<rank>.bin` ─► fsync ─► `r<rank>.json`.
+"""One rank's save on its way to disk: bytes of a staged slot ─► hashed chunks of `r<rank>.bin`
+        ─► fsync ─► `r<rank>.json`.
 
 No torch. Invariant: the receipt appears only after every byte that it vouches for is durable.
 """
@@ -9,7 +10,16 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from rft.checkpoint.records import CHUNK, FORMAT, Begin, Output, Receipt, Settings, decode_json, encode_json
+from rft.checkpoint.records import (
+    CHUNK,
+    FORMAT,
+    Begin,
+    Output,
+    Receipt,
+    Settings,
+    decode_json,
+    encode_json,
+)
 from rft.checkpoint.storage import Sink, Storage
 
 PIECE = 2**23  # bytes per write call: small enough that a limit on the rate is kept evenly
@@ -66,9 +76,14 @@ class Stream:
 
 
 class Writer:
-    """Writes the outputs of one `Begin`, window by window. `pace(bytes)` is called after each piece."""
+    """Writes the outputs of one `Begin`, window by window.
 
-    def __init__(self, begin: Begin, settings: Settings, storage: Storage, pace: Callable[[int], None]):
+    `pace(bytes)` is called after each piece.
+    """
+
+    def __init__(
+        self, begin: Begin, settings: Settings, storage: Storage, pace: Callable[[int], None]
+    ):
         self.begin = begin
         self.settings = settings
         self.storage = storage
@@ -79,7 +94,9 @@ class Writer:
     def window(self, data: memoryview, start: int) -> None:
         """Append bytes that lie at `start` of the file; windows come in order. Raises OSError."""
         if self._streams is None:
-            self._streams = [self._open(output) for output in self.begin.outputs if not self._is_done(output)]
+            self._streams = [
+                self._open(output) for output in self.begin.outputs if not self._is_done(output)
+            ]
         for stream in self._streams:
             part = data[: max(0, stream.output.bytes - start)]
             for at in range(0, len(part), PIECE):
@@ -93,7 +110,9 @@ class Writer:
         for stream in self._streams or []:
             stream.sink.close()
             receipt = self._receipt(stream)
-            self.storage.put(f"{stream.output.draft}/{receipt_name(self.settings.rank)}", encode_json(receipt))
+            self.storage.put(
+                f"{stream.output.draft}/{receipt_name(self.settings.rank)}", encode_json(receipt)
+            )
 
     def abort(self) -> None:
         for stream in self._streams or []:
@@ -104,8 +123,10 @@ class Writer:
         free = self.storage.free_bytes()
         if free is not None and free < output.bytes:
             raise NoSpace(
-                f"{self.storage.where}: {free / 1e9:.2f} GB are free, this rank's part of a checkpoint needs "
-                f"{output.bytes / 1e9:.2f} GB; free some space, or keep fewer with trainer.max_checkpoints_to_keep"
+                f"{self.storage.where}: {free / 1e9:.2f} GB are free, this rank's part of a "
+                "checkpoint needs "
+                f"{output.bytes / 1e9:.2f} GB; free some space, or keep fewer with "
+                "trainer.max_checkpoints_to_keep"
             )
         path = f"{output.draft}/{file_name(self.settings.rank)}"
         self.storage.discard(path)  # of this rank's agent before it died and was started again
@@ -122,11 +143,22 @@ class Writer:
     def _receipt(self, stream: Stream) -> Receipt:
         begin, rank = self.begin, self.settings.rank
         return Receipt(
-            format=FORMAT, id=begin.id, step=begin.step, epoch=self.settings.epoch, rank=rank,
-            world=self.settings.world, layout=stream.output.layout, file=file_name(rank), bytes=stream.output.bytes,
-            chunks=stream.hasher.finish(), regions=stream.output.regions, small=begin.small,
-            local=begin.local, loop=begin.loop, about=begin.about,
-        )  # fmt: skip
+            format=FORMAT,
+            id=begin.id,
+            step=begin.step,
+            epoch=self.settings.epoch,
+            rank=rank,
+            world=self.settings.world,
+            layout=stream.output.layout,
+            file=file_name(rank),
+            bytes=stream.output.bytes,
+            chunks=stream.hasher.finish(),
+            regions=stream.output.regions,
+            small=begin.small,
+            local=begin.local,
+            loop=begin.loop,
+            about=begin.about,
+        )
 
 
 class Pacer:

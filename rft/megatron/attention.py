@@ -1,10 +1,12 @@
-"""Core attention over packed sequences with torch's own SDPA: runs on any device, with context parallelism.
+"""Core attention over packed sequences with torch's own SDPA: runs on any device, with context
+parallelism.
 
-Packed tokens [T] are scattered into right-padded batches [b, heads, L, d], attended causally, and gathered back; one
-batch per class of similar lengths, so that one long sequence does not pad all short ones. Padding tokens attend to
-nothing and come out as 0. With context parallelism every rank holds two chunks of each sequence: keys and values are
-gathered with megatron's own operation (gloo's backward in `torch.distributed.nn` breaks on sub-groups) and masked by
-position. The index arrays of a microbatch are built once and serve all layers.
+Packed tokens [T] are scattered into right-padded batches [b, heads, L, d], attended causally, and
+gathered back; one batch per class of similar lengths, so that one long sequence does not pad all
+short ones. Padding tokens attend to nothing and come out as 0. With context parallelism every rank
+holds two chunks of each sequence: keys and values are gathered with megatron's own operation
+(gloo's backward in `torch.distributed.nn` breaks on sub-groups) and masked by position. The index
+arrays of a microbatch are built once and serve all layers.
 """
 
 from dataclasses import dataclass
@@ -18,15 +20,19 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from rft.device import attention_dtype
-from rft.packing import cp_positions
+from rft.data.packing import cp_positions
+from rft.ground.device import attention_dtype
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of similar length. Indices count local tokens (queries) and gathered tokens (keys)."""
+    """Sequences of similar length.
 
-    queries: Tensor  # int64 [b * Lq]; slots without a token repeat some valid index, their output is dropped
+    Indices count local tokens (queries) and gathered tokens (keys).
+    """
+
+    # int64 [b * Lq]; slots without a token repeat some valid index, their output is dropped
+    queries: Tensor
     keys: Tensor  # int64 [b * Lk]
     mask: Tensor | None  # bool [b, 1, Lq, Lk]; None: plain causal
     shape: tuple[int, int, int]  # b, Lq, Lk
@@ -34,17 +40,25 @@ class Batch:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """What megatron hands through to every layer as `packed_seq_params`; `qkv_format` keeps its hands off q, k and v."""
+    """What megatron hands through to every layer as `packed_seq_params`; `qkv_format` keeps its
+    hands off q, k and v.
+    """
 
     batches: tuple[Batch, ...] = ()
     gather: Tensor | None = (
-        None  # int64 [T]: place of each local token in all batches' outputs, one row of 0 at the end
+        # int64 [T]: place of each local token in all batches' outputs, one row of 0 at the end
+        None
     )
-    frequencies: Tensor | None = None  # float32 [T, 1, 1, d]: rotary angles of the tokens that this rank holds
+    # float32 [T, 1, 1, d]: rotary angles of the tokens that this rank holds
+    frequencies: Tensor | None = None
 
 
-def plan(cu_seqlens: np.ndarray, length: int, cp_rank: int, cp: int, device: torch.device) -> dict[str, Any]:
-    """`batches` and `gather` of a `Packing` for local `cu_seqlens` of a microbatch of `length` local tokens."""
+def plan(
+    cu_seqlens: np.ndarray, length: int, cp_rank: int, cp: int, device: torch.device
+) -> dict[str, Any]:
+    """`batches` and `gather` of a `Packing` for local `cu_seqlens` of a microbatch of `length`
+    local tokens.
+    """
     starts, sizes = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
     gather = np.full(length, -1, dtype=np.int64)
     batches: list[Batch] = []
@@ -72,7 +86,9 @@ def plan(cu_seqlens: np.ndarray, length: int, cp_rank: int, cp: int, device: tor
 
 
 def _classes(sizes: np.ndarray) -> list[np.ndarray]:
-    """Sequences grouped so that padding to the longest of a group at most doubles the short ones."""
+    """Sequences grouped so that padding to the longest of a
+    group at most doubles the short ones.
+    """
     classes = np.ceil(np.log2(np.maximum(sizes, 8)))
     return [np.flatnonzero((classes == c) & (sizes > 0)) for c in np.unique(classes[sizes > 0])]
 
@@ -80,9 +96,11 @@ def _classes(sizes: np.ndarray) -> list[np.ndarray]:
 def _cp_keys(
     queries: np.ndarray, used: np.ndarray, sizes: np.ndarray, length: int, cp_rank: int, cp: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of all ranks side by side [b, cp * Lq] and which of them each query may see [b, Lq, cp * Lq].
+    """Keys of all ranks side by side [b, cp * Lq] and which of them each query may see [b, Lq, cp *
+    Lq].
 
-    Gathered token j of rank r stands at r * length + j. A query without a token sees key 0, or its softmax would be NaN.
+    Gathered token j of rank r stands at r * length + j. A query without a token sees key 0, or its
+    softmax would be NaN.
     """
     width = queries.shape[1]
     positions = np.zeros((cp, len(sizes), width), dtype=np.int64)
@@ -90,17 +108,25 @@ def _cp_keys(
         for i, n in enumerate(sizes.tolist()):
             positions[rank, i, :n] = cp_positions(np.array([0, n]), rank, cp)
     keys = np.concatenate([queries + rank * length for rank in range(cp)], axis=1)
-    key_positions = np.concatenate([np.where(used, positions[rank], 1 << 40) for rank in range(cp)], axis=1)
+    key_positions = np.concatenate(
+        [np.where(used, positions[rank], 1 << 40) for rank in range(cp)], axis=1
+    )
     mask = key_positions[:, None, :] <= positions[cp_rank][:, :, None]
     mask[:, :, 0] |= ~used
     return keys, mask
 
 
 class PackedAttention(nn.Module):
-    """megatron's core_attention: query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
+    """megatron's core_attention: query [T, 1, heads, d], key and value
+    [T, 1, groups, d] -> [T, 1, heads * d].
+    """
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
     ):
         super().__init__()
         self.scale = softmax_scale
@@ -117,7 +143,8 @@ class PackedAttention(nn.Module):
         **_: Any,
     ) -> Tensor:
         tokens, _, heads, size = query.shape
-        if not packed_seq_params.batches:  # padding only: 0, but connected, so that backward runs on every rank alike
+        # padding only: 0, but connected, so that backward runs on every rank alike
+        if not packed_seq_params.batches:
             return (query * 0).view(tokens, 1, heads * size) + 0 * (key.sum() + value.sum())
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.cp > 1:
@@ -137,7 +164,12 @@ class PackedAttention(nn.Module):
         value = v.index_select(0, batch.keys).view(b, columns, groups, size).transpose(1, 2)
         dtype = attention_dtype(q)
         out = F.scaled_dot_product_attention(
-            query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.scale,
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            attn_mask=batch.mask,
+            is_causal=batch.mask is None,
+            scale=self.scale,
             enable_gqa=heads != groups,
-        )  # fmt: skip
+        )
         return out.to(q.dtype).transpose(1, 2).reshape(b * rows, heads * size)

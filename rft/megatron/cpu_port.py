@@ -1,14 +1,16 @@
 """megatron-core on a CPU: an import hook that rewrites its sources, limited to `megatron.core.*`.
 
-megatron-core names CUDA in its text. The hook changes that text (its syntax tree) while it is imported:
+megatron-core names CUDA in its text. The hook changes that text (its syntax tree) while it is
+imported:
 
     "cuda", "cuda:0"            -> "cpu"                 x.cuda(...)       -> x.cpu()
     "torch.cuda.FloatTensor"    -> "torch.FloatTensor"   f(pin_memory=...) -> f()
     torch.cuda                  -> `cuda`, the stand-in below
-    torch.compile in core.jit   -> no decorator: inductor needs a C++ compiler and minutes at first use
+    torch.compile in core.jit   -> no decorator: inductor needs a C++ compiler and minutes at first
+                                use
 
-Nothing of torch is patched and nothing happens at run time. Invariant: rewritten code is never written to disk, where
-it would poison an environment that another process uses with a GPU.
+Nothing of torch is patched and nothing happens at run time. Invariant: rewritten code is never
+written to disk, where it would poison an environment that another process uses with a GPU.
 """
 
 import ast
@@ -51,7 +53,9 @@ def _context(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _stand_in() -> types.ModuleType:
-    """What rewritten code sees as `torch.cuda`; a name that is missing here falls through to torch.cuda itself."""
+    """What rewritten code sees as `torch.cuda`; a name that is missing here falls through to
+    torch.cuda itself.
+    """
     module = types.ModuleType("torch.cuda stand-in")
     nothing = _Nothing()
     members: dict[str, Any] = {
@@ -114,7 +118,9 @@ class _Rewrite(ast.NodeTransformer):
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr == "cuda":
             function.attr, node.args, node.keywords = "cpu", [], []
-        elif isinstance(function, ast.Attribute) and function.attr == "pin_memory" and not node.args:
+        elif (
+            isinstance(function, ast.Attribute) and function.attr == "pin_memory" and not node.args
+        ):
             return function.value
         return node
 
@@ -134,7 +140,9 @@ def rewrite(source: bytes, module: str) -> ast.Module:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles from source every time that a module names CUDA; all others take the ordinary path."""
+    """Compiles from source every time that a module names CUDA;
+    all others take the ordinary path.
+    """
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
@@ -149,10 +157,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == PREFIX + ".tensor_parallel.random":
-            # These two read torch's list of CUDA generators, which is empty here: the one exception to "no patches".
+            # These two read torch's list of CUDA generators, which is empty here: the one exception
+            # to "no patches".
             module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
             module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
-        elif module.__name__ == PREFIX + ".transformer.moe.moe_utils" and not hasattr(module, "te_general_gemm"):
+        elif module.__name__ == PREFIX + ".transformer.moe.moe_utils" and not hasattr(
+            module, "te_general_gemm"
+        ):
             module.te_general_gemm = None  # type: ignore[attr-defined]  # the router asks for it without checking for TE
 
 
@@ -168,11 +179,17 @@ class _Finder:
 
 
 def install() -> None:
-    """Rewrite megatron.core from now on; call before it is first imported. A second call does nothing."""
+    """Rewrite megatron.core from now on; call before it is first imported.
+
+    A second call does nothing.
+    """
     if any(isinstance(finder, type) and finder is _Finder for finder in sys.meta_path):
         return
     if PREFIX in sys.modules:
-        raise RuntimeError("megatron.core was imported before rft.megatron.cpu_port.install(); install the port first")
+        raise RuntimeError(
+            "megatron.core was imported before rft.megatron.cpu_port.install(); install the port "
+            "first"
+        )
     # "Transformer Engine and Apex are not installed", six times: true of every CPU, and no news.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.", category=UserWarning)
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]

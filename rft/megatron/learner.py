@@ -1,10 +1,12 @@
-"""A network that is trained: gradients of a step, then, when the loop says so, an update; and its state for checkpoints.
+"""A network that is trained: gradients of a step, then, when the loop says so, an update; and its
+state for checkpoints.
 
-    part ─► forward, backward (PP) ─► reduce ─► [the loop waits for whoever still reads the weights] ─► Adam ─► weights
+    part ─► forward, backward (PP) ─► reduce
+            ─► [the loop waits for whoever still reads the weights] ─► Adam ─► weights
 
-Invariant: the gradient is that of sum_t weight_t * loss_t over all tokens of all ranks. The weights carry the global
-counts, so nothing here divides by a number of microbatches, ranks or tokens. The learning rate is that of `step`, the
-number of updates tried so far.
+Invariant: the gradient is that of sum_t weight_t * loss_t over all tokens of all ranks. The weights
+carry the global counts, so nothing here divides by a number of microbatches, ranks or tokens. The
+learning rate is that of `step`, the number of updates tried so far.
 """
 
 from collections.abc import Sequence
@@ -13,39 +15,55 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from rft.algorithm.losses import Fields
+from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, OptimizerConfig, TrainerConfig
+from rft.data.packing import Packed
+from rft.ground.protocols import Piece
 from rft.megatron import overrides, state, weights
 from rft.megatron.mesh import Mesh
 from rft.megatron.metrics import Totals
 from rft.megatron.network import Micro, Network
 from rft.megatron.optimizer import Optimizer
-from rft.packing import Packed
-from rft.protocols import Piece
 
 if TYPE_CHECKING:
-    from rft.algorithm.losses import TokenLoss
+    from rft.algorithm.fields import TokenLoss
 
 
 class Learner(Network):
     """`gradients`, then `update`. `total_steps` bounds the learning-rate schedule."""
 
     def __init__(
-        self, path: str, trainer: TrainerConfig, optimizer: OptimizerConfig, grad_clip: float, mesh: Mesh, total_steps: int | None,
-        lora_configs: list[LoraConfig] | None = None, seed: int = 0,
-    ):  # fmt: skip
+        self,
+        path: str,
+        trainer: TrainerConfig,
+        optimizer: OptimizerConfig,
+        grad_clip: float,
+        mesh: Mesh,
+        total_steps: int | None,
+        lora_configs: list[LoraConfig] | None = None,
+        seed: int = 0,
+    ):
         super().__init__(path, trainer, mesh, lora_configs, seed)
         self.step = 0
         self.ddp = _data_parallel(self.model, overrides.ddp(trainer))
-        self.optimizer = Optimizer(self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer))
+        self.optimizer = Optimizer(
+            self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer)
+        )
         self._shards = weights.shards(self.model, self.dims, mesh.place)
 
     def gradients(self, part: list[Packed], token_loss: "TokenLoss") -> dict[str, float]:
-        """Gradients of one step, complete on every rank; metrics, the same on every rank. No weight changes."""
+        """Gradients of one step, complete on every rank; metrics, the same on every rank.
+
+        No weight changes.
+        """
         totals = Totals(token_loss, self._counts)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -59,7 +77,8 @@ class Learner(Network):
         return bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
 
     def update(self, metrics: dict[str, float], finite: bool) -> dict[str, float]:
-        """The optimizer's step on `gradients`, whose metrics are given back with those of the update.
+        """The optimizer's step on `gradients`, whose metrics are given back with those of the
+        update.
 
         A step that is not `finite` leaves weights and moments as they are and reports skipped=1.
         """
@@ -75,12 +94,15 @@ class Learner(Network):
 
     @property
     def _counts(self) -> bool:
-        """Whether this rank's tokens enter the metrics: tensor-parallel ranks all compute the same ones."""
+        """Whether this rank's tokens enter the metrics:
+        tensor-parallel ranks all compute the same ones.
+        """
         return self.mesh.is_last_stage and self.mesh.tp_rank == 0
 
     def _loss(self, totals: Totals, micro: Micro, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
         loss = totals.add(*self._trained_scores(micro, hidden))
-        # Three values make megatron leave the loss as it is; it would divide a pair by the number of microbatches.
+        # Three values make megatron leave the loss as it is; it would divide a pair by the number
+        # of microbatches.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), None
 
     def _trained_scores(self, micro: Micro, hidden: Tensor) -> tuple[Tensor, Fields]:
@@ -91,7 +113,9 @@ class Learner(Network):
         return state.pieces(self._shards, self.optimizer)
 
     def _counters(self) -> bytes:
-        return state.encode({"step": self.step, "updates": self.optimizer.updates, "adapter": self._adapter})
+        return state.encode(
+            {"step": self.step, "updates": self.optimizer.updates, "adapter": self._adapter}
+        )
 
     @property
     def _adapter(self) -> list[float] | None:
@@ -102,7 +126,8 @@ class Learner(Network):
         values = state.decode(data)
         if (held := values.get("adapter")) != self._adapter:
             raise ValueError(
-                f"the checkpoint's adapter has [lora_rank, lora_alpha] = {held}, model.lora_configs says {self._adapter}: give it "
+                f"the checkpoint's adapter has [lora_rank, lora_alpha] = {held}, "
+                f"model.lora_configs says {self._adapter}: give it "
                 "what it was trained with, or start under another name"
             )
         self.step = values["step"]
@@ -116,12 +141,20 @@ class Learner(Network):
 
 
 def _data_parallel(model: list[GPTModel], more: dict[str, Any]) -> list[DistributedDataParallel]:
-    """megatron's DDP with the hooks that its schedules call. Gradients are summed, in fp32, never averaged."""
-    fields = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_param_gather": False}
+    """megatron's DDP with the hooks that its schedules call.
+
+    Gradients are summed, in fp32, never averaged.
+    """
+    fields = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": False,
+    }
     settings, config = DistributedDataParallelConfig(**(fields | more)), model[0].config
     ddp = [DistributedDataParallel(config, settings, part) for part in model]
     config.no_sync_func = [part.no_sync for part in ddp] if len(ddp) > 1 else ddp[0].no_sync
-    # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already hold the counts.
+    # num_tokens stays None: finalize_model_grads would divide by it, and the token weights already
+    # hold the counts.
     config.finalize_model_grads_func = lambda chunks, _tokens=None, **kwargs: finalize_model_grads(
         chunks, None, **kwargs
     )

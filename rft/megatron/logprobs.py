@@ -1,17 +1,22 @@
-"""Log-probabilities of labels and entropies over a vocabulary cut across tensor-parallel ranks, with their gradients.
+"""Log-probabilities of labels and entropies over a vocabulary cut across tensor-parallel ranks,
+with their gradients.
 
-In: hidden states h [T, H] of the last layer, this rank's rows W [V'/tp, H] of the output layer, and per token t the label
-y, the temperature and whether it is trained. Out, in fp32 and the same on every rank of the group:
+In: hidden states h [T, H] of the last layer, this rank's rows W [V'/tp, H] of the output layer, and
+per token t the label y, the temperature and whether it is trained. Out, in fp32 and the same on
+every rank of the group:
 
-    z = h W^T / temperature        log p = z - log sum exp z        logprob = log p[y]        entropy = -sum p log p
+    z = h W^T / temperature        log p = z - log sum exp z        logprob = log p[y]
+            entropy = -sum p log p
 
     d logprob / d z = onehot(y) - p                d entropy / d z = -p (log p + entropy)
 
-No tensor of all tokens by all of the vocabulary ever exists: z is made in tiles of some columns for all tokens, and again
-in backward, where a tile gives its rows of W's gradient in one product and its share of h's. (Tiles of columns, not of
-tokens: those would add up W's whole gradient once per tile.) What is done to a tile beside the products are few passes:
-softmax over its own columns, which backward scales by the tile's share of the whole. Forward keeps running sums and reduces
-them over ranks once. Columns of the padding beyond the true vocabulary are never computed, nor is a token that is not trained.
+No tensor of all tokens by all of the vocabulary ever exists: z is made in tiles of some columns for
+all tokens, and again in backward, where a tile gives its rows of W's gradient in one product and
+its share of h's. (Tiles of columns, not of tokens: those would add up W's whole gradient once per
+tile.) What is done to a tile beside the products are few passes: softmax over its own columns,
+which backward scales by the tile's share of the whole. Forward keeps running sums and reduces them
+over ranks once. Columns of the padding beyond the true vocabulary are never computed, nor is a
+token that is not trained.
 """
 
 from collections.abc import Iterator
@@ -19,16 +24,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
-TILE = 2**22  # elements of z; 16 MiB in fp32 stay in a last-level cache between the passes over them
-# Columns of a tile at least: with fewer, adding to the gradient of all hidden states takes longer than its product.
+# elements of z; 16 MiB in fp32 stay in a last-level cache between the passes over them
+TILE = 2**22
+# Columns of a tile at least: with fewer, adding to the gradient of all hidden states takes longer
+# than its product.
 COLUMNS = 512
 
 
 class _Sums:
-    """Per token over the columns seen so far: the top z, sum e^(z - top), sum (z - top) e^(z - top)."""
+    """Per token over the columns seen so far: the top z, sum e^(z
+    - top), sum (z - top) e^(z - top).
+    """
 
     def __init__(self, top: Tensor, total: Tensor, weighted: Tensor) -> None:
         self.top, self.total, self.weighted = top, total, weighted
@@ -36,13 +48,18 @@ class _Sums:
     @classmethod
     def none(cls, like: Tensor) -> "_Sums":
         # The lowest finite number and not -inf: it is multiplied by sums of 0.
-        return cls(torch.full_like(like, torch.finfo(like.dtype).min), torch.zeros_like(like), torch.zeros_like(like))
+        return cls(
+            torch.full_like(like, torch.finfo(like.dtype).min),
+            torch.zeros_like(like),
+            torch.zeros_like(like),
+        )
 
     @classmethod
     def of(cls, z: Tensor, spare: Tensor) -> "_Sums":
         """Destroys z; `spare` is memory of its size."""
         top = z.amax(1)
-        # One kernel for what would be three passes over z, one of them a slow exp; the largest p is 1 / total.
+        # One kernel for what would be three passes over z, one of them a slow exp; the largest p is
+        # 1 / total.
         p = torch.softmax(z.sub_(top[:, None]), 1, out=spare)
         total = p.amax(1).reciprocal_()
         return cls(top, total, z.mul_(p).sum(1) * total)
@@ -68,9 +85,17 @@ class _Sums:
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, local: Tensor, temperature: Tensor, width: int, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`local`: the label as a row of `weight`, anything outside if another rank has it; `width`: rows not padding."""
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        local: Tensor,
+        temperature: Tensor,
+        width: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        """`local`: the label as a row of `weight`, anything outside if another rank has it;
+        `width`: rows not padding.
+        """
         temperature = temperature.to(_precise(hidden))
         sums = _Sums.none(temperature)
         chosen = torch.zeros_like(temperature)
@@ -97,7 +122,9 @@ class _LabelLogprobs(torch.autograd.Function):
         return chosen - normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(
+        ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, local, temperature, normaliser, entropy = ctx.saved_tensors
         linear = torch.zeros_like(temperature) if of_logprob is None else of_logprob / temperature
         curved = None if of_entropy is None else of_entropy / temperature
@@ -126,12 +153,15 @@ class _LabelLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
-def _tiles(hidden: Tensor, weight: Tensor, temperature: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, width: int
+) -> Iterator[tuple[slice, Tensor]]:
     """(columns, z [T, n]) from left to right; the next tile overwrites the memory of the last."""
     buffer = _buffer(temperature, len(hidden), width)
     step = _step(len(hidden), width)
     precise = hidden.dtype == buffer.dtype
-    scaled = hidden / temperature[:, None] if precise else hidden  # a pass over h instead of one over z
+    # a pass over h instead of one over z
+    scaled = hidden / temperature[:, None] if precise else hidden
     for start in range(0, width, step):
         columns = slice(start, min(start + step, width))
         z = _shaped(buffer, (len(hidden), columns.stop - start))
@@ -155,7 +185,9 @@ def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _within(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Which labels lie in these columns, and [T, 1] their places there (any place for the others)."""
+    """Which labels lie in these columns, and [T, 1] their
+    places there (any place for the others).
+    """
     index = local - columns.start
     last = columns.stop - columns.start - 1
     return (index >= 0) & (index <= last), index.clamp(0, last)[:, None]
@@ -166,16 +198,24 @@ def _precise(hidden: Tensor) -> torch.dtype:
 
 
 def label_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, vocab: int, group: dist.ProcessGroup,
-    sequence_parallel: bool = False, trained: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    vocab: int,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool = False,
+    trained: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities [T] of `labels` [T] and entropies [T], both 0 where `trained` [T] is False.
 
-    `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight` is this rank's shard,
-    and `vocab` the true vocabulary size, without padding.
+    `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight`
+    is this rank's shard, and `vocab` the true vocabulary size, without padding.
     """
     if sequence_parallel:
-        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        whole = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
     else:
         whole = copy_to_tensor_model_parallel_region(hidden, group=group)
     first = group.rank() * len(weight)
@@ -183,6 +223,11 @@ def label_logprobs(
     if trained is None:
         return _LabelLogprobs.apply(whole, weight, labels - first, temperature, width, group)
     rows = trained.nonzero().squeeze(1)
-    found = _LabelLogprobs.apply(whole[rows], weight, labels[rows] - first, temperature[rows], width, group)
-    logprobs, entropy = (torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((rows,), t) for t in found)
+    found = _LabelLogprobs.apply(
+        whole[rows], weight, labels[rows] - first, temperature[rows], width, group
+    )
+    logprobs, entropy = (
+        torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((rows,), t)
+        for t in found
+    )
     return logprobs, entropy

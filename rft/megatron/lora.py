@@ -1,9 +1,12 @@
-"""Megatron's parallel linear layers with a LoRA adapter beside the frozen weight. Formula and layouts: `rft.adapters`.
+"""Megatron's parallel linear layers with a LoRA adapter beside the frozen weight. Formula and
+layouts: `rft.ground.adapters`.
 
-    column:  x ─► A ─► gather tokens ─► B of this rank's rows        row:  x of this rank's columns ─► A ─► reduce ─► B
+    column:  x ─► A ─► gather tokens ─► B of this rank's rows        row:  x of this rank's columns
+            ─► A ─► reduce ─► B
 
-In: the layer's own arguments and the `Lora`. Out: what the layer gives, with the adapter's part. Only the narrow [T, r]
-between A and B is ever exchanged. Invariant: B begins at 0, so the first policy is the base model, in every layout.
+In: the layer's own arguments and the `Lora`. Out: what the layer gives, with the adapter's part.
+Only the narrow [T, r] between A and B is ever exchanged. Invariant: B begins at 0, so the first
+policy is the base model, in every layout.
 """
 
 import math
@@ -26,12 +29,14 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from rft.adapters import Lora
-from rft.names import Dims, Place, Segment, bind
+from rft.ground.adapters import Lora
+from rft.ground.names import Dims, Place, Segment, bind
 
 
 class LoraColumn(ColumnParallelLinear):
-    """`segments`: which of this rank's rows belong to which of the `parts` projections that the layer fuses."""
+    """`segments`: which of this rank's rows belong to which of the `parts` projections that the
+    layer fuses.
+    """
 
     def __init__(self, *args: Any, lora: Lora, parts: int, segments: list[Segment], **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -40,7 +45,13 @@ class LoraColumn(ColumnParallelLinear):
         self.lora_B = _parameter(self, self.output_size_per_partition, lora.rank)
         set_tensor_model_parallel_attributes(self.lora_B, True, 0, 1)
         self.lora_A.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        mask = torch.zeros(self.output_size_per_partition, parts, 1, dtype=self.weight.dtype, device=self.weight.device)
+        mask = torch.zeros(
+            self.output_size_per_partition,
+            parts,
+            1,
+            dtype=self.weight.dtype,
+            device=self.weight.device,
+        )
         for segment in segments:
             mask[segment.local : segment.local + segment.stop - segment.start, segment.part] = 1
         self.register_buffer("row_of_part", mask, persistent=False)
@@ -89,12 +100,19 @@ class LoraRow(RowParallelLinear):
 
 
 def _parameter(layer: Any, rows: int, columns: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(rows, columns, dtype=layer.weight.dtype, device=layer.weight.device))
+    return nn.Parameter(
+        torch.zeros(rows, columns, dtype=layer.weight.dtype, device=layer.weight.device)
+    )
 
 
 def add_adapters(attention: Any, mlp: Any, lora: Lora, dims: Dims, place: Place) -> None:
     """Put the layers of `lora` into the submodules of one transformer layer's spec."""
-    holders = {"linear_qkv": attention, "linear_proj": attention, "linear_fc1": mlp, "linear_fc2": mlp}
+    holders = {
+        "linear_qkv": attention,
+        "linear_proj": attention,
+        "linear_fc1": mlp,
+        "linear_fc2": mlp,
+    }
     for name in lora.layers:
         parent = "self_attention" if holders[name] is attention else "mlp"
         bound = bind(f"decoder.layers.0.{parent}.{name}.weight", 0)
@@ -107,23 +125,35 @@ def add_adapters(attention: Any, mlp: Any, lora: Lora, dims: Dims, place: Place)
 
 
 def freeze_all_but_adapters(model: Sequence[nn.Module]) -> None:
-    """Recomputed layers get a gradient only if what goes into them asks for one, and a frozen embedding does not: its output is
-    made to ask."""
+    """Recomputed layers get a gradient only if what goes into them asks for one, and a frozen
+    embedding does not: its output is made to ask.
+    """
     for part in model:
         if part.pre_process:
-            part.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+            part.embedding.register_forward_hook(
+                lambda _module, _inputs, output: output.requires_grad_()
+            )
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(name.endswith((".lora_A", ".lora_B")))
 
 
 def deltas(model: Sequence[nn.Module]) -> dict[int, Callable[[Segment], Tensor]]:
     """Per weight, by identity, the function that gives what its adapter adds to a part of it."""
-    layers = [layer for part in model for layer in part.modules() if isinstance(layer, LoraColumn | LoraRow)]
+    layers = [
+        layer
+        for part in model
+        for layer in part.modules()
+        if isinstance(layer, LoraColumn | LoraRow)
+    ]
     return {id(layer.weight): layer.delta for layer in layers}
 
 
 def initial_A(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """PEFT's initialisation, U(-1/sqrt(i), 1/sqrt(i)), of a whole HF tensor [r, i]: the same whatever the layout."""
-    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
+    """PEFT's initialisation, U(-1/sqrt(i), 1/sqrt(i)), of a whole HF tensor [r, i]: the same
+    whatever the layout.
+    """
+    generator = torch.Generator().manual_seed(
+        xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1
+    )
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -1,11 +1,13 @@
 """The ranks of one trainer: process groups, who this rank is, and the control plane between ranks.
 
-In: the `trainer.megatron` sizes and this process's `Device`; RANK, WORLD_SIZE, MASTER_* from torch's launcher (without
-them: one rank). Out: a `Mesh`. Only this file reads megatron's parallel_state.
+In: the `trainer.megatron` sizes and this process's `Device`; RANK, WORLD_SIZE, MASTER_* from
+torch's launcher (without them: one rank). Out: a `Mesh`. Only this file reads megatron's
+parallel_state.
 
-Control-plane messages are bytes over a gloo group of their own, with a deadline; every rank must make the same calls in
-the same order. Objects travel as msgpack, so what arrives is plain data: tuples come back as lists, records as
-dictionaries. `close` ends everything, so that another mesh can be made in the same process.
+Control-plane messages are bytes over a gloo group of their own, with a deadline; every rank must
+make the same calls in the same order. Objects travel as msgpack, so what arrives is plain data:
+tuples come back as lists, records as dictionaries. `close` ends everything, so that another mesh
+can be made in the same process.
 """
 
 import functools
@@ -21,16 +23,18 @@ from megatron.core import parallel_state
 from torch.distributed.nn.functional import all_reduce
 
 from rft.config import MegatronConfig
-from rft.device import Device, collective_timeout
-from rft.names import Place
-from rft.packing import Packed, decode_part, encode_part
+from rft.data.packing import Packed, decode_part, encode_part
+from rft.ground.device import Device, collective_timeout
+from rft.ground.names import Place
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _named(wait: Callable[P, R]) -> Callable[P, R]:
-    """A collective that fails or runs into its deadline says which one it was, and at which rank."""
+    """A collective that fails or runs into its deadline says
+    which one it was, and at which rank.
+    """
 
     @functools.wraps(wait)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,16 +43,19 @@ def _named(wait: Callable[P, R]) -> Callable[P, R]:
         except RuntimeError as error:
             mesh = args[0]
             assert isinstance(mesh, Mesh)
-            raise RuntimeError(f"{wait.__name__} at rank {mesh.rank} of {mesh.world}: {error}") from error
+            raise RuntimeError(
+                f"{wait.__name__} at rank {mesh.rank} of {mesh.world}: {error}"
+            ) from error
 
     return run
 
 
 class Mesh:
-    """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's places.
+    """Rank facts and collectives. `tp`, `pp`, `cp`, `dp` are sizes, `tp_rank` ... this rank's
+    places.
 
-    `vpp`: parts of the model per pipeline stage. `place`: the facts that decide which weights are here; layers of experts are
-    spread otherwise over the same ranks, `place.ep` x `place.etp`.
+    `vpp`: parts of the model per pipeline stage. `place`: the facts that decide which weights are
+    here; layers of experts are spread otherwise over the same ranks, `place.ep` x `place.etp`.
     """
 
     def __init__(self, config: MegatronConfig, device: Device, timeout_s: float = 1800.0):
@@ -79,10 +86,17 @@ class Mesh:
         shards = parallel_state.get_expert_tensor_parallel_group()
         copies = parallel_state.get_expert_data_parallel_group()
         self.place = Place(
-            self.tp, self.tp_rank, experts.size(), experts.rank(), shards.size(), shards.rank(),
-            copy=self.dp_rank * self.cp + self.cp_rank, copies=self.dp * self.cp,
-            expert_copy=copies.rank(), expert_copies=copies.size(),
-        )  # fmt: skip
+            self.tp,
+            self.tp_rank,
+            experts.size(),
+            experts.rank(),
+            shards.size(),
+            shards.rank(),
+            copy=self.dp_rank * self.cp + self.cp_rank,
+            copies=self.dp * self.cp,
+            expert_copy=copies.rank(),
+            expert_copies=copies.size(),
+        )
         self.sequence_parallel = config.sequence_parallel and self.tp > 1
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
         self._places: list[list[int]] = self._all_gather_places()
@@ -92,7 +106,9 @@ class Mesh:
             dist.init_process_group(self.device.backend, timeout=self.timeout)
         else:
             store = dist.HashStore()
-            dist.init_process_group(self.device.backend, store=store, rank=0, world_size=1, timeout=self.timeout)
+            dist.init_process_group(
+                self.device.backend, store=store, rank=0, world_size=1, timeout=self.timeout
+            )
 
     @property
     def is_first_stage(self) -> bool:
@@ -136,12 +152,15 @@ class Mesh:
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
         dist.gather(mine, parts, 0, group=self._control)
         return [
-            msgspec.msgpack.decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+            msgspec.msgpack.decode(part[: int(size)].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
         ]
 
     @_named
     def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
-        """The microbatches of this rank's data-parallel index; `parts` (one per index) is given at rank 0 only."""
+        """The microbatches of this rank's data-parallel index; `parts` (one per index) is given at
+        rank 0 only.
+        """
         if parts is None or self.world == 1:
             return parts[0] if parts is not None else self._receive_part()
         encoded = [encode_part(part) for part in parts]
@@ -162,7 +181,9 @@ class Mesh:
         return decode_part(buffer.numpy().tobytes())
 
     def barrier(self, name: str) -> None:
-        """Wait for every rank; after the deadline the error names what was waited for and who is missing."""
+        """Wait for every rank; after the deadline the error names
+        what was waited for and who is missing.
+        """
         if self.world == 1:
             return
         try:
@@ -173,10 +194,14 @@ class Mesh:
     @_named
     def send_to_lead(self, tensor: torch.Tensor) -> None:
         """Hand `tensor` to rank 0, which calls `receive_tensor` for it, in the same order."""
-        dist.send(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0, group=self._control)
+        dist.send(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0, group=self._control
+        )
 
     @_named
-    def receive_tensor(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+    def receive_tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> torch.Tensor:
         """At rank 0: the next tensor that rank `source` hands over."""
         tensor = torch.empty(shape, dtype=dtype)
         dist.recv(tensor.view(-1).view(torch.uint8), source, group=self._control)
@@ -184,7 +209,10 @@ class Mesh:
 
     @_named
     def reduce(self, sums: torch.Tensor, maxima: torch.Tensor) -> None:
-        """In place over all ranks: `sums` are added up, `maxima` are maximised. float64 on the host."""
+        """In place over all ranks:
+
+        `sums` are added up, `maxima` are maximised. float64 on the host.
+        """
         if self.world > 1:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._control)
             if len(maxima):

@@ -1,9 +1,10 @@
 """Sums and maxima of one step over tokens, microbatches and ranks, reduced once.
 
-In: scores (log-probabilities or values) and fields of each microbatch on the last pipeline stage. Out: the loss to
-differentiate, and at the end a dictionary of floats that is the same on every rank. Names ending in ":max" are maxima
-over the trained tokens, all others means over them. In a step with expert rows, names that begin with "expert/" are means over the
-tokens of those, and all others over the rest.
+In: scores (log-probabilities or values) and fields of each microbatch on the last pipeline stage.
+Out: the loss to differentiate, and at the end a dictionary of floats that is the same on every
+rank. Names ending in ":max" are maxima over the trained tokens, all others means over them. In a
+step with expert rows, names that begin with "expert/" are means over the tokens of those, and all
+others over the rest.
 """
 
 from dataclasses import fields as fields_of
@@ -12,24 +13,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rft.algorithm.losses import Fields
+from rft.algorithm.fields import Fields
 
 if TYPE_CHECKING:
-    from rft.algorithm.losses import TokenLoss
+    from rft.algorithm.fields import TokenLoss
     from rft.megatron.mesh import Mesh
 
 MAX, EXPERT = ":max", "expert/"
 
 
 class Totals:
-    """`counts`: whether what this rank adds is counted (one rank of each tensor-parallel group on the last stage). `lacking`:
-    fields that no microbatch has."""
+    """`counts`: whether what this rank adds is counted (one rank of each tensor-parallel group on
+    the last stage). `lacking`: fields that no microbatch has.
+    """
 
     def __init__(self, token_loss: "TokenLoss", counts: bool, lacking: tuple[str, ...] = ()):
         self.token_loss = token_loss
         self.counts = counts
-        # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one empty call names all.
-        nothing, own = torch.zeros(1), {"sequence": torch.zeros(1).long(), "sequences": 1, "reduced": None}
+        # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one
+        # empty call names all.
+        nothing, own = (
+            torch.zeros(1),
+            {"sequence": torch.zeros(1).long(), "sequences": 1, "reduced": None},
+        )
         given = (
             {field.name: nothing for field in fields_of(Fields) if field.name not in lacking}
             | {"mask": nothing > 0}
@@ -48,27 +54,40 @@ class Totals:
         loss = torch.where(fields.mask, losses * fields.weight, nothing).sum()
         if self.counts and bool(fields.mask.any()):
             with torch.no_grad():
-                sampled = fields.mask if fields.expert is None else fields.mask & (fields.expert == 0)
+                sampled = (
+                    fields.mask if fields.expert is None else fields.mask & (fields.expert == 0)
+                )
                 expert = fields.mask & ~sampled
                 over = [expert if name.startswith(EXPERT) else sampled for name in self.means]
-                trained = [metrics[name].detach()[mask] for name, mask in zip(self.means, over, strict=True)]
+                trained = [
+                    metrics[name].detach()[mask]
+                    for name, mask in zip(self.means, over, strict=True)
+                ]
                 counts = [fields.mask.sum().double(), expert.sum().double()]
                 sums = torch.stack([loss.double(), *counts, *(t.double().sum() for t in trained)])
                 self.sums += sums.cpu()
                 if self.tops:
                     lowest = torch.full_like(scores, -torch.inf)
                     tops = torch.stack(
-                        [metrics[name].detach().where(sampled, lowest).max().double() for name in self.tops]
+                        [
+                            metrics[name].detach().where(sampled, lowest).max().double()
+                            for name in self.tops
+                        ]
                     )
                     self.maxima = torch.maximum(self.maxima, tops.cpu())
         return loss
 
     def reduce(self, mesh: "Mesh") -> dict[str, float]:
-        """Over all ranks, once per step. A step without trained tokens has means and maxima of 0."""
+        """Over all ranks, once per step.
+
+        A step without trained tokens has means and maxima of 0.
+        """
         mesh.reduce(self.sums, self.maxima)
         loss, tokens, expert, *sums = self.sums.tolist()
         found = {"loss": loss, "num_tokens": tokens}
         for name, total in zip(self.means, sums, strict=True):
             found[name] = total / max(expert if name.startswith(EXPERT) else tokens - expert, 1.0)
         tops = self.maxima.tolist() if tokens > expert else [0.0] * len(self.tops)
-        return found | {name.removesuffix(MAX): top for name, top in zip(self.tops, tops, strict=True)}
+        return found | {
+            name.removesuffix(MAX): top for name, top in zip(self.tops, tops, strict=True)
+        }

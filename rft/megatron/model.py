@@ -1,9 +1,10 @@
-"""A Hugging Face config -> this rank's megatron-core `GPTModel`s (the parts of its pipeline stage, its shards of them).
+"""A Hugging Face config -> this rank's megatron-core `GPTModel`s (the parts of its pipeline stage,
+its shards of them).
 
-Two layer specs: our own, of torch modules and `PackedAttention`, which runs on any device; and Transformer Engine's,
-taken on CUDA where it is installed. Weights are uninitialised memory: `weights.load_hf` must fill them. The last stage
-gives hidden states [1, T, H] and not logits (T/tp of them under sequence parallel): `logprobs` multiplies them with
-`output_weight`, tile by tile.
+Two layer specs: our own, of torch modules and `PackedAttention`, which runs on any device; and
+Transformer Engine's, taken on CUDA where it is installed. Weights are uninitialised memory:
+`weights.load_hf` must fill them. The last stage gives hidden states [1, T, H] and not logits (T/tp
+of them under sequence parallel): `logprobs` multiplies them with `output_weight`, tile by tile.
 """
 
 import importlib.util
@@ -17,26 +18,34 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from rft.adapters import SUFFIXES, Lora
+from rft.data.packing import Packed
+from rft.ground.adapters import SUFFIXES, Lora
+from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
 from rft.megatron.attention import PackedAttention, Packing, plan
 from rft.megatron.lora import add_adapters
 from rft.megatron.mesh import Mesh
-from rft.names import SUPPORTED, Dims, architecture_of, bind, rope_of
-from rft.packing import Packed
 
 
 class Norm(nn.Module):
-    """RMSNorm in fp32. Marks its weight, whose gradient megatron must sum over the shards of a sequence-parallel rank."""
+    """RMSNorm in fp32.
+
+    Marks its weight, whose gradient megatron must sum over the shards of a sequence-parallel rank.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config))
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -48,13 +57,16 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Stands in for megatron's rotary embedding: angles of exactly the tokens of a microbatch, by their positions.
+    """Stands in for megatron's rotary embedding: angles of exactly the tokens of a microbatch, by
+    their positions.
 
-    megatron's own walks over the packed sequences in Python, twice per layer. GPTModel calls the two methods below in
-    this order and passes what the first returns to the second.
+    megatron's own walks over the packed sequences in Python, twice per layer. GPTModel calls the
+    two methods below in this order and passes what the first returns to the second.
     """
 
-    def get_rotary_seq_len(self, _context: Any, _decoder: Any, _input: Any, _config: Any, packing: Packing) -> Packing:
+    def get_rotary_seq_len(
+        self, _context: Any, _decoder: Any, _input: Any, _config: Any, packing: Packing
+    ) -> Packing:
         return packing
 
     def forward(self, packing: Packing, **_: Any) -> Tensor:
@@ -63,9 +75,11 @@ class Rotary(nn.Module):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Holds the weight of megatron's output layer, under its name and marks, and hands the hidden states on.
+    """Holds the weight of megatron's output layer, under its name and marks, and hands the hidden
+    states on.
 
-    It stays a module that is called, for DDP's hooks wait there for a weight that is still being gathered.
+    It stays a module that is called, for DDP's hooks wait there for a weight that is still being
+    gathered.
     """
 
     def __init__(self, replaced: ColumnParallelLinear):
@@ -81,37 +95,55 @@ class OutputLayer(ColumnParallelLinear):
         self.weight = replaced.weight
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         return input_, None
 
 
 class ValueHead(nn.Module):
-    """In place of a critic's output layer: one number per token, in fp32, from a weight [1, H] that every shard has whole.
+    """In place of a critic's output layer: one number per token, in fp32, from a weight [1, H] that
+    every shard has whole.
 
-    Under sequence parallelism a rank sees its rows only; the mark makes megatron sum their gradients.
+    Under sequence parallelism a rank sees its rows only; the mark makes megatron sum their
+    gradients.
     """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.value = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.value = nn.Parameter(
+            torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=_device(config))
+        )
         self.value.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         return nn.functional.linear(input_.float(), self.value.float()), None
 
 
 def output_weight(model: GPTModel) -> Tensor:
-    """This rank's rows of the output layer [V'/tp, H], on the last stage: the embedding's where the two are tied."""
+    """This rank's rows of the output layer [V'/tp, H], on the last stage: the embedding's where the
+    two are tied.
+    """
     tied = model.share_embeddings_and_output_weights
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
 def uses_transformer_engine(mesh: Mesh, lora: Lora | None = None) -> bool:
-    """Adapters are layers of our own: its layers fuse the norm into the projection that an adapter stands beside."""
-    return mesh.device.kind != "cpu" and lora is None and importlib.util.find_spec("transformer_engine") is not None
+    """Adapters are layers of our own: its layers fuse the norm into the projection that an adapter
+    stands beside.
+    """
+    return (
+        mesh.device.kind != "cpu"
+        and lora is None
+        and importlib.util.find_spec("transformer_engine") is not None
+    )
 
 
 def _device(config: TransformerConfig) -> Any:
@@ -121,7 +153,9 @@ def _device(config: TransformerConfig) -> Any:
 def transformer_config(
     hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any], lora: Lora | None
 ) -> TransformerConfig:
-    """The fields of megatron's config that this model and mesh decide; everything fused or random is off, unless in `more`."""
+    """The fields of megatron's config that this model and mesh decide; everything fused or random
+    is off, unless in `more`.
+    """
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
     on_cpu = mesh.device.kind == "cpu"
     given: dict[str, Any] = dict(
@@ -155,7 +189,8 @@ def transformer_config(
         pipeline_model_parallel_size=mesh.pp,
         context_parallel_size=mesh.cp,
         sequence_parallel=mesh.sequence_parallel,
-        # Losses carry their global weights, so nothing may be averaged over microbatches or data-parallel ranks.
+        # Losses carry their global weights, so nothing may be averaged over microbatches or
+        # data-parallel ranks.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
         **_experts(hf, mesh, lora),
@@ -168,8 +203,9 @@ def transformer_config(
 
 
 def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any]:
-    """A router as transformers has it: fp32 softmax over all experts, the best k, their sum made 1 if asked. No auxiliary loss:
-    it would pull the policy to where no reward is."""
+    """A router as transformers has it: fp32 softmax over all experts, the best k, their sum made 1
+    if asked. No auxiliary loss: it would pull the policy to where no reward is.
+    """
     dims, fused = Dims.of(hf), uses_transformer_engine(mesh, lora)
     if not dims.experts:
         return {}
@@ -177,7 +213,8 @@ def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any
         "num_moe_experts": dims.experts,
         "moe_ffn_hidden_size": dims.expert_ffn,
         "moe_router_topk": int(hf["num_experts_per_tok"]),
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),  # after the choice: their sum is 1
+        # after the choice: their sum is 1
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": fused,
@@ -198,7 +235,9 @@ def layer_spec(
             qk_layernorm=config.qk_layernorm,
         )
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -208,8 +247,11 @@ def layer_spec(
         attention.q_layernorm = attention.k_layernorm = Norm
     if lora:
         add_adapters(attention, parts.mlp.submodules, lora, dims, mesh.place)
-    # The block takes its final norm from here; given only a layer spec it would take torch's, which refuses sequence parallel.
-    return TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm)
+    # The block takes its final norm from here; given only a layer spec it would take torch's, which
+    # refuses sequence parallel.
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * (config.num_layers // mesh.pp // mesh.vpp), layer_norm=Norm
+    )
 
 
 def build(
@@ -220,16 +262,23 @@ def build(
     is_critic: bool = False,
     lora: Lora | None = None,
 ) -> list[GPTModel]:
-    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there are virtual stages.
+    """This rank's parts of the model, in the model's order, uninitialised: one, or as many as there
+    are virtual stages.
 
-    `more`: fields of megatron's config (`overrides.transformer`). The last stage of a critic gives values [1, T, 1].
+    `more`: fields of megatron's config (`overrides.transformer`). The last stage of a critic gives
+    values [1, T, 1].
     """
     config = transformer_config(hf, mesh, dtype, more, lora)
     return [_part(hf, config, mesh, number, is_critic, lora) for number in range(mesh.vpp)]
 
 
 def _part(
-    hf: dict[str, Any], config: TransformerConfig, mesh: Mesh, number: int, is_critic: bool, lora: Lora | None
+    hf: dict[str, Any],
+    config: TransformerConfig,
+    mesh: Mesh,
+    number: int,
+    is_critic: bool,
+    lora: Lora | None,
 ) -> GPTModel:
     dims = Dims.of(hf)
     model = GPTModel(
@@ -258,8 +307,9 @@ def _part(
 
 
 def _mark_shards(model: GPTModel) -> None:
-    """megatron marks weights as tensor-parallel only where it also initialises them; unmarked ones would count as copies
-    on all but the first rank, and the gradient norm would miss their shards."""
+    """megatron marks weights as tensor-parallel only where it also initialises them; unmarked ones
+    would count as copies on all but the first rank, and the gradient norm would miss their shards.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith(SUFFIXES):  # they mark themselves
             continue
@@ -272,7 +322,9 @@ def _mark_shards(model: GPTModel) -> None:
 def inverse_frequencies(hf: dict[str, Any]) -> Tensor:
     """Rotary inverse frequencies [d/2] of the `rope_parameters`, as transformers computes them."""
     rope, size = rope_of(hf), Dims.of(hf).head_size
-    inverse = 1.0 / (float(rope["rope_theta"]) ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
+    inverse = 1.0 / (
+        float(rope["rope_theta"]) ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+    )
     if rope["rope_type"] == "linear":
         return inverse / float(rope["factor"])
     if rope["rope_type"] == "llama3":
@@ -293,7 +345,9 @@ def _llama3(inverse: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def packing_of(packed: Packed, model: GPTModel, mesh: Mesh) -> PackedSeqParams:
-    """What every layer must know about a microbatch (already sliced for this context-parallel rank)."""
+    """What every layer must know about a microbatch (already
+    sliced for this context-parallel rank).
+    """
     device = mesh.device.torch
     if not hasattr(model, "inverse_frequencies"):
         return _te_packing(packed, mesh)
@@ -309,12 +363,18 @@ def packing_of(packed: Packed, model: GPTModel, mesh: Mesh) -> PackedSeqParams:
 
 
 def _te_packing(packed: Packed, mesh: Mesh) -> PackedSeqParams:
-    """Transformer Engine takes lengths over all context-parallel ranks and has no padding: the tail is one more sequence."""
+    """Transformer Engine takes lengths over all context-parallel ranks and has no padding: the tail
+    is one more sequence.
+    """
     bounds = packed.cu_seqlens.tolist()
     if bounds[-1] < packed.length:
         bounds.append(packed.length)
     lengths = torch.tensor(bounds, dtype=torch.int32, device=mesh.device.torch) * mesh.cp
     longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) * mesh.cp
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )

@@ -1,10 +1,12 @@
-"""A model on a mesh that says something about every token of packed microbatches. Not trained here: see `learner`.
+"""A model on a mesh that says something about every token of packed microbatches. Not trained here:
+see `learner`.
 
-    part ─slice_cp─► microbatches ─megatron schedule (PP)─► last stage: one score per token ─► whole microbatches again
+    part ─slice_cp─► microbatches ─megatron schedule (PP)─► last stage: one score per token
+            ─► whole microbatches again
 
-In: packed microbatches of this rank's data-parallel index. Out: float32 [T] per microbatch, aligned like its fields, the
-same on every tensor- and context-parallel rank of the last stage and empty on the stages before it. Nothing is gathered
-anywhere else. All ranks call every method together.
+In: packed microbatches of this rank's data-parallel index. Out: float32 [T] per microbatch, aligned
+like its fields, the same on every tensor- and context-parallel rank of the last stage and empty on
+the stages before it. Nothing is gathered anywhere else. All ranks call every method together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +19,17 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from rft.adapters import lora_of
-from rft.algorithm.losses import Fields
+from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
-from rft.device import torch_dtype
+from rft.config.layout import check_layout, lora_of
+from rft.data.packing import Packed, cp_index, empty, slice_cp
+from rft.ground.device import torch_dtype
+from rft.ground.names import Dims, read_hf_config
 from rft.megatron import model as models
 from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
-from rft.names import Dims, check_layout, read_hf_config
-from rft.packing import Packed, cp_index, empty, slice_cp
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,34 @@ class Micro:
 
 
 class Network:
-    """The model of a Hugging Face directory, forward only; it scores a token by its log-probability."""
+    """The model of a Hugging Face directory, forward only; it scores a token by its
+    log-probability.
+    """
 
     is_critic = False
 
     def __init__(
-        self, path: str, trainer: TrainerConfig, mesh: Mesh, lora_configs: list[LoraConfig] | None = None, seed: int = 0
-    ):  # fmt: skip
+        self,
+        path: str,
+        trainer: TrainerConfig,
+        mesh: Mesh,
+        lora_configs: list[LoraConfig] | None = None,
+        seed: int = 0,
+    ):
         self.mesh = mesh
         self.hf_config = read_hf_config(path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
         more = overrides.transformer(trainer)
-        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (overrides.FP8_TOKENS if more.get("fp8") else 1)
+        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (
+            overrides.FP8_TOKENS if more.get("fp8") else 1
+        )
         self.lora = lora_of(lora_configs or [], self.dims)
         if not models.uses_transformer_engine(mesh, self.lora):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
-        self.model = models.build(self.hf_config, mesh, torch_dtype(trainer.dtype), more, self.is_critic, self.lora)
+        self.model = models.build(
+            self.hf_config, mesh, torch_dtype(trainer.dtype), more, self.is_critic, self.lora
+        )
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:
             freeze_all_but_adapters(self.model)
@@ -67,7 +80,8 @@ class Network:
 
     @torch.no_grad()
     def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
-        """The score of every label, one array [T] per microbatch; empty arrays on all but the last stage.
+        """The score of every label, one array [T] per microbatch; empty arrays on all but the last
+        stage.
 
         `trained_only`: log-probabilities of other tokens may be left out, as 0.
         """
@@ -89,7 +103,9 @@ class Network:
 
         found = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
-            return [np.zeros(0, dtype=np.float32) for _ in part], [np.zeros(0, dtype=np.float32) for _ in part]
+            return [np.zeros(0, dtype=np.float32) for _ in part], [
+                np.zeros(0, dtype=np.float32) for _ in part
+            ]
         pairs = list(zip(part, found, strict=False))
         return [self._whole(packed, local[0]) for packed, local in pairs], [
             self._whole(packed, local[1]) for packed, local in pairs
@@ -98,20 +114,34 @@ class Network:
     def _token_scores(self, micro: Micro, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
         return self._logprobs(micro, hidden, wanted)[0]
 
-    def _logprobs(self, micro: Micro, hidden: Tensor, trained: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [T]; those of tokens that are not `trained` are 0 and cost nothing."""
+    def _logprobs(
+        self, micro: Micro, hidden: Tensor, trained: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [T]; those of tokens that are not `trained` are 0 and
+        cost nothing.
+        """
         return label_logprobs(
-            hidden.squeeze(0), models.output_weight(self.model[-1]), micro.labels, micro.temperature, self.dims.vocab,
-            self.mesh.tp_group, self.mesh.sequence_parallel, trained,
-        )  # fmt: skip
+            hidden.squeeze(0),
+            models.output_weight(self.model[-1]),
+            micro.labels,
+            micro.temperature,
+            self.dims.vocab,
+            self.mesh.tp_group,
+            self.mesh.sequence_parallel,
+            trained,
+        )
 
     @property
     def _called(self) -> Sequence[nn.Module]:
-        """What megatron's schedule calls: the parts of the model, or what is wrapped around them."""
+        """What megatron's schedule calls: the parts of the
+        model, or what is wrapped around them.
+        """
         return self.model
 
     def _run(self, part: list[Packed], use: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the microbatches; `use(micro, hidden)` is called on the last stage."""
+        """Megatron's schedule over the microbatches; `use(micro,
+        hidden)` is called on the last stage.
+        """
         micros = self._micros(part)
 
         def forward(data: Iterator[Micro], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -131,10 +161,12 @@ class Network:
         )
 
     def _micros(self, part: list[Packed]) -> list[Micro]:
-        """Slice for this context-parallel rank and pad to the lengths that ranks must have in common.
+        """Slice for this context-parallel rank and pad to the lengths that ranks must have in
+        common.
 
-        Pipeline stages exchange activations of one length; ranks that share experts gather tokens of one length each.
-        Interleaved stages want a multiple of their number of microbatches: the last ones are padding.
+        Pipeline stages exchange activations of one length; ranks that share experts gather tokens
+        of one length each. Interleaved stages want a multiple of their number of microbatches: the
+        last ones are padding.
         """
         mesh = self.mesh
         sliced = [slice_cp(packed, mesh.cp_rank, mesh.cp, self.multiple) for packed in part]
@@ -148,7 +180,7 @@ class Network:
         padded = (
             packed if packed.length == length else slice_cp(packed, 0, 1, self.multiple, length)
             for packed, length in zip(sliced, lengths, strict=True)
-        )  # fmt: skip
+        )
         return [self._micro(packed) for packed in padded]
 
     def _micro(self, packed: Packed) -> Micro:
@@ -160,7 +192,9 @@ class Network:
             positions=tensor(packed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
-            fields=Fields.of(packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None),
+            fields=Fields.of(
+                packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None
+            ),
             packing=models.packing_of(packed, self.model[0], self.mesh),
         )
 
@@ -180,7 +214,9 @@ class Network:
 
 
 class Reference(Network):
-    """The frozen model that a run is held near to: its log-probabilities, and neither gradients nor an optimizer."""
+    """The frozen model that a run is held near to: its log-probabilities, and neither gradients nor
+    an optimizer.
+    """
 
     def __init__(self, path: str, trainer: TrainerConfig, mesh: Mesh):
         super().__init__(path, trainer, mesh)

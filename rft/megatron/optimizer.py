@@ -1,8 +1,9 @@
-"""megatron's distributed optimizer, cut open where the loop needs to step in: after the gradients, before the weights.
+"""megatron's distributed optimizer, cut open where the loop needs to step in: after the gradients,
+before the weights.
 
-In: the DDP-wrapped model with reduced gradients. Out: the gradient norm, then, if wanted, updated weights on all ranks.
-The learning rate is a function of the step number alone. Optimizer state exists from construction on, so that a
-checkpoint can be read into it before the first step.
+In: the DDP-wrapped model with reduced gradients. Out: the gradient norm, then, if wanted, updated
+weights on all ranks. The learning rate is a function of the step number alone. Optimizer state
+exists from construction on, so that a checkpoint can be read into it before the first step.
 """
 
 from typing import Any
@@ -24,9 +25,13 @@ class Optimizer:
     """`norm` after the backward pass, then `update` or nothing."""
 
     def __init__(
-        self, model: list[DistributedDataParallel], config: OptimizerConfig, grad_clip: float, total_steps: int | None,
+        self,
+        model: list[DistributedDataParallel],
+        config: OptimizerConfig,
+        grad_clip: float,
+        total_steps: int | None,
         more: dict[str, Any],
-    ):  # fmt: skip
+    ):
         self.config = config
         self.grad_clip = grad_clip
         self.total_steps = total_steps
@@ -47,13 +52,18 @@ class Optimizer:
             MegatronOptimizerConfig(**(fields | more)), model, use_gloo_process_groups=False
         )
         schedule.check(config, total_steps)
-        self.parts: list[DistributedOptimizer] = [p for p in self.chain.chained_optimizers if not p.is_stub_optimizer]
+        self.parts: list[DistributedOptimizer] = [
+            p for p in self.chain.chained_optimizers if not p.is_stub_optimizer
+        ]
         for part in self.parts:
             self._materialise(part) if config.optimizer_type == "adam" else self._put_sgd(part)
 
     @staticmethod
     def _materialise(part: DistributedOptimizer) -> None:
-        """Zero moments for every shard; torch's Adam also wants its step tensors. One fused kernel per shard on any device."""
+        """Zero moments for every shard; torch's Adam also wants its step tensors.
+
+        One fused kernel per shard on any device.
+        """
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -64,10 +74,15 @@ class Optimizer:
 
     @staticmethod
     def _put_sgd(part: DistributedOptimizer) -> None:
-        """Plain SGD over the same shards. megatron insists on Adam while it cuts them, for the sake of checkpoints of its own;
-        afterwards it only asks its inner optimizer for `param_groups`, `step` and `zero_grad`."""
+        """Plain SGD over the same shards. megatron insists on Adam while it cuts them, for the sake
+        of checkpoints of its own; afterwards it only asks its inner optimizer for `param_groups`,
+        `step` and `zero_grad`.
+        """
         of_adam = part.optimizer.defaults.keys() - {"lr", "weight_decay"}
-        groups = [{k: v for k, v in group.items() if k not in of_adam} for group in part.optimizer.param_groups]
+        groups = [
+            {k: v for k, v in group.items() if k not in of_adam}
+            for group in part.optimizer.param_groups
+        ]
         sgd = torch.optim.SGD([torch.zeros(0)])  # shards are views, which its constructor refuses
         sgd.param_groups = [sgd.defaults | group for group in groups]
         part.optimizer = sgd
@@ -84,7 +99,9 @@ class Optimizer:
         return schedule.learning_rate(step, self.config, self.total_steps)
 
     def update(self, step: int, grad_norm: float) -> None:
-        """Clip and apply at the rate of `step`; afterwards the parameters are complete on every rank."""
+        """Clip and apply at the rate of `step`; afterwards the
+        parameters are complete on every rank.
+        """
         for part in self.parts:
             if self.grad_clip > 0:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self.grad_clip, grad_norm)
@@ -101,15 +118,20 @@ class Optimizer:
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(updates)
-            if not isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
-                # Transformer Engine's and Apex' Adam count per group, and have no counter before their first step.
+            if not isinstance(
+                part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD
+            ):
+                # Transformer Engine's and Apex' Adam count per group, and have no counter before
+                # their first step.
                 for group in part.optimizer.param_groups:
                     group["step"] = updates
 
     def shards(self) -> list[tuple[torch.nn.Parameter, tuple[int, int], dict[str, torch.Tensor]]]:
-        """Per model parameter of which this rank updates a range: (parameter, [start, stop), named state of that range).
+        """Per model parameter of which this rank updates a range: (parameter, [start, stop), named
+        state of that range).
 
-        `master` is listed only where it is memory of its own: an fp32 parameter is updated in place.
+        `master` is listed only where it is memory of its own: an fp32 parameter is updated in
+        place.
         """
         found = []
         for part in self.parts:
@@ -121,7 +143,11 @@ class Optimizer:
                 for model_group, main_group in zip(models, mains, strict=True):
                     for parameter, main in zip(model_group, main_group, strict=True):
                         place = part._get_model_param_range_map(parameter)["param"]
-                        state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if k in MOMENTS}
+                        state = {
+                            k: v
+                            for k, v in part.optimizer.state.get(main, {}).items()
+                            if k in MOMENTS
+                        }
                         if has_master:
                             state["master"] = main
                         found.append((parameter, (place.start, place.end), state))

@@ -1,12 +1,14 @@
-"""What of the config goes to megatron's own dataclasses beyond what rft decides: recompute, and flags that are passed on.
+"""What of the config goes to megatron's own dataclasses beyond what rft decides: recompute, and
+flags that are passed on.
 
-In: `trainer.recompute_*` and the three `trainer.megatron.override_*_config` (verl's names). Out: fields for megatron's
-TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, or a ConfigError. Only fields of `PASSED` are passed: they
-change how a step is computed, not what (but for the optimizer's two, which say what decays). Every other one is refused by
-name, with the key to use instead where there is one.
+In: `trainer.recompute_*` and the three `trainer.megatron.override_*_config` (verl's names). Out:
+fields for megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, or a
+ConfigError. Only fields of `PASSED` are passed: they change how a step is computed, not what (but
+for the optimizer's two, which say what decays). Every other one is refused by name, with the key to
+use instead where there is one.
 
-Nothing of megatron is imported: `preflight` asks before anything starts. Which fields the installed version has, and of what
-type, is read from its source.
+Nothing of megatron is imported: `preflight` asks before anything starts. Which fields the installed
+version has, and of what type, is read from its source.
 """
 
 import ast
@@ -17,52 +19,119 @@ from typing import Any
 
 from rft.config import ConfigError, TrainerConfig, nearest
 
-TRANSFORMER, DDP, OPTIMIZER = "override_transformer_config", "override_ddp_config", "override_optimizer_config"
+TRANSFORMER, DDP, OPTIMIZER = (
+    "override_transformer_config",
+    "override_ddp_config",
+    "override_optimizer_config",
+)
 SOURCES = {
-    TRANSFORMER: (("model_parallel_config.py", "ModelParallelConfig"), ("transformer/transformer_config.py", "TransformerConfig")),
+    TRANSFORMER: (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ),
     DDP: (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     OPTIMIZER: (("optimizer/optimizer_config.py", "OptimizerConfig"),),
-}  # fmt: skip
+}
 PASSED = {
     TRANSFORMER: (
-        "fp8", "fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",
-        "fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red", "first_last_layers_bf16",
-        "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "disable_parameter_transpose_cache",
-        "overlap_p2p_comm", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "cp_comm_type",
-        "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm",
-        "apply_rope_fusion", "fused_single_qkv_rope", "gradient_accumulation_fusion", "attention_softmax_in_fp32",
-        "distribute_saved_activations", "deterministic_mode",
-        "moe_token_dispatcher_type", "moe_enable_deepep", "moe_permute_fusion", "moe_router_fusion",
-        "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms",
+        "fp8",
+        "fp8_recipe",
+        "fp8_margin",
+        "fp8_interval",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_wgrad",
+        "fp8_dot_product_attention",
+        "fp8_multi_head_attention",
+        "tp_only_amax_red",
+        "first_last_layers_bf16",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+        "disable_parameter_transpose_cache",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "deallocate_pipeline_outputs",
+        "cp_comm_type",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "memory_efficient_layer_norm",
+        "apply_rope_fusion",
+        "fused_single_qkv_rope",
+        "gradient_accumulation_fusion",
+        "attention_softmax_in_fp32",
+        "distribute_saved_activations",
+        "deterministic_mode",
+        "moe_token_dispatcher_type",
+        "moe_enable_deepep",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "moe_flex_dispatcher_backend",
+        "moe_deepep_num_sms",
+        "moe_hybridep_num_sms",
     ),
     DDP: (
-        "overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw", "nccl_ub", "disable_symmetric_registration",
+        "overlap_grad_reduce",
+        "bucket_size",
+        "pad_buckets_for_high_nccl_busbw",
+        "nccl_ub",
+        "disable_symmetric_registration",
     ),
     OPTIMIZER: ("decoupled_weight_decay", "apply_wd_to_qk_layernorm"),
-}  # fmt: skip
+}
 _M, _A = "trainer.megatron.", "algorithm.optimizer."
 INSTEAD = {  # fields that a key of rft decides
-    **{name: _M + name for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
-        "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    )},
-    **{name: f"trainer.{name}" for name in (
-        "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-    )},
-    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.dtype"),
-    "clip_grad": "trainer.grad_clip", "optimizer": _A + "optimizer_type", "lr": _A + "lr", "min_lr": _A + "min_lr_ratio",
-    "weight_decay": _A + "weight_decay", "adam_beta1": _A + "betas", "adam_beta2": _A + "betas", "adam_eps": _A + "eps",
-    "check_for_nan_in_grad": "trainer.max_skipped_steps", "check_for_large_grads": "trainer.max_skipped_steps",
-}  # fmt: skip
+    **{
+        name: _M + name
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "sequence_parallel",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    },
+    **{
+        name: f"trainer.{name}"
+        for name in (
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+        )
+    },
+    **dict.fromkeys(
+        ("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.dtype"
+    ),
+    "clip_grad": "trainer.grad_clip",
+    "optimizer": _A + "optimizer_type",
+    "lr": _A + "lr",
+    "min_lr": _A + "min_lr_ratio",
+    "weight_decay": _A + "weight_decay",
+    "adam_beta1": _A + "betas",
+    "adam_beta2": _A + "betas",
+    "adam_eps": _A + "eps",
+    "check_for_nan_in_grad": "trainer.max_skipped_steps",
+    "check_for_large_grads": "trainer.max_skipped_steps",
+}
 ALWAYS = {  # fields with the value that they always have here
-    "use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "average_in_collective": False, "use_megatron_fsdp": False,
-    "calculate_per_token_loss": True, "hidden_dropout": 0.0, "attention_dropout": 0.0, "perform_initialization": False,
-}  # fmt: skip
+    "use_distributed_optimizer": True,
+    "grad_reduce_in_fp32": True,
+    "average_in_collective": False,
+    "use_megatron_fsdp": False,
+    "calculate_per_token_loss": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "perform_initialization": False,
+}
 BECAUSE = {
-    "overlap_param_gather": "engines and checkpoints read the weights as soon as a step is done, so the gather cannot wait for "
-    "the next forward pass",
-    "optimizer_cpu_offload": "checkpoints copy the optimizer's state from where Megatron's distributed optimizer keeps it; use "
-    "more ranks, or recompute activations",
+    "overlap_param_gather": "engines and checkpoints read the weights as soon as a step is "
+    "done, so the gather cannot wait for the next forward pass",
+    "optimizer_cpu_offload": "checkpoints copy the optimizer's state from where Megatron's "
+    "distributed optimizer keeps it; use more ranks, or recompute activations",
     "sgd_momentum": "sgd is plain here: it has no state",
     "tp_comm_overlap": "Transformer Engine wants buffers for it that rft does not make",
     "fp32_residual_connection": "pipeline stages exchange activations in trainer.dtype",
@@ -72,18 +141,31 @@ BECAUSE = {
     ),
 }
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
-OF_ENGINE = ("layernorm", "moe_act")  # megatron's code for these asks Transformer Engine for its state of fp8
+# megatron's code for these asks Transformer Engine for its state of fp8
+OF_ENGINE = ("layernorm", "moe_act")
 FIELDS_OF_ENGINE = (  # rft's own layers would fail over them, or not look at them
-    "fp8", "gradient_accumulation_fusion", "apply_rope_fusion", "fused_single_qkv_rope", "masked_softmax_fusion",
-    "persist_layer_norm", "memory_efficient_layer_norm",
-)  # fmt: skip
-FP8_TOKENS = 32  # a rank's tokens come in multiples of this: what the kernels of every recipe can take
-OF_TYPE: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
+    "fp8",
+    "gradient_accumulation_fusion",
+    "apply_rope_fusion",
+    "fused_single_qkv_rope",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "memory_efficient_layer_norm",
+)
+# a rank's tokens come in multiples of this: what the kernels of every recipe can take
+FP8_TOKENS = 32
+OF_TYPE: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+}
 
 
 def transformer(trainer: TrainerConfig) -> dict[str, Any]:
     given = trainer.megatron.override_transformer_config
-    overlapped = {"batch_p2p_comm": False} if given.get("overlap_p2p_comm") else {}  # megatron takes one of the two
+    # megatron takes one of the two
+    overlapped = {"batch_p2p_comm": False} if given.get("overlap_p2p_comm") else {}
     return recompute(trainer) | overlapped | given
 
 
@@ -104,27 +186,43 @@ def recompute(trainer: TrainerConfig) -> dict[str, Any]:
     if kind is None:
         return {}
     if kind == "selective":
-        return {"recompute_granularity": kind, "recompute_modules": trainer.recompute_modules or ["core_attn"]}
+        return {
+            "recompute_granularity": kind,
+            "recompute_modules": trainer.recompute_modules or ["core_attn"],
+        }
     method, count = trainer.recompute_method or "uniform", trainer.recompute_num_layers or 1
-    return {"recompute_granularity": kind, "recompute_method": method, "recompute_num_layers": count}
+    return {
+        "recompute_granularity": kind,
+        "recompute_method": method,
+        "recompute_num_layers": count,
+    }
 
 
 def check(trainer: TrainerConfig, layers: int) -> None:
-    """Raise ConfigError. `layers`: of one pipeline stage, or of one part of it where stages are virtual."""
+    """Raise ConfigError.
+
+    `layers`: of one pipeline stage, or of one part of it where stages are virtual.
+    """
     _check_recompute(trainer, layers)
     for section in SOURCES:
         given = getattr(trainer.megatron, section)
         for name, value in given.items():
             _check_field(section, name, value)
     if trainer.megatron.override_transformer_config.get("fp8") and trainer.dtype != "bf16":
-        raise ConfigError(f"{_M}{TRANSFORMER}.fp8 with trainer.dtype={trainer.dtype}: set trainer.dtype=bf16")
+        raise ConfigError(
+            f"{_M}{TRANSFORMER}.fp8 with trainer.dtype={trainer.dtype}: set trainer.dtype=bf16"
+        )
 
 
 def refuse_transformer_engine(trainer: TrainerConfig, why: str) -> None:
     """What needs it, where its layers are not used."""
     given = trainer.megatron.override_transformer_config
     asked = [f"{_M}{TRANSFORMER}.{name}" for name in FIELDS_OF_ENGINE if given.get(name)]
-    asked += [f"trainer.recompute_modules={name}" for name in trainer.recompute_modules or () if name in OF_ENGINE]
+    asked += [
+        f"trainer.recompute_modules={name}"
+        for name in trainer.recompute_modules or ()
+        if name in OF_ENGINE
+    ]
     if asked:
         raise ConfigError(f"{asked[0]} needs CUDA and Transformer Engine, and {why}: leave it out")
 
@@ -136,12 +234,18 @@ def _check_recompute(trainer: TrainerConfig, layers: int) -> None:
     for name, of in (("method", "full"), ("num_layers", "full"), ("modules", "selective")):
         value = getattr(trainer, f"recompute_{name}")
         if value is not None and kind != of:
-            raise ConfigError(f"{key}{name}={value} needs {key}granularity={of}: set that, or leave it out")
+            raise ConfigError(
+                f"{key}{name}={value} needs {key}granularity={of}: set that, or leave it out"
+            )
     if trainer.recompute_method not in (None, "uniform", "block"):
-        raise ConfigError(nearest(str(trainer.recompute_method), ("uniform", "block"), f"{key}method"))
+        raise ConfigError(
+            nearest(str(trainer.recompute_method), ("uniform", "block"), f"{key}method")
+        )
     count = trainer.recompute_num_layers
     if count is not None and not 1 <= count <= layers:
-        raise ConfigError(f"{key}num_layers={count}: a pipeline stage has {layers} layers, give 1 to {layers}")
+        raise ConfigError(
+            f"{key}num_layers={count}: a pipeline stage has {layers} layers, give 1 to {layers}"
+        )
     for module in trainer.recompute_modules or ():
         if module not in RECOMPUTE_MODULES:
             raise ConfigError(nearest(module, RECOMPUTE_MODULES, f"{key}modules"))
@@ -154,14 +258,17 @@ def _check_field(section: str, name: str, value: Any) -> None:
     if name in ALWAYS and value == ALWAYS[name]:
         return
     if name in ALWAYS:
-        raise ConfigError(f"{key}={value}: rft always runs with {name}={ALWAYS[name]}, leave it out")
+        raise ConfigError(
+            f"{key}={value}: rft always runs with {name}={ALWAYS[name]}, leave it out"
+        )
     if name in BECAUSE:
         raise ConfigError(f"{key} is not possible: {BECAUSE[name]}")
     if name in INSTEAD:
         raise ConfigError(f"{key}: rft decides this field, set {INSTEAD[name]}")
     if name not in PASSED[section]:
         raise ConfigError(
-            f"{key}: this field follows from the model's config.json or is rft's own decision; what is passed on: "
+            f"{key}: this field follows from the model's config.json or is rft's own decision; "
+            f"what is passed on: "
             f"{', '.join(PASSED[section])}"
         )
     if name not in known:
@@ -176,7 +283,9 @@ def _check_type(key: str, value: Any, annotation: ast.expr) -> None:
             return
         annotation = annotation.slice
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
-        choices = [ast.literal_eval(node) for node in getattr(annotation.slice, "elts", [annotation.slice])]
+        choices = [
+            ast.literal_eval(node) for node in getattr(annotation.slice, "elts", [annotation.slice])
+        ]
         if value not in choices:
             raise ConfigError(nearest(str(value), choices, key))
     kinds = OF_TYPE.get(ast.unparse(annotation))

@@ -5,8 +5,8 @@ In: the mesh, the config and what was built from it. Out: text. It decides nothi
 
 import importlib.metadata
 
-from rft.adapters import Lora
 from rft.config import TrainerConfig
+from rft.ground.adapters import Lora
 from rft.megatron.mesh import Mesh
 from rft.megatron.model import uses_transformer_engine
 from rft.megatron.optimizer import Optimizer
@@ -34,7 +34,10 @@ def _layers(mesh: Mesh, lora: Lora | None) -> str:
         return f"layers of Transformer Engine {importlib.metadata.version('transformer-engine')}"
     if mesh.device.kind == "cpu":
         return "rft's own layers (on a CPU)"
-    return f"rft's own layers ({'adapters have no others' if lora else 'Transformer Engine is not installed'})"
+    return (
+        "rft's own layers "
+        f"({'adapters have no others' if lora else 'Transformer Engine is not installed'})"
+    )
 
 
 def _optimizer(optimizer: Optimizer) -> str:

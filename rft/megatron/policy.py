@@ -1,9 +1,11 @@
-"""The trained model behind one facade: score, train one step, show its weights, save and restore its state.
+"""The trained model behind one facade: score, train one step, show its weights, save and restore
+its state.
 
-In: packed microbatches of this rank's data-parallel index, and a loss per token. Out: metrics, the same on every rank. How
-a step is made is in `learner`, how tokens are scored in `network`; here is what the policy alone has: the generators of
-the rank, and weights that others want to see. All ranks call every method together, except `blocks`, `read_blocks`,
-`adapter_source` and `snapshot`, which are local.
+In: packed microbatches of this rank's data-parallel index, and a loss per token. Out: metrics, the
+same on every rank. How a step is made is in `learner`, how tokens are scored in `network`; here is
+what the policy alone has: the generators of the rank, and weights that others want to see. All
+ranks call every method together, except `blocks`, `read_blocks`, `adapter_source` and `snapshot`,
+which are local.
 """
 
 import random
@@ -16,31 +18,50 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from rft.algorithm.losses import Fields
+from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
+from rft.data.packing import Packed
+from rft.ground.protocols import Block, Snapshot, WeightSource
 from rft.megatron import paths, state, weights
 from rft.megatron.learner import Learner
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro
-from rft.packing import Packed
-from rft.protocols import Block, Snapshot, WeightSource
 
 if TYPE_CHECKING:
-    from rft.algorithm.losses import TokenLoss
+    from rft.algorithm.fields import TokenLoss
 
 
 class Policy(Learner):
-    """A model on a mesh. `total_steps` bounds the learning-rate schedule; `seed` sets every generator of this rank."""
+    """A model on a mesh.
+
+    `total_steps` bounds the learning-rate schedule; `seed` sets every generator of this rank.
+    """
 
     def __init__(
-        self, model: ModelConfig, trainer: TrainerConfig, optimizer: OptimizerConfig, mesh: Mesh, seed: int, total_steps: int | None
-    ):  # fmt: skip
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        optimizer: OptimizerConfig,
+        mesh: Mesh,
+        seed: int,
+        total_steps: int | None,
+    ):
         _seed(seed)
         super().__init__(
-            model.model_path, trainer, optimizer, trainer.grad_clip, mesh, total_steps, model.lora_configs, seed
+            model.model_path,
+            trainer,
+            optimizer,
+            trainer.grad_clip,
+            mesh,
+            total_steps,
+            model.lora_configs,
+            seed,
         )
         held = weights.slabs(self.model, self.hf_config, mesh.place)
-        self._sent, self._exported = weights.shared(held, mesh.place), weights.first_copies(held, mesh.place)
+        self._sent, self._exported = (
+            weights.shared(held, mesh.place),
+            weights.first_copies(held, mesh.place),
+        )
         self._path = paths.describe(mesh, trainer, self.optimizer, self.lora)
 
     def describe(self) -> str:
@@ -50,7 +71,9 @@ class Policy(Learner):
     def train_step(
         self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
     ) -> dict[str, float]:
-        """One optimizer update; `before_update` is called after the gradients are complete and before weights change."""
+        """One optimizer update; `before_update` is called after the gradients are complete and
+        before weights change.
+        """
         metrics = self.gradients(part, token_loss)
         before_update()
         return self.update(metrics, self.is_finite(metrics))
@@ -65,9 +88,11 @@ class Policy(Learner):
         return Snapshot(self._pieces(), {"policy": self._counters()}, {"generators": generators})
 
     def restore(self, small: dict[str, bytes]) -> None:
-        """Take over counters and generators after every tensor of `snapshot().pieces` was filled in place.
+        """Take over counters and generators after every tensor of `snapshot().pieces` was filled in
+        place.
 
-        In another layout than the one that was saved, generators keep the state that they were seeded with.
+        In another layout than the one that was saved, generators keep the state that they were
+        seeded with.
         """
         self._restore_counters(small["policy"])
         if "generators" in small:
@@ -80,7 +105,10 @@ class Policy(Learner):
         return (slab.read() for slab in self._sent)
 
     def adapter_source(self) -> WeightSource:
-        """The adapter alone, in PEFT's names, for engines that keep the base model. The policy itself shows it merged."""
+        """The adapter alone, in PEFT's names, for engines that keep the base model.
+
+        The policy itself shows it merged.
+        """
         assert self.lora is not None, "a policy without adapter has no blocks of one"
         place = self.mesh.place
         held = weights.adapter_slabs(self.model, self.hf_config, place, self.lora)

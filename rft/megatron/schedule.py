@@ -1,9 +1,12 @@
-"""The learning rate as a function of the step number alone: a resume needs to remember nothing but the step.
+"""The learning rate as a function of the step number alone: a resume needs to remember nothing but
+the step.
 
-    constant   ──────────       linear, cosine   ╲ down to the end       wsd   ───────╲ down over the last steps only
+    constant   ──────────       linear, cosine   ╲ down to the end       wsd
+            ───────╲ down over the last steps only
 
-All begin with a linear warm-up. "wsd" is warm-up, stable, decay (arXiv:2404.06395): the rate stays until the decay, so that
-a run can be made longer from a checkpoint before it. Neither torch nor megatron is loaded here: `preflight` asks too.
+All begin with a linear warm-up. "wsd" is warm-up, stable, decay (arXiv:2404.06395): the rate stays
+until the decay, so that a run can be made longer from a checkpoint before it. Neither torch nor
+megatron is loaded here: `preflight` asks too.
 """
 
 import math
@@ -11,8 +14,12 @@ import math
 from rft.config import ConfigError, OptimizerConfig
 
 KEY = "algorithm.optimizer"
-DECAY_RATIO = 0.1  # of the steps, where a wsd schedule says nothing else (the share that arXiv:2405.18392 finds enough)
-SHAPES = {  # share of the way down that is left, by the part of it that is over; "minus_sqrt" is arXiv:2405.18392's
+# of the steps, where a wsd schedule says nothing else (the share that arXiv:2405.18392 finds
+# enough)
+DECAY_RATIO = 0.1
+# share of the way down that is left, by the part of it that is over; "minus_sqrt" is
+# arXiv:2405.18392's
+SHAPES = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -21,7 +28,9 @@ SCHEDULERS = ("constant", "linear", "cosine", "wsd")
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int | None) -> float:
-    """Rate of update number `step` (from 0): linear warm-up to `lr`, then the schedule down to min_lr_ratio * lr."""
+    """Rate of update number `step` (from 0): linear warm-up to `lr`, then the schedule down to
+    min_lr_ratio * lr.
+    """
     kind, warmup = config.lr_scheduler_type, warmup_steps(config, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -53,16 +62,21 @@ def check(config: OptimizerConfig, total_steps: int | None, key: str = KEY) -> N
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
             raise ConfigError(f"{key}.{name}={value}: a share must be between 0 and 1")
-    for one, other in (("lr_warmup_steps", "lr_warmup_steps_ratio"), ("lr_decay_steps", "lr_decay_steps_ratio")):
+    for one, other in (
+        ("lr_warmup_steps", "lr_warmup_steps_ratio"),
+        ("lr_decay_steps", "lr_decay_steps_ratio"),
+    ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigError(
-                f"{key}.{one}={getattr(config, one)} and {key}.{other}={getattr(config, other)}: set only one"
+                f"{key}.{one}={getattr(config, one)} and {key}.{other}={getattr(config, other)}: "
+                "set only one"
             )
     if config.lr_scheduler_type != "wsd":
         for name in ("lr_decay_steps", "lr_decay_steps_ratio", "lr_decay_style"):
             if getattr(config, name) is not None:
                 raise ConfigError(
-                    f"{key}.{name}={getattr(config, name)} belongs to {key}.lr_scheduler_type=wsd, not to "
+                    f"{key}.{name}={getattr(config, name)} belongs to {key}.lr_scheduler_type=wsd, "
+                    "not to "
                     f"{config.lr_scheduler_type}: set that, or leave it out"
                 )
     if config.lr_scheduler_type == "wsd":
@@ -73,17 +87,26 @@ def check(config: OptimizerConfig, total_steps: int | None, key: str = KEY) -> N
 
 def _check_wsd(config: OptimizerConfig, total_steps: int, key: str) -> None:
     if config.lr_decay_style is not None and config.lr_decay_style not in SHAPES:
-        raise ConfigError(f"{key}.lr_decay_style={config.lr_decay_style} is unknown: use {', '.join(SHAPES)}")
+        raise ConfigError(
+            f"{key}.lr_decay_style={config.lr_decay_style} is unknown: use {', '.join(SHAPES)}"
+        )
     warmup, decay = warmup_steps(config, total_steps), decay_steps(config, total_steps)
     if decay < 0 or warmup + decay > total_steps:
         raise ConfigError(
-            f"{key}.lr_decay_steps={decay} after {warmup} steps of warm-up do not fit into {total_steps} steps: lower one of them, "
+            f"{key}.lr_decay_steps={decay} after {warmup} steps of warm-up do not fit into "
+            f"{total_steps} steps: lower one of them, "
             "or raise trainer.total_steps"
         )
 
 
 def _end(config: OptimizerConfig, total_steps: int | None, key: str = KEY) -> int:
     if total_steps is None:
-        what = "lr_scheduler_type" if config.lr_scheduler_type != "constant" else "lr_warmup_steps_ratio"
-        raise ConfigError(f"{key}.{what}={getattr(config, what)} needs an end: set trainer.total_steps")
+        what = (
+            "lr_scheduler_type"
+            if config.lr_scheduler_type != "constant"
+            else "lr_warmup_steps_ratio"
+        )
+        raise ConfigError(
+            f"{key}.{what}={getattr(config, what)} needs an end: set trainer.total_steps"
+        )
     return total_steps

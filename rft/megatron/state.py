@@ -1,12 +1,14 @@
-"""What a checkpoint holds of one rank: tensors by reference as `Piece`s, and small state as msgpack bytes.
+"""What a checkpoint holds of one rank: tensors by reference as `Piece`s, and small state as msgpack
+bytes.
 
-    model/<hf name>      weights          master/<hf name>    fp32 weights, where they are memory of their own
+    model/<hf name>      weights          master/<hf name>    fp32 weights, where they are memory of
+                                                              their own
     exp_avg/<hf name>    Adam's moments   exp_avg_sq/<hf name>
 
-Every piece says where it lies in a *Hugging Face* tensor, by the segments of `rft.names`. So a checkpoint knows
-nothing of the layout that wrote it: any sizes of tensor, pipeline, data and context parallelism read it, padding rows
-are in none, and an export is a plain reading of `model/`. Nothing is gathered: a rank's range of the distributed
-optimizer is `flat` within such a segment.
+Every piece says where it lies in a *Hugging Face* tensor, by the segments of `rft.ground.names`. So
+a checkpoint knows nothing of the layout that wrote it: any sizes of tensor, pipeline, data and
+context parallelism read it, padding rows are in none, and an export is a plain reading of `model/`.
+Nothing is gathered: a rank's range of the distributed optimizer is `flat` within such a segment.
 """
 
 import random
@@ -17,15 +19,16 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from rft.ground.names import Segment
+from rft.ground.protocols import Piece
 from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
 from rft.megatron.weights import Shard
-from rft.names import Segment
-from rft.protocols import Piece
 
 
 def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
-    """Model parameters that are trained, fp32 masters where they are memory of their own, and Adam's moments; SGD has none.
+    """Model parameters that are trained, fp32 masters where they are memory of their own, and
+    Adam's moments; SGD has none.
 
     What is frozen (the model under an adapter) is in the files that it came from.
     """
@@ -33,7 +36,9 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
     found = []
     for shard in shards:
         for segment in shard.segments if shard.parameter.requires_grad else []:
-            found.append(_piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None))
+            found.append(
+                _piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None)
+            )
     for parameter, (start, stop), state in optimizer.shards():
         shard = by_parameter[id(parameter)]
         for segment in shard.segments:
@@ -51,19 +56,27 @@ def _cut(parameter: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
-    """Range of the flattened parameter that a segment is: rows of it, or, cut by columns, all of it."""
+    """Range of the flattened parameter that a segment is: rows of
+    it, or, cut by columns, all of it.
+    """
     if segment.dim == 1:
         return 0, shard.parameter.numel()
     row = shard.parameter[0].numel()
     return segment.local * row, (segment.local + segment.stop - segment.start) * row
 
 
-def _piece(kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None) -> Piece:
+def _piece(
+    kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None
+) -> Piece:
     name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
     whole = shard.shapes[segment.part]
     offset = tuple(segment.start if d == segment.dim else 0 for d in range(len(whole)))
-    shape = tuple(segment.stop - segment.start if d == segment.dim else n for d, n in enumerate(whole))
-    return Piece(f"{kind}/{name}", tensor, whole, offset, shape, flat, stored=not shard.is_tied_copy)
+    shape = tuple(
+        segment.stop - segment.start if d == segment.dim else n for d, n in enumerate(whole)
+    )
+    return Piece(
+        f"{kind}/{name}", tensor, whole, offset, shape, flat, stored=not shard.is_tied_copy
+    )
 
 
 def random_state(mesh: Mesh) -> dict[str, Any]:
@@ -75,8 +88,12 @@ def random_state(mesh: Mesh) -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.astype("<u4").tobytes(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "megatron": {name: _cpu_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()},
-        "device": None if device.type == "cpu" else _cpu_bytes(torch.get_device_module(device).get_rng_state(device)),
+        "megatron": {
+            name: _cpu_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()
+        },
+        "device": None
+        if device.type == "cpu"
+        else _cpu_bytes(torch.get_device_module(device).get_rng_state(device)),
     }
 
 
@@ -86,7 +103,9 @@ def set_random_state(state: dict[str, Any], mesh: Mesh) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.frombuffer(keys, dtype="<u4"), position, has_gauss, cached))
     torch.set_rng_state(_byte_tensor(state["torch"]))
-    get_cuda_rng_tracker().set_states({name: _byte_tensor(data) for name, data in state["megatron"].items()})
+    get_cuda_rng_tracker().set_states(
+        {name: _byte_tensor(data) for name, data in state["megatron"].items()}
+    )
     if state["device"] is not None:
         device = mesh.device.torch
         torch.get_device_module(device).set_rng_state(_byte_tensor(state["device"]), device)

@@ -1,8 +1,10 @@
-"""Three readings of `rft.names`: Hugging Face files -> shards, shards -> blocks, blocks -> whole tensors at rank 0.
+"""Three readings of `rft.ground.names`: Hugging Face files -> shards, shards -> blocks, blocks ->
+whole tensors at rank 0.
 
-In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors of their current values.
-Invariants: the vocabulary's padding rows are 0 and never leave; a tied embedding leaves once, from the first stage;
-loading reads only the rows and columns that this rank keeps.
+In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors
+of their current values. Invariants: the vocabulary's padding rows are 0 and never leave; a tied
+embedding leaves once, from the first stage; loading reads only the rows and columns that this rank
+keeps.
 """
 
 import json
@@ -17,14 +19,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rft.adapters import PREFIX, SUFFIXES, Lora, adapter, adapter_names
 from rft.config import ConfigError
+from rft.ground.adapters import PREFIX, SUFFIXES, Lora, adapter, adapter_names
+from rft.ground.names import (
+    VALUE_HEAD,
+    Bound,
+    Dims,
+    Place,
+    Segment,
+    architecture_of,
+    bind,
+    hf_names,
+    hf_shape,
+)
+from rft.ground.protocols import Block
 from rft.megatron.lora import deltas, initial_A
 from rft.megatron.mesh import Mesh
-from rft.names import VALUE_HEAD, Bound, Dims, Place, Segment, architecture_of, bind, hf_names, hf_shape
-from rft.protocols import Block
 
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer that old checkpoints store; it follows from the config
+# a buffer that old checkpoints store; it follows from the config
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
 SHOWN = 12  # tensors named in one error message
 
 
@@ -45,7 +58,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Slab:
-    """A block and the runs of the shard that it consists of. `delta`: what an adapter adds to a run."""
+    """A block and the runs of the shard that it consists of.
+
+    `delta`: what an adapter adds to a run.
+    """
 
     block: Block
     shard: Shard
@@ -54,7 +70,9 @@ class Slab:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """The block's current bytes, contiguous, adapter merged; a view of the live weights where that is possible."""
+        """The block's current bytes, contiguous, adapter merged; a view of the live weights where
+        that is possible.
+        """
         value = self.shard.parameter.detach()
         parts = [value.narrow(run.dim, run.local, run.stop - run.start) for run in self.runs]
         if self.delta is not None:
@@ -84,13 +102,17 @@ def _shard(name: str, parameter: nn.Parameter, first_layer: int, dims: Dims, pla
         held = adapter(last, base, dims, place, rank)
         return Shard(parameter, held.bound, held.shapes, held.segments, False)
     bound = bind(name, first_layer, place.first_expert(dims))
-    shapes = tuple(hf_shape(bound.kind, part, hf_name, dims) for part, hf_name in enumerate(bound.hf))
+    shapes = tuple(
+        hf_shape(bound.kind, part, hf_name, dims) for part, hf_name in enumerate(bound.hf)
+    )
     tied_copy = dims.tied and name == "output_layer.weight"
     return Shard(parameter, bound, shapes, place.segments(bound, dims), tied_copy)
 
 
 class HFReader:
-    """Tensors of a checkpoint directory by name, single file or sharded, checked against the config when opened."""
+    """Tensors of a checkpoint directory by name, single file or sharded, checked against the config
+    when opened.
+    """
 
     def __init__(self, path: str | Path, hf: dict[str, Any]):
         files = sorted(Path(path).glob("*.safetensors"))
@@ -100,7 +122,10 @@ class HFReader:
             files = [Path(path) / name for name in sorted(named)]
         absent = [file.name for file in files if not file.exists()]
         if absent or not files:
-            raise ConfigError(f"model.model_path={path}: no such weight files: {', '.join(absent) or '*.safetensors'}")
+            raise ConfigError(
+                f"model.model_path={path}: no such weight files: "
+                f"{', '.join(absent) or '*.safetensors'}"
+            )
         self._files = [safe_open(str(file), framework="pt") for file in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no iterator there
         self._check(path, hf)
@@ -109,19 +134,37 @@ class HFReader:
         dims = Dims.of(hf)
         wanted = hf_names(dims, architecture_of(hf))
         missing = [name for name in wanted if name not in self._where]
-        extra = [name for name in self._where if name not in wanted and not name.endswith(IGNORED_SUFFIX)]
+        extra = [
+            name for name in self._where if name not in wanted and not name.endswith(IGNORED_SUFFIX)
+        ]
         if dims.tied:
             extra = [name for name in extra if name != "lm_head.weight"]
-        shapes = {name: tuple(self._where[name].get_slice(name).get_shape()) for name in wanted if name in self._where}
-        wrong = [f"{n} is {list(s)}, config.json says {list(wanted[n])}" for n, s in shapes.items() if s != wanted[n]]
+        shapes = {
+            name: tuple(self._where[name].get_slice(name).get_shape())
+            for name in wanted
+            if name in self._where
+        }
+        wrong = [
+            f"{n} is {list(s)}, config.json says {list(wanted[n])}"
+            for n, s in shapes.items()
+            if s != wanted[n]
+        ]
         problems = [("missing", missing), ("not of this model", extra), ("misshaped", wrong)]
-        text = "; ".join(f"{len(found)} {what}: {_listed(found)}" for what, found in problems if found)
+        text = "; ".join(
+            f"{len(found)} {what}: {_listed(found)}" for what, found in problems if found
+        )
         if text:
-            raise ConfigError(f"model.model_path={path}: the weights do not fit config.json: {text}")
+            raise ConfigError(
+                f"model.model_path={path}: the weights do not fit config.json: {text}"
+            )
 
     def read(self, name: str, segment: Segment) -> Tensor:
         view = self._where[name].get_slice(name)
-        return view[segment.start : segment.stop] if segment.dim == 0 else view[:, segment.start : segment.stop]
+        return (
+            view[segment.start : segment.stop]
+            if segment.dim == 0
+            else view[:, segment.start : segment.stop]
+        )
 
 
 def _listed(names: list[str]) -> str:
@@ -131,7 +174,8 @@ def _listed(names: list[str]) -> str:
 
 @torch.no_grad()
 def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], place: Place) -> None:
-    """Fill every parameter of this rank from the checkpoint at `path`. Raises one ConfigError with all that does not fit.
+    """Fill every parameter of this rank from the checkpoint at `path`. Raises one ConfigError with
+    all that does not fit.
 
     The checkpoint is that of a language model: a critic's value head begins at 0.
     """
@@ -146,7 +190,9 @@ def load_hf(model: Sequence[nn.Module], path: str | Path, hf: dict[str, Any], pl
         if shard.bound.kind == "vocab":
             target.zero_()  # the padding rows
         for segment in shard.segments:
-            name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
+            name = (
+                "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
+            )
             rows = segment.stop - segment.start
             target.narrow(segment.dim, segment.local, rows).copy_(reader.read(name, segment))
 
@@ -166,22 +212,33 @@ def initialise_adapters(model: Sequence[nn.Module], dims: Dims, place: Place, se
 def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[Slab]:
     """Every shard of this rank as it looks from outside, adapters merged. No collective.
 
-    All ranks list tensors in the order of `hf_names`: a rank may lack some (with more shards than key/value heads a shard
-    can be queries only), and whoever receives from several ranks needs one order for all.
+    All ranks list tensors in the order of `hf_names`: a rank may lack some (with more shards than
+    key/value heads a shard can be queries only), and whoever receives from several ranks needs one
+    order for all.
     """
     dims = Dims.of(hf)
-    own = [shard for shard in shards(model, dims, place) if not shard.is_adapter and not shard.is_tied_copy]
+    own = [
+        shard
+        for shard in shards(model, dims, place)
+        if not shard.is_adapter and not shard.is_tied_copy
+    ]
     return _slabs(own, list(hf_names(dims, architecture_of(hf))), deltas(model))
 
 
-def adapter_slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place, lora: Lora) -> list[Slab]:
-    """The same of the adapter alone, in PEFT's names: what an engine that holds the base model lacks."""
+def adapter_slabs(
+    model: Sequence[nn.Module], hf: dict[str, Any], place: Place, lora: Lora
+) -> list[Slab]:
+    """The same of the adapter alone, in PEFT's names: what an
+    engine that holds the base model lacks.
+    """
     dims = Dims.of(hf)
     own = [shard for shard in shards(model, dims, place) if shard.is_adapter]
     return _slabs(own, list(adapter_names(dims, architecture_of(hf), lora)), {})
 
 
-def _slabs(own: list[Shard], names: list[str], merged: dict[int, Callable[[Segment], Tensor]]) -> list[Slab]:
+def _slabs(
+    own: list[Shard], names: list[str], merged: dict[int, Callable[[Segment], Tensor]]
+) -> list[Slab]:
     order = {name: i for i, name in enumerate(names)}
     found = [
         Slab(_block(shard, runs), shard, runs, merged.get(id(shard.parameter)))
@@ -192,15 +249,23 @@ def _slabs(own: list[Shard], names: list[str], merged: dict[int, Callable[[Segme
 
 
 def first_copies(held: list[Slab], place: Place) -> list[Slab]:
-    """Of all ranks together every element once, from the first rank that holds it: what is exported."""
-    return [slab for slab in held if (copy := place.copy_of(slab.shard.bound)) is not None and copy[0] == 0]
+    """Of all ranks together every element once, from the first
+    rank that holds it: what is exported.
+    """
+    return [
+        slab
+        for slab in held
+        if (copy := place.copy_of(slab.shard.bound)) is not None and copy[0] == 0
+    ]
 
 
 def shared(held: list[Slab], place: Place) -> list[Slab]:
-    """Of all ranks together every element once, each copy of a shard giving as much as the others: what is streamed.
+    """Of all ranks together every element once, each copy of a shard giving as much as the others:
+    what is streamed.
 
-    Ranks that hold the same shards deal them out alike without asking each other: the largest first, each to the copy that has
-    the fewest bytes by then. Experts have copies of their own. Two copies differ by one block at most.
+    Ranks that hold the same shards deal them out alike without asking each other: the largest
+    first, each to the copy that has the fewest bytes by then. Experts have copies of their own. Two
+    copies differ by one block at most.
     """
     mine = set()
     for expert in (False, True):
@@ -222,7 +287,9 @@ def _size(block: Block) -> int:
 
 
 class AdapterSource:
-    """A `WeightSource` of the adapter: few bytes, for engines that add them to the base model by themselves."""
+    """A `WeightSource` of the adapter: few bytes, for engines that
+    add them to the base model by themselves.
+    """
 
     def __init__(self, own: list[Slab]):
         self._slabs = own
@@ -256,11 +323,15 @@ def _block(shard: Shard, runs: list[Segment]) -> Block:
 
 
 def export_hf(own: list[Slab], hf: dict[str, Any], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors at rank 0, one at a time, on the host; other ranks yield nothing. Every rank must exhaust it.
+    """Whole HF tensors at rank 0, one at a time, on the host; other ranks yield nothing. Every rank
+    must exhaust it.
 
     Rank 0 takes tensor by tensor in the order of `hf_names`, in which every rank sends its blocks.
     """
-    plain = [(b.name, b.dtype, list(b.shape), b.dim, b.start, b.stop) for b in (slab.block for slab in own)]
+    plain = [
+        (b.name, b.dtype, list(b.shape), b.dim, b.start, b.stop)
+        for b in (slab.block for slab in own)
+    ]
     listed = mesh.gather(plain)
     if listed is None:
         for slab in own:
@@ -279,6 +350,10 @@ def _assemble(holders: list[tuple[int, int, Block]], own: list[Slab], mesh: Mesh
     dtype = getattr(torch, first.dtype)
     whole = torch.empty(first.shape, dtype=dtype)
     for rank, position, block in holders:
-        value = own[position].read() if rank == mesh.rank else mesh.receive_tensor(block.block_shape, dtype, rank)
+        value = (
+            own[position].read()
+            if rank == mesh.rank
+            else mesh.receive_tensor(block.block_shape, dtype, rank)
+        )
         whole.narrow(block.dim, block.start, block.stop - block.start).copy_(value)
     return whole

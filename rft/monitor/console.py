@@ -1,9 +1,11 @@
-"""What a person sees while the run goes: one line per step, and on a terminal a progress bar below the lines.
+"""What a person sees while the run goes: one line per step, and on a terminal a progress bar below
+the lines.
 
     [ 37/150  25%  eta 1:03]  reward 0.512  loss 0.0213  stale 0.9/1  kl 1.2e-05  len 12.4  ...
 
-In: the metrics of a step. Out: plain lines when the stream is a file (Slurm logs), the same lines and a bar when it is
-a terminal. Invariant: only the columns of `COLUMNS` and evaluation results are shown; everything is in metrics.jsonl.
+In: the metrics of a step. Out: plain lines when the stream is a file (Slurm logs), the same lines
+and a bar when it is a terminal. Invariant: only the columns of `COLUMNS` and evaluation results are
+shown; everything is in metrics.jsonl.
 """
 
 import math
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 WINDOW = 20  # steps over which the time per step is averaged: old steps may have had other lengths
-COLUMNS = (  # label, metric, form; no label: joined to the column before; an unrecorded metric is left out
+# label, metric, form; no label: joined to the column before; an unrecorded metric is left out
+COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
     ("stale", "staleness/mean", "{:.1f}"),
@@ -36,13 +39,19 @@ class Console:
     """The console sink."""
 
     def __init__(
-        self, title: str, total_steps: int | None, step: int = 0, stream: TextIO | None = None,
+        self,
+        title: str,
+        total_steps: int | None,
+        step: int = 0,
+        stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stream = stream or sys.stdout
         self._total, self._clock = total_steps, clock
         self._marks: deque[tuple[int, float]] = deque([(step, clock())], maxlen=WINDOW + 1)
-        self._progress = _progress(title, total_steps, step, self._stream) if self._stream.isatty() else None
+        self._progress = (
+            _progress(title, total_steps, step, self._stream) if self._stream.isatty() else None
+        )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         columns = [*cells(metrics), *evaluations(metrics)]
@@ -99,7 +108,9 @@ def cells(metrics: dict[str, float]) -> list[str]:
 
 
 def evaluations(metrics: dict[str, float]) -> list[str]:
-    """`eval/sums/accuracy` as `eval sums accuracy 0.840`; reward only where there is no accuracy."""
+    """`eval/sums/accuracy` as `eval sums accuracy 0.840`;
+    reward only where there is no accuracy.
+    """
     shown: dict[str, str] = {}
     for statistic in EVALUATION:
         for name, value in metrics.items():
@@ -128,9 +139,14 @@ def _progress(title: str, total: int | None, step: int, stream: TextIO) -> Any:
     )
 
     progress = Progress(
-        TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=RichConsole(file=stream),
-    )  # fmt: skip
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=RichConsole(file=stream),
+    )
     progress.add_task(title, total=total, completed=step)
     progress.start()
     return progress

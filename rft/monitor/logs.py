@@ -1,8 +1,10 @@
-"""Where a process of the run writes: `<job>/logs/attempt_<n>/<part>.log`, for Python logging and for stray output alike.
+"""Where a process of the run writes: `<job>/logs/attempt_<n>/<part>.log`, for Python logging and
+for stray output alike.
 
-Invariants: after `redirect`, whatever the process or a library or child of it prints to stderr (and stdout, unless kept for
-the user) is in that file and not on the user's terminal; what passes through Python's streams has no secret in it; a log file
-does not grow without end, however much a library prints.
+Invariants: after `redirect`, whatever the process or a library or child of it prints to stderr (and
+stdout, unless kept for the user) is in that file and not on the user's terminal; what passes
+through Python's streams has no secret in it; a log file does not grow without end, however much a
+library prints.
 """
 
 import contextlib
@@ -19,7 +21,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rft.monitor import redact, trace
+from rft.ground import redact
+from rft.monitor import trace
 
 if TYPE_CHECKING:
     from rft.config import LogConfig
@@ -57,7 +60,9 @@ class RedactedFormatter(logging.Formatter):
 
 
 def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None:
-    """Send this process's stderr, logging and (unless kept) stdout to `path`, and begin its timeline."""
+    """Send this process's stderr, logging and (unless kept)
+    stdout to `path`, and begin its timeline.
+    """
     path = where(path.parent, config) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -71,7 +76,9 @@ def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None
     show_stacks_on_signal()
     if config.max_mb:
         limit = int(config.max_mb * 1e6)
-        threading.Thread(target=_keep_small, args=(path, limit), name="log-size", daemon=True).start()
+        threading.Thread(
+            target=_keep_small, args=(path, limit), name="log-size", daemon=True
+        ).start()
     trace.start(path.stem)
 
 
@@ -87,8 +94,9 @@ def hide_secrets() -> None:
 
 
 def turn_over(path: Path, limit: int) -> bool:
-    """Once it is larger than `limit`, `<part>.log` becomes `<part>.log.1`. Whoever writes, child processes too, goes on
-    writing to the same file, now empty: it was opened to append."""
+    """Once it is larger than `limit`, `<part>.log` becomes `<part>.log.1`. Whoever writes, child
+    processes too, goes on writing to the same file, now empty: it was opened to append.
+    """
     if path.stat().st_size <= limit:
         return False
     shutil.copyfile(path, path.with_name(path.name + ".1"))
@@ -101,26 +109,35 @@ def _keep_small(path: Path, limit: int) -> None:
         time.sleep(LOOK_S)
         try:
             turn_over(path, limit)
-        except OSError as error:  # a full disk, or a run directory that was removed: the run has other worries
+        # a full disk, or a run directory that was removed: the run has other worries
+        except OSError as error:
             logging.getLogger(__name__).warning("%s: %s", path, error)
 
 
 def show_stacks_on_signal() -> None:
-    """STACKS_SIGNAL makes this process write every thread's stack to its stderr, even when it hangs in a library."""
+    """STACKS_SIGNAL makes this process write every thread's stack to its stderr, even when it hangs
+    in a library.
+    """
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
 def show_stacks_when_stopped() -> None:
-    """SIGTERM does the same before it does what it did: a rank that cannot hear it, for it hangs, is killed soon after."""
+    """SIGTERM does the same before it does what it did: a rank that cannot hear it, for it hangs,
+    is killed soon after.
+    """
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
 def ask_stacks_of_siblings() -> None:
-    """The other ranks of this node, which may hang in a collective with this one, write their stacks to their logs."""
+    """The other ranks of this node, which may hang in a collective with this one, write their
+    stacks to their logs.
+    """
     import psutil
 
     parent = psutil.Process().parent()
-    siblings = [process for process in (parent.children() if parent else []) if process.pid != os.getpid()]
+    siblings = [
+        process for process in (parent.children() if parent else []) if process.pid != os.getpid()
+    ]
     for process in siblings:
         with contextlib.suppress(psutil.NoSuchProcess):
             if _listens(process.pid):
@@ -158,7 +175,9 @@ def new_attempt(job: Path) -> Path:
     """Create logs/attempt_<n> and point logs/latest at it."""
     root = job / "logs"
     root.mkdir(parents=True, exist_ok=True)
-    number = max((int(p.name.removeprefix("attempt_")) for p in root.glob("attempt_*")), default=0) + 1
+    number = (
+        max((int(p.name.removeprefix("attempt_")) for p in root.glob("attempt_*")), default=0) + 1
+    )
     while True:  # explorers and a trainer of one run may start at the same time
         directory = root / f"attempt_{number}"
         try:

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """Adds up named spans of a step: `with timer.span("train")`, then `pop()` gives `time/train_s` and starts anew.
+    """Adds up named spans of a step: `with timer.span("train")`, then `pop()` gives `time/train_s`
+    and starts anew.
 
-    A span inside a span is taken out of the outer one, and `time/step_s` is the time since the last `pop`: the spans of a
-    step and what no span covers add up to it, and nothing counts twice.
+    A span inside a span is taken out of the outer one, and `time/step_s` is the time since the last
+    `pop`: the spans of a step and what no span covers add up to it, and nothing counts twice.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

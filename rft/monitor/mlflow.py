@@ -1,9 +1,12 @@
-"""An MLflow run, over the tracking server's REST interface (2.0): the `mlflow` package is not needed beside the trainer.
+"""An MLflow run, over the tracking server's REST interface (2.0): the `mlflow` package is not
+needed beside the trainer.
 
-In: metrics and tables with their step. Out: a run of the experiment `project` with the config as its parameters, metrics with
-the policy version as their step, and tables as artifacts `tables/<name>/step_<n>.json`, in MLflow's own form of a table.
-Invariants: the server is spoken to by a thread of its own, so a slow one does not hold up the training; one that cannot be
-reached is refused at the start, and later costs what it did not take, which is counted and told at the end, never the run.
+In: metrics and tables with their step. Out: a run of the experiment `project` with the config as
+its parameters, metrics with the policy version as their step, and tables as artifacts
+`tables/<name>/step_<n>.json`, in MLflow's own form of a table. Invariants: the server is spoken to
+by a thread of its own, so a slow one does not hold up the training; one that cannot be reached is
+refused at the start, and later costs what it did not take, which is counted and told at the end,
+never the run.
 """
 
 import base64
@@ -36,15 +39,22 @@ class Unreachable(RuntimeError):
 
 
 class Server:
-    """One tracking server. `args`: monitor_args; what is not there comes from MLflow's own variables."""
+    """One tracking server.
+
+    `args`: monitor_args; what is not there comes from MLflow's own variables.
+    """
 
     def __init__(self, args: dict[str, Any]):
-        self.uri = str(args.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI).rstrip("/")
+        self.uri = str(
+            args.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+        ).rstrip("/")
         user = args.get("username") or os.environ.get("MLFLOW_TRACKING_USERNAME")
         password = args.get("password") or os.environ.get("MLFLOW_TRACKING_PASSWORD")
         self.headers = {"Content-Type": "application/json"}
         if user and password:
-            self.headers["Authorization"] = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+            self.headers["Authorization"] = (
+                "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+            )
         elif token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
             self.headers["Authorization"] = f"Bearer {token}"
 
@@ -60,7 +70,9 @@ class Server:
             with urllib.request.urlopen(request, timeout=REPLY_S) as answer:
                 return json.loads(answer.read() or b"{}")  # type: ignore[no-any-return]
         except urllib.error.HTTPError as error:
-            raise Unreachable(f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}") from error
+            raise Unreachable(
+                f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}"
+            ) from error
         except (OSError, ValueError) as error:  # refused, late, or no address at all
             raise Unreachable(f"{path}: {error}") from error
 
@@ -68,7 +80,9 @@ class Server:
 class MLflow:
     """The sink. A resumed job goes on with its run."""
 
-    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+    def __init__(
+        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
+    ) -> None:
         self._server = Server(args)
         self._lost = 0
         self._orders: queue.SimpleQueue[tuple[str, Any, str] | None] = queue.SimpleQueue()
@@ -76,7 +90,8 @@ class MLflow:
             self._run = self._known(job_dir, resume_step) or self._create(job_dir, project, name)
         except Unreachable as error:
             raise ConfigError(
-                f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer as one ({error}); "
+                f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer as "
+                f"one ({error}); "
                 "start it, give its address, or set monitor.monitor_type=none"
             ) from error
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
@@ -99,9 +114,13 @@ class MLflow:
         run = self._server.call("mlflow/runs/create", made)["run"]["info"]
         found = {"id": run["run_id"], "artifacts": run["artifact_uri"]}
         config = flattened_config(job_dir / "resolved.yaml")
-        params = [{"key": key, "value": value[:PARAM_LENGTH]} for key, value in config.items() if value]
+        params = [
+            {"key": key, "value": value[:PARAM_LENGTH]} for key, value in config.items() if value
+        ]
         for at in range(0, len(params), PARAMS):
-            self._server.call("mlflow/runs/log-batch", {"run_id": found["id"], "params": params[at : at + PARAMS]})
+            self._server.call(
+                "mlflow/runs/log-batch", {"run_id": found["id"], "params": params[at : at + PARAMS]}
+            )
         path = job_dir / self._mark
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found), encoding="utf-8")
@@ -110,7 +129,9 @@ class MLflow:
     def _experiment(self, name: str) -> str:
         try:
             found = self._server.call(
-                f"mlflow/experiments/get-by-name?experiment_name={urllib.request.quote(name)}", None, "GET"
+                f"mlflow/experiments/get-by-name?experiment_name={urllib.request.quote(name)}",
+                None,
+                "GET",
             )
             return str(found["experiment"]["experiment_id"])
         except Unreachable as error:
@@ -121,7 +142,12 @@ class MLflow:
     def log(self, metrics: dict[str, float], step: int) -> None:
         at = _now()
         made = [
-            {"key": key.replace("@", "_at_"), "value": _number(value), "timestamp": at, "step": step}
+            {
+                "key": key.replace("@", "_at_"),
+                "value": _number(value),
+                "timestamp": at,
+                "step": step,
+            }
             for key, value in metrics.items()
         ]
         for first in range(0, len(made), BATCH):
@@ -131,12 +157,20 @@ class MLflow:
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         found = list(rows)
         columns = list(dict.fromkeys(key for row in found for key in row))
-        body = {"columns": columns, "data": [[row.get(column) for column in columns] for row in found]}
+        body = {
+            "columns": columns,
+            "data": [[row.get(column) for column in columns] for row in found],
+        }
         scheme, _, place = self._run["artifacts"].partition(":/")
-        if scheme != "mlflow-artifacts":  # a server that keeps no artifacts: they lie in samples.jsonl
+        # a server that keeps no artifacts: they lie in samples.jsonl
+        if scheme != "mlflow-artifacts":
             return
         self._orders.put(
-            (f"mlflow-artifacts/artifacts/{place.strip('/')}/tables/{name}/step_{step:08d}.json", body, "PUT")
+            (
+                f"mlflow-artifacts/artifacts/{place.strip('/')}/tables/{name}/step_{step:08d}.json",
+                body,
+                "PUT",
+            )
         )
 
     def histograms(self, values: dict[str, list[float]], step: int) -> None:
@@ -148,7 +182,11 @@ class MLflow:
         self._orders.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive() or self._lost:
-            log.error("MLflow at %s took too long, or did not take %d of our calls", self._server.uri, self._lost)
+            log.error(
+                "MLflow at %s took too long, or did not take %d of our calls",
+                self._server.uri,
+                self._lost,
+            )
 
     def _send(self) -> None:
         """Body of the thread: every order once, in turn."""
@@ -166,4 +204,6 @@ def _now() -> int:
 
 def _number(value: float) -> float | str:
     """JSON has no NaN; the server takes the word."""
-    return value if value - value == 0 else str(value).replace("inf", "Infinity").replace("nan", "NaN")
+    return (
+        value if value - value == 0 else str(value).replace("inf", "Infinity").replace("nan", "NaN")
+    )

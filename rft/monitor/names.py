@@ -1,7 +1,9 @@
-"""What metrics are called here and elsewhere, so that a dashboard of another system can be pointed at a run of this one.
+"""What metrics are called here and elsewhere, so that a dashboard of another system can be pointed
+at a run of this one.
 
-In: a step's metrics under their own names. Out, with `monitor.other_names=true`: the same numbers also under the names in
-`ELSEWHERE`. Invariant: a number is copied, never computed: where another system's metric means something else, it has no entry.
+In: a step's metrics under their own names. Out, with `monitor.other_names=true`: the same numbers
+also under the names in `ELSEWHERE`. Invariant: a number is copied, never computed: where another
+system's metric means something else, it has no entry.
 """
 
 ELSEWHERE = {  # name in other systems -> name here
@@ -45,5 +47,7 @@ ELSEWHERE = {  # name in other systems -> name here
 def with_other_names(metrics: dict[str, float]) -> dict[str, float]:
     """`metrics`, and each that is known elsewhere under that name too."""
     return metrics | {
-        other: metrics[ours] for other, ours in ELSEWHERE.items() if ours in metrics and other not in metrics
+        other: metrics[ours]
+        for other, ours in ELSEWHERE.items()
+        if ours in metrics and other not in metrics
     }

@@ -1,8 +1,9 @@
 """The files that every run leaves: `metrics.jsonl` and `samples.jsonl`, one JSON object per line.
 
-In: metrics and rows with their step. Out: lines `{"step": 37, "time_s": 12.3, ...}`; `time_s` is time spent in this
-job, going on where the resumed run stood. Invariants: a line is written whole by one append and never changed; after a
-resume at step T nothing of a later step is left, so no step appears twice however often the run was killed.
+In: metrics and rows with their step. Out: lines `{"step": 37, "time_s": 12.3, ...}`; `time_s` is
+time spent in this job, going on where the resumed run stood. Invariants: a line is written whole by
+one append and never changed; after a resume at step T nothing of a later step is left, so no step
+appears twice however often the run was killed.
 """
 
 import json
@@ -13,17 +14,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rft.monitor import redact
+from rft.ground import durable, redact
 
 
 class JsonLines:
-    """One append-only file. `resume_step` below 1: nothing was resumed, all that is there will be made again."""
+    """One append-only file.
+
+    `resume_step` below 1: nothing was resumed, all that is there will be made again.
+    """
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_lines(path) if 0 < resume_step >= line["step"]]
         self.last: dict[str, Any] = kept[-1] if kept else {}
-        replace(path, "".join(_encode(line) for line in kept))
+        durable.put(path, "".join(_encode(line) for line in kept))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, line: dict[str, Any]) -> None:
@@ -38,7 +42,9 @@ class JsonLines:
 class Files:
     """The sink of both files."""
 
-    def __init__(self, job_dir: Path, resume_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, job_dir: Path, resume_step: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = JsonLines(job_dir / "metrics.jsonl", resume_step)
         self._samples = JsonLines(job_dir / "samples.jsonl", resume_step)
         self._clock = clock
@@ -46,7 +52,13 @@ class Files:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         time_s = round(self._clock() - self._begin, 3)
-        self._metrics.append({"step": step, "time_s": time_s, **{key: float(value) for key, value in metrics.items()}})
+        self._metrics.append(
+            {
+                "step": step,
+                "time_s": time_s,
+                **{key: float(value) for key, value in metrics.items()},
+            }
+        )
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         for row in rows:
@@ -61,7 +73,9 @@ class Files:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Lines merged by step, in order of steps (an evaluation may be logged after its step): what plots start from."""
+    """Lines merged by step, in order of steps (an evaluation may be logged after its step): what
+    plots start from.
+    """
     merged: dict[int, dict[str, Any]] = {}
     for line in read_lines(Path(path)):
         merged.setdefault(line["step"], {}).update(line)
@@ -69,7 +83,10 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def flattened_config(path: Path) -> dict[str, str]:
-    """resolved.yaml by dotted keys, as text, for services that keep a run's parameters. Secrets are names of variables there."""
+    """resolved.yaml by dotted keys, as text, for services that keep a run's parameters.
+
+    Secrets are names of variables there.
+    """
     import yaml
 
     found: dict[str, str] = {}
@@ -102,13 +119,3 @@ def _encode(line: dict[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     """JSON has no NaN: null says that there was a value and it was not a number."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def replace(path: Path, text: str) -> None:
-    """Give `path` this content at once: a crash leaves the old file or the new one."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)

@@ -1,11 +1,14 @@
-"""Where metrics go: the console and the job's own files always, TensorBoard, Weights & Biases or MLflow as configured.
+"""Where metrics go: the console and the job's own files always, TensorBoard, Weights & Biases or
+MLflow as configured.
 
     monitor.log(metrics, step) ──► Console, Files (metrics.jsonl), TensorBoard | Wandb | MLflow
     monitor.table(name, rows, step) ──► Files (samples.jsonl), TensorBoard | Wandb | MLflow
-    monitor.histograms(values, step) ──► quantiles as metrics to all, histograms where the service has them
+    monitor.histograms(values, step)
+            ──► quantiles as metrics to all, histograms where the service has them
 
-One process of the run owns the monitor; `step` is always the policy version. Invariants: what cannot be built is
-refused when it is built, naming the key and the fix; an API key reaches the service's client and no file or log.
+One process of the run owns the monitor; `step` is always the policy version. Invariants: what
+cannot be built is refused when it is built, naming the key and the fix; an API key reaches the
+service's client and no file or log.
 """
 
 import difflib
@@ -17,12 +20,13 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from rft.config import ConfigError, MonitorConfig
-from rft.monitor import mlflow, redact
+from rft.ground import redact
+from rft.ground.protocols import MetricSink
+from rft.monitor import mlflow
 from rft.monitor.console import Console
 from rft.monitor.names import with_other_names
 from rft.monitor.records import Files, flattened_config
 from rft.monitor.records import read_metrics as read_metrics
-from rft.protocols import MetricSink
 
 WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
 
@@ -60,9 +64,13 @@ class Monitor:
 
 
 class TensorBoard:
-    """Event files under `<job>/monitor/tensorboard`; events after the resumed step are purged by the reader."""
+    """Event files under `<job>/monitor/tensorboard`; events after the
+    resumed step are purged by the reader.
+    """
 
-    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+    def __init__(
+        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
+    ) -> None:
         _refuse_unknown(args, ())
         module = _needs("torch.utils.tensorboard", "tensorboard", "tensorboard")
         purge_step = resume_step + 1 if resume_step > 0 else 0
@@ -94,7 +102,9 @@ class TensorBoard:
 class Wandb:
     """A Weights & Biases run under `<job>/wandb`, offline unless `monitor_args.mode=online`."""
 
-    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+    def __init__(
+        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
+    ) -> None:
         _refuse_unknown(args, WANDB_ARGS)
         wandb = self._wandb = _needs("wandb", "wandb", "rft[monitor]")
         mode = args.get("mode", "offline")
@@ -102,16 +112,24 @@ class Wandb:
             raise ConfigError(f"monitor.monitor_args.mode={mode}: use offline, online or disabled")
         secret = {key: args[key] for key in ("base_url", "api_key") if args.get(key)}
         # Meta data would hold the command line, and with it a key that was given there.
-        settings = wandb.Settings(silent=mode != "online", console="off", x_disable_meta="api_key" in secret, **secret)
+        settings = wandb.Settings(
+            silent=mode != "online", console="off", x_disable_meta="api_key" in secret, **secret
+        )
         job_dir.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=project, name=name, dir=str(job_dir), mode=mode, settings=settings,
+            project=project,
+            name=name,
+            dir=str(job_dir),
+            mode=mode,
+            settings=settings,
             config=flattened_config(job_dir / "resolved.yaml"),
-            id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],  # a resumed job is the same run
+            # a resumed job is the same run
+            id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
             resume="allow" if mode == "online" else None,
             **{key: args[key] for key in ("entity", "group", "tags") if key in args},
-        )  # fmt: skip
-        self._run.define_metric("*", step_metric="step")  # ours, so an evaluation may be logged after its step
+        )
+        # ours, so an evaluation may be logged after its step
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._run.log({"step": step, **metrics})
@@ -119,7 +137,8 @@ class Wandb:
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         found = list(rows)
         columns = list(dict.fromkeys(key for row in found for key in row))
-        data = [[str(row.get(column, "")) for column in columns] for row in found]  # cells of a column share a type
+        # cells of a column share a type
+        data = [[str(row.get(column, "")) for column in columns] for row in found]
         self._run.log({"step": step, name: self._wandb.Table(columns=columns, data=data)})
 
     def histograms(self, values: dict[str, list[float]], step: int) -> None:
@@ -134,37 +153,58 @@ class Wandb:
 class MLflow(mlflow.MLflow):
     """A run of an MLflow tracking server; see `rft.monitor.mlflow`."""
 
-    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]) -> None:
+    def __init__(
+        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
+    ) -> None:
         _refuse_unknown(args, mlflow.ARGS)
         super().__init__(job_dir, project, name, resume_step, args)
 
 
 SERVICES: dict[str, type[TensorBoard] | type[Wandb] | type[MLflow] | None] = {
-    "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "none": None,
-}  # fmt: skip
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "none": None,
+}
 
 
 def build(
-    config: MonitorConfig, job_dir: Path | str, project: str, name: str, total_steps: int | None = None,
-    resume_step: int = 0, stream: TextIO | None = None,
-) -> Monitor:  # fmt: skip
-    """The monitor of one run. `resume_step`: policy version resumed at; below 1: a new start, old lines are dropped."""
+    config: MonitorConfig,
+    job_dir: Path | str,
+    project: str,
+    name: str,
+    total_steps: int | None = None,
+    resume_step: int = 0,
+    stream: TextIO | None = None,
+) -> Monitor:
+    """The monitor of one run.
+
+    `resume_step`: policy version resumed at; below 1: a new start, old lines are dropped.
+    """
     if config.monitor_type not in SERVICES:
         nearest = difflib.get_close_matches(config.monitor_type, SERVICES, n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ConfigError(f"monitor.monitor_type={config.monitor_type}: {hint}known are {', '.join(SERVICES)}")
+        raise ConfigError(
+            f"monitor.monitor_type={config.monitor_type}: {hint}known are {', '.join(SERVICES)}"
+        )
     job_dir, service = Path(job_dir), SERVICES[config.monitor_type]
     sinks: list[MetricSink] = []
     if service is not None:  # first: it may be refused, and then nothing else has been touched
         sinks.append(service(job_dir, project, name, resume_step, dict(config.monitor_args)))
     sinks.append(Files(job_dir, resume_step))
-    return Monitor([Console(name, total_steps, max(resume_step, 0), stream), *sinks], config.other_names)
+    return Monitor(
+        [Console(name, total_steps, max(resume_step, 0), stream), *sinks], config.other_names
+    )
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a Markdown table; what would break a cell is escaped."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column, "")) for column in columns] for row in rows)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([_cell(row.get(column, "")) for column in columns] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -177,7 +217,8 @@ def _needs(module: str, package: str, install: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"monitor.monitor_type={package} cannot be imported ({error}): pip install '{install}', "
+            f"monitor.monitor_type={package} cannot be imported ({error}): pip install "
+            f"'{install}', "
             "or set monitor.monitor_type=none"
         ) from error
 
@@ -187,4 +228,7 @@ def _refuse_unknown(args: dict[str, Any], known: Sequence[str]) -> None:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise ConfigError(f"monitor.monitor_args.{key} is unknown: {hint}known are {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"monitor.monitor_args.{key} is unknown: {hint}known are "
+                f"{', '.join(known) or 'none'}"
+            )

@@ -1,11 +1,14 @@
 """The run's timeline: what each of its processes does when, as events of Chrome's trace format.
 
-    with trace.span("train"): ...    with trace.overlapping("round", version=7): ...    trace.instant("died", cause="...")
+    with trace.span("train"): ...    with trace.overlapping("round", version=7): ...
+            trace.instant("died", cause="...")
 
-In: names and small arguments, from any thread of any process of the run. Out: `<job>/logs/attempt_<n>/trace/<part>-<pid>.json`,
-one event per line; `rft trace` joins them (`rft.tools.timeline`). Recording is on where the supervisor has said so (`turn_on`),
-for everything that it starts. Invariants: an event is one append, so a process that is killed leaves all that it did, and what
-it was doing; a file never grows over LIMIT_BYTES, and the one before it is kept; where recording is off a span costs nothing.
+In: names and small arguments, from any thread of any process of the run. Out:
+`<job>/logs/attempt_<n>/trace/<part>-<pid>.json`, one event per line; `rft trace` joins them
+(`rft.tools.timeline`). Recording is on where the supervisor has said so (`turn_on`), for everything
+that it starts. Invariants: an event is one append, so a process that is killed leaves all that it
+did, and what it was doing; a file never grows over LIMIT_BYTES, and the one before it is kept;
+where recording is off a span costs nothing.
 """
 
 import contextlib
@@ -18,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rft.monitor import redact
+from rft.ground import redact
 
-DIRECTORY = "RFT_TRACE_DIR"  # of the environment: where the processes of this attempt record; absent: they do not
+# of the environment: where the processes of this attempt record; absent: they do not
+DIRECTORY = "RFT_TRACE_DIR"
 LIMIT_BYTES = 64 * 2**20  # of one file: about 25,000 steps of a trainer rank
 COUNT_S = 0.1  # a counter that changes with every request is recorded no more often than this
 
@@ -36,17 +40,21 @@ class Recorder:
         self.limit = limit
         self.ids = itertools.count(1)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._offset = time.time_ns() - time.perf_counter_ns()  # one clock for all processes, steps of it only here
+        # one clock for all processes, steps of it only here
+        self._offset = time.time_ns() - time.perf_counter_ns()
         self._size = 0
         self._turning = threading.Lock()
         self._counted: dict[str, float] = {}
         self._head()
 
-    def event(self, phase: str, name: str, args: dict[str, Any] | None = None, more: str = "") -> None:
+    def event(
+        self, phase: str, name: str, args: dict[str, Any] | None = None, more: str = ""
+    ) -> None:
         """One line. `more`: further members, already as JSON."""
         at = (time.perf_counter_ns() + self._offset) / 1000
         told = f',"args":{_plain(args)}' if args else ""
-        line = f'{{"name":"{name}","ph":"{phase}","ts":{at:.1f},"pid":{self.pid},"tid":{threading.get_native_id()}{more}{told}}},\n'
+        who = f'"pid":{self.pid},"tid":{threading.get_native_id()}'
+        line = f'{{"name":"{name}","ph":"{phase}","ts":{at:.1f},{who}{more}{told}}},\n'
         data = line.encode()
         os.write(self._file, data)
         self._size += len(data)
@@ -82,14 +90,20 @@ class Recorder:
 def _plain(args: dict[str, Any]) -> str:
     """As JSON; only texts can hold a secret."""
     text = json.dumps(args, default=str)
-    return redact.text(text) if any(not isinstance(value, int | float) for value in args.values()) else text
+    return (
+        redact.text(text)
+        if any(not isinstance(value, int | float) for value in args.values())
+        else text
+    )
 
 
 _recorder: Recorder | None = None  # of this process
 
 
 def turn_on(log_dir: Path, wanted: bool = True) -> None:
-    """Processes that this one starts from now on record beside their logs; `wanted=False`: they do not."""
+    """Processes that this one starts from now on record beside
+    their logs; `wanted=False`: they do not.
+    """
     os.environ.pop(DIRECTORY, None)
     if wanted:
         os.environ[DIRECTORY] = str(log_dir / "trace")
@@ -151,6 +165,8 @@ def instant(name: str, **args: Any) -> None:
 
 
 def count(name: str, value: float) -> None:
-    """A number over time; most changes of a busy one are left out, but not that it came down to 0."""
+    """A number over time; most changes of a busy one are left
+    out, but not that it came down to 0.
+    """
     if _recorder is not None and (value == 0 or _recorder.may_count(name)):
         _recorder.event("C", name, {name: value})

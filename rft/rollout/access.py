@@ -1,22 +1,79 @@
-"""What a workflow may do with models behind OpenAI's API, and with what it asked: the part of `rft.rollout.context` that does so.
+"""What a workflow may do with models behind OpenAI's API, and with what it asked: the part of
+`rft.rollout.context` that does so.
 
-In: the explorer's endpoint, model calls as they are answered. Out: sessions for agents, addresses and keys for clients, answers of
-auxiliary models, and, where that is wanted, every call of the attempt as an experience. Invariant: sessions and history end with
-the attempt that they belong to.
+In: the explorer's endpoint, model calls as they are answered. Out: sessions for agents, addresses
+and keys for clients, answers of auxiliary models, and, where that is wanted, every call of the
+attempt as an experience. Invariant: sessions and history end with the attempt that they belong to.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 import xxhash
 
 from rft.config import ExplorerConfig
-from rft.experience import Completion, Experience, Sampling
-from rft.rollout.agents import Access, AgentSession
+from rft.ground.experience import Completion, Experience, Sampling
 
-if TYPE_CHECKING:
-    from rft.rollout.endpoint.server import Endpoint
+
+class OpenSession(Protocol):
+    """What was asked under one key, as its answers grow into experiences."""
+
+    id: str
+    calls: list[Any]
+    feedback: Any
+    too_long: Any
+
+    def experiences(self, merge: bool = True) -> list[Experience]: ...
+    def forget(self) -> None: ...
+
+
+class Open(Protocol):
+    """A session in the endpoint's registry."""
+
+    session: OpenSession
+    rewarded: asyncio.Event
+
+
+class Endpoint(Protocol):
+    """The explorer's address of OpenAI's API, as workflows use it;
+    `rft.agents.endpoint.server` is one.
+    """
+
+    registry: Any
+    others: dict[str, Any]
+
+    @property
+    def url(self) -> str: ...
+    def base_url(self, session: str, model: str = "") -> str: ...
+    async def close(self) -> None: ...
+
+
+class Access(NamedTuple):
+    """What a client of OpenAI's API is told."""
+
+    base_url: str
+    api_key: str
+
+
+class AgentSession:
+    """A session as a workflow holds it."""
+
+    def __init__(self, opened: Open, access: Access):
+        self._open = opened
+        self.access = access
+
+    @property
+    def session(self) -> OpenSession:
+        return self._open.session
+
+    @property
+    def id(self) -> str:
+        return self.session.id
+
+    async def rewarded(self) -> None:
+        """Return once a reward was posted."""
+        await self._open.rewarded.wait()
 
 
 class Served:
@@ -27,13 +84,16 @@ class Served:
         self.agent_processes = asyncio.Semaphore(config.agent_processes)
         self._endpoint: Endpoint | None = None
 
-    def by(self, endpoint: "Endpoint") -> None:
+    def by(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     @property
-    def endpoint(self) -> "Endpoint":
+    def endpoint(self) -> Endpoint:
         if self._endpoint is None:
-            raise RuntimeError("there is no OpenAI API in this run: set explorer.rollout_model.enable_openai_api=true")
+            raise RuntimeError(
+                "there is no OpenAI API in this run: set "
+                "explorer.rollout_model.enable_openai_api=true"
+            )
         return self._endpoint
 
     def stats(self) -> dict[str, float]:
@@ -55,20 +115,29 @@ class ModelAccess:
         self._sessions: list[AgentSession] = []
         self._own: AgentSession | None = None  # of `openai`
 
-    async def ask(self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None) -> str:
-        """What an auxiliary model says, the first of them unless one is named; greedily, and as long as it likes."""
+    async def ask(
+        self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None
+    ) -> str:
+        """What an auxiliary model says, the first of them unless one is named; greedily, and as
+        long as it likes.
+        """
         others = self._served.endpoint.others
         if not others or (model and model not in others):
             self._refuse(model)
         self._asked += 1
         chosen = others[model] if model else next(iter(others.values()))
         return await chosen.say(
-            f"{self._name}/ask {self._asked}", messages, sampling or Sampling(temperature=0.0, max_tokens=0)
+            f"{self._name}/ask {self._asked}",
+            messages,
+            sampling or Sampling(temperature=0.0, max_tokens=0),
         )
 
     def _refuse(self, model: str) -> NoReturn:
         known = ", ".join(self._served.endpoint.others)
-        raise ValueError(f"no auxiliary model {model!r}: there are {known or 'none'}; set explorer.auxiliary_models")
+        raise ValueError(
+            f"no auxiliary model {model!r}: there are {known or 'none'}; set "
+            "explorer.auxiliary_models"
+        )
 
     def open_session(self, sampling: Sampling) -> AgentSession:
         """A session of the endpoint for one run of an agent; closed with this attempt."""
@@ -82,7 +151,9 @@ class ModelAccess:
         return self._sessions[-1]
 
     def openai(self, model: str = "") -> Access:
-        """`base_url` and `api_key` for a client: of the policy, whose answers belong to this attempt, or of an auxiliary model."""
+        """`base_url` and `api_key` for a client: of the policy, whose answers belong to this
+        attempt, or of an auxiliary model.
+        """
         if model and model not in self._served.endpoint.others:
             self._refuse(model)
         self._own = self._own or self.open_session(Sampling())
@@ -93,22 +164,34 @@ class ModelAccess:
         return self._served.agent_processes
 
     def record(self, prompt: list[int], made: list[Completion], sampling: Sampling) -> None:
-        """Into the history, if there is one. A greedy answer was not sampled, and is not trained."""
+        """Into the history, if there is one.
+
+        A greedy answer was not sampled, and is not trained.
+        """
         if not self._served.keeps_history:
             return
         for one in made:
             self._history.append(
                 Experience(
-                    tokens=[*prompt, *one.tokens], prompt_length=len(prompt), logprobs=one.logprobs, versions=one.versions,
-                    action_mask=[int(sampling.temperature > 0)] * len(one.tokens), temperature=sampling.temperature or 1.0,
-                    stop=one.stop, routed_experts=one.routed_experts,
+                    tokens=[*prompt, *one.tokens],
+                    prompt_length=len(prompt),
+                    logprobs=one.logprobs,
+                    versions=one.versions,
+                    action_mask=[int(sampling.temperature > 0)] * len(one.tokens),
+                    temperature=sampling.temperature or 1.0,
+                    stop=one.stop,
+                    routed_experts=one.routed_experts,
                 )
-            )  # fmt: skip
+            )
 
     def extract_experience_from_history(self, clear: bool = True) -> list[Experience]:
-        """What the policy was asked in this attempt, call by call, through `generate` and `openai`; without rewards yet."""
+        """What the policy was asked in this attempt, call by call, through `generate` and `openai`;
+        without rewards yet.
+        """
         if not self._served.keeps_history:
-            raise RuntimeError("nothing is kept of model calls: set explorer.rollout_model.enable_history=true")
+            raise RuntimeError(
+                "nothing is kept of model calls: set explorer.rollout_model.enable_history=true"
+            )
         found = self._history + (self._own.session.experiences() if self._own else [])
         for number, one in enumerate(found):
             one.turn = number

@@ -1,8 +1,11 @@
-"""What a response says its answer is: text in, the answer out. Pure text, but for math-verify where mathematics is compared."""
+"""What a response says its answer is: text in, the answer out.
+
+Pure text, but for math-verify where mathematics is compared.
+"""
 
 import re
 
-from rft.experience import Task
+from rft.ground.experience import Task
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
@@ -24,7 +27,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that a text ends in: `<answer>`, `\\boxed{}`, `#### x`, else its last number; None without any."""
+    """The answer that a text ends in:
+
+    `<answer>`, `\\boxed{}`, `#### x`, else its last number; None without any.
+    """
     tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     if tagged:
         return tagged[-1].strip()
@@ -40,9 +46,13 @@ def final_answer(text: str) -> str | None:
 def same_mathematics(response: str, truth: str) -> float:
     from math_verify import parse, verify
 
-    # math-verify's own limits are SIGALRM handlers and cannot stop C code; the pool's kill is the limit.
+    # math-verify's own limits are SIGALRM handlers and cannot stop C code; the pool's kill is the
+    # limit.
     marked = "$" in truth or "\\boxed" in truth
-    gold = parse(truth if marked else f"\\boxed{{{truth.rpartition('####')[2].strip()}}}", parsing_timeout=None)
+    gold = parse(
+        truth if marked else f"\\boxed{{{truth.rpartition('####')[2].strip()}}}",
+        parsing_timeout=None,
+    )
     if not gold:
         raise ValueError(f"math-verify reads no expression in the truth {truth!r}")
     answer = parse(response, parsing_timeout=None)
@@ -51,7 +61,10 @@ def same_mathematics(response: str, truth: str) -> float:
 
 def needed(truth: str | None, task: Task) -> str:
     if truth is None:
-        raise ValueError(f"task {task.id} has no reference answer (format.response_key), but its reward needs one")
+        raise ValueError(
+            f"task {task.id} has no reference answer (format.response_key), but its reward needs "
+            "one"
+        )
     return truth
 
 

@@ -1,9 +1,11 @@
 """A child process that its parent can kill at any time, and the socket to it.
 
     start ──► python -m MODULE <socket fd> <parent pid>   (own session)
-    send, receive: frames of a 4-byte length and a body       kill ──► its whole process group; a reader wakes with EOF
+    send, receive: frames of a 4-byte length and a body       kill
+            ──► its whole process group; a reader wakes with EOF
 
-In: the module to run. Out: whole frames, or EOFError. Invariant: the process ends with its parent, and `reap` leaves none behind.
+In: the module to run. Out: whole frames, or EOFError. Invariant: the process ends with its parent,
+and `reap` leaves none behind.
 """
 
 import asyncio
@@ -16,8 +18,8 @@ import struct
 import subprocess
 import sys
 
-from rft.device import thread_environment
-from rft.experience import Record, encode
+from rft.ground.device import thread_environment
+from rft.ground.experience import Record, encode
 from rft.monitor import logs
 
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
@@ -32,7 +34,9 @@ def frame(record: Record) -> bytes:
 
 
 def parents_socket() -> socket.socket | None:
-    """For the module that is run: the socket to its parent; None if that died before this process could be tied to its life."""
+    """For the module that is run: the socket to its parent; None if that died before this process
+    could be tied to its life.
+    """
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # not for the processes that user code starts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -42,7 +46,9 @@ def parents_socket() -> socket.socket | None:
 
 
 class Child:
-    """One child process at a time, the socket to it, and the killed ones that are not reaped yet."""
+    """One child process at a time, the socket to it, and the
+    killed ones that are not reaped yet.
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -52,19 +58,30 @@ class Child:
         self._dying: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start a process. In the calling thread: PR_SET_PDEATHSIG follows the life of the thread that forked."""
+        """Start a process.
+
+        In the calling thread: PR_SET_PDEATHSIG follows the life of the thread that forked.
+        """
         if self._socket is not None:
             self._socket.close()
         self._dying = [process for process in self._dying if process.poll() is None]
         self._socket, theirs = socket.socketpair()
         self._come = b""
         self._socket.setblocking(False)
-        environment = os.environ | thread_environment(1) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = (
+            os.environ
+            | thread_environment(1)
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        )
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=environment,
+            )
 
     @property
     def alive(self) -> bool:
@@ -107,7 +124,11 @@ class Child:
             code = await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
     def kill(self) -> None:
         """SIGKILL the process group; end the socket, so that a reader of it wakes up with EOF."""

@@ -1,10 +1,12 @@
 """Evaluation: whole tasksets through the runner, and what their answers add up to.
 
-In: evaluation tasksets and the version that the engines serve. Out: one `EvalResult` per set. Invariant: every task of a set
-counts: one that fails for good is wrong, and a set of which all fail is no result but `AllTasksFail`.
+In: evaluation tasksets and the version that the engines serve. Out: one `EvalResult` per set.
+Invariant: every task of a set counts: one that fails for good is wrong, and a set of which all fail
+is no result but `AllTasksFail`.
 
-With `repeat_times` n above 1 a set also has, for reward and each of its parts, `mean@n`, `std@n`, and for k = 2, 4, ..., n what the
-best and the worst of k answers are expected to be (`best@k`, `worst@k`, by bootstrap), and `pass@k`, without bias.
+With `repeat_times` n above 1 a set also has, for reward and each of its parts, `mean@n`, `std@n`,
+and for k = 2, 4, ..., n what the best and the worst of k answers are expected to be (`best@k`,
+`worst@k`, by bootstrap), and `pass@k`, without bias.
 """
 
 import asyncio
@@ -16,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from rft.buffer.taskset import Taskset
-from rft.experience import EvalResult, Experience, Task
+from rft.data.taskset import Taskset
+from rft.ground.experience import EvalResult, Experience, Task
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.runner import AllTasksFail, Runner, one_line
 
@@ -49,22 +51,32 @@ class Evaluator:
                 except EngineUnavailable:
                     raise
                 except Exception as error:  # costs this task, counted as wrong, not the evaluation
-                    log.warning("evaluation of task %s failed for good: %s", task.id, one_line(error))
+                    log.warning(
+                        "evaluation of task %s failed for good: %s", task.id, one_line(error)
+                    )
                     return error
 
         outcomes = await asyncio.gather(*(run(i, t) for i, t in enumerate(tasks)))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         if len(failed) == len(tasks):
-            raise AllTasksFail(f"all {len(tasks)} tasks of {taskset.name} failed, the last with {one_line(failed[-1])}")
-        done = [(t, outcome) for t, outcome in zip(tasks, outcomes, strict=True) if not isinstance(outcome, Exception)]
+            raise AllTasksFail(
+                f"all {len(tasks)} tasks of {taskset.name} failed, the last with "
+                f"{one_line(failed[-1])}"
+            )
+        done = [
+            (t, outcome)
+            for t, outcome in zip(tasks, outcomes, strict=True)
+            if not isinstance(outcome, Exception)
+        ]
         return summarise(taskset.name, version, len(tasks), done, self.runner.shared.tokenizer)
 
 
 def summarise(
     name: str, version: int, asked: int, done: list[tuple[Task, list[Experience]]], tokenizer: Any
 ) -> EvalResult:
-    """Accuracy (share of all responses asked for with reward >= 1; a failed task's are wrong), and of those that came mean
-    reward, length, and a few samples to read."""
+    """Accuracy (share of all responses asked for with reward >= 1; a failed task's are wrong), and
+    of those that came mean reward, length, and a few samples to read.
+    """
     flat = [e for _, group in done for e in group]
     rewards = np.array([e.reward for e in flat])
     metrics = {
@@ -77,11 +89,16 @@ def summarise(
         **repeated([group for _, group in done], asked - len(done)),
     }
     samples = [sample_row(task, group[0], tokenizer) for task, group in done[:SAMPLES]]
-    return EvalResult(taskset=name, version=version, num_tasks=asked, metrics=metrics, samples=samples)
+    return EvalResult(
+        taskset=name, version=version, num_tasks=asked, metrics=metrics, samples=samples
+    )
 
 
 def repeated(groups: list[list[Experience]], failed: int) -> dict[str, float]:
-    """What n answers to every task tell together; names as in Trinity-RFT. Of `failed` tasks no answer was right."""
+    """What n answers to every task tell together; names as in Trinity-RFT.
+
+    Of `failed` tasks no answer was right.
+    """
     values: dict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
         runs = list(by_run(group))
@@ -99,7 +116,10 @@ def repeated(groups: list[list[Experience]], failed: int) -> dict[str, float]:
             found |= {f"{name}/best@{k}": mean(best), f"{name}/worst@{k}": mean(worst)}
     n = max(map(len, values["reward"]))
     for k in {1, *sizes(n)} if n > 1 else ():
-        rates = [pass_at(k, len(task), sum(reward >= RIGHT for reward in task)) for task in values["reward"]]
+        rates = [
+            pass_at(k, len(task), sum(reward >= RIGHT for reward in task))
+            for task in values["reward"]
+        ]
         found[f"pass@{k}"] = mean([*rates, *[0.0] * failed])
     return found
 
@@ -119,13 +139,19 @@ def sizes(n: int) -> list[int]:
 
 
 def extremes(values: list[float], k: int) -> tuple[float, float]:
-    """Expected best and worst of k of these, drawn with replacement: a bootstrap of BOOTSTRAP draws, always the same ones."""
-    draws = np.array(values)[np.random.RandomState(BOOTSTRAP_SEED).randint(0, len(values), size=(BOOTSTRAP, k))]
+    """Expected best and worst of k of these, drawn with replacement: a bootstrap of BOOTSTRAP
+    draws, always the same ones.
+    """
+    draws = np.array(values)[
+        np.random.RandomState(BOOTSTRAP_SEED).randint(0, len(values), size=(BOOTSTRAP, k))
+    ]
     return float(draws.max(axis=1).mean()), float(draws.min(axis=1).mean())
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """The chance that one of k answers is right: 1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, arXiv:2107.03374)."""
+    """The chance that one of k answers is right: 1 - C(n - c, k) / C(n, k), without bias (Chen et
+    al. 2021, arXiv:2107.03374).
+    """
     k = min(k, n)
     return 1.0 - comb(n - right, k) / comb(n, k)
 
@@ -135,8 +161,12 @@ def mean(values: Any) -> float:
 
 
 def versions_of(experiences: list[Experience], version: int) -> dict[str, float]:
-    """Who was really evaluated as `version`: newer weights may come while an evaluation is under way."""
-    found = [span.version for experience in experiences for span in experience.versions] or [version]
+    """Who was really evaluated as `version`: newer weights may
+    come while an evaluation is under way.
+    """
+    found = [span.version for experience in experiences for span in experience.versions] or [
+        version
+    ]
     return {"oldest_version": float(min(found)), "newest_version": float(max(found))}
 
 

@@ -1,18 +1,23 @@
 """The explorer: tasks in, scored experiences out, and evaluation on the same path.
 
-    taskset --Task--> admit (waits for a slot) --group--> workflow --Experience--> buffer.put (durable)
-                            ^ slots are counted by the buffer              |  engine pool, reward pool
+    taskset --Task--> admit (waits for a slot) --group--> workflow --Experience--> buffer.put
+    (durable)
+                            ^ slots are counted by the buffer
+                                    |  engine pool, reward pool
                             '--- freed when a published version covers the group
 
-Consumes tasks from its cursor on; waits for a slot (the buffer's staleness rule) and for a runner (its own concurrency
-limit). Where there is a pipeline, a group goes through it on its way to the buffer. Invariant: the buffer knows a group before its
-first token is sampled and has it durably before it counts as done, so a group is either finished, or failed and counted, or handed
-out again after a restart.
+Consumes tasks from its cursor on; waits for a slot (the buffer's staleness rule) and for a runner
+(its own concurrency limit). Where there is a pipeline, a group goes through it on its way to the
+buffer. Invariant: the buffer knows a group before its first token is sampled and has it durably
+before it counts as done, so a group is either finished, or failed and counted, or handed out again
+after a restart.
 
-What happens to one task is `rft.rollout.runner`, what its workflow may do `context`, and evaluations are `evaluation`.
+What happens to one task is `rft.rollout.runner`, what its workflow may do `context`, and
+evaluations are `evaluation`.
 
-A deterministic run adds: `hold` ends what is being sampled before a trainer that came back publishes its weights, so that each
-group is sampled whole, from one version, with the same seeds however often it starts.
+A deterministic run adds: `hold` ends what is being sampled before a trainer that came back
+publishes its weights, so that each group is sampled whole, from one version, with the same seeds
+however often it starts.
 """
 
 import asyncio
@@ -21,17 +26,17 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-from rft.buffer.several import Together
-from rft.buffer.taskset import Taskset, for_journal, from_journal
+from rft.buffer.calls import CallBatcher
 from rft.config import ExplorerConfig, ModelConfig
-from rft.device import freeze_loaded
-from rft.experience import Experience, Sampling, Task, decode, encode
+from rft.data.taskset import Taskset, for_journal, from_journal
+from rft.ground.device import freeze_loaded
+from rft.ground.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
+from rft.rollout.access import Endpoint
 from rft.rollout.context import Shared
-from rft.rollout.endpoint.life import Api
-from rft.rollout.endpoint.life import start as start_endpoint
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.evaluation import Evaluator
+from rft.rollout.pool import EnginePool
 from rft.rollout.runner import AllTasksFail, Cut, Runner, one_line
 
 log = logging.getLogger(__name__)
@@ -43,7 +48,10 @@ class Processed(Protocol):
 
 
 class Pipeline(Protocol):
-    """What groups go through between their workflow and the buffer: `rft.pipeline.experiences`."""
+    """What groups go through between their workflow and the buffer:
+
+    `rft.extras.pipeline.experiences`.
+    """
 
     room: asyncio.Semaphore  # how many groups it takes while others are sampled
 
@@ -53,14 +61,37 @@ class Pipeline(Protocol):
     async def close(self) -> None: ...
 
 
+class Api(Protocol):
+    """How the explorer opens its address of OpenAI's API; `rft.agents.endpoint.life` has it."""
+
+    async def start(
+        self,
+        config: ExplorerConfig,
+        model: ModelConfig,
+        tokenizer: Any,
+        pool: EnginePool,
+        store: Any,
+    ) -> Endpoint: ...
+
+
 class Explorer:
     """Runs as one Ray actor; every method is a coroutine on its event loop."""
 
     def __init__(
-        self, config: ExplorerConfig, model: ModelConfig, taskset: Taskset | None, eval_tasksets: list[Taskset],
-        engines: dict[str, Any], buffer: Any | None, batch_size: int, seed: int | None = None, synchronizer: Any | None = None,
-        greedy_baseline: bool = False, api: Api | None = None, make_pipeline: Callable[[], Pipeline] | None = None,
-    ):  # fmt: skip
+        self,
+        config: ExplorerConfig,
+        model: ModelConfig,
+        taskset: Taskset | None,
+        eval_tasksets: list[Taskset],
+        engines: dict[str, Any],
+        buffer: Any | None,
+        batch_size: int,
+        seed: int | None = None,
+        synchronizer: Any | None = None,
+        greedy_baseline: bool = False,
+        api: Api | None = None,
+        make_pipeline: Callable[[], Pipeline] | None = None,
+    ):
         self.config = config
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
@@ -70,11 +101,13 @@ class Explorer:
         self.shared = Shared(config, model, engines, seed)
         self.pool = self.shared.pool
         self.runner = Runner(config, self.shared, batch_size, greedy_baseline)
-        self.pipeline = make_pipeline() if make_pipeline is not None else None  # through which groups go to the buffer
+        # through which groups go to the buffer
+        self.pipeline = make_pipeline() if make_pipeline is not None else None
         self.evaluator = Evaluator(self.runner, eval_tasksets)
-        # Tasks admitted in one call: of a step's never more than a quarter, or other explorers on the buffer would get none.
+        # Tasks admitted in one call: of a step's never more than a quarter, or other explorers on
+        # the buffer would get none.
         self.at_most, self.a_few = max(1, batch_size // 4), config.runner_per_model // 8
-        self.put = Together(self._put, lambda: len(self.groups))
+        self.put = CallBatcher(self._put, lambda: len(self.groups))
         self.max_failures = max(3 * batch_size, 8)  # in a row: then it is the set-up, not the tasks
         self.failures = 0
         self.runners = self.pool.slots(config.runner_per_model)
@@ -93,14 +126,20 @@ class Explorer:
         self.phase = "starting"
 
     async def prepare(self) -> dict[str, Any]:
-        """Load the tokenizer, start the reward workers, and follow the engines that are admitted."""
+        """Load the tokenizer, start the reward workers, and
+        follow the engines that are admitted.
+        """
         await self.shared.load()
         if self.api is not None:
             shared, model = self.shared, self.shared.model
-            args = (self.api, self.config, model, shared.tokenizer, self.pool, self._store)
-            shared.served.by(await start_endpoint(*args))
+            opened = await self.api.start(
+                self.config, model, shared.tokenizer, self.pool, self._store
+            )
+            shared.served.by(opened)
         if self.pipeline is not None:
-            await self.pipeline.start(partial(self.shared.tokenizer.decode, skip_special_tokens=True))
+            await self.pipeline.start(
+                partial(self.shared.tokenizer.decode, skip_special_tokens=True)
+            )
         if self.synchronizer is not None:
             self._keep(self.pool.follow(self.synchronizer))
         if self.config.runner_state_report_interval > 0:
@@ -124,10 +163,12 @@ class Explorer:
         """Return once it has said so: a trainer that is ready earlier waits here."""
         await self.is_open.wait()
 
-    # --- exploring ----------------------------------------------------------------------------------------------
+    # --- exploring --------------------------------------------------------------------------------
 
     async def explore(self) -> None:
-        """Start exploring in the background; calling it again (a trainer that came back) changes nothing."""
+        """Start exploring in the background; calling it again (a
+        trainer that came back) changes nothing.
+        """
         self.may_sample.set()
         if self.exploring is None:
             self.exploring = asyncio.create_task(self._explore())
@@ -136,9 +177,11 @@ class Explorer:
                 self._keep(self._follow_cuts())
 
     async def hold(self) -> None:
-        """End all sampling until `explore` is called: a trainer attached to the buffer and will publish what it resumed from.
+        """End all sampling until `explore` is called: a trainer attached to the buffer and will
+        publish what it resumed from.
 
-        The groups stay unfinished; each waits until the buffer admits it again, at the version that it belongs to.
+        The groups stay unfinished; each waits until the buffer admits it again, at the version that
+        it belongs to.
         """
         self.may_sample.clear()
         self.holds += 1
@@ -153,7 +196,9 @@ class Explorer:
             await asyncio.shield(self.exploring)
 
     async def _explore(self) -> None:
-        assert self.taskset is not None and self.buffer is not None, "explore needs a taskset and a buffer"
+        assert self.taskset is not None and self.buffer is not None, (
+            "explore needs a taskset and a buffer"
+        )
         self.phase = "exploring"
         start = await self.buffer.attach_explorer.remote(self.config.name)
         unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
@@ -161,7 +206,8 @@ class Explorer:
             self.taskset.seek(start["cursor"])
         if self.taskset.learns:
             self.taskset.recall(start["told"], [task for _, task in unfinished])
-        for group, task in unfinished:  # left by an earlier process: the same numbers, sampled again
+        # left by an earlier process: the same numbers, sampled again
+        for group, task in unfinished:
             await self._launch(group, task, await self._readmit(group))
         tasks, found = iter(self.taskset), []
         while found := found or await self._next(tasks):
@@ -177,7 +223,8 @@ class Explorer:
         self.phase = "done"
 
     async def _next(self, tasks: Iterator[Task]) -> list[tuple[Task, dict[str, Any]]]:
-        """The next tasks, a few or as many as runners are free, each with the cursor behind it; none: the taskset is exhausted.
+        """The next tasks, a few or as many as runners are free, each with the cursor behind it;
+        none: the taskset is exhausted.
 
         A selector gives each once it has heard of all groups that it chooses by.
         """
@@ -213,7 +260,9 @@ class Explorer:
         self.background.append(job)
 
     async def _readmit(self, group: int) -> int:
-        """Wait until an unfinished group may start anew; returns the number of holds before that."""
+        """Wait until an unfinished group may start anew; returns
+        the number of holds before that.
+        """
         while True:
             await self.may_sample.wait()
             holds = self.holds
@@ -240,10 +289,14 @@ class Explorer:
     def _break(self, error: BaseException | None) -> None:
         """`watch` raises this: the supervisor ends the run."""
         if not self.broken.done():
-            self.broken.set_exception(error if isinstance(error, AllTasksFail) else RuntimeError(one_line(error)))
+            self.broken.set_exception(
+                error if isinstance(error, AllTasksFail) else RuntimeError(one_line(error))
+            )
 
     async def _run_group(self, group: int, task: Task, holds: int) -> None:
-        """Run one task with retries inside one total time; store what came out or count the failure."""
+        """Run one task with retries inside one total time; store
+        what came out or count the failure.
+        """
         try:
             experiences, dropped_by, value = await self._make(group, task, holds)
         except (
@@ -255,12 +308,16 @@ class Explorer:
             return
         except AllTasksFail:  # says the pipeline
             raise
-        except Exception as error:  # of a user's workflow or operator: it costs its own group, counted, not the run
+        # of a user's workflow or operator: it costs its own group, counted, not the run
+        except Exception as error:
             log.warning("task %s failed for good: %s", task.id, one_line(error))
-            self.failures = failures = self.failures + 1  # others may fail while this one is told to the buffer
+            # others may fail while this one is told to the buffer
+            self.failures = failures = self.failures + 1
             await self._abandon(group, task, one_line(error))
             if failures >= self.max_failures:
-                raise AllTasksFail(f"{failures} tasks in a row failed, the last with {one_line(error)}") from error
+                raise AllTasksFail(
+                    f"{failures} tasks in a row failed, the last with {one_line(error)}"
+                ) from error
             return
         self.failures = 0
         if dropped_by:  # the buffer admits another task in its place
@@ -279,14 +336,19 @@ class Explorer:
         self._tell(task, None)
 
     def _tell(self, task: Task, value: float | None) -> None:
-        """The selector hears of a group only after the journal has it, so that a restart finds it as wise."""
+        """The selector hears of a group only after the journal has it,
+        so that a restart finds it as wise.
+        """
         if self.taskset.learns:
             self.taskset.tell(task, value)
             self.learned.set()
 
-    async def _make(self, group: int, task: Task, holds: int) -> tuple[list[Experience], str, float | None]:
-        """What of a group is to be stored, or who dropped it, and its mean reward as it was sampled. Its runner is free for
-        another group once it is sampled."""
+    async def _make(
+        self, group: int, task: Task, holds: int
+    ) -> tuple[list[Experience], str, float | None]:
+        """What of a group is to be stored, or who dropped it, and its mean reward as it was
+        sampled. Its runner is free for another group once it is sampled.
+        """
         try:
             experiences = await self._sample(group, task, holds)
             value = judged(experiences) if self.taskset.learns else None
@@ -302,7 +364,10 @@ class Explorer:
             self.pipeline.room.release()
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
-        """Run it, from the start again after each `hold`. `holds`: how many there were when the group was admitted."""
+        """Run it, from the start again after each `hold`.
+
+        `holds`: how many there were when the group was admitted.
+        """
         while True:
             if holds != self.holds:
                 holds = await self._readmit(group)
@@ -318,27 +383,38 @@ class Explorer:
             finally:
                 del self.sampling[job]
 
-    # --- serving ------------------------------------------------------------------------------------------------
+    # --- serving ----------------------------------------------------------------------------------
 
     async def base_url(self) -> str:
         """Of the OpenAI API, which answers since `prepare`."""
         return f"{self.shared.served.endpoint.url}/v1"
 
     async def _store(self, name: str, experiences: list[Experience]) -> None:
-        """A group that no taskset asked for: sessions of clients that got their reward. Durable on return."""
+        """A group that no taskset asked for: sessions of clients that got their reward.
+
+        Durable on return.
+        """
         assert self.buffer is not None
-        task = Task(id=f"endpoint/{name}", taskset="endpoint", row=0, prompt="", workflow="agent", sampling=Sampling())
+        task = Task(
+            id=f"endpoint/{name}",
+            taskset="endpoint",
+            row=0,
+            prompt="",
+            workflow="agent",
+            sampling=Sampling(),
+        )
         group = await self.buffer.admit.remote(f"{self.config.name}/endpoint", encode(task), {})
         for experience in experiences:
             experience.group, experience.task = group, task.id
         await self.put((group, encode(experiences), None))
 
-    # --- evaluating ---------------------------------------------------------------------------------------------
+    # --- evaluating -------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, served: int | None = None) -> list[bytes]:
         """Run every evaluation set once; encoded `EvalResult`s labelled with `version`.
 
-        `served`: what the synchronizer said when the engines had it, so that this is not called earlier.
+        `served`: what the synchronizer said when the engines had it, so that this is not called
+        earlier.
         """
         try:
             with trace.overlapping("evaluate", version=version):
@@ -349,17 +425,23 @@ class Explorer:
 
     async def load_weights(self, path: str, version: int) -> None:
         """Bench mode: every engine loads a Hugging Face directory."""
-        await asyncio.gather(*(m.handle.load_weights_from.remote(path, version) for m in self.pool.open()))
+        await asyncio.gather(
+            *(m.handle.load_weights_from.remote(path, version) for m in self.pool.open())
+        )
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The numbers of engine pool, runners and endpoint, and the pipeline's since the last call, for the metrics of a step."""
+        """The numbers of engine pool, runners and endpoint, and the pipeline's since the last call,
+        for the metrics of a step.
+        """
         piped = self.pipeline.pop_metrics() if self.pipeline is not None else {}
         return self.pool.stats() | self.runner.stats() | self.shared.served.stats() | piped
 
     async def drain(self, engine: str) -> None:
-        """Ask this engine for nothing more; return when it has answered all that it was asked for."""
+        """Ask this engine for nothing more; return when it has
+        answered all that it was asked for.
+        """
         await self.pool.drain(engine)
 
     async def watch(self) -> None:

@@ -1,14 +1,16 @@
-"""Many engines as one, while they come and go: a request goes to the engine with the fewest sequences in flight.
+"""Many engines as one, while they come and go: a request goes to the engine with the fewest
+sequences in flight.
 
     follow(synchronizer) ──admitted engines──► members ◄── generate(request): the least busy one
-                                                  │          └── it died or refuses: another one, or wait for one
+                                                  │          └── it died or refuses: another one
                                                   └──► slots: as many as the engines can use
 
-In: `GenerateRequest`s from workflows; engine actor handles by name, all at once (`engines`: they are fixed, and a death is the
-caller's failure) or as the synchronizer admits them (`follow`). Out: `Completion`s. Invariants: a request runs on one engine at
-a time, from the start again on another one when that dies, and what it answers is of one engine; an engine that died or
-refused is asked again only after the synchronizer has admitted it anew; when the caller of a request gives up (is cancelled),
-the engine is told to stop working on it.
+In: `GenerateRequest`s from workflows; engine actor handles by name, all at once (`engines`: they
+are fixed, and a death is the caller's failure) or as the synchronizer admits them (`follow`). Out:
+`Completion`s. Invariants: a request runs on one engine at a time, from the start again on another
+one when that dies, and what it answers is of one engine; an engine that died or refused is asked
+again only after the synchronizer has admitted it anew; when the caller of a request gives up (is
+cancelled), the engine is told to stop working on it.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from rft.experience import Completion, GenerateRequest, decode, encode
+from rft.ground.experience import Completion, GenerateRequest, decode, encode
 from rft.rollout.engine import EngineDied, EngineUnavailable
 from rft.rollout.slots import Slots
 
@@ -54,7 +56,7 @@ class EnginePool:
         for name, handle in engines.items():
             self.add(name, handle)
 
-    # --- who serves ---------------------------------------------------------------------------------------------
+    # --- who serves -------------------------------------------------------------------------------
 
     async def follow(self, synchronizer: Any) -> None:
         """Take over who is admitted, change by change; never returns."""
@@ -94,7 +96,9 @@ class EnginePool:
         if self.open():
             return ""
         why = "; ".join(self._reasons.values()) or "none was admitted before"
-        return f"no engine has been admitted for {time.monotonic() - self._alone_since:.1f} s ({why})"
+        return (
+            f"no engine has been admitted for {time.monotonic() - self._alone_since:.1f} s ({why})"
+        )
 
     def stats(self) -> dict[str, float]:
         return {
@@ -105,7 +109,9 @@ class EnginePool:
         }
 
     def _apply(self, generation: int, admitted: dict[str, Any]) -> None:
-        """What is listed was admitted, known ones maybe anew: whatever they were out for, they are asked again."""
+        """What is listed was admitted, known ones maybe anew: whatever they were out for, they are
+        asked again.
+        """
         self._leaving &= set(admitted)
         for name in [name for name in self.members if name not in admitted]:
             self.remove(name)
@@ -136,10 +142,11 @@ class EnginePool:
         for slots in self._slots:
             slots.resize(len(open_))
 
-    # --- serving ------------------------------------------------------------------------------------------------
+    # --- serving ----------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """n completions, of one engine; waits for one if none serves, for as long as the caller likes.
+        """n completions, of one engine; waits for one if none serves, for as long as the caller
+        likes.
 
         Of fixed engines it raises EngineUnavailable, naming the engine, when that died or refuses.
         """
@@ -161,7 +168,10 @@ class EnginePool:
             self.requeued += 1
 
     async def abort(self, request_id: str) -> None:
-        """Stop a running request; its `generate` returns what there is, with stop "abort". Unknown ids are finished ones."""
+        """Stop a running request; its `generate` returns what there is, with stop "abort".
+
+        Unknown ids are finished ones.
+        """
         member = self._where.get(request_id)
         if member is not None:
             await member.handle.abort.remote(request_id)
@@ -179,7 +189,9 @@ class EnginePool:
             del self._where[request.request_id]
 
     def _lost(self, member: Member, error: EngineUnavailable, asked: int) -> None:
-        """Ask it no more until it is admitted anew; a refusal from before its last admission says nothing of now."""
+        """Ask it no more until it is admitted anew; a refusal from before its last admission says
+        nothing of now.
+        """
         is_new_death = isinstance(error, EngineDied) and not member.is_dead
         if is_new_death:
             member.is_dead = True

@@ -1,11 +1,14 @@
-"""Runs reward functions in child processes that can be killed: groups of responses in, one `RewardResult` each out.
+"""Runs reward functions in child processes that can be killed: groups of responses in, one
+`RewardResult` each out.
 
-    score(group) ──► idle worker ── one request ──►  process (own session)   deadline per item, counted by the pool
+    score(group) ──► idle worker ── one request ──►  process (own session)
+            deadline per item, counted by the pool
                           ▲         ◄── a reply per item ──
-                          └── killed with its whole process group and replaced, when an item hangs or the process dies
+                          └── killed with its process group and replaced, when it hangs or dies
 
-Invariant: every response gets exactly one result, in order, and an infrastructure failure never looks like a reward:
-the item that hung is "timeout", the item whose process died is "error", the items behind it run in the replacement.
+Invariant: every response gets exactly one result, in order, and an infrastructure failure never
+looks like a reward: the item that hung is "timeout", the item whose process died is "error", the
+items behind it run in the replacement.
 """
 
 import asyncio
@@ -13,22 +16,30 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from rft.experience import Task, decode
+from rft.ground.experience import Task, decode
 from rft.rollout.child import Child, frame
 from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest
 
-LOAD_TIMEOUT_S = 120.0  # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
+# start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
+LOAD_TIMEOUT_S = 120.0
 Item = tuple[Task, str] | tuple[Task, str, int]
 WORKER = "rft.rollout.reward_worker"
 Answer = TypeVar("Answer", Loaded, RewardResult)
 
 
 class RewardPool:
-    """`workers` processes, each scoring one group at a time; `timeout_s` is the limit of one reward."""
+    """`workers` processes, each scoring one group at a time;
+    `timeout_s` is the limit of one reward.
+    """
 
-    def __init__(self, workers: int, timeout_s: float, load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
+    def __init__(
+        self, workers: int, timeout_s: float, load_timeout_s: float = LOAD_TIMEOUT_S
+    ) -> None:
         if workers < 1 or timeout_s <= 0:
-            raise ValueError("explorer.reward_workers must be at least 1 and explorer.reward_timeout above 0 seconds")
+            raise ValueError(
+                "explorer.reward_workers must be at least 1 and explorer.reward_timeout above 0 "
+                "seconds"
+            )
         self._timeout_s, self._load_timeout_s = timeout_s, load_timeout_s
         self._workers = [Child(WORKER) for _ in range(workers)]
         self._idle: asyncio.Queue[Child] = asyncio.Queue()
@@ -46,7 +57,9 @@ class RewardPool:
                 self._idle.put_nowait(worker)
 
     async def score(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Score (task, response[, its number of tokens]) in one round trip to one worker; results in the same order."""
+        """Score (task, response[, its number of tokens]) in one round trip to one worker; results
+        in the same order.
+        """
         if not items:
             return []
         await self.start()
@@ -75,9 +88,13 @@ class RewardPool:
             except (TimeoutError, EOFError) as error:
                 self._refuse_when_closed()
                 if waiting_for == "reward":
-                    results.append(await self._blame(error, items[len(results)][0], self._timeout_s, worker))
+                    results.append(
+                        await self._blame(error, items[len(results)][0], self._timeout_s, worker)
+                    )
                 elif died_loading or isinstance(error, TimeoutError):
-                    blamed = await self._blame(error, items[len(results)][0], self._load_timeout_s, worker)
+                    blamed = await self._blame(
+                        error, items[len(results)][0], self._load_timeout_s, worker
+                    )
                     blamed.message += " (while importing it)"
                     results += [blamed] * (len(items) - len(results))
                 else:  # perhaps killed from outside while it was idle: nobody's fault yet
@@ -93,7 +110,8 @@ class RewardPool:
                 places[id(task)] = len(tasks)
                 tasks.append(task)
         request = ScoreRequest(
-            tasks=tasks, items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items]
+            tasks=tasks,
+            items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items],
         )
         async with asyncio.timeout(self._load_timeout_s):
             await worker.send(frame(request))
@@ -108,10 +126,16 @@ class RewardPool:
             raise EOFError(f"out of order: {type(reply).__name__} instead of {kind.__name__}")
         return reply
 
-    async def _blame(self, error: Exception, task: Task, limit_s: float, worker: "Child") -> RewardResult:
+    async def _blame(
+        self, error: Exception, task: Task, limit_s: float, worker: "Child"
+    ) -> RewardResult:
         if isinstance(error, TimeoutError):
-            return RewardResult(outcome="timeout", message=f"reward {task.reward!r} ran longer than {limit_s:g} s")
-        return RewardResult(outcome="error", message=f"reward {task.reward!r}: its process {await worker.end()}")
+            return RewardResult(
+                outcome="timeout", message=f"reward {task.reward!r} ran longer than {limit_s:g} s"
+            )
+        return RewardResult(
+            outcome="error", message=f"reward {task.reward!r}: its process {await worker.end()}"
+        )
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
@@ -130,7 +154,8 @@ class RewardPool:
             return
         for worker in self._workers:
             worker.kill()
-        returned = [await self._idle.get() for _ in self._workers]  # the groups in progress have seen the end
+        # the groups in progress have seen the end
+        returned = [await self._idle.get() for _ in self._workers]
         await asyncio.to_thread(lambda: [worker.reap() for worker in returned])
         for worker in returned:
             self._idle.put_nowait(worker)  # whoever still waits in line is woken, and refused
@@ -140,6 +165,9 @@ class RewardPool:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()

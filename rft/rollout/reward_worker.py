@@ -1,11 +1,14 @@
-"""The child process that runs reward functions: `python -m rft.rollout.reward_worker <socket fd> <parent pid>`.
+"""The child process that runs reward functions: `python -m rft.rollout.reward_worker <socket fd>
+<parent pid>`.
 
     pool ── ScoreRequest (a group) ──►  worker:  import the functions ── Loaded ──►  pool
-                                                 per item: run it   ── RewardResult ──►  pool   (in the order of items)
+                                                 per item: run it   ── RewardResult ──►  pool
+                                                         (in the order of items)
 
-Frames are a 4-byte length and msgpack, over a socket pair that nothing else of the process uses: whatever user code
-prints goes to stderr. Every failure of user code, sys.exit included, is a result with outcome "error"; a hang is ended
-by the pool, which kills this process group. The process dies with its parent: by EOF when idle, else by the kernel.
+Frames are a 4-byte length and msgpack, over a socket pair that nothing else of the process uses:
+whatever user code prints goes to stderr. Every failure of user code, sys.exit included, is a result
+with outcome "error"; a hang is ended by the pool, which kills this process group. The process dies
+with its parent: by EOF when idle, else by the kernel.
 """
 
 import inspect
@@ -14,17 +17,20 @@ import socket
 import traceback
 from typing import Any, Literal
 
-from rft import plugins
-from rft.experience import Record, Task, decode
+from rft.ground import plugins
+from rft.ground.experience import Record, Task, decode
 from rft.rollout.child import HEADER, frame, parents_socket
 from rft.rollout.rewards import RewardFunction, prepare
 
-MAX_MESSAGE = 2000  # characters of an error message that travel: some exceptions carry whole data sets
+# characters of an error message that travel: some exceptions carry whole data sets
+MAX_MESSAGE = 2000
 UNKNOWN = -1  # number of a response's tokens
 
 
 class ScoreRequest(Record):
-    """Responses to score; each names its task by position, so that a group carries its task once."""
+    """Responses to score; each names its task by position, so
+    that a group carries its task once.
+    """
 
     tasks: list[Task]
     items: list[tuple[int, str, int]]  # place of the task, response, tokens that it has
@@ -35,7 +41,10 @@ class Loaded(Record, tag="loaded"):
 
 
 class RewardResult(Record, tag="result"):
-    """One scored response. `reward` means something only when `outcome` is "ok"; `metrics` are the parts of a dict."""
+    """One scored response.
+
+    `reward` means something only when `outcome` is "ok"; `metrics` are the parts of a dict.
+    """
 
     reward: float = 0.0
     outcome: Literal["ok", "timeout", "error"] = "ok"
@@ -46,20 +55,31 @@ class RewardResult(Record, tag="result"):
 Reply = Loaded | RewardResult
 
 
-def judge(function: RewardFunction, response: str, task: Task, tokens: int = UNKNOWN) -> RewardResult:
+def judge(
+    function: RewardFunction, response: str, task: Task, tokens: int = UNKNOWN
+) -> RewardResult:
     """Run one reward function; any failure or unusable value becomes outcome "error"."""
     try:
         wants = {"response_tokens": tokens} if takes_tokens(function) else {}
         return judged(function(response, task.truth, task, **wants, **task.reward_args))
-    except BaseException as error:  # sys.exit and KeyboardInterrupt of user code too: reported, never obeyed
+    # sys.exit and KeyboardInterrupt of user code too: reported, never obeyed
+    except BaseException as error:
         return failure(error)
 
 
 def judged(value: Any) -> RewardResult:
-    """A number, or a dict of numbers whose sum is the reward; what is neither is outcome "error"."""
+    """A number, or a dict of numbers whose sum is the reward;
+    what is neither is outcome "error".
+    """
     try:
-        parts = {str(key): number(part) for key, part in value.items()} if isinstance(value, dict) else {}
-        return RewardResult(reward=sum(parts.values()) if isinstance(value, dict) else number(value), metrics=parts)
+        parts = (
+            {str(key): number(part) for key, part in value.items()}
+            if isinstance(value, dict)
+            else {}
+        )
+        return RewardResult(
+            reward=sum(parts.values()) if isinstance(value, dict) else number(value), metrics=parts
+        )
     except (TypeError, ValueError) as error:
         return failure(error)
 
@@ -80,7 +100,9 @@ def number(value: Any) -> float:
 def failure(error: BaseException) -> RewardResult:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return RewardResult(outcome="error", message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + place)
+    return RewardResult(
+        outcome="error", message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + place
+    )
 
 
 def load(names: set[str]) -> dict[str, RewardFunction | RewardResult]:
@@ -104,7 +126,11 @@ def serve(connection: socket.socket) -> None:
         for position, response, tokens in request.items:
             task = request.tasks[position]
             function = functions[task.reward]
-            result = function if isinstance(function, RewardResult) else judge(function, response, task, tokens)
+            result = (
+                function
+                if isinstance(function, RewardResult)
+                else judge(function, response, task, tokens)
+            )
             connection.sendall(frame(result))
 
 

@@ -4,9 +4,10 @@
         │ max_timeout, or what dynamic_timeout makes of it, for all of them together
         └ cut(group): the step that wanted it goes on without it
 
-In: a task, and the group that its experiences belong to. Out: experiences stamped with group, sample and task, or the exception of
-the last attempt. Invariants: when time is up or the group is cut, the attempt that runs is cancelled, and with it its requests to
-engines and its rewards, and a workflow that refuses to end can ask for nothing more; whatever a user's workflow raises, also what
+In: a task, and the group that its experiences belong to. Out: experiences stamped with group,
+sample and task, or the exception of the last attempt. Invariants: when time is up or the group is
+cut, the attempt that runs is cancelled, and with it its requests to engines and its rewards, and a
+workflow that refuses to end can ask for nothing more; whatever a user's workflow raises, also what
 would end this process, comes out as an `Exception`.
 """
 
@@ -20,8 +21,8 @@ from typing import Any
 import msgspec
 
 from rft.config import ExplorerConfig
-from rft.experience import Experience, Task
-from rft.monitor import redact
+from rft.ground import redact
+from rft.ground.experience import Experience, Task
 from rft.rollout import workflows
 from rft.rollout.context import Context, Shared
 from rft.rollout.engine import EngineUnavailable
@@ -50,7 +51,10 @@ class Cut(RuntimeError):
 
 @dataclass(eq=False)
 class UnderWay:
-    """A task that runs now. `finished`: the runs of its attempt that are done, by number, where it has several."""
+    """A task that runs now.
+
+    `finished`: the runs of its attempt that are done, by number, where it has several.
+    """
 
     group: int
     task: Task
@@ -64,15 +68,24 @@ class UnderWay:
     given_up: bool = False
 
     def line(self, now: float) -> str:
-        what = ", ".join(f"{n} {doing}" for doing, n in Counter(c.doing for c in self.contexts).items())
-        return f"{self.task.id}: attempt {self.attempt + 1}, {what}; {now - self.began:.1f} s of at most {self.limit:g}"
+        what = ", ".join(
+            f"{n} {doing}" for doing, n in Counter(c.doing for c in self.contexts).items()
+        )
+        return (
+            f"{self.task.id}: attempt {self.attempt + 1}, {what}; {now - self.began:.1f} s of "
+            f"at most {self.limit:g}"
+        )
 
 
 class Runner:
-    """`warmup`: tasks that must have succeeded before `dynamic_timeout` knows what a task takes. `greedy_baseline`: each task of
-    training gets a greedy response beside the others, to compare them with."""
+    """`warmup`: tasks that must have succeeded before `dynamic_timeout` knows what a task takes.
+    `greedy_baseline`: each task of training gets a greedy response beside the others, to compare
+    them with.
+    """
 
-    def __init__(self, config: ExplorerConfig, shared: Shared, warmup: int = 1, greedy_baseline: bool = False):
+    def __init__(
+        self, config: ExplorerConfig, shared: Shared, warmup: int = 1, greedy_baseline: bool = False
+    ):
         self.config = config
         self.shared = shared
         self.warmup = warmup
@@ -82,10 +95,11 @@ class Runner:
         self.under_way: set[UnderWay] = set()
 
     async def run(self, group: int, task: Task, start: int = 0) -> Made:
-        """At most 1 + max_retry_times attempts, all together within `limit` seconds (then cancelled: W33).
+        """At most 1 + max_retry_times attempts, all together within `limit` seconds (then
+        cancelled: W33).
 
-        `group` below 0: an evaluation. `start`: how often the group was begun before; requests of different starts have
-        different names.
+        `group` below 0: an evaluation. `start`: how often the group was begun before; requests of
+        different starts have different names.
         """
         loop = asyncio.get_running_loop()
         limit = self.limit() if group >= 0 else self.config.max_timeout
@@ -107,7 +121,9 @@ class Runner:
         return made
 
     def limit(self) -> float:
-        """Seconds for a task of training: max_timeout, or less where tasks have shown what they take."""
+        """Seconds for a task of training: max_timeout, or less
+        where tasks have shown what they take.
+        """
         dynamic, done = self.config.dynamic_timeout, self.counts["finished_task_count"]
         if not dynamic.enable or done < self.warmup:
             return self.config.max_timeout
@@ -123,7 +139,10 @@ class Runner:
         found = {f"rollout/{name}": float(self.counts[name]) for name in COUNTS}
         found |= {f"rollout/{name}": float(count) for name, count in self.shared.counts.items()}
         done = self.counts["finished_task_count"]
-        return found | {"rollout/timeout_s": self.limit(), **({"rollout/task_s": self.seconds / done} if done else {})}
+        return found | {
+            "rollout/timeout_s": self.limit(),
+            **({"rollout/task_s": self.seconds / done} if done else {}),
+        }
 
     def report(self) -> list[str]:
         """What every runner does, in lines."""
@@ -135,7 +154,9 @@ class Runner:
         ]
 
     async def _out_of_time(self, here: UnderWay, job: "asyncio.Task[Made]") -> Made:
-        """Runs that are finished are taken, if partial tasks are; otherwise this says what was not kept."""
+        """Runs that are finished are taken, if partial tasks are;
+        otherwise this says what was not kept.
+        """
         await end(job, here)
         was_cut = here.cut.done()
         self._count(here.group, "cut_task_count" if was_cut else "timeout_count")
@@ -146,7 +167,9 @@ class Runner:
             raise Cut("cancelled: its step had enough other tasks (explorer.over_rollout)")
         key = "max_timeout" if here.limit == self.config.max_timeout else "dynamic_timeout"
         absence = self.shared.pool.absence()
-        raise TimeoutError(f"no result in {here.limit:g} s (explorer.{key}){absence and ': ' + absence}")
+        raise TimeoutError(
+            f"no result in {here.limit:g} s (explorer.{key}){absence and ': ' + absence}"
+        )
 
     async def _attempts(self, here: UnderWay) -> Made:
         task = here.task
@@ -171,7 +194,9 @@ class Runner:
         return made + _of(here, here.task.repeat_times, baseline)
 
     async def _runs(self, here: UnderWay) -> Made:
-        """One call for the whole task; or one per run, at the same time, where the workflow wants it or part of them will do."""
+        """One call for the whole task; or one per run, at the same time, where the workflow wants
+        it or part of them will do.
+        """
         task, partial = here.task, self.config.over_rollout.return_partial_tasks and here.group >= 0
         if workflows.flag(task.workflow, "can_repeat", True) and (
             not partial or workflows.flag(task.workflow, "compares_runs", False)
@@ -225,7 +250,11 @@ class Runner:
 
 def stamped(here: UnderWay) -> Made:
     """The finished runs as one group, in the order of their numbers."""
-    return [experience for number, run in sorted(here.finished.items()) for experience in _of(here, number, run)]
+    return [
+        experience
+        for number, run in sorted(here.finished.items())
+        for experience in _of(here, number, run)
+    ]
 
 
 def _of(here: UnderWay, number: int, run: Made) -> Made:
@@ -236,14 +265,20 @@ def _of(here: UnderWay, number: int, run: Made) -> Made:
 
 
 async def end(job: "asyncio.Task[Any]", here: UnderWay) -> None:
-    """Cancel what runs; a workflow that catches that and goes on is left to itself, without engines and rewards."""
+    """Cancel what runs; a workflow that catches that and goes on is left to itself, without engines
+    and rewards.
+    """
     if job.done() or here.given_up:
         return
     here.given_up = True
     job.cancel()
     await asyncio.wait({job}, timeout=CANCEL_S)
     if not job.done():
-        log.warning("workflow %r of task %s does not end when it is cancelled", here.task.workflow, here.task.id)
+        log.warning(
+            "workflow %r of task %s does not end when it is cancelled",
+            here.task.workflow,
+            here.task.id,
+        )
         for context in here.contexts:
             context.close()
         job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -252,8 +287,9 @@ async def end(job: "asyncio.Task[Any]", here: UnderWay) -> None:
 
 
 def one_line(error: BaseException | None) -> str:
-    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor, what that one raised.
-    Without secrets: it is kept in the journal."""
+    """`KeyError: 'answer'`: type and first line of what was raised; of an error from another actor,
+    what that one raised. Without secrets: it is kept in the journal.
+    """
     inner = getattr(error, "cause", None) or error
     lines = str(inner).strip().splitlines()
     return redact.text(f"{type(inner).__name__}: {lines[0]}") if lines else type(inner).__name__

@@ -1,7 +1,9 @@
-"""Permissions to work, as many as the engines that serve can use: a semaphore whose size may change.
+"""Permissions to work, as many as the engines that serve can use: a semaphore whose size may
+change.
 
-Holders take one, wait for their turn in the order in which they came, and give it back. Invariant: no slot is given while
-`taken` is at or above `size`; when the size falls, holders keep theirs and the next ones wait for longer.
+Holders take one, wait for their turn in the order in which they came, and give it back. Invariant:
+no slot is given while `taken` is at or above `size`; when the size falls, holders keep theirs and
+the next ones wait for longer.
 """
 
 import asyncio

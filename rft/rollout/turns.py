@@ -1,12 +1,16 @@
-"""When an engine works, and when its devices are the trainer's: the gate for requests, sleeping and waking.
+"""When an engine works, and when its devices are the trainer's: the gate for requests, sleeping and
+waking.
 
-    request ──► gate ──► under way ──► answered          sleep: under way are finished ─► gate closes ─► vLLM sleeps
-                (closed while weights are installed,     wake:  weights ─► (new ones are installed) ─► cache ─► gate opens
+    request ──► gate ──► under way ──► answered          sleep: under way are finished
+            ─► gate closes ─► vLLM sleeps
+                (closed while weights are installed,     wake:  weights ─► (new ones are installed)
+                        ─► cache ─► gate opens
                  and while the engine sleeps)
 
-In: requests, and the word of who leads the engine. On a GPU vLLM's sleep frees the card: the weights wait in host memory, the cache
-is dropped. On a CPU it frees nothing, but nobody computes, so the cores are the trainer's; all the rest is the same. Invariants:
-a request that has not passed the gate is not known to vLLM; nothing decodes between `sleep` and the last `wake`.
+In: requests, and the word of who leads the engine. On a GPU vLLM's sleep frees the card: the
+weights wait in host memory, the cache is dropped. On a CPU it frees nothing, but nobody computes,
+so the cores are the trainer's; all the rest is the same. Invariants: a request that has not passed
+the gate is not known to vLLM; nothing decodes between `sleep` and the last `wake`.
 """
 
 import asyncio
@@ -21,7 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's words for the parts of an engine that sleep
-LEVEL = 1  # of vLLM's sleep: 2 would forget the weights, and a round that fails leaves the old ones to be served
+# of vLLM's sleep: 2 would forget the weights, and a round that fails leaves the old ones to be
+# served
+LEVEL = 1
 
 
 class Turns:
@@ -61,16 +67,22 @@ class Turns:
                 self._idle.set()
 
     async def sleep(self, llm: "AsyncLLM", patience: float) -> dict[str, Any]:
-        """Sleep as soon as nothing is under way. What is not finished after `patience` seconds is frozen as it is, and goes on
-        when the engine wakes: its tokens from then on are of the weights from then on, as its versions say."""
+        """Sleep as soon as nothing is under way. What is not finished after `patience` seconds is
+        frozen as it is, and goes on when the engine wakes: its tokens from then on are of the
+        weights from then on, as its versions say.
+        """
         began = time.monotonic()
         try:
             async with asyncio.timeout(patience):
-                while self._under_way:  # one more may have come when this is told of the last one's end
+                # one more may have come when this is told of the last one's end
+                while self._under_way:
                     await self._idle.wait()
         except TimeoutError:
             log.warning(
-                "%s sleeps over %d requests that were not finished in %g s", self.name, self._under_way, patience
+                "%s sleeps over %d requests that were not finished in %g s",
+                self.name,
+                self._under_way,
+                patience,
             )
         self.close()
         if WEIGHTS not in self._asleep:

@@ -5,7 +5,10 @@ from typing import Any
 
 
 def entry(reply: str, key: str) -> Any:
-    """What the last JSON object of `reply` that has `key` holds there. ValueError: there is none."""
+    """What the last JSON object of `reply` that has `key` holds there.
+
+    ValueError: there is none.
+    """
     decoder, found, some = json.JSONDecoder(), None, False
     for place, character in enumerate(reply):
         if character != "{":
@@ -17,7 +20,9 @@ def entry(reply: str, key: str) -> Any:
         if isinstance(value, dict) and key in value:
             found, some = value[key], True
     if not some:
-        raise ValueError(f"the judge's answer has no JSON object with `{key}`: it ends in {reply[-200:]!r}")
+        raise ValueError(
+            f"the judge's answer has no JSON object with `{key}`: it ends in {reply[-200:]!r}"
+        )
     return found
 
 

@@ -1,9 +1,11 @@
-"""What tells that bytes arrived as they were sent: 128 bits per bucket, seeded with the round that the bucket belongs to.
+"""What tells that bytes arrived as they were sent: 128 bits per bucket, seeded with the round that
+the bucket belongs to.
 
-Host memory: xxh3-128. Device memory: a mixing reduction in torch's integers, so that no byte has to leave the device; two sums
-of the words, each word multiplied by an odd number that depends on its place and mixed (the finaliser of splitmix64, Steele et
-al. 2014). Both ends of a stream use the same one: which, follows from where the weights lie. The seed names plan, version,
-stream and bucket: bytes of another round are wrong bytes.
+Host memory: xxh3-128. Device memory: a mixing reduction in torch's integers, so that no byte has to
+leave the device; two sums of the words, each word multiplied by an odd number that depends on its
+place and mixed (the finaliser of splitmix64, Steele et al. 2014). Both ends of a stream use the
+same one: which, follows from where the weights lie. The seed names plan, version, stream and
+bucket: bytes of another round are wrong bytes.
 """
 
 import torch
@@ -23,7 +25,10 @@ def host(seed: int) -> "xxhash.xxh3_128":
 
 
 def device(data: torch.Tensor, seed: int) -> bytes:
-    """Of a contiguous uint8 tensor on any device, whose length 8 divides. Reads 16 bytes back to the host."""
+    """Of a contiguous uint8 tensor on any device, whose length 8 divides.
+
+    Reads 16 bytes back to the host.
+    """
     words = data.view(torch.int64)
     places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=data.device)
     lanes = [_mixed(words + places * _signed(odd) + _signed(seed ^ odd)).sum() for odd in ODD]

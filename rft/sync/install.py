@@ -1,82 +1,96 @@
-"""The part of weight sync that lives inside vLLM: receives weights beside the decoding, installs them between two steps of it.
+"""The part of weight sync that lives inside vLLM: receives weights beside the decoding, installs
+them between two steps of it.
 
-    stage (a thread, while the engine decodes)        update_weights (between pause and resume: nothing decodes)
-    receive + verify everything ──► told, by a socket ──► open layer-wise reload ──► load, one generator ──► close, re-packed
-    fails: nothing was touched                            fails from here on: reload aborted, `mixed` until a round succeeds
+    stage (a thread, while the engine decodes)        update_weights (between pause and resume:
+                                                      nothing decodes)
+    receive + verify everything ──► told, by a channel ──► open layer-wise reload
+            ──► load, one generator ──► close, re-packed
+    fails: nothing was touched                            fails from here on: reload aborted,
+                                                          `mixed` until a round succeeds
 
-`direct` rounds receive inside `update_weights`, without staging memory: what fails there has touched the model. Always through
-layer-wise reload: on CPU vLLM re-packs linear weights and a raw copy would land nowhere. Where the bytes come from is the
-round's `method`: each has an `Origin` that stages them, and everything after that is the same. Invariant: `version` names exactly
-the weights in the model unless `mixed` is set; a round is loaded only when it was staged whole.
+`direct` rounds receive inside `update_weights`, without staging memory: what fails there has
+touched the model. Always through layer-wise reload: on CPU vLLM re-packs linear weights and a raw
+copy would land nowhere. Where the bytes come from is the round's `location`: each kind has a
+`WeightReader` that stages them, and everything after that is the same. Invariant: `version` names
+exactly the weights in the model unless `mixed` is set; a round is loaded only when it was staged
+whole.
 """
 
 import itertools
-import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
     _place_kernel_tensors,
     get_layerwise_info,
 )
 
-from rft import device as devices
+from rft.ground import device as devices
+from rft.ground.experience import decode
+from rft.ground.rounds import (
+    BROKEN,
+    CHECKPOINT,
+    MEMORY,
+    MISSED,
+    STREAM,
+    UNREACHABLE,
+    AdapterOrder,
+    AtPath,
+    Received,
+    Round,
+    TrainerInfo,
+    WorkerState,
+)
 from rft.monitor import trace
-from rft.sync import adapter_install
-from rft.sync.from_checkpoint import SavedWeights
-from rft.sync.from_memory import HandedBuckets
-from rft.sync.narrow import WHOLE, Share
+from rft.rollout.worker_channel import StageOrder, StageReport
+from rft.sync import lora
+from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
+from rft.sync.links import join_links
+from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader
 from rft.sync.receiver import Receiver, file_tensors
-from rft.sync.sender import Link
-from rft.sync.wire import Lost, Refused, Wire
+from rft.sync.tensor_parallel import WHOLE, Share
 
 log = logging.getLogger(__name__)
+CHANNEL_S = 60.0  # for an order that has begun to come, or a report, to come whole
+CHANNEL_BYTES = 2**30  # of an order, which may list where every bucket lies
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    info: dict[str, Any]
+    info: bytes  # a TrainerInfo: it comes through vLLM
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`update`: version, and where its bytes come from: `source` is "staged", "direct" (digest and epoch of the streams) or
-    "files" (path)."""
-
-    update: dict[str, Any]
-
-
-class Origin(Protocol):
-    """How a method's weights come to this worker. `again`: buckets of the last round that had to come twice."""
-
-    again: int
-
-    def connect(self, info: dict[str, Any]) -> None: ...
-    def check(self, update: dict[str, Any]) -> None: ...
-    def stage(self, update: dict[str, Any]) -> dict[str, torch.Tensor]: ...
-    def size(self, staged: dict[str, torch.Tensor]) -> int: ...
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def close(self) -> None: ...
+    coming: Round
 
 
 class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """States: idle -> started -> loaded -> idle (new version); any failure -> idle (old version, or mixed)."""
+    """States: idle -> started -> loaded -> idle (new version); any
+    failure -> idle (old version, or mixed).
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -85,121 +99,151 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
         self.worker = vllm_config.parallel_config.rank
-        self.receiver = Receiver(self.worker, device, link_maker(device), share_of(vllm_config))
-        self.origins: dict[str, Origin] = {
-            "nccl": self.receiver,
-            "checkpoint": SavedWeights(vllm_config.model_config.model, device),
-            "memory": HandedBuckets(device),
+        self.receiver = Receiver(self.worker, device, join_links(device), share_of(vllm_config))
+        self.readers: dict[str, WeightReader] = {
+            STREAM: self.receiver,
+            CHECKPOINT: SavedWeights(vllm_config.model_config.model, device),
+            MEMORY: HandedBuckets(device),
         }
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False
-        self.unreachable = False  # the last failure was that no bytes came: the model and this worker are all right
-        self.round: dict[str, Any] = {}
-        self.staged: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None  # an update, and what it brought
+        # the last failure was that no bytes came: the model and this worker are all right
+        self.unreachable = False
+        self.received = Received()
+        self.load_s = self.install_s = 0.0
+        self.adapters: list[int] = []
+        # a round without its location, its method, and what it brought
+        self.staged: tuple[Round, str, dict[str, torch.Tensor]] | None = None
+        self.loaded: int | None = None  # the version in an update that is not finished
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
 
-    def state(self) -> dict[str, Any]:
-        """What this worker holds and what its last round took: asked for by the engine actor after every round."""
-        facts = {"version": self.version, "mixed": self.mixed, "unreachable": self.unreachable}
-        return {**facts, "digest": "", "bytes": 0, "receive_s": 0.0, "load_s": 0.0, "again": 0, **self.round}
+    def state(self) -> WorkerState:
+        """Asked for by the engine actor after every round."""
+        return WorkerState(
+            version=self.version,
+            mixed=self.mixed,
+            unreachable=self.unreachable,
+            received=self.received,
+            load_s=self.load_s,
+            adapters=self.adapters,
+            install_s=self.install_s,
+        )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        info = decode(init_info.info, TrainerInfo)
         self.staged, self.unreachable = None, False
         try:
-            self._origin(init_info.info).connect(init_info.info)
-        except (Lost, Refused):
+            self.readers[info.method].connect(info)
+        except (PeerLost, PeerRefused):
             self.unreachable = True
             raise
 
     def listen(self, path: str) -> None:
-        """Follow the orders that come over the Unix socket `path` (`rft.rollout.orders`), in a thread of their own."""
-        orders = socket.socket(socket.AF_UNIX)
-        orders.connect(path)
+        """Follow the orders that come over the Unix socket `path` (`rft.rollout.worker_channel`),
+        in a thread of their own.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        orders = PeerConnection(connection, "the engine's actor", CHANNEL_S, limit=CHANNEL_BYTES)
         threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
-    def _follow(self, orders: socket.socket) -> None:
+    def _follow(self, orders: PeerConnection) -> None:
         devices.yield_to_others()  # decoding goes first
         trace.start(f"{Path(os.environ.get('RFT_LOG_FILE', 'engine')).stem}_worker_{self.worker}")
-        with orders, orders.makefile("rb") as lines:
-            for line in lines:
-                update = json.loads(line)
-                number = update.pop("round")
-                orders.sendall(
-                    json.dumps({**self.stage(update), "round": number, "worker": self.worker}).encode() + b"\n"
-                )
+        with suppress(PeerLost):  # the actor has ended, and this process will
+            while True:
+                order = msgspec.convert(orders.receive_record(patient=True), StageOrder)
+                report = StageReport(number=order.number, received=self.stage(order.round))
+                orders.send_record(report)
+        orders.close()
 
-    def stage(self, update: dict[str, Any]) -> dict[str, Any]:
-        """Receive a round while the engine decodes. Returns its numbers, or what went wrong and whom that blames."""
+    def stage(self, coming: Round) -> Received:
+        """Receive a round while the engine decodes."""
         self.staged = None
-        began, origin = time.monotonic(), self._origin(update)
+        began, reader = time.monotonic(), self.readers[coming.method]
         try:
-            origin.check(update)
-            with trace.span("receive weights", version=update["version"]):
-                tensors = origin.stage(update)
+            reader.check(coming)
+            with trace.span("receive weights", version=coming.version):
+                tensors = reader.stage(coming)
         except Exception as error:
-            origin.close()
-            log.warning("version %s was not staged", update["version"], exc_info=True)
-            return {"error": str(error), "kind": kind(error)}
-        self.staged = {key: value for key, value in update.items() if key != "origin"}, tensors
-        self.round = self._numbers(update, origin.size(tensors), began)
-        return self.round
+            reader.close()
+            log.warning("version %s was not staged", coming.version, exc_info=True)
+            return Received(error=str(error) or type(error).__name__, blame=blamed(error))
+        self.received = self._received(coming, reader.size(tensors), began)
+        self.staged = replace(coming, location=None), coming.method, tensors
+        return self.received
 
-    def _origin(self, told: dict[str, Any]) -> Origin:
-        return self.origins[told.get("method", "nccl")]
-
-    def _numbers(self, update: dict[str, Any], size: int, began: float) -> dict[str, Any]:
-        seconds = time.monotonic() - began
-        return {"digest": update["digest"], "bytes": size, "receive_s": seconds, "again": self._origin(update).again}
+    def _received(self, coming: Round, size: int, began: float) -> Received:
+        return Received(
+            digest=coming.digest,
+            bytes=size,
+            receive_s=time.monotonic() - began,
+            again=self.readers[coming.method].again,
+        )
 
     def start_weight_update(self) -> None:
-        """The reload is opened only once all bytes are there, so a round that never arrives touches nothing."""
+        """The reload is opened only once all bytes are there, so a
+        round that never arrives touches nothing.
+        """
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Overrides vLLM's, which calls `torch.accelerator.synchronize`: on a CPU torch that raises."""
+        """Overrides vLLM's, which calls
+        `torch.accelerator.synchronize`: on a CPU torch that
+        raises.
+        """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        update, began, self.unreachable = update_info.update, time.monotonic(), False
+        coming, began, self.unreachable = update_info.coming, time.monotonic(), False
         try:
-            self._load(self._source(update))
+            self._load(self._source(coming))
         except BaseException as error:
-            self.unreachable = isinstance(error, Lost | Refused | TimeoutError)
+            self.unreachable = isinstance(error, PeerLost | PeerRefused | TimeoutError)
             self.receiver.close()
             raise
         finally:
             self.staged = None
-        self.round |= {"target": update["version"], "load_s": time.monotonic() - began}
+        self.loaded, self.load_s = coming.version, time.monotonic() - began
 
-    def install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-        """Register a staged round beside the adapters of before, whose requests go on. The base weights stay."""
+    def install_adapter(self, coming: Round, order: AdapterOrder) -> None:
+        """Register a staged round beside the adapters of before, whose requests go on.
+
+        The base weights stay.
+        """
         try:
-            tensors = dict(self._source(update))
+            tensors = dict(self._source(coming))
         finally:
             self.staged = None
-        self.round |= adapter_install.install(self.model, adapter_install.Order(**order), tensors)
-        self.version = update["version"]
-        return self.state()
+        began = time.monotonic()
+        self.adapters = lora.install(self.model, order, tensors)
+        self.install_s, self.load_s = time.monotonic() - began, 0.0
+        self.version = coming.version
 
-    def _source(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The round's tensors. Whatever can be known to be wrong is raised here, before the model is touched."""
-        if update["source"] == "files":
-            tensors = dict(file_tensors(update["path"]))
-            self.round = {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
+    def _source(self, coming: Round) -> Iterator[tuple[str, torch.Tensor]]:
+        """The round's tensors.
+
+        Whatever can be known to be wrong is raised here, before the model is touched.
+        """
+        if isinstance(coming.location, AtPath):
+            tensors = dict(file_tensors(coming.location.path))
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            self.received = Received(bytes=size)
             return iter(tensors.items())
-        if update["source"] == "direct":
-            self.receiver.check(update)
-            return self._direct(update)
-        here = None if self.staged is None else {**self.staged[0], "source": "staged"}
-        if self.staged is None or here != update:
-            raise RuntimeError(f"asked to install {update}, staged is {here}")
-        return self._origin(update).whole(self.staged[1])
+        if coming.direct:
+            self.receiver.check(coming)
+            return self._direct(coming)
+        if self.staged is None or self.staged[0] != coming:
+            here = None if self.staged is None else self.staged[0]
+            raise RuntimeError(f"asked to install {coming}, staged is {here}")
+        _, method, tensors = self.staged
+        return self.readers[method].whole(tensors)
 
-    def _direct(self, update: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _direct(self, coming: Round) -> Iterator[tuple[str, torch.Tensor]]:
         """Straight from the streams."""
         began = time.monotonic()
-        yield from self.receiver.tensors(update["version"])
-        self.round = self._numbers(update, self.receiver.payload, began)
+        yield from self.receiver.tensors(coming.version)
+        self.received = self._received(coming, self.receiver.payload, began)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         first = next(tensors)  # a trainer that is gone already touches nothing
@@ -219,29 +263,23 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         began = time.monotonic()
         finalize_layerwise_reload(self.model, self.model_config)
-        for layer in self.tied.values():  # got no weights of its own, but keeps a packed copy of the shared ones on CPU
+        # got no weights of its own, but keeps a packed copy of the shared ones on CPU
+        for layer in self.tied.values():
             layer.quant_method.process_weights_after_loading(layer)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        self.version, self.mixed = self.round["target"], False
-        self.round["load_s"] += time.monotonic() - began
+        self.version, self.mixed = self.loaded, False
+        self.load_s += time.monotonic() - began
 
     def shutdown(self) -> None:
-        for origin in self.origins.values():
-            origin.close()
-
-
-def link_maker(device: torch.device) -> Callable[[Wire], Link] | None:
-    """How packed buckets come to this worker; None: it takes them from the wire, straight into host memory."""
-    if devices.choose(device.type).backend != "nccl":
-        return None
-    from rft.sync.links import join_link
-
-    return lambda wire: join_link(wire, device)
+        for reader in self.readers.values():
+            reader.close()
 
 
 def share_of(vllm_config: Any) -> Share:
-    """What this worker needs of the weights: its tensor-parallel part, where vLLM cuts the model in that way alone."""
+    """What this worker needs of the weights: its tensor-parallel part, where vLLM cuts the model in
+    that way alone.
+    """
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size or parallel.enable_expert_parallel:
         return WHOLE
@@ -249,15 +287,17 @@ def share_of(vllm_config: Any) -> Share:
     return Share(worker=parallel.rank, workers=parallel.tensor_parallel_size, kv_heads=heads)
 
 
-def kind(error: Exception) -> str:
-    """Whom a failed round blames: "missed" nobody (the version is over), "unreachable" the way to the trainer, "broken" us."""
-    if isinstance(error, Refused):
-        return "missed"
-    return "unreachable" if isinstance(error, Lost | TimeoutError) else "broken"
+def blamed(error: Exception) -> str:
+    """Whom a round that was not staged blames."""
+    if isinstance(error, PeerRefused):
+        return MISSED
+    return UNREACHABLE if isinstance(error, PeerLost | TimeoutError) else BROKEN
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Layers whose parameter belongs to an earlier layer: an output head that shares the input embedding."""
+    """Layers whose parameter belongs to an earlier layer: an output
+    head that shares the input embedding.
+    """
     owners: dict[int, str] = {}
     tied: dict[str, Any] = {}
     for name, layer in model.named_modules():
@@ -268,14 +308,19 @@ def tied_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def expert_methods(model: torch.nn.Module) -> list[Any]:
-    """What packs the weights of a layer of experts for the CPU: vLLM does so only where it also builds the kernel, once, and
-    would copy unpacked weights over packed ones afterwards. Without a kernel it builds and packs again."""
+    """What packs the weights of a layer of experts for the CPU: vLLM does so only where it also
+    builds the kernel, once, and would copy unpacked weights over packed ones afterwards. Without a
+    kernel it builds and packs again.
+    """
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return [method for method in methods if hasattr(method, "moe_kernel")]
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:
-    """Layers of an open reload that wait for weights and got none. A vocabulary's part can be padding alone: that has none."""
+    """Layers of an open reload that wait for weights and got none.
+
+    A vocabulary's part can be padding alone: that has none.
+    """
     names = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -292,7 +337,9 @@ def unfilled(model: torch.nn.Module) -> list[str]:
 
 
 def abort_reload(model: torch.nn.Module) -> None:
-    """Close a half-done layer-wise reload, which vLLM itself cannot: put the old storage back into open layers."""
+    """Close a half-done layer-wise reload, which vLLM itself cannot: put the old storage back into
+    open layers.
+    """
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():

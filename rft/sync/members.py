@@ -1,41 +1,52 @@
-"""Who holds which version, and what each engine does next: the synchronizer's state machine, pure. No I/O, no clock, no Ray.
+"""Who holds which version, and what each engine does next: the synchronizer's state machine, pure.
+No I/O, no clock, no Ray.
 
-A mark is (epoch, version); marks are compared as pairs, so the versions of a trainer that came back from an older checkpoint
-count as newer than those of the trainer before it. Three marks lead: `offered` can be taken from the trainer now, `target` is
-what it asked all engines to take, `published` is what they all hold. Every engine is in one state:
+A mark is (epoch, version); marks are compared as pairs, so the versions of a trainer that came back
+from an older checkpoint count as newer than those of the trainer before it. Three marks lead:
+`offered` can be taken from the trainer now, `target` is what it asked all engines to take,
+`published` is what they all hold. Every engine is in one state:
 
     state        event          then         and
     -            join           idle         not connected, holds nothing, or `start`
     any          leave          gone         its round goes on without it
-    any          trainer        idle         (a new epoch) not connected; what it holds stays, and is served until the first round
+    any          trainer        idle         (a new epoch) not connected; what it holds stays, and
+                                             is served until the first round
     idle         connect        connecting
     connecting   connected      idle         connected to the epoch
     idle         begin          staging      with the offered mark, if it holds less than the target
     staging      staged         committing
-    staging      missed         idle         the offer was over: waits for the next one, its round goes on without it
+    staging      missed         idle         the offer was over: waits for the next one, its round
+                                             goes on without it
     committing   committed      idle         holds the mark
     connecting, staging, committing
                  unreachable    idle         not connected; for the third time in a row as `missed`
-                 broken         idle         not connected; for the third time in a row gone, and to be replaced
+                 broken         idle         not connected; for the third time in a row gone, and to
+                                             be replaced
     committing   damaged        idle         as broken, and it holds nothing: its weights are mixed
 
-Invariants (tests/unit/test_members.py walks through every reachable state): an engine is admitted to requests only when it
-holds at least the published mark; something is published only when every engine of the round holds it, is gone or has missed
-it, and at least one holds it; of one epoch, `published` never goes back; what belongs to an older epoch changes nothing.
+Invariants (tests/unit/test_members.py walks through every reachable state): an engine is admitted
+to requests only when it holds at least the published mark; something is published only when every
+engine of the round holds it, is gone or has missed it, and at least one holds it; of one epoch,
+`published` never goes back; what belongs to an older epoch changes nothing.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 Mark = tuple[int, int]  # epoch, version
 PATIENCE = 3  # failures in a row
-START = (-1, 0)  # what every engine was started with, where that is to be served until there is something newer
+# what every engine was started with, where that is to be served until there is something newer
+START = (-1, 0)
 
 IDLE, CONNECTING, STAGING, COMMITTING, GONE = "idle", "connecting", "staging", "committing", "gone"
 
 
 @dataclass
-class Member:
-    """One engine. `taking`: the mark that it stages or commits; `missed`: an offer that it will not try again."""
+class EngineMember:
+    """One engine.
+
+    `taking`: the mark that it stages or commits; `missed`: an offer that it will not try again.
+    """
 
     state: str = IDLE
     connected: int | None = None  # epoch
@@ -52,7 +63,7 @@ class Members:
     offered: Mark | None = None
     target: Mark | None = None
     published: Mark | None = None
-    all: dict[str, Member] = field(default_factory=dict)
+    all: dict[str, EngineMember] = field(default_factory=dict)
     round: set[str] = field(default_factory=set)  # engines that the target waits for
     start: Mark | None = None  # what an engine holds as it joins
 
@@ -61,7 +72,9 @@ class Members:
     def trainer(self, epoch: int) -> None:
         """A trainer attaches. Raises ValueError for one that is older than the last."""
         if epoch <= self.epoch:
-            raise ValueError(f"a trainer of epoch {epoch} cannot connect: epoch {self.epoch} has been here")
+            raise ValueError(
+                f"a trainer of epoch {epoch} cannot connect: epoch {self.epoch} has been here"
+            )
         self.epoch, self.offered, self.target = epoch, None, None
         self.round = set()
         for member in self.alive().values():
@@ -97,12 +110,12 @@ class Members:
     def join(self, name: str) -> None:
         if name in self.alive():
             raise ValueError(f"{name} is here already")
-        self.all[name] = Member(held=self.start)
+        self.all[name] = EngineMember(held=self.start)
 
     def leave(self, name: str, reason: str) -> None:
         """Gone for good; one that comes back under the name joins as a new one."""
         if name in self.all:
-            self.all[name] = Member(state=GONE, reason=reason)
+            self.all[name] = EngineMember(state=GONE, reason=reason)
             self.round.discard(name)
 
     def connect(self, name: str) -> None:
@@ -160,21 +173,28 @@ class Members:
 
     # Questions
 
-    def alive(self) -> dict[str, Member]:
+    def alive(self) -> dict[str, EngineMember]:
         return {name: member for name, member in self.all.items() if member.state != GONE}
 
     def admitted(self) -> list[str]:
         """Engines that requests may go to."""
         if self.published is None:
             return []
-        return [n for n, m in self.alive().items() if m.held is not None and m.held >= self.published]
+        return [
+            n for n, m in self.alive().items() if m.held is not None and m.held >= self.published
+        ]
 
     def next_step(self, name: str) -> str:
         """What this engine shall do: "connect", "take", "" (wait) or "end"."""
         member = self.all[name]
         if member.state == GONE:
             return "end"
-        if member.state != IDLE or self.offered is None or self.target is None or member.missed == self.offered:
+        if (
+            member.state != IDLE
+            or self.offered is None
+            or self.target is None
+            or member.missed == self.offered
+        ):
             return ""
         if member.held is not None and member.held >= self.target:
             return ""
@@ -182,14 +202,48 @@ class Members:
 
     def is_over(self) -> bool:
         """Nobody is waited for any more, and somebody holds the target."""
-        return self.target is not None and not self.round and any(self._holds_target(m) for m in self.alive().values())
+        return (
+            self.target is not None
+            and not self.round
+            and any(self._holds_target(m) for m in self.alive().values())
+        )
 
     def is_hopeless(self) -> bool:
         """Engines are here, and none of them will ever take this target."""
         here = self.alive().values()
-        return self.target is not None and not self.round and bool(here) and all(m.missed for m in here)
+        return (
+            self.target is not None
+            and not self.round
+            and bool(here)
+            and all(m.missed for m in here)
+        )
 
-    def _holds_target(self, member: Member) -> bool:
+    def states(self, admitted: list[str]) -> dict[str, dict[str, Any]]:
+        """What is known of every engine, for people."""
+        return {
+            name: {
+                "state": member.state,
+                "version": member.held[1] if member.held else None,
+                "admitted": name in admitted,
+                "reason": member.reason,
+            }
+            for name, member in self.all.items()
+        }
+
+    def where(self) -> str:
+        """The same in words."""
+        if not self.all:
+            return "no engine is here"
+        told = []
+        for name, member in self.all.items():
+            held = f"version {member.held[1]}" if member.held else "no version"
+            told.append(
+                f"{name} is {member.state}, holds {held}"
+                + (f" ({member.reason})" if member.reason else "")
+            )
+        return "; ".join(told)
+
+    def _holds_target(self, member: EngineMember) -> bool:
         return self.target is not None and member.held is not None and member.held >= self.target
 
     def _takes(self, name: str, mark: Mark) -> bool:
@@ -208,7 +262,7 @@ class Members:
         member.failures, member.reason = member.failures + 1, reason
         return member.failures >= PATIENCE
 
-    def _from(self, name: str, state: str) -> Member:
+    def _from(self, name: str, state: str) -> EngineMember:
         member = self.all[name]
         assert member.state == state, f"{name} is {member.state}, not {state}"
         return member

@@ -1,8 +1,10 @@
-"""The plan of a weight stream: which bytes go in which message. Pure; both sides compute the same from the same blocks.
+"""The plan of a weight stream: which bytes go in which message. Pure; both sides compute the same
+from the same blocks.
 
-In: every trainer rank's list of `Block`s. Out: a `Plan`: one stream per rank that owns blocks, in rank order, each cut into
-buckets of consecutive row ranges (`Piece`). Its digest travels with every round, so two sides that would cut the bytes
-differently refuse each other. Invariant: the blocks of a plan cover every element of every tensor exactly once.
+In: every trainer rank's list of `Block`s. Out: a `StreamPlan`: one stream per rank that owns
+blocks, in rank order, each cut into buckets of consecutive row ranges (`Slice`). Its digest travels
+with every round, so two sides that would cut the bytes differently refuse each other. Invariant:
+the blocks of a plan cover every element of every tensor exactly once.
 """
 
 import math
@@ -12,17 +14,15 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from rft.experience import Record
-from rft.protocols import Block
+from rft.ground.experience import Record
+from rft.ground.names import ITEM_BYTES
+from rft.ground.protocols import Block
 
-ALIGNMENT = 64  # bytes; pieces start aligned, so the receiver can view them as any dtype without a copy
-ITEM_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+# bytes; pieces start aligned, so the receiver can view them as any dtype without a copy
+ALIGNMENT = 64
 
 
-class Piece(Record, frozen=True):
+class Slice(Record, frozen=True):
     """Rows [start, stop) of block number `block` of its stream, at byte `offset` of the bucket."""
 
     block: int
@@ -34,11 +34,11 @@ class Piece(Record, frozen=True):
 class Bucket(Record, frozen=True):
     """One message: pieces in stream order and its payload in bytes (padding included)."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Slice, ...]
     nbytes: int
 
 
-class Stream(Record, frozen=True):
+class WeightStream(Record, frozen=True):
     """What trainer rank `rank` sends, in order."""
 
     rank: int
@@ -50,10 +50,10 @@ class Stream(Record, frozen=True):
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
-class Plan(Record, frozen=True):
+class StreamPlan(Record, frozen=True):
     """All streams of one trainer. `digest` is xxh3-128 over everything else in it."""
 
-    streams: tuple[Stream, ...]
+    streams: tuple[WeightStream, ...]
     digest: str
 
     @property
@@ -61,27 +61,32 @@ class Plan(Record, frozen=True):
         return sum(stream.nbytes for stream in self.streams)
 
 
-def build(blocks_by_rank: list[list[Block]], bucket_bytes: int) -> Plan:
-    """Plan for ranks 0, 1, ... that own these blocks; ranks without blocks have no stream. Raises ValueError on bad coverage."""
+def build(blocks_by_rank: list[list[Block]], bucket_bytes: int) -> StreamPlan:
+    """Plan for ranks 0, 1, ... that own these blocks; ranks without blocks have no stream.
+
+    Raises ValueError on bad coverage.
+    """
     errors = coverage_errors([block for blocks in blocks_by_rank for block in blocks])
     if errors:
         raise ValueError(f"weight plan, {len(errors)} error(s): " + "; ".join(errors[:20]))
     streams = tuple(
-        Stream(rank=rank, blocks=tuple(blocks), buckets=tuple(buckets(blocks, bucket_bytes)))
+        WeightStream(rank=rank, blocks=tuple(blocks), buckets=tuple(buckets(blocks, bucket_bytes)))
         for rank, blocks in enumerate(blocks_by_rank)
         if blocks
     )
-    return Plan(streams=streams, digest=_digest(streams))
+    return StreamPlan(streams=streams, digest=_digest(streams))
 
 
-def encode(plan: Plan) -> dict[str, object]:
+def encode(plan: StreamPlan) -> dict[str, object]:
     """Plain dict of lists, strings and numbers, for a process boundary."""
     return msgspec.to_builtins(plan)  # type: ignore[no-any-return]
 
 
-def decode(data: dict[str, object]) -> Plan:
-    """The plan out of `encode`'s dict; raises ValueError when its content does not have the digest that it names."""
-    plan = msgspec.convert(data, Plan)
+def decode(data: dict[str, object]) -> StreamPlan:
+    """The plan out of `encode`'s dict; raises ValueError when its content does not have the digest
+    that it names.
+    """
+    plan = msgspec.convert(data, StreamPlan)
     actual = _digest(plan.streams)
     if actual != plan.digest:
         raise ValueError(f"weight plan names digest {plan.digest}, its content has {actual}")
@@ -89,7 +94,9 @@ def decode(data: dict[str, object]) -> Plan:
 
 
 def coverage_errors(blocks: list[Block]) -> list[str]:
-    """Everything that keeps `blocks` from covering each tensor exactly once, in words; empty when they do."""
+    """Everything that keeps `blocks` from covering each tensor
+    exactly once, in words; empty when they do.
+    """
     by_name: dict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         by_name[block.name].append(block)
@@ -114,10 +121,15 @@ def _tensor_errors(name: str, blocks: list[Block]) -> list[str]:
         elif block.start > end:
             errors.append(f"{name}: dim {first.dim} [{end}, {block.start}) is missing")
         elif block.start < end:
-            errors.append(f"{name}: dim {first.dim} [{block.start}, {min(end, block.stop)}) comes more than once")
+            errors.append(
+                f"{name}: dim {first.dim} [{block.start}, {min(end, block.stop)}) comes more than "
+                "once"
+            )
         end = max(end, block.stop)
     if end != first.shape[first.dim]:
-        errors.append(f"{name}: dim {first.dim} ends at {end}, the tensor at {first.shape[first.dim]}")
+        errors.append(
+            f"{name}: dim {first.dim} ends at {end}, the tensor at {first.shape[first.dim]}"
+        )
     return errors
 
 
@@ -127,9 +139,12 @@ def row_bytes(block: Block) -> int:
 
 
 def buckets(blocks: Sequence[Block], limit: int) -> list[Bucket]:
-    """Fill buckets up to `limit` bytes; a block that does not fit goes on in the next one. At least one row each."""
+    """Fill buckets up to `limit` bytes; a block that does not fit goes on in the next one.
+
+    At least one row each.
+    """
     found: list[Bucket] = []
-    pieces: list[Piece] = []
+    pieces: list[Slice] = []
     end = 0
 
     def close() -> None:
@@ -148,12 +163,12 @@ def buckets(blocks: Sequence[Block], limit: int) -> list[Bucket]:
                 close()
                 continue
             stop = start + max(fitting, 1)
-            pieces.append(Piece(block=number, start=start, stop=stop, offset=end))
+            pieces.append(Slice(block=number, start=start, stop=stop, offset=end))
             end += -(-(stop - start) * size // ALIGNMENT) * ALIGNMENT
             start = stop
     close()
     return found
 
 
-def _digest(streams: tuple[Stream, ...]) -> str:
+def _digest(streams: tuple[WeightStream, ...]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(streams))

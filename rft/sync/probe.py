@@ -1,32 +1,27 @@
-"""Do the engines compute what the trainer computes? Asked every n-th time that weights were synchronized, and the first time.
+"""Do the engines compute what the trainer computes? Asked every n-th time that weights were
+synchronized, and the first time.
 
-    rank 0 ── a fixed prompt ──► every engine: greedy tokens, their log-probabilities ──► packed ──► the policy's own forward pass
+    rank 0 ── a fixed prompt ──► every engine: greedy tokens, their log-probabilities ──► packed
+            ──► the policy's own forward pass
 
-In: a policy whose weights are those that all engines serve. Out: the mean and the largest difference of a log-probability.
-Checksums say that bytes arrived; this says that they arrived where they belong: a transposed block, a wrong norm or an expert
-at another place has the right bytes. Invariant: it changes nothing, and every rank comes to the same end.
+In: a policy whose weights are those that all engines serve. Out: the mean and the largest
+difference of a log-probability. Checksums say that bytes arrived; this says that they arrived where
+they belong: a transposed block, a wrong norm or an expert at another place has the right bytes.
+Invariant: it changes nothing, and every rank comes to the same end.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
 
-from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
-from rft.packing import Packed, Row, pack
+from rft.data.packing import Packed, Row, pack
+from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.protocols import Mesh
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
-LIMIT = 0.5  # nats, mean: half-precision arithmetic differs by a tenth of it, a wrong layout by several
+# nats, mean: half-precision arithmetic differs by a tenth of it, a wrong layout by several
+LIMIT = 0.5
 ANSWER_S = 60.0
-
-
-class Ranks(Protocol):
-    rank: int
-    dp: int
-    is_last_stage: bool
-
-    def broadcast(self, item: Any) -> Any: ...
-    def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]: ...
-    def reduce(self, sums: Any, maxima: Any) -> None: ...
 
 
 class Scorer(Protocol):
@@ -38,7 +33,9 @@ class Scorer(Protocol):
 class Probe:
     """`interval`: every so many versions; 0: never. `vocab`: token ids that the model has."""
 
-    def __init__(self, policy: Scorer, mesh: Ranks, synchronizer: Any | None, interval: int, vocab: int):
+    def __init__(
+        self, policy: Scorer, mesh: Mesh, synchronizer: Any | None, interval: int, vocab: int
+    ):
         self.policy = policy
         self.mesh = mesh
         self.synchronizer = synchronizer
@@ -47,7 +44,10 @@ class Probe:
         self.passed = 0  # versions since the last one that was probed
 
     def after(self, version: int) -> dict[str, float]:
-        """All engines serve `version`, which are the policy's weights now. Collective; raises when they compute something else."""
+        """All engines serve `version`, which are the policy's weights now.
+
+        Collective; raises when they compute something else.
+        """
         due = self.interval > 0 and self.passed % self.interval == 0
         self.passed += 1
         if not due:
@@ -57,7 +57,8 @@ class Probe:
         mean, most = self._differences(self.mesh.scatter_parts(parts))
         if mean > LIMIT:
             raise RuntimeError(
-                f"the engines do not compute what the trainer does: of version {version} their log-probabilities differ by "
+                f"the engines do not compute what the trainer does: of version {version} their "
+                "log-probabilities differ by "
                 f"{mean:.2f} nats on average, {most:.2f} at most, on the same tokens"
             )
         return {"probe_mean_diff": mean, "probe_max_diff": most}
@@ -67,7 +68,9 @@ class Probe:
 
         prompt = [(13 + 7919 * i) % self.vocab for i in range(PROMPT_TOKENS)]
         sampling = Sampling(temperature=0.0, max_tokens=NEW_TOKENS)
-        self.request = GenerateRequest(request_id=f"probe/{version}", prompt=prompt, sampling=sampling)
+        self.request = GenerateRequest(
+            request_id=f"probe/{version}", prompt=prompt, sampling=sampling
+        )
         answers = ray.get(self.synchronizer.probe.remote(encode(self.request)), timeout=ANSWER_S)  # type: ignore[union-attr]
         return [made for answer in answers for made in decode(answer, list[Completion])]
 
@@ -85,14 +88,25 @@ class Probe:
             for packed, scores in zip(part, found, strict=True):
                 differences = np.abs(scores - packed.behaviour)[packed.weight > 0]
                 sums += torch.tensor([differences.sum(), len(differences)], dtype=torch.float64)
-                maxima = torch.maximum(maxima, torch.tensor([differences.max(initial=0.0)], dtype=torch.float64))
+                maxima = torch.maximum(
+                    maxima, torch.tensor([differences.max(initial=0.0)], dtype=torch.float64)
+                )
         self.mesh.reduce(sums, maxima)
         return float(sums[0] / max(1.0, float(sums[1]))), float(maxima[0])
 
 
 def _row(prompt: list[int], made: Completion) -> Row:
     tokens = np.array(prompt + made.tokens, dtype=np.int64)
-    trained, behaviour = np.zeros(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.float32)
+    trained, behaviour = (
+        np.zeros(len(tokens), dtype=np.float32),
+        np.zeros(len(tokens), dtype=np.float32),
+    )
     trained[len(prompt) :] = 1.0
     behaviour[len(prompt) :] = made.logprobs
-    return Row(tokens, trained, behaviour, advantage=np.zeros(len(tokens), dtype=np.float32), weight=trained)
+    return Row(
+        tokens,
+        trained,
+        behaviour,
+        advantage=np.zeros(len(tokens), dtype=np.float32),
+        weight=trained,
+    )

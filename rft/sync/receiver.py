@@ -1,14 +1,17 @@
-"""The engine end of the weight stream, without vLLM: streams (or files) in, whole Hugging Face tensors out.
+"""The engine end of the weight stream, without vLLM: streams (or files) in, whole Hugging Face
+tensors out.
 
     stream 0 ──thread─┐  bytes land in the tensor that they belong to,
-    stream 1 ──thread─┼─► every bucket is checked, wrong ones come again ──► (name, tensor), each name once
+    stream 1 ──thread─┼─► every bucket is checked, wrong ones come again
+            ──► (name, tensor), each name once
     ...               ┘
 
-`rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through `register`, the package's
-`vllm.general_plugins` entry point. A tensor-parallel worker takes only its part of the streams (`rft.sync.narrow`); the tensors
-have their whole shape all the same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
-only when all its bytes have come and their checksums fit; whatever a receiving thread meets is raised to the consumer; after a
-failed round every wire is closed.
+`rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
+`register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
+its part of the streams (`rft.sync.tensor_parallel`); the tensors have their whole shape all the
+same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
+only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
+raised to the consumer; after a failed round every wire is closed.
 """
 
 import logging
@@ -24,15 +27,17 @@ from typing import Any
 import msgspec
 import torch
 
-from rft import device as devices
+from rft.ground import device as devices
+from rft.ground.experience import decode, encode
+from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
 from rft.monitor import logs
 from rft.sync import checksum
 from rft.sync import plan as plans
-from rft.sync.narrow import WHOLE, Part, Share, part_of
-from rft.sync.plan import Plan, Stream
-from rft.sync.sender import Link
+from rft.sync.connection import CHUNK, PeerConnection, PeerRefused, handshake
+from rft.sync.links import BucketLink
+from rft.sync.plan import StreamPlan, WeightStream
 from rft.sync.staging import Staging
-from rft.sync.wire import CHUNK, Refused, Wire, knock
+from rft.sync.tensor_parallel import WHOLE, Share, StreamPart, part_of
 
 log = logging.getLogger(__name__)
 BACKEND = "rft"
@@ -40,7 +45,10 @@ TRIES = 3  # of one bucket: a bit may flip on the way, a faulty machine flips th
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: make "rft" a weight transfer backend. Called in every vLLM process, repeatedly."""
+    """Entry point `vllm.general_plugins`: make "rft" a weight transfer backend.
+
+    Called in every vLLM process, repeatedly.
+    """
     if "RFT_LOG_FILE" in os.environ and multiprocessing.parent_process() is not None:
         logs.die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
     logs.show_stacks_on_signal()
@@ -51,70 +59,95 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers, for `collective_rpc`; `rft.rollout.engine` names this class to vLLM."""
+    """Methods that vLLM adds to its workers, for `collective_rpc`; `rft.rollout.engine` names this
+    class to vLLM. Records of `rft.ground.rounds` come and go as their msgpack.
+    """
 
-    def rft_weight_state(self) -> dict[str, Any]:
-        """What this worker holds; see `rft.sync.install.StreamedWeights.state`."""
-        return self.weight_transfer_engine.state()  # type: ignore[attr-defined, no-any-return]
+    def rft_weight_state(self) -> bytes:
+        """What this worker holds."""
+        return encode(self.weight_transfer_engine.state())  # type: ignore[attr-defined]
 
     def rft_listen(self, path: str) -> None:
-        """From now on receive rounds beside the decoding, as the engine actor orders at the socket `path`."""
+        """From now on receive rounds beside the decoding, as the
+        engine actor orders at the socket `path`.
+        """
         self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
 
-    def rft_install(self, update: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's start, update and finish of new weights in one call, which keeps the pause short. Returns the state."""
+    def rft_install(self, coming: bytes) -> bytes:
+        """vLLM's start, update and finish of new weights in one call, which keeps the pause short.
+
+        Returns the state.
+        """
         self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights({"update": update})  # type: ignore[attr-defined]
+        self.update_weights({"coming": decode(coming, Round)})  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
         return self.rft_weight_state()
 
-    def rft_install_adapter(self, update: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-        """Register a staged adapter, between two steps; `order` is that of `rft.sync.adapter_install`. Returns the state."""
-        return self.weight_transfer_engine.install_adapter(update, order)  # type: ignore[attr-defined, no-any-return]
+    def rft_install_adapter(self, coming: bytes, order: bytes) -> bytes:
+        """Register a staged adapter, between two steps. Returns the state."""
+        self.weight_transfer_engine.install_adapter(  # type: ignore[attr-defined]
+            decode(coming, Round), decode(order, AdapterOrder)
+        )
+        return self.rft_weight_state()
 
 
 class Receiver:
-    """Joins the streams of one trainer epoch and turns each round into tensors. One per engine worker."""
+    """Joins the streams of one trainer epoch and turns each round into tensors.
+
+    One per engine worker.
+    """
 
     def __init__(
-        self, worker: int, device: torch.device, make_link: Callable[[Wire], Link] | None = None, share: Share = WHOLE
-    ):  # fmt: skip
+        self,
+        worker: int,
+        device: torch.device,
+        make_link: Callable[[PeerConnection], BucketLink] | None = None,
+        share: Share = WHOLE,
+    ):
         self.worker = worker
         self.device = device
         self.make_link = make_link
         self.share = share
-        self.plan: Plan | None = None
+        self.plan: StreamPlan | None = None
         self.epoch = -1
         self.timeout = 0.0
         self.again = 0  # buckets of the last round that had to be sent again
-        self._parts: list[Part] = []  # of the streams that hold anything for this worker
-        self._wires: list[Wire] = []  # one per part
-        self._links: list[Link | None] = []
+        self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
+        self._wires: list[PeerConnection] = []  # one per part
+        self._links: list[BucketLink | None] = []
         self._kept: Staging | None = None
         self._spare = threading.Semaphore(devices.spare_cores())
 
-    def connect(self, info: dict[str, Any]) -> None:
-        """Join these streams instead of those of before, if any. `info`: plan, streams, epoch, timeout, engine."""
-        plan, epoch = plans.decode(info["plan"]), int(info["epoch"])
+    def connect(self, info: TrainerInfo) -> None:
+        """Join these streams instead of those of before, if any."""
+        assert info.plan is not None
+        plan, epoch = plans.decode(info.plan), info.epoch
         if epoch < self.epoch:
-            raise ValueError(f"weight streams of epoch {epoch} cannot be joined: epoch {self.epoch} was here before")
-        if len(info["streams"]) != len(plan.streams):
-            raise ValueError(f"the plan has {len(plan.streams)} streams, the trainer offers {len(info['streams'])}")
+            raise ValueError(
+                f"weight streams of epoch {epoch} cannot be joined: epoch {self.epoch} was here "
+                "before"
+            )
+        if len(info.streams) != len(plan.streams):
+            raise ValueError(
+                f"the plan has {len(plan.streams)} streams, the trainer offers {len(info.streams)}"
+            )
         self.close()
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
-        self.plan, self.epoch, self.timeout = plan, epoch, float(info["timeout"])
+        self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
         self._parts = []
         hello = {
-            "epoch": epoch, "digest": plan.digest, "peer": f"{info['engine']}/{self.worker}",
+            "epoch": epoch,
+            "digest": plan.digest,
+            "peer": f"{info.engine}/{self.worker}",
             "share": msgspec.to_builtins(self.share),
-        }  # fmt: skip
-        for index, endpoint in enumerate(info["streams"]):
+        }
+        for index, endpoint in enumerate(info.streams):
             part = part_of(plan, index, self.share)
             if not part.stream.blocks:
                 continue
             name = f"stream {index} from trainer rank {part.stream.rank}"
-            wire = knock(endpoint, {**hello, "part": part.digest}, name, self.timeout)
+            wire = handshake(endpoint, {**hello, "part": part.digest}, name, self.timeout)
             self._parts.append(part)
             self._wires.append(wire)
             self._links.append(self.make_link(wire) if self.make_link else None)
@@ -124,21 +157,29 @@ class Receiver:
         """Bytes of one round."""
         return sum(part.payload for part in self._parts)
 
-    def check(self, update: dict[str, Any]) -> None:
+    def check(self, coming: Round) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
         if self.plan is None or not self._wires:
             raise RuntimeError("no weight streams are connected")
-        if update["digest"] != self.plan.digest:
+        if coming.digest != self.plan.digest:
             raise ValueError(
-                f"round follows plan {update['digest']}, this engine was connected with {self.plan.digest}"
+                f"round follows plan {coming.digest}, this engine was connected with "
+                f"{self.plan.digest}"
             )
-        if update["epoch"] != self.epoch:
-            raise ValueError(f"round belongs to epoch {update['epoch']}, this engine was connected in {self.epoch}")
+        if coming.epoch != self.epoch:
+            raise ValueError(
+                f"round belongs to epoch {coming.epoch}, this engine was connected in {self.epoch}"
+            )
 
-    def stage(self, update: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What came in one round, to be read through `whole`. It lies in memory that the next `stage` overwrites."""
-        self._kept = self._kept or Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
-        return dict(self._round(update["version"], self._kept))
+    def stage(self, coming: Round) -> dict[str, torch.Tensor]:
+        """What came in one round, to be read through `whole`.
+
+        It lies in memory that the next `stage` overwrites.
+        """
+        self._kept = self._kept or Staging(
+            self._streams(), self.device, kept=True, timeout=self.timeout
+        )
+        return dict(self._round(coming.version, self._kept))
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
@@ -150,10 +191,14 @@ class Receiver:
         return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One round without staging memory: every tensor in order of completion, in memory of its own."""
-        return self._round(version, Staging(self._streams(), self.device, kept=False, timeout=self.timeout))
+        """One round without staging memory: every tensor in order
+        of completion, in memory of its own.
+        """
+        return self._round(
+            version, Staging(self._streams(), self.device, kept=False, timeout=self.timeout)
+        )
 
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[WeightStream]:
         return [part.stream for part in self._parts]
 
     def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,13 +207,17 @@ class Receiver:
         staging.begin()
         for index in range(len(self._parts)):
             arguments = (version, index, staging, inbox)
-            threading.Thread(target=self._receive, args=arguments, name=f"stream-{index}", daemon=True).start()
+            threading.Thread(
+                target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
+            ).start()
         expected = sum(len(part.stream.buckets) for part in self._parts)
         for number in range(expected):
             try:
                 arrived = inbox.get(timeout=self.timeout)
             except queue.Empty:
-                raise TimeoutError(self._what_is_missing(version, staging, number, expected)) from None
+                raise TimeoutError(
+                    self._what_is_missing(version, staging, number, expected)
+                ) from None
             if isinstance(arrived, Exception):
                 raise arrived
             yield from staging.arrived(*arrived)
@@ -177,19 +226,25 @@ class Receiver:
     def _what_is_missing(self, version: int, staging: Staging, number: int, expected: int) -> str:
         late = ", ".join(self._wires[index].name for index in staging.late())
         return (
-            f"weights of version {version}: nothing came for {self.timeout:g} s after {number} of {expected} buckets, "
-            f"{staging.bytes} of {sum(part.stream.nbytes for part in self._parts)} bytes; waiting for {late}"
+            f"weights of version {version}: nothing came for {self.timeout:g} s after {number} of "
+            f"{expected} buckets, "
+            f"{staging.bytes} of {sum(part.stream.nbytes for part in self._parts)} bytes; waiting "
+            f"for {late}"
         )
 
-    def _receive(self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]") -> None:
-        """Body of one stream's thread: the consumer hears of every good bucket, or of what ended the stream."""
+    def _receive(
+        self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]"
+    ) -> None:
+        """Body of one stream's thread: the consumer hears of every good
+        bucket, or of what ended the stream.
+        """
         stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
             wire.send_record({"version": version})
             answer = wire.receive_record()
             if "refused" in answer:
-                raise Refused(f"{wire.name}: {answer['refused']}")
+                raise PeerRefused(f"{wire.name}: {answer['refused']}")
             wanted = list(range(len(stream.buckets)))
             for _ in range(TRIES):
                 good = take(version, index, wanted, staging, inbox)
@@ -209,12 +264,18 @@ class Receiver:
         names = f"{stream.blocks[pieces[0].block].name} .. {stream.blocks[pieces[-1].block].name}"
         more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
         return (
-            f"checksum of bucket {numbers[0]}{more} from trainer rank {stream.rank} ({names}) is wrong: its bytes are not those of "
+            f"checksum of bucket {numbers[0]}{more} from trainer rank {stream.rank} ({names}) is "
+            "wrong: its bytes are not those of "
             f"version {version}"
         )
 
     def _take(
-        self, version: int, index: int, wanted: list[int], staging: Staging, inbox: "queue.SimpleQueue[Any]"
+        self,
+        version: int,
+        index: int,
+        wanted: list[int],
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
         part, wire, good = self._parts[index], self._wires[index], set()
@@ -223,7 +284,9 @@ class Receiver:
             staging.reserve(index)
             digest = checksum.host(checksum.seed_of(part.digest, version, part.stream.rank, number))
             for piece in part.stream.buckets[number].pieces:
-                with staging.place(part.stream.blocks[piece.block], piece.start, piece.stop) as memory:
+                with staging.place(
+                    part.stream.blocks[piece.block], piece.start, piece.stop
+                ) as memory:
                     for at in range(0, len(memory), CHUNK):
                         data = memory[at : at + CHUNK]
                         with self._spare:  # a core that decoding does not want
@@ -238,7 +301,12 @@ class Receiver:
         return good
 
     def _take_packed(
-        self, version: int, index: int, wanted: list[int], staging: Staging, inbox: "queue.SimpleQueue[Any]"
+        self,
+        version: int,
+        index: int,
+        wanted: list[int],
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """The same for packed buckets: bytes from the link, each one's checksum from the wire."""
         part, wire, link = self._parts[index], self._wires[index], self._links[index]
@@ -258,10 +326,14 @@ class Receiver:
                     staging.release(index)
         return good
 
-    def _unpack(self, version: int, index: int, number: int, staging: Staging, message: torch.Tensor) -> bytes:
+    def _unpack(
+        self, version: int, index: int, number: int, staging: Staging, message: torch.Tensor
+    ) -> bytes:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
-        ours = checksum.device(message, checksum.seed_of(part.digest, version, part.stream.rank, number))
+        ours = checksum.device(
+            message, checksum.seed_of(part.digest, version, part.stream.rank, number)
+        )
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)

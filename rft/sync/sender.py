@@ -1,13 +1,15 @@
 """The trainer end of the weight stream: one `WeightSender` on each rank that owns blocks.
 
-    open(v) ──► whoever asks for v gets this rank's stream ──► close_version: the weights may change again
+    open(v) ──► whoever asks for v gets this rank's stream
+            ──► close_version: the weights may change again
                 (one thread per engine worker; bytes go from the weights' own memory to the socket)
 
-In: the rank's `WeightSource` and the plan. Out: its stream, to every engine worker that asks while a version is open, however
-often and from whenever on: an engine that comes back is served like the others. A tensor-parallel worker gets its part of the
-stream. Contract: the weights must not change between `open` and the end of `close_version`. Invariants: every bucket is followed
-by its checksum, seeded with plan, version, stream and bucket; a worker that is slow, wrong or gone costs the others nothing but
-the time until its deadline.
+In: the rank's `WeightSource` and the plan. Out: its stream, to every engine worker that asks while
+a version is open, however often and from whenever on: an engine that comes back is served like the
+others. A tensor-parallel worker gets its part of the stream. Contract: the weights must not change
+between `open` and the end of `close_version`. Invariants: every bucket is followed by its checksum,
+seeded with plan, version, stream and bucket; a worker that is slow, wrong or gone costs the others
+nothing but the time until its deadline.
 """
 
 import logging
@@ -17,113 +19,121 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
-from rft import device as devices
-from rft.protocols import WeightSource
-from rft.sync import checksum, narrow
-from rft.sync.narrow import Part, Share
-from rft.sync.plan import Bucket, Plan, Stream, row_bytes
-from rft.sync.wire import CHUNK, Door, Lost, Refused, Wire
+from rft.ground import device as devices
+from rft.ground.protocols import WeightSource
+from rft.sync import checksum
+from rft.sync.connection import CHUNK, Listener, PeerConnection, PeerLost, PeerRefused
+from rft.sync.links import BucketLink
+from rft.sync.plan import Bucket, StreamPlan, WeightStream, row_bytes
+from rft.sync.tensor_parallel import Share, StreamPart, part_of
 
 log = logging.getLogger(__name__)
 
 
-class Link(Protocol):
-    """Two verbs for buckets that must be packed first, because they lie on a device: both lend memory of the link's to a function,
-    so that nothing need be copied in between, and return what that made of it."""
-
-    def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
-        """`fill` writes `size` bytes; they travel while the next ones are filled."""
-
-    def flush(self) -> None:
-        """Return when the memory of all that was sent may be written to again."""
-
-    def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
-        """`use` reads the next `size` bytes; when it returns, their memory is the link's again."""
-
-    def close(self) -> None: ...
-
-
 class WeightSender:
-    """Life: hosting ──► planned ──► (open ──► close_version)* ──► closed. `make_link`: how packed buckets travel, if they must."""
+    """Life: hosting ──► planned ──► (open ──► close_version)* ──► closed.
+
+    `make_link`: how packed buckets travel, if they must.
+    """
 
     def __init__(
-        self, source: WeightSource, epoch: int, timeout: float, address: str = "127.0.0.1",
-        make_link: Callable[[Wire], Link] | None = None,
-    ):  # fmt: skip
+        self,
+        source: WeightSource,
+        epoch: int,
+        timeout: float,
+        address: str = "127.0.0.1",
+        make_link: Callable[[PeerConnection], BucketLink] | None = None,
+    ):
         self.source = source
         self.epoch = epoch
         self.timeout = timeout
         self.make_link = make_link
-        self.window = Window(timeout)
+        self.window = VersionWindow(timeout)
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
         self._planned = threading.Event()
-        self._parts: dict[Share, Part] = {}
-        self._wires: set[Wire] = set()
-        self._door = Door(address, timeout, self._welcome, self._serve)
+        self._parts: dict[Share, StreamPart] = {}
+        self._wires: set[PeerConnection] = set()
+        self.listener = Listener(address, timeout, self._admit, self._serve)
 
     @property
     def endpoint(self) -> dict[str, Any]:
-        """Where engine workers knock."""
-        return self._door.endpoint
+        """Where engine workers connect."""
+        return self.listener.endpoint
 
-    def follow(self, plan: Plan, index: int) -> None:
-        """Serve stream `index` of `plan` from now on. Raises ValueError when its blocks are not this rank's."""
+    def follow(self, plan: StreamPlan, index: int) -> None:
+        """Serve stream `index` of `plan` from now on.
+
+        Raises ValueError when its blocks are not this rank's.
+        """
         stream = plan.streams[index]
         if tuple(self.source.blocks()) != stream.blocks:
-            raise ValueError(f"trainer rank {stream.rank}: the plan's blocks are not those of this rank's policy")
+            raise ValueError(
+                f"trainer rank {stream.rank}: the plan's blocks are not those of this rank's policy"
+            )
         self.plan, self.index, self.stream = plan, index, stream
         self._planned.set()
 
     def open(self, version: int) -> None:
-        """The current weights are `version`: serve them. They must not change until `close_version` returns."""
+        """The current weights are `version`: serve them.
+
+        They must not change until `close_version` returns.
+        """
         self.window.open(version)
 
     def close_version(self) -> dict[str, float]:
-        """Serve nobody new; return when those who are being served have everything, or their deadline has passed.
+        """Serve nobody new; return when those who are being served have everything, or their
+        deadline has passed.
 
-        Raises what kept this rank from reading its own weights; what became of an engine is not its business.
+        Raises what kept this rank from reading its own weights; what became of an engine is not its
+        business.
         """
         late = self.window.close()
         for wire in [wire for wire in self._wires if wire.name in late]:
-            log.warning("%s did not take its weights in %g s and is cut off", wire.name, self.timeout)
+            log.warning(
+                "%s did not take its weights in %g s and is cut off", wire.name, self.timeout
+            )
             wire.close()
         if self.failure is not None:
-            raise RuntimeError(f"weight stream {self.index} could not be read: {self.failure}") from self.failure
+            raise RuntimeError(
+                f"weight stream {self.index} could not be read: {self.failure}"
+            ) from self.failure
         return {"send_s": self.window.seconds}
 
     def close(self) -> None:
-        self._door.close()
+        self.listener.close()
         for wire in list(self._wires):
             wire.close()
 
-    def _welcome(self, hello: dict[str, Any]) -> str:
+    def _admit(self, hello: dict[str, Any]) -> str:
         if not self._planned.wait(self.timeout):
-            raise Refused(f"this trainer rank has had no plan for {self.timeout:g} s")
+            raise PeerRefused(f"this trainer rank has had no plan for {self.timeout:g} s")
         if (hello["epoch"], hello["digest"]) != (self.epoch, self.plan.digest):
-            raise Refused(
-                f"stream {self.index} is of epoch {self.epoch} and plan {self.plan.digest}, {hello['peer']} was told epoch "
+            raise PeerRefused(
+                f"stream {self.index} is of epoch {self.epoch} and plan {self.plan.digest}, "
+                f"{hello['peer']} was told epoch "
                 f"{hello['epoch']} and plan {hello['digest']}"
             )
         if self._part(hello).digest != hello["part"]:
-            raise Refused(
-                f"stream {self.index}: {hello['peer']} would cut its part of the blocks otherwise; use one rft"
+            raise PeerRefused(
+                f"stream {self.index}: {hello['peer']} would cut its part of the blocks otherwise; "
+                "use one rft"
             )
         return f"stream {self.index} to {hello['peer']}"
 
-    def _part(self, hello: dict[str, Any]) -> Part:
+    def _part(self, hello: dict[str, Any]) -> StreamPart:
         """What this worker needs; engines of one shape ask for the same parts."""
         share = msgspec.convert(hello["share"], Share)
         if share not in self._parts:
-            self._parts[share] = narrow.part_of(self.plan, self.index, share)
+            self._parts[share] = part_of(self.plan, self.index, share)
         return self._parts[share]
 
-    def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
+    def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
         self._wires.add(wire)
         link, part = None, self._part(hello)
@@ -131,7 +141,7 @@ class WeightSender:
             link = self.make_link(wire) if self.make_link else None
             while True:
                 self._answer(wire, link, part, int(wire.receive_record(patient=True)["version"]))
-        except Lost as gone:
+        except PeerLost as gone:
             log.info("%s", gone)
         except Exception as error:
             log.exception("%s", wire.name)
@@ -142,7 +152,9 @@ class WeightSender:
             if link is not None:
                 link.close()
 
-    def _answer(self, wire: Wire, link: Link | None, part: Part, version: int) -> None:
+    def _answer(
+        self, wire: PeerConnection, link: BucketLink | None, part: StreamPart, version: int
+    ) -> None:
         try:
             with self.window.reading(version, wire.name):
                 wire.send_record({"version": version})
@@ -152,11 +164,18 @@ class WeightSender:
                     send(wire, link, part, version, wanted)
                     wanted = wire.receive_record()["again"]
                     if wanted:
-                        log.warning("%s: buckets %s of version %d arrived wrong, again", wire.name, wanted, version)
-        except Refused as no:
+                        log.warning(
+                            "%s: buckets %s of version %d arrived wrong, again",
+                            wire.name,
+                            wanted,
+                            version,
+                        )
+        except PeerRefused as no:
             wire.send_record({"refused": str(no)})
 
-    def _send(self, wire: Wire, _link: None, part: Part, version: int, wanted: list[int]) -> None:
+    def _send(
+        self, wire: PeerConnection, _link: None, part: StreamPart, version: int, wanted: list[int]
+    ) -> None:
         """Buckets from where they lie in host memory."""
         blocks = Blocks(self.stream, part, self.source)
         for number in wanted:
@@ -168,36 +187,57 @@ class WeightSender:
                     self.sent += len(data)
             wire.send(memoryview(digest.digest()))
 
-    def _send_packed(self, wire: Wire, link: Link, part: Part, version: int, wanted: list[int]) -> None:
-        """Buckets from device memory: packed one while another one travels; checksums go over the wire."""
+    def _send_packed(
+        self,
+        wire: PeerConnection,
+        link: BucketLink,
+        part: StreamPart,
+        version: int,
+        wanted: list[int],
+    ) -> None:
+        """Buckets from device memory: packed one while another one
+        travels; checksums go over the wire.
+        """
         blocks = Blocks(self.stream, part, self.source)
         with devices.beside(blocks.rows(0, 0, 1).device):
             for number in wanted:
                 size = part.stream.buckets[number].nbytes
-                wire.send(memoryview(link.send(size, partial(self._fill, blocks, part, version, number))))
+                wire.send(
+                    memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
+                )
                 self.sent += size
             link.flush()
 
-    def _fill(self, blocks: "Blocks", part: Part, version: int, number: int, message: torch.Tensor) -> bytes:
+    def _fill(
+        self, blocks: "Blocks", part: StreamPart, version: int, number: int, message: torch.Tensor
+    ) -> bytes:
         pack(part.stream.buckets[number], blocks, message)
-        return checksum.device(message, checksum.seed_of(part.digest, version, self.stream.rank, number))
+        return checksum.device(
+            message, checksum.seed_of(part.digest, version, self.stream.rank, number)
+        )
 
 
-class Window:
-    """Which version may be read now, and who reads. Versions only grow here: a trainer that goes back is another epoch."""
+class VersionWindow:
+    """Which version may be read now, and who reads.
+
+    Versions only grow here: a trainer that goes back is another epoch.
+    """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
         self.seconds = 0.0  # from the last opening to the end of the last reading
         self._now: int | None = None
         self._newest: int | None = None
-        self._readers: list[str] = []  # a name is here twice when a worker has come back before its end was noticed
+        # a name is here twice when a worker has come back before its end was noticed
+        self._readers: list[str] = []
         self._changed = threading.Condition()
 
     def open(self, version: int) -> None:
         with self._changed:
             assert self._now is None, f"version {self._now} is still open"
-            assert self._newest is None or version >= self._newest, f"version {version} after {self._newest}"
+            assert self._newest is None or version >= self._newest, (
+                f"version {version} after {self._newest}"
+            )
             self._now = self._newest = version
             self._opened, self.seconds = time.monotonic(), 0.0
             self._changed.notify_all()
@@ -212,12 +252,20 @@ class Window:
 
     @contextmanager
     def reading(self, version: int, name: str) -> Iterator[None]:
-        """Wait until `version` is open and keep it so. Raises Refused when it is over, or does not come in time."""
+        """Wait until `version` is open and keep it so.
+
+        Raises PeerRefused when it is over, or does not come in time.
+        """
         with self._changed:
-            here = self._changed.wait_for(lambda: self._now == version or not self._may_come(version), self.timeout)
+            here = self._changed.wait_for(
+                lambda: self._now == version or not self._may_come(version), self.timeout
+            )
             if self._now != version:
                 newest = "nothing yet" if self._newest is None else f"version {self._newest}"
-                raise Refused(f"version {version} is {'over' if here else 'not here'}: this trainer offers {newest}")
+                raise PeerRefused(
+                    f"version {version} is {'over' if here else 'not here'}: this trainer offers "
+                    f"{newest}"
+                )
             self._readers.append(name)
         try:
             yield
@@ -232,9 +280,11 @@ class Window:
 
 
 class Blocks:
-    """The blocks of a part as bytes, read once and in order from those of the whole stream; going back starts again."""
+    """The blocks of a part as bytes, read once and in order from those of the whole stream; going
+    back starts again.
+    """
 
-    def __init__(self, stream: Stream, part: Part, source: WeightSource):
+    def __init__(self, stream: WeightStream, part: StreamPart, source: WeightSource):
         self.stream = stream
         self.part = part
         self.source = source
@@ -247,12 +297,16 @@ class Blocks:
         self.values = torch.empty(0)
 
     def rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a block, as a flat uint8 tensor: in place where they lie together."""
+        """Rows [start, stop) of a block, as a flat uint8 tensor:
+        in place where they lie together.
+        """
         self._seek(number)
         return self.values[start:stop].contiguous().reshape(-1).view(torch.uint8)
 
     def chunks(self, number: int, start: int, stop: int) -> Iterator[memoryview]:
-        """The same on the host, in lengths that stay in the cache; of columns, so many rows are copied together at a time."""
+        """The same on the host, in lengths that stay in the cache; of columns, so many rows are
+        copied together at a time.
+        """
         self._seek(number)
         size = row_bytes(self.part.stream.blocks[number])
         step = stop - start if self.values.is_contiguous() else max(1, CHUNK // size)
@@ -272,10 +326,15 @@ class Blocks:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if (dtype, tuple(tensor.shape)) != (block.dtype, block.block_shape):
             raise ValueError(
-                f"{block.name}: plan says {block.dtype} {block.block_shape}, got {dtype} {tuple(tensor.shape)}"
+                f"{block.name}: plan says {block.dtype} {block.block_shape}, got {dtype} "
+                f"{tuple(tensor.shape)}"
             )
-        first = cut.start - block.start  # which is 0 where the block is whole and was cut in the other dim
-        self.number, self.values = number, tensor.detach().contiguous().narrow(cut.dim, first, cut.stop - cut.start)
+        # which is 0 where the block is whole and was cut in the other dim
+        first = cut.start - block.start
+        self.number, self.values = (
+            number,
+            tensor.detach().contiguous().narrow(cut.dim, first, cut.stop - cut.start),
+        )
 
 
 def pack(bucket: Bucket, blocks: Blocks, message: torch.Tensor) -> None:

@@ -1,14 +1,18 @@
-"""Memory that a round of weights arrives in: one Hugging Face tensor per name, filled by several streams at once.
+"""Memory that a round of weights arrives in: one Hugging Face tensor per name, filled by several
+streams at once.
 
-In: pieces of blocks, by any thread. Out: the tensors that are complete. `kept`: the memory stays for the next round, so that
-no page has to be cleared by the kernel again; otherwise every tensor has memory of its own, which its consumer frees.
+In: pieces of blocks, by any thread. Out: the tensors that are complete. `kept`: the memory stays
+for the next round, so that no page has to be cleared by the kernel again; otherwise every tensor
+has memory of its own, which its consumer frees.
 
-Where the streams bring a part of a tensor only, the loaders want its whole shape all the same. On the CPU the tensor has it, and
-what does not come is memory that nobody ever touches: the kernel gives none for it (of columns it does, where a row is shorter
-than a page, or than 2 MiB with transparent huge pages "always"). Pinned memory is given at once, so there just the part is kept,
+Where the streams bring a part of a tensor only, the loaders want its whole shape all the same. On
+the CPU the tensor has it, and what does not come is memory that nobody ever touches: the kernel
+gives none for it (of columns it does, where a row is shorter than a page, or than 2 MiB with
+transparent huge pages "always"). Pinned memory is given at once, so there just the part is kept,
 and `whole` makes the rest, on the device, for as long as the loader needs it.
 
-Invariant: a tensor comes out once per round, when every bucket with a piece of it was reported as good.
+Invariant: a tensor comes out once per round, when every bucket with a piece of it was reported as
+good.
 """
 
 import math
@@ -20,14 +24,16 @@ from dataclasses import replace
 
 import torch
 
-from rft.protocols import Block
-from rft.sync.plan import Stream
+from rft.ground.protocols import Block
+from rft.sync.plan import WeightStream
 
 AHEAD = 4  # buckets of a stream that may wait for the consumer, where the memory is not kept
 
 
 class Staging:
-    def __init__(self, streams: Sequence[Stream], device: torch.device, kept: bool, timeout: float):
+    def __init__(
+        self, streams: Sequence[WeightStream], device: torch.device, kept: bool, timeout: float
+    ):
         self.streams = streams
         self.device = device
         self.kept = kept
@@ -51,7 +57,9 @@ class Staging:
             self._tensors.clear()
 
     def reserve(self, stream: int) -> None:
-        """Called before a bucket is taken: where every tensor needs new memory, the consumer must keep up."""
+        """Called before a bucket is taken: where every tensor needs
+        new memory, the consumer must keep up.
+        """
         if not self.kept and not self._room[stream].acquire(timeout=self.timeout):
             raise TimeoutError(f"no bucket of stream {stream} was installed for {self.timeout:g} s")
 
@@ -68,7 +76,9 @@ class Staging:
             block = blocks[piece.block]
             held = self._held(block)
             came = (piece.stop - piece.start) * math.prod(block.block_shape[1:])
-            self._missing[block.name] = self._missing.get(block.name, self._elements[block.name]) - came
+            self._missing[block.name] = (
+                self._missing.get(block.name, self._elements[block.name]) - came
+            )
             if not self._missing[block.name]:
                 del self._missing[block.name]
                 yield block.name, held if self.kept else self._tensors.pop(block.name)
@@ -76,15 +86,21 @@ class Staging:
 
     def late(self) -> list[int]:
         """Streams that have not delivered all of their buckets."""
-        return [i for i, stream in enumerate(self.streams) if self._buckets[i] < len(stream.buckets)]
+        return [
+            i for i, stream in enumerate(self.streams) if self._buckets[i] < len(stream.buckets)
+        ]
 
     def check_complete(self) -> None:
         if self._missing:
-            raise RuntimeError(f"tensors still incomplete after the last bucket: {sorted(self._missing)}")
+            raise RuntimeError(
+                f"tensors still incomplete after the last bucket: {sorted(self._missing)}"
+            )
 
     @contextmanager
     def place(self, block: Block, start: int, stop: int) -> Iterator[memoryview]:
-        """Host memory for rows [start, stop) of `block`: the tensor's own where they lie together, else copied there after."""
+        """Host memory for rows [start, stop) of `block`: the tensor's own where they lie together,
+        else copied there after.
+        """
         target = self._target(block, start, stop)
         if target.is_contiguous() and target.device.type == "cpu":
             yield _bytes(target).numpy().data
@@ -122,23 +138,30 @@ class Staging:
             return self._tensors[block.name]
 
     def _memory(self, span: Block) -> torch.Tensor:
-        """On the device if the tensors are to be used at once; a copy of the whole model waits in pinned host memory."""
+        """On the device if the tensors are to be used at once; a copy of the whole model waits in
+        pinned host memory.
+        """
         dtype, pinned = getattr(torch, span.dtype), self.device.type != "cpu"
         if self.dense:
             return torch.empty(span.block_shape, dtype=dtype, pin_memory=pinned)
         return torch.empty(span.shape, dtype=dtype, device=self.device)
 
 
-def spans(streams: Sequence[Stream]) -> dict[str, Block]:
-    """Per tensor the smallest block around all that comes of it. All of its blocks are cut in the same dim."""
+def spans(streams: Sequence[WeightStream]) -> dict[str, Block]:
+    """Per tensor the smallest block around all that comes of it.
+
+    All of its blocks are cut in the same dim.
+    """
     found: dict[str, Block] = {}
     for block in (block for stream in streams for block in stream.blocks):
         known = found.setdefault(block.name, block)
-        found[block.name] = replace(known, start=min(known.start, block.start), stop=max(known.stop, block.stop))
+        found[block.name] = replace(
+            known, start=min(known.start, block.start), stop=max(known.stop, block.stop)
+        )
     return found
 
 
-def elements(streams: Sequence[Stream]) -> Counter[str]:
+def elements(streams: Sequence[WeightStream]) -> Counter[str]:
     """Per tensor, how many come."""
     found: Counter[str] = Counter()
     for block in (block for stream in streams for block in stream.blocks):

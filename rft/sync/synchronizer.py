@@ -1,33 +1,41 @@
-"""Who holds which policy version: leads every engine to the trainer's weights and tells when all of them have a version.
+"""Who holds which policy version: leads every engine to the trainer's weights and tells when all of
+them have a version.
 
-    trainer rank 0 ── connect, offer, publish ─►┐                ┌─► init_weights, stage, commit ── engines (one task each)
+    trainer rank 0 ── connect, offer, publish ─►┐
+            ┌─► init_weights, stage, commit ── engines (one task each)
                       rest                      │                │   sleep
     supervisor     ── join, leave ─────────────►│ Members (pure) │
     explorer       ◄─ admitted (long poll) ─────┘                └─► published ── experience buffer
     trainer ranks  ── deposit (method memory)
-    supervisor     ── follow (no trainer here: `rft.sync.saved_versions` looks for what one has saved)
+    supervisor     ── follow (no trainer here: `rft.sync.stored_versions` looks for what one has
+                   saved)
 
-`rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a task of its own that brings it to
-the target as fast as it can: none waits for another. Engines may come and go at any time; one is admitted when it has confirmed
-the published version with the plan's digest. Where they share devices with the trainer, `rest` puts them to sleep until the next
-version is published, and until then none is given anything to do. Invariants: `version()` names a version that every engine of
-its round has confirmed; a trainer of a lower epoch can neither connect nor publish; every change wakes who waits, nothing is
-polled.
+`rft.sync.members` is the state machine; here is what it needs of the outside. Every engine has a
+task of its own that brings it to the target as fast as it can: none waits for another. Engines may
+come and go at any time; one is admitted when it has confirmed the published version with the plan's
+digest. Where they share devices with the trainer, `rest` puts them to sleep until the next version
+is published, and until then none is given anything to do. Invariants: `version()` names a version
+that every engine of its round has confirmed; a trainer of a lower epoch can neither connect nor
+publish; every change wakes who waits, nothing is polled.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from rft.ground import rounds
+from rft.ground.rounds import InSave, Installed, Location, Received, Round, TrainerInfo
 from rft.monitor import trace
-from rft.sync.deposits import Deposits
 from rft.sync.members import Mark, Members
-from rft.sync.saved_versions import Refusal, Saved, SavedVersions
+from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
 
 log = logging.getLogger(__name__)
+Endpoints = Sequence[dict[str, Any]]
 STEPS = ("connect", "take", "end")
 RECEIVE_SHARE = 0.8  # of sync_timeout: who receives gives up first, and can say what was missing
 
@@ -37,27 +45,34 @@ class Superseded(RuntimeError):
 
 
 class Synchronizer:
-    """Runs as one Ray actor; every method is a coroutine on its event loop. `settings`: what engines are told of each round."""
+    """Runs as one Ray actor; every method is a coroutine on its event loop.
 
-    def __init__(self, buffer: Any | None, timeout: float, settings: dict[str, Any] | None = None):
+    `kv` and `direct` go to the engines with a trainer and with each round.
+    """
+
+    def __init__(
+        self, buffer: Any | None, timeout: float, kv: str = "recompute", direct: bool = False
+    ):
         self.buffer = buffer
         self.timeout = timeout
-        self.settings = settings or {}
+        self.kv = kv
+        self.direct = direct
         self.resting = False  # engines sleep until the next version is published
         self.handles: dict[str, Any] = {}
-        self.reports: dict[str, dict[str, Any]] = {}  # of each engine's last round
+        self.reports: dict[str, Installed] = {}  # of each engine's last round
         self.lost: list[tuple[str, str]] = []  # engines to be replaced, and why
         self._state = Members()
         self._generation = 0
         self._admitted: list[str] = []
-        self._info: dict[str, Any] = {}
-        self._brought: dict[Mark, dict[str, Any]] = {}  # where a version's bytes are, if not in the trainer's streams
+        self._trainer: TrainerInfo | None = None
+        # digest and place of what is not in the trainer's streams
+        self._located: dict[Mark, tuple[str, Location]] = {}
         self._deposits = Deposits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
         self._broken: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
-    # --- engines come and go ------------------------------------------------------------------------------------
+    # --- engines come and go ----------------------------------------------------------------------
 
     async def join(self, name: str, handle: Any) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
@@ -76,51 +91,56 @@ class Synchronizer:
         self._state.leave(name, reason)
         self.handles.pop(name, None)
         task = self._tasks.pop(name, None)
-        if task is not None and task is not asyncio.current_task():  # an engine's own task ends by itself
+        # an engine's own task ends by itself
+        if task is not None and task is not asyncio.current_task():
             task.cancel()
         await self._tell()
 
     async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
-        """(generation, handles by name) of the engines that requests may go to, once the generation is not `seen`."""
+        """(generation, handles by name) of the engines that requests may go to, once the generation
+        is not `seen`.
+        """
         await self._until(lambda: self._generation != seen, None)
         return self._generation, {name: self.handles[name] for name in self._admitted}
 
     async def failures(self, seen: int = 0) -> list[tuple[str, str]]:
-        """(name, reason) of engines that live and take no weights any more, once there are more than `seen`."""
+        """(name, reason) of engines that live and take no weights any more, once there are more
+        than `seen`.
+        """
         await self._until(lambda: len(self.lost) > seen, None)
         return self.lost
 
-    async def stream_info(self) -> dict[str, Any]:
-        """What an engine must know to join the trainer's streams."""
-        return self._info
-
     async def states(self) -> dict[str, dict[str, Any]]:
         """What is known of every engine, for people."""
-        return {
-            name: {
-                "state": member.state, "version": member.held[1] if member.held else None, "admitted": name in self._admitted,
-                "reason": member.reason,
-            }
-            for name, member in self._state.all.items()
-        }  # fmt: skip
+        return self._state.states(self._admitted)
 
-    # --- the trainer --------------------------------------------------------------------------------------------
+    # --- the trainer ------------------------------------------------------------------------------
 
     async def connect(
-        self, plan: dict[str, Any], streams: list[dict[str, Any]], epoch: int, method: str = "nccl"
+        self, plan: dict[str, Any], streams: Endpoints, epoch: int, method: str = rounds.STREAM
     ) -> None:
-        """A trainer of `epoch` serves these streams from now on; engines connect when they need weights. Method "memory": it
-        has no streams, and deposits what they would bring."""
-        await self.attach(epoch, plan=plan, streams=streams, method=method)
+        """A trainer of `epoch` serves these streams from now on; engines connect when they need
+        weights. Method "memory": it has no streams, and deposits what they would bring.
+        """
+        await self.attach(epoch, method, plan, streams)
         self._deposits.begin([len(stream["buckets"]) for stream in plan["streams"]])
         await self._check_plan(plan)
         await self._tell()
 
-    async def attach(self, epoch: int, **info: Any) -> None:
-        """A trainer of `epoch` leads from now on. `info`: what engines are told before they take anything of it."""
+    async def attach(
+        self, epoch: int, method: str, plan: dict[str, Any] | None = None, streams: Endpoints = ()
+    ) -> None:
+        """A trainer of `epoch` leads from now on."""
         self._state.trainer(epoch)
-        self._brought.clear()
-        self._info = {**self.settings, **info, "epoch": epoch, "timeout": self.timeout * RECEIVE_SHARE}
+        self._located.clear()
+        self._trainer = TrainerInfo(
+            epoch=epoch,
+            timeout=self.timeout * RECEIVE_SHARE,
+            method=method,
+            plan=plan,
+            streams=list(streams),
+            kv=self.kv,
+        )
         await self._tell()
 
     async def _check_plan(self, plan: dict[str, Any]) -> None:
@@ -133,13 +153,20 @@ class Synchronizer:
                 raise answer
 
     async def offer(self, version: int, epoch: int) -> None:
-        """The trainer holds `version` still: engines that have none, or too old ones, may take it."""
+        """The trainer holds `version` still: engines that have
+        none, or too old ones, may take it.
+        """
         if epoch == self._state.epoch:
             self._state.offer(version)
             await self._tell()
 
-    async def deposit(self, version: int, epoch: int, stream: int, number: int, data: Any, digest: str) -> None:
-        """One bucket of a trainer rank's stream of `version`. It becomes an object that lives as long as somebody wants it."""
+    async def deposit(
+        self, version: int, epoch: int, stream: int, number: int, data: Any, digest: str
+    ) -> None:
+        """One bucket of a trainer rank's stream of `version`.
+
+        It becomes an object that lives as long as somebody wants it.
+        """
         import ray
 
         if epoch == self._state.epoch:
@@ -148,26 +175,37 @@ class Synchronizer:
 
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""
-        return await self.publish(version, epoch, await self._deposits.complete((epoch, version), self.timeout))
+        location = await self._deposits.complete((epoch, version), self.timeout)
+        assert self._trainer is not None and self._trainer.plan is not None
+        return await self.publish(version, epoch, self._trainer.plan["digest"], location)
 
     async def publish(
-        self, version: int, epoch: int | None = None, brought: dict[str, Any] | None = None
+        self,
+        version: int,
+        epoch: int | None = None,
+        digest: str = "",
+        location: Location | None = None,
     ) -> dict[str, float]:
-        """Returns when every engine that is here, and at least one, serves `version`; those that cannot have been left out.
-        `brought`: where its bytes are (method, digest, origin), if they are not in the trainer's streams.
+        """Returns when every engine that is here, and at least one, serves `version`; those that
+        cannot have been left out. `location`: of its bytes, which have this `digest`, if they are
+        not in the trainer's streams.
 
-        Raises when none can, when a newer trainer has attached, and TimeoutError naming who was waited for.
+        Raises when none can, when a newer trainer has attached, and TimeoutError naming who was
+        waited for.
         """
         state = self._state
         if epoch is not None and epoch != state.epoch:
-            raise Superseded(f"version {version} comes from epoch {epoch}, the engines follow epoch {state.epoch}")
-        if not self._info:
+            raise Superseded(
+                f"version {version} comes from epoch {epoch}, the engines follow epoch "
+                f"{state.epoch}"
+            )
+        if self._trainer is None:
             raise RuntimeError(f"version {version} cannot be published: no trainer is connected")
         mark, began = (state.epoch, version), time.monotonic()
         self.resting = False
         self.reports.clear()
-        if brought is not None:
-            self._brought[mark] = brought
+        if location is not None:
+            self._located[mark] = digest, location
         state.publish(version)
         await self._tell()
         with trace.overlapping("round", version=version):
@@ -178,22 +216,29 @@ class Synchronizer:
             raise Superseded(f"version {version}: a trainer of epoch {state.epoch} has attached")
         if not done:
             await self._cut_off(
-                f"version {version} was not installed everywhere in {self.timeout:g} s: {self._where()}"
+                f"version {version} was not installed everywhere in {self.timeout:g} s: "
+                f"{self._state.where()}"
             )
         if not state.is_over():
-            raise Refusal(f"no engine could take version {version}: {self._where()}")
+            raise Refusal(f"no engine could take version {version}: {self._state.where()}")
         state.conclude()
-        self._brought = {other: found for other, found in self._brought.items() if other >= mark}
+        self._located = {other: at for other, at in self._located.items() if other >= mark}
         if self.buffer is not None:
             await self.buffer.published.remote(version, state.epoch)
         await self._tell()
-        return self._numbers(time.monotonic() - began)
+        return rounds.numbers_of(
+            self.reports.values(), time.monotonic() - began, len(state.admitted())
+        )
 
     async def rest(self) -> dict[str, float]:
-        """The trainer takes its turn on the devices: all engines finish what they have been asked, and sleep until the next round
-        wakes them. One that cannot is left out, and is to be replaced."""
+        """The trainer takes its turn on the devices: all engines finish what they have been asked,
+        and sleep until the next round wakes them. One that cannot is left out, and is to be
+        replaced.
+        """
         began, self.resting = time.monotonic(), True
-        found = await asyncio.gather(*(self._put_to_sleep(*each) for each in list(self.handles.items())))
+        found = await asyncio.gather(
+            *(self._put_to_sleep(*each) for each in list(self.handles.items()))
+        )
         reports = [report for report in found if report is not None]
         return {
             "rest_s": time.monotonic() - began,
@@ -202,17 +247,23 @@ class Synchronizer:
         }
 
     async def probe(self, request: bytes) -> list[bytes]:
-        """What every admitted engine answers to the same request; one that dies meanwhile has no answer."""
+        """What every admitted engine answers to the same request; one
+        that dies meanwhile has no answer.
+        """
         asked = [self.handles[name].generate.remote(request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
 
     async def follow(self, root: str) -> int | None:
-        """Serve what a trainer elsewhere saves at `root`, now and from now on; returns the version that is served at once.
+        """Serve what a trainer elsewhere saves at `root`, now and from now on; returns the version
+        that is served at once.
 
-        None: nothing is saved yet, and engines serve what they were started with. Raises when there are saves, but no good one.
+        None: nothing is saved yet, and engines serve what they were started with. Raises when there
+        are saves, but no good one.
         """
-        saves = SavedVersions(root, functools.partial(self._publish_saved, root), patience=self.timeout)
+        saves = SavedVersions(
+            root, functools.partial(self._publish_saved, root), patience=self.timeout
+        )
         served = await saves.first()
         if served is None:
             self._state.serve_start()
@@ -226,43 +277,56 @@ class Synchronizer:
         return self._state.published[1] if self._state.published else None
 
     async def wait_for(self, version: int, timeout: float | None = None) -> int:
-        """Return the published version once it is at least `version`; TimeoutError after `timeout` seconds."""
+        """Return the published version once it is at least `version`;
+        TimeoutError after `timeout` seconds.
+        """
 
         def is_there() -> bool:
             return self._state.published is not None and self._state.published[1] >= version
 
         seconds = timeout if timeout is not None else self.timeout
         if not await self._until(is_there, seconds):
-            raise TimeoutError(f"version {version} not published in {seconds} s: {self._where()}")
+            raise TimeoutError(
+                f"version {version} not published in {seconds} s: {self._state.where()}"
+            )
         assert self._state.published is not None
         return self._state.published[1]
 
     async def watch(self) -> None:
-        """Never returns while all is well: a failed round is raised to the trainer that asked for it."""
+        """Never returns while all is well: a failed round is raised
+        to the trainer that asked for it.
+        """
         await asyncio.shield(self._broken)
 
     async def shutdown(self) -> None:
         for task in self._tasks.values():
             task.cancel()
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     async def _publish_saved(self, root: str, saved: Saved) -> None:
-        """Every save comes as a trainer of its own: of two the newer one counts, whatever versions they are."""
-        await self.attach(self._state.epoch + 1, method="checkpoint")
-        await self.publish(saved.version, None, brought_by(root, saved.path, saved.digest))
+        """Every save comes as a trainer of its own: of two the newer
+        one counts, whatever versions they are.
+        """
+        await self.attach(self._state.epoch + 1, rounds.CHECKPOINT)
+        location = InSave(root=root, path=saved.path)
+        await self.publish(saved.version, None, saved.digest, location)
 
     async def _keep_up(self, name: str, engine: Any) -> None:
-        """One engine's life: connect and take, whenever the state machine says so, until it is gone."""
+        """One engine's life: connect and take, whenever the state
+        machine says so, until it is gone.
+        """
         while True:
-            await self._until(lambda: self._state.next_step(name) in (("end",) if self.resting else STEPS), None)
+            await self._until(
+                lambda: self._state.next_step(name) in (("end",) if self.resting else STEPS), None
+            )
             step, epoch = self._state.next_step(name), self._state.epoch
             if step == "end":
                 return
             try:
                 if step == "connect":
                     self._state.connect(name)
-                    await engine.init_weights.remote({**self._info, "engine": name})
+                    await engine.init_weights.remote(replace(self._trainer, engine=name))
                     self._state.connected(name, epoch)
                 else:
                     await self._take(name, engine)
@@ -273,35 +337,51 @@ class Synchronizer:
     async def _take(self, name: str, engine: Any) -> None:
         state = self._state
         mark = state.begin(name)
-        info = self._info
-        update = {"epoch": mark[0], "timeout": info["timeout"], **self.settings, **self._brought.get(mark, {})}
-        update.setdefault("digest", info.get("plan", {}).get("digest", ""))
+        coming = self._round(mark)
         await self._tell()
         with trace.overlapping(f"{name} receives", version=mark[1]):
-            staged = await engine.stage.remote(mark[1], update)
-        if "missed" in staged:
-            state.missed(name, mark, staged["missed"])
+            staged: Received = await engine.stage.remote(coming)
+        if staged.blame == rounds.MISSED:
+            state.missed(name, mark, staged.error)
             return
         if not state.staged(name, mark):
             return
         with trace.overlapping(f"{name} installs", version=mark[1]):
-            report = await engine.commit.remote(mark[1], update)
-        if (report["version"], report["digest"]) != (mark[1], update["digest"]):
-            raise RuntimeError(f"confirmed {report} instead of version {mark[1]}, plan {update['digest']}")
-        self.reports[name] = report
+            installed: Installed = await engine.commit.remote(coming)
+        if (installed.version, installed.digest) != (coming.version, coming.digest):
+            raise RuntimeError(
+                f"confirmed {installed} instead of version {mark[1]}, plan {coming.digest}"
+            )
+        self.reports[name] = installed
         state.committed(name, mark)
         if self.resting:  # the others went to sleep meanwhile
             await self._put_to_sleep(name, engine)
+
+    def _round(self, mark: Mark) -> Round:
+        trainer = self._trainer
+        assert trainer is not None
+        digest, location = self._located.get(mark, ((trainer.plan or {}).get("digest", ""), None))
+        return Round(
+            version=mark[1],
+            epoch=mark[0],
+            digest=digest,
+            timeout=trainer.timeout,
+            direct=self.direct,
+            location=location,
+        )
 
     async def _put_to_sleep(self, name: str, engine: Any) -> dict[str, Any] | None:
         try:
             async with asyncio.timeout(self.timeout):
                 return await engine.sleep.remote(self.timeout * RECEIVE_SHARE)  # type: ignore[no-any-return]
-        except Exception as error:  # not swallowed: it would keep the memory that the trainer counts on
+        # not swallowed: it would keep the memory that the trainer counts on
+        except Exception as error:
             from ray.exceptions import RayActorError
 
             late = isinstance(error, TimeoutError)
-            why = f"{name} did not sleep" + (f" in {self.timeout:g} s" if late else f": {reason(error)}")
+            why = f"{name} did not sleep" + (
+                f" in {self.timeout:g} s" if late else f": {reason(error)}"
+            )
             if not isinstance(error, RayActorError):  # of a death the supervisor knows
                 self.lost.append((name, why))
             await self.leave(name, why)
@@ -315,16 +395,18 @@ class Synchronizer:
         if isinstance(error, RayActorError):  # the supervisor sees it too, and says so to `leave`
             self._state.leave(name, text)
             return
-        kind = getattr(getattr(error, "cause", error), "kind", "broken")
-        if kind == "unreachable":
+        kind = getattr(getattr(error, "cause", error), "kind", rounds.BROKEN)
+        if kind == rounds.UNREACHABLE:
             self._state.unreachable(name, epoch, text)
             return
-        self._state.broken(name, epoch, text, damaged=kind == "damaged")
+        self._state.broken(name, epoch, text, damaged=kind == rounds.DAMAGED)
         if self._state.next_step(name) == "end":
             self.lost.append((name, text))
 
     async def _cut_off(self, late: str) -> None:
-        """Engines that did not answer in time are left behind, with a picture of what they do; TimeoutError if that are all."""
+        """Engines that did not answer in time are left behind, with a picture of what they do;
+        TimeoutError if that are all.
+        """
         log.error("%s", late)
         for name in [name for name in self._state.round if name in self.handles]:
             self.handles[name].dump_stacks.remote()
@@ -332,33 +414,6 @@ class Synchronizer:
             await self.leave(name, late)
         if not self._state.is_over():
             raise TimeoutError(late)
-
-    def _where(self) -> str:
-        """Every engine's state in words."""
-        if not self._state.all:
-            return "no engine is here"
-        told = []
-        for name, member in self._state.all.items():
-            held = f"version {member.held[1]}" if member.held else "no version"
-            told.append(f"{name} is {member.state}, holds {held}" + (f" ({member.reason})" if member.reason else ""))
-        return "; ".join(told)
-
-    def _numbers(self, seconds: float) -> dict[str, float]:
-        reports = list(self.reports.values())
-
-        def most(key: str) -> float:
-            return max((float(report[key]) for report in reports), default=0.0)
-
-        busy = max((r["receive_s"] + r["load_s"] for r in reports), default=0.0)
-        return {
-            "pause_s": most("pause_s"),
-            "receive_s": most("receive_s"),
-            "round_s": seconds,
-            "control_s": max(0.0, seconds - busy),
-            "bytes": float(sum(report["bytes"] for report in reports)),
-            "again": float(sum(report["again"] for report in reports)),
-            "engines": float(len(self._state.admitted())),
-        }
 
     async def _tell(self) -> None:
         """The state has changed: whoever waits looks again."""
@@ -369,7 +424,10 @@ class Synchronizer:
             self._changed.notify_all()
 
     async def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until `ready()`; False when the time is over. Without a timeout it is the caller's, or the actor's, life."""
+        """Wait until `ready()`; False when the time is over.
+
+        Without a timeout it is the caller's, or the actor's, life.
+        """
         try:
             async with asyncio.timeout(timeout), self._changed:
                 await self._changed.wait_for(ready)
@@ -382,12 +440,9 @@ class Synchronizer:
             self._broken.set_exception(task.exception() or RuntimeError("unreachable"))
 
 
-def brought_by(root: str, path: str, digest: str) -> dict[str, Any]:
-    """Tells engines of a save of the weights: a committed directory below `root`, whose manifest has the seal `digest`."""
-    return {"method": "checkpoint", "digest": digest, "origin": {"root": root, "path": path}}
-
-
 def reason(error: BaseException | None) -> str:
-    """What happened, in one line: of an error that came through Ray, what the remote method raised."""
+    """What happened, in one line: of an error that came through
+    Ray, what the remote method raised.
+    """
     inner = getattr(error, "cause", None) or error
     return (str(inner).splitlines() or [type(inner).__name__])[0]

@@ -1,7 +1,9 @@
-"""`rft buffer dump`: the experiences that a run has stored, as JSON lines that `storage_type=file` trains on.
+"""`rft buffer dump`: the experiences that a run has stored, as JSON lines that `storage_type=file`
+trains on.
 
-In: a run's directory, a journal's, or the URL of a database, and where to write. Out: a file, whole or not at all, and how many
-groups it has. It reads what the buffer keeps: groups that no retained checkpoint needs any more are gone from there.
+In: a run's directory, a journal's, or the URL of a database, and where to write. Out: a file, whole
+or not at all, and how many groups it has. It reads what the buffer keeps: groups that no retained
+checkpoint needs any more are gone from there.
 """
 
 import argparse
@@ -13,7 +15,7 @@ from rft.buffer.delivery import Part
 from rft.buffer.experience_file import SUFFIXES, dump
 from rft.buffer.journal import JournalError
 from rft.config import ConfigError
-from rft.monitor import redact
+from rft.ground import redact
 
 NAME = "experience_buffer"
 
@@ -22,7 +24,9 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rft buffer", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     dumping = commands.add_parser("dump", help="write the stored experiences to a file")
-    dumping.add_argument("source", help="a run's directory, a journal's directory, or the URL of a database")
+    dumping.add_argument(
+        "source", help="a run's directory, a journal's directory, or the URL of a database"
+    )
     dumping.add_argument("-o", "--output", required=True, help="the .jsonl to write")
     dumping.add_argument("--name", default=NAME, help=f"of the buffer; default {NAME}")
     given = parser.parse_args(words)
@@ -30,7 +34,9 @@ def main(words: list[str]) -> int:
         if not given.output.endswith(SUFFIXES[0]):
             raise ConfigError(f"-o {given.output}: give a name that ends in {SUFFIXES[0]}")
         parts = (
-            from_database(given.source, given.name) if "://" in given.source else from_journal(given.source, given.name)
+            from_database(given.source, given.name)
+            if "://" in given.source
+            else from_journal(given.source, given.name)
         )
         count = dump(parts, Path(given.output))
     except (ConfigError, JournalError, OSError) as error:
@@ -44,10 +50,12 @@ def from_journal(source: str, name: str) -> Iterator[Part]:
     from rft.buffer.ledger import Ledger
 
     places = (Path(source), Path(source) / "buffer" / name)
-    place = next((p for p in places if list(p.glob("[0-9]*.log"))), None)  # a run's directory has logs of another kind
+    # a run's directory has logs of another kind
+    place = next((p for p in places if list(p.glob("[0-9]*.log"))), None)
     if place is None:
         raise ConfigError(
-            f"{source} is no run with a queue, and no journal: give the run's directory, or the URL of its database"
+            f"{source} is no run with a queue, and no journal: give the run's directory, or the "
+            "URL of its database"
         )
     ledger = Ledger(str(place), 64 * 2**20)
     try:

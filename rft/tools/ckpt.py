@@ -1,8 +1,8 @@
 """`rft ckpt`: look at checkpoints, check every byte, compare, keep, and convert them.
 
-In: a run's directory or URL. Out: text for a person; exit code 1 when something is damaged or differs, 2 for input
-that names nothing. Nothing here needs the run to be stopped but `import`; nothing is changed but by tag, untag and
-import.
+In: a run's directory or URL. Out: text for a person; exit code 1 when something is damaged or
+differs, 2 for input that names nothing. Nothing here needs the run to be stopped but `import`;
+nothing is changed but by tag, untag and import.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import numpy as np
 
 from rft.checkpoint import commit
 from rft.checkpoint.export import Tensor, slabs
-from rft.checkpoint.layout import ITEM_BYTES
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
-from rft.checkpoint.records import Manifest, decode_json
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, Unreachable
+from rft.checkpoint.records import MANIFEST, Manifest, decode_json
 from rft.checkpoint.single import Busy
-from rft.checkpoint.storage import LATEST, MANIFEST, WEIGHTS, Storage, step_of
+from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
 from rft.config import ConfigError
+from rft.ground.names import ITEM_BYTES
 from rft.tools.places import InputError, Run, find_checkpoint, find_run
 
 SHOWN = 8
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.handler(options)
-    except (Damaged, Mismatch) as error:
+    except (Damaged, Mismatch, Unreachable) as error:
         print(f"rft ckpt: {error}", file=sys.stderr)
         return 1
     except (InputError, ConfigError, Busy, OSError, ValueError) as error:
@@ -48,11 +48,16 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rft ckpt",
-        description="RUN: a run, job or checkpoints directory, or a URL. CHECKPOINT: RUN (the newest), RUN@STEP, or a path.",
+        description=(
+            "RUN: a run, job or checkpoints directory, or a URL. CHECKPOINT: RUN (the "
+            "newest), RUN@STEP, or a path."
+        ),
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, handler: Callable[[Any], int], words: str, *positional: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, handler: Callable[[Any], int], words: str, *positional: str
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=words, description=words)
         for word in positional:
             command.add_argument(word.lower(), metavar=word)
@@ -63,21 +68,45 @@ def _parser() -> argparse.ArgumentParser:
     add("show", show, "what one holds", "CHECKPOINT").add_argument(
         "--tensors", action="store_true", help="list every tensor"
     )
-    add("verify", verify, "read and check every byte; of a RUN: of all its checkpoints", "CHECKPOINT")
+    add(
+        "verify",
+        verify,
+        "read and check every byte; of a RUN: of all its checkpoints",
+        "CHECKPOINT",
+    )
     add("diff", diff, "which tensors and which loop state differ", "A", "B")
-    add("tag", tag, "keep one for ever", "CHECKPOINT").add_argument("label", nargs="?", default="", help="why")
+    add("tag", tag, "keep one for ever", "CHECKPOINT").add_argument(
+        "label", nargs="?", default="", help="why"
+    )
     add("untag", untag, "leave it to retention again", "CHECKPOINT")
     out = add("export", export, "write it in another format", "CHECKPOINT", "TARGET")
-    out.add_argument("--to", choices=("hf", "torch_dist"), default="hf", help="Hugging Face (default) or Megatron")
-    out.add_argument("--model", help="Hugging Face directory with config and tokenizer; default: the run's own")
-    into = add("import", import_, "make a checkpoint of a Hugging Face or torch_dist directory", "SOURCE", "RUN_DIR")
-    into.add_argument("--step", type=int, help="default: 0, and then RUN_DIR must not have checkpoints yet")
+    out.add_argument(
+        "--to",
+        choices=("hf", "torch_dist"),
+        default="hf",
+        help="Hugging Face (default) or Megatron",
+    )
+    out.add_argument(
+        "--model", help="Hugging Face directory with config and tokenizer; default: the run's own"
+    )
+    into = add(
+        "import",
+        import_,
+        "make a checkpoint of a Hugging Face or torch_dist directory",
+        "SOURCE",
+        "RUN_DIR",
+    )
+    into.add_argument(
+        "--step", type=int, help="default: 0, and then RUN_DIR must not have checkpoints yet"
+    )
     into.add_argument("--model", help="Hugging Face directory with config.json; default: SOURCE")
-    into.add_argument("--dtype", choices=("fp32", "bf16"), help="trainer.dtype of the run; default: SOURCE's own")
+    into.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="trainer.dtype of the run; default: SOURCE's own"
+    )
     return parser
 
 
-# --- ls ----------------------------------------------------------------------------------------------------------------
+# --- ls -------------------------------------------------------------------------------------------
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -100,7 +129,11 @@ def ls(options: argparse.Namespace) -> int:
     for line in _aligned(table) if rows else ["no checkpoints"]:
         print(line)
     _print_apart("damaged manifest", damaged)
-    drafts = [n for n in names if ".tmp-" in n or (step_of(n) is not None and MANIFEST not in storage.list(n))]
+    drafts = [
+        n
+        for n in names
+        if ".tmp-" in n or (step_of(n) is not None and MANIFEST not in storage.list(n))
+    ]
     _print_apart("unfinished", drafts)
     _print_apart("set aside as damaged", [n for n in names if n.startswith(".bad-")])
     _print_apart("weights only", [n for n in storage.list(WEIGHTS) if step_of(n) is not None])
@@ -113,9 +146,17 @@ def _row(run: Run, manifest: Manifest, name: str, latest: str) -> tuple[str, ...
     label = run.storage.get(f"tags/{name}").decode() or "yes" if name in tags else ""
     exported = run.job and (run.job / "huggingface" / f"step_{manifest.step:08d}").is_dir()
     return (
-        name, str(manifest.step), str(manifest.epoch), _age(run, name), _size(manifest.bytes), _layout(manifest),
-        "" if score is None else f"{score:.4g}", label, "yes" if exported else "", LATEST if name == latest else "",
-    )  # fmt: skip
+        name,
+        str(manifest.step),
+        str(manifest.epoch),
+        _age(run, name),
+        _size(manifest.bytes),
+        _layout(manifest),
+        "" if score is None else f"{score:.4g}",
+        label,
+        "yes" if exported else "",
+        LATEST if name == latest else "",
+    )
 
 
 def _latest(storage: Storage) -> str:
@@ -142,7 +183,10 @@ def _size(count: int) -> str:
 
 def _layout(manifest: Manifest) -> str:
     sizes = manifest.about.get("layout") or {}
-    return " ".join(f"{name}{sizes[name]}" for name in PARALLEL if sizes.get(name, 1) > 1) or f"{manifest.world} rank"
+    return (
+        " ".join(f"{name}{sizes[name]}" for name in PARALLEL if sizes.get(name, 1) > 1)
+        or f"{manifest.world} rank"
+    )
 
 
 def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
@@ -156,7 +200,7 @@ def _print_apart(title: str, lines: Iterable[str]) -> None:
         print(f"{title}: {line}")
 
 
-# --- show --------------------------------------------------------------------------------------------------------------
+# --- show -----------------------------------------------------------------------------------------
 
 
 def show(options: argparse.Namespace) -> int:
@@ -165,10 +209,15 @@ def show(options: argparse.Namespace) -> int:
         manifest, about = checkpoint.manifest, checkpoint.manifest.about
         print(checkpoint.where)
         lines = {
-            "step": manifest.step, "attempt": manifest.epoch, "save": manifest.id, "format": manifest.format,
-            "ranks": manifest.world, "layout": json.dumps(about.get("layout")), "size": _size(manifest.bytes),
+            "step": manifest.step,
+            "attempt": manifest.epoch,
+            "save": manifest.id,
+            "format": manifest.format,
+            "ranks": manifest.world,
+            "layout": json.dumps(about.get("layout")),
+            "size": _size(manifest.bytes),
             "age": _age(run, name),
-        }  # fmt: skip
+        }
         lines |= {key: value for key, value in sorted(about.items()) if key != "layout"}
         for key, value in lines.items():
             print(f"  {key:<14}{value}")
@@ -202,12 +251,12 @@ def _flat(loop: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# --- verify ------------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 def verify(options: argparse.Namespace) -> int:
     run, names = _asked(options.checkpoint)
-    damaged = 0
+    bad = 0
     for name in names:
         began = time.monotonic()
         try:
@@ -215,12 +264,17 @@ def verify(options: argparse.Namespace) -> int:
                 with progress(name, checkpoint.manifest.bytes) as seen:
                     checkpoint.verify(seen)
                 size = checkpoint.manifest.bytes
-        except (Damaged, Mismatch) as error:
-            damaged += 1
-            print(f"{name}  DAMAGED  {error}")
+        except (Damaged, Mismatch, Unreachable) as error:
+            bad += 1
+            print(
+                f"{name}  {'UNREADABLE' if isinstance(error, Unreachable) else 'DAMAGED'}  {error}"
+            )
             continue
-        print(f"{name}  good  {_size(size)}  every byte read and checked in {time.monotonic() - began:.1f} s")
-    return 1 if damaged else 0
+        print(
+            f"{name}  good  {_size(size)}  every byte read and checked in "
+            f"{time.monotonic() - began:.1f} s"
+        )
+    return 1 if bad else 0
 
 
 def _asked(text: str) -> tuple[Run, list[str]]:
@@ -230,7 +284,9 @@ def _asked(text: str) -> tuple[Run, list[str]]:
         return run, [name]
     run = find_run(text)
     found = [*run.storage.list(), *(f"{WEIGHTS}/{name}" for name in run.storage.list(WEIGHTS))]
-    names = [path for path in found if step_of(path) is not None and MANIFEST in run.storage.list(path)]
+    names = [
+        path for path in found if step_of(path) is not None and MANIFEST in run.storage.list(path)
+    ]
     if not names:
         raise InputError(f"{run.where}: no checkpoints")
     return run, names
@@ -243,18 +299,29 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], object]]:
         yield lambda count: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
-        TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TransferSpeedColumn(),
-        TextColumn("eta"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)
 
 
-# --- diff --------------------------------------------------------------------------------------------------------------
+# --- diff -----------------------------------------------------------------------------------------
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -264,10 +331,15 @@ def diff(options: argparse.Namespace) -> int:
         lines = [*_only(a, b), *_only(b, a)]
         both = [key for key in a.tensors if key in b.tensors]
         same = [key for key in both if a.tensors[key] == b.tensors[key]]
-        lines += _few([f"{key}: {_kind(a, key)} and {_kind(b, key)}" for key in both if key not in same])
+        lines += _few(
+            [f"{key}: {_kind(a, key)} and {_kind(b, key)}" for key in both if key not in same]
+        )
         found = _differing(a, b, same)
         for largest, count, key in found:
-            lines.append(f"{key}: {count:,} of {prod(a.tensors[key][1]):,} elements, by at most {largest:.3g}")
+            lines.append(
+                f"{key}: {count:,} of {prod(a.tensors[key][1]):,} elements, by at most "
+                f"{largest:.3g}"
+            )
         lines += _loop_lines(a.manifest.loop, b.manifest.loop)
         print(f"A  {a.where}\nB  {b.where}")
         for line in lines:
@@ -282,11 +354,17 @@ def _only(one: Checkpoint, other: Checkpoint) -> list[str]:
 
 def _few(lines: list[str]) -> list[str]:
     """What is so for whole kinds of tensors need not be said of each."""
-    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more like that"]
+    return (
+        lines
+        if len(lines) <= SHOWN
+        else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more like that"]
+    )
 
 
 def _differing(a: Checkpoint, b: Checkpoint, keys: list[str]) -> list[tuple[float, int, str]]:
-    """(largest difference, elements, key) of all that differ, the largest first, NaN before that."""
+    """(largest difference, elements, key) of all that differ,
+    the largest first, NaN before that.
+    """
     found = []
     total = sum(prod(a.tensors[key][1]) * ITEM_BYTES[a.tensors[key][0]] for key in keys)
     with progress("comparing", total) as seen:
@@ -302,7 +380,9 @@ def _kind(checkpoint: Checkpoint, key: str) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _difference(a: Checkpoint, b: Checkpoint, key: str, seen: Callable[[int], object]) -> tuple[int, float]:
+def _difference(
+    a: Checkpoint, b: Checkpoint, key: str, seen: Callable[[int], object]
+) -> tuple[int, float]:
     """(number of elements whose bytes differ, largest absolute difference)."""
     dtype, shape = a.tensors[key]
     count, largest = 0, 0.0
@@ -331,7 +411,7 @@ def _loop_lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
             yield f"cut {key}: {json.dumps(one.get(key))} and {json.dumps(two.get(key))}"
 
 
-# --- tag ---------------------------------------------------------------------------------------------------------------
+# --- tag ------------------------------------------------------------------------------------------
 
 
 def tag(options: argparse.Namespace) -> int:
@@ -358,7 +438,7 @@ def _full(text: str) -> tuple[Run, str]:
     return run, name
 
 
-# --- other formats -----------------------------------------------------------------------------------------------------
+# --- other formats --------------------------------------------------------------------------------
 
 
 def export(options: argparse.Namespace) -> int:

@@ -1,53 +1,89 @@
-"""`rft config [experiment=NAME | --config FILE] [section.key=value ...]`: the config that these words mean, started by nothing.
+"""`rft config [experiment=NAME | --config FILE] [section.key=value ...]`: the config that these
+words mean, started by nothing; `rft config --explain KEY`: what the schema says of a key.
 
-In: the command line of `rft train`. Out: YAML on stdout that `rft train --config` takes: by default only the keys whose value
-differs from rft's own default, with `--all` every key. Nothing is filled in and no model or data file is read, so it also works
-where the run will not start; `rft doctor` says what would stop it. Invariant: secrets are not printed.
+In: the command line of `rft train`. Out: YAML on stdout that `rft train --config` takes: by default
+only the keys whose value differs from rft's own default, with `--all` every key. Nothing is filled
+in and no model or data file is read, so it also works where the run will not start; `rft doctor`
+says what would stop it. Invariant: secrets are not printed.
 """
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
-from rft import config_file, train
 from rft.config import Config, ConfigError, TasksetConfig
-from rft.monitor import redact
+from rft.config import file as config_file
+from rft.config.keys import tables
+from rft.ground import redact
+from rft.ground.errors import refuse
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="rft config", usage="rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]",
-        description="Print the composed config: what differs from the defaults.", allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="every key, also where the default holds")
+        prog="rft config",
+        usage="rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]\n"
+        "       rft config --explain KEY",
+        description="Print the composed config: what differs from the defaults.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="every key, also where the default holds"
+    )
+    parser.add_argument(
+        "--explain", metavar="KEY", help="what a key takes, its default and its meaning, and stop"
+    )
     options, words = parser.parse_known_args(argv)
     try:
+        if options.explain:
+            print(explained(options.explain))
+            return 0
         print(text(composed(words), options.all), end="")
     except ConfigError as error:
-        return train.refuse(error)
+        return refuse(error)
     return 0
+
+
+def explained(key: str) -> str:
+    """What the schema says of a key, or of every key of a section, a line each."""
+    settings = [
+        one for _, table in tables() for one in table if f"{one.key}.".startswith(f"{key}.")
+    ]
+    if not settings:
+        raise ConfigError(configs.unknown(key))
+    return "\n".join(
+        f"{one.key}: {one.takes}; "
+        + ("must be set" if one.default == "required" else f"default {one.default or 'null'}")
+        + f"\n    {one.meaning}"
+        for one in settings
+    )
 
 
 def composed(words: list[str]) -> DictConfig:
     """What `rft train` composes from the same words."""
     words = config_file.registered(words)
-    train.check_overrides(words)
     if strange := next((word for word in words if word.startswith("-")), None):
         raise ConfigError(f"{strange}: only --config FILE and section.key=value are composed here")
-    return train.compose(words)
+    return configs.compose(words)
 
 
 def text(raw: DictConfig, everything: bool) -> str:
     given = plain(raw)
     args = given["monitor"]["monitor_args"]
-    args.update({name: redact.HIDDEN for name, value in args.items() if value and redact.is_secret_key(name)})
+    args.update(
+        {
+            name: redact.HIDDEN
+            for name, value in args.items()
+            if value and redact.is_secret_key(name)
+        }
+    )
     if not everything:
-        default = plain(OmegaConf.structured(Config))
-        taskset = plain(OmegaConf.structured(TasksetConfig))
+        default = asdict(Config())
+        taskset = asdict(TasksetConfig())
         tasks = given["buffer"]["explorer_input"]
         default["buffer"]["explorer_input"]["taskset"] = taskset if tasks["taskset"] else None
         for name in ("tasksets", "eval_tasksets"):
@@ -57,7 +93,9 @@ def text(raw: DictConfig, everything: bool) -> str:
 
 
 def plain(raw: DictConfig) -> dict[str, Any]:
-    """Values as they are after interpolation; as written where something of them is still missing."""
+    """Values as they are after interpolation; as written where
+    something of them is still missing.
+    """
     try:
         return OmegaConf.to_container(raw, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:

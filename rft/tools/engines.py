@@ -1,7 +1,8 @@
 """`rft engines`: which engines a run that is under way has; add one, remove one.
 
-In: the directory of a run, or of one of its stages. Out: a table, or what was begun; exit code 1 when the run refuses, 2 when
-nothing answers there or the input is wrong. Everything is done by the run's supervisor (`rft.control_socket`).
+In: the directory of a run, or of one of its stages. Out: a table, or what was begun; exit code 1
+when the run refuses, 2 when nothing answers there or the input is wrong. Everything is done by the
+run's supervisor (`rft.run.control_socket`).
 """
 
 import argparse
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rft.checkpoint import fence
-from rft.control_socket import NAME, NobodyAnswers, ask
+from rft.run.control_socket import NAME, NobodyAnswers, ask
 
-ANSWER_S = 30.0  # the supervisor asks its engines, those that load do not answer it, and another caller may come first
+# the supervisor asks its engines, those that load do not answer it, and another caller may come
+# first
+ANSWER_S = 30.0
 COLUMNS = ("name", "state", "version", "restarts", "requests", "tokens", "active", "last end")
 DEPTH = 3  # directories between what is typed and `control`: <root>/<project>/<name>/<stage>
 MOST = 64  # engines added at once: more is a slip of the finger
@@ -42,12 +45,18 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rft engines",
-        description="The engines of a run that is under way, with `python -m rft.train` or under torchrun.",
+        description=(
+            "The engines of a run that is under way, with `python -m rft.train` or under torchrun."
+        ),
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run, or of the stage that is under way")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="of a run, or of the stage that is under way"
+    )
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--add", metavar="N", type=int, help="start so many more")
-    change.add_argument("--remove", metavar="NAME", help="let this one finish what it has, and end it")
+    change.add_argument(
+        "--remove", metavar="NAME", help="let this one finish what it has, and end it"
+    )
     return parser
 
 
@@ -60,23 +69,40 @@ def question(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_control(text: str) -> Path:
-    """The directory with the socket of the one run at or below `text`; raises InputError when there is none or more."""
+    """The directory with the socket of the one run at or below `text`; raises InputError when there
+    is none or more.
+    """
     path = Path(text).resolve()
     if not path.is_dir():
         raise InputError(f"{text}: no such directory")
-    jobs = [path, *(job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth))))]
+    jobs = [
+        path,
+        *(job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth)))),
+    ]
     found = [control for control in map(fence.control_dir, jobs) if (control / NAME).is_socket()]
     if len(found) == 1:
         return found[0]
     if found:
-        raise InputError(f"{text} holds {len(found)} runs, give one: {', '.join(str(c.parent) for c in found[:8])}")
-    raise InputError(f"{text}: no run is under way here; give the directory of one that is, like runs/rft/quickstart")
+        raise InputError(
+            f"{text} holds {len(found)} runs, give one: "
+            f"{', '.join(str(c.parent) for c in found[:8])}"
+        )
+    raise InputError(
+        f"{text}: no run is under way here; give the directory of one that is, like "
+        "runs/rft/quickstart"
+    )
 
 
 def table(engines: list[dict[str, Any]]) -> list[str]:
-    rows = [COLUMNS, *(tuple(str(_value(engine, column)) for column in COLUMNS) for engine in engines)]
+    rows = [
+        COLUMNS,
+        *(tuple(str(_value(engine, column)) for column in COLUMNS) for engine in engines),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _value(engine: dict[str, Any], column: str) -> Any:
@@ -87,5 +113,7 @@ def _value(engine: dict[str, Any], column: str) -> Any:
 
 def begun(options: argparse.Namespace, names: list[str]) -> list[str]:
     if options.add is not None:
-        return [f"{name}: starting; it gets requests when it holds the run's version" for name in names]
+        return [
+            f"{name}: starting; it gets requests when it holds the run's version" for name in names
+        ]
     return [f"{name}: leaving; it ends when its requests are finished" for name in names]

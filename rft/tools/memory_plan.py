@@ -1,21 +1,32 @@
-"""How much memory and disk a run will want, from its config and the model's config.json, before anything is loaded.
+"""How much memory and disk a run will want, from its config and the model's config.json, before
+anything is loaded.
 
-In: a filled config. Out: bytes per trainer rank by what they are for, bytes per engine, bytes of a checkpoint. Weights, gradients,
-optimizer state, staging and cache follow from the layout; activations are an estimate of one microbatch. Loads no torch.
+In: a filled config. Out: bytes per trainer rank by what they are for, bytes per engine, bytes of a
+checkpoint. Weights, gradients, optimizer state, staging and cache follow from the layout;
+activations are an estimate of one microbatch. Loads no torch.
 """
 
 from dataclasses import dataclass
 from math import prod
 
-from rft.adapters import adapter_names, lora_of
 from rft.algorithm import recipe
 from rft.config import Config
-from rft.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
+from rft.config.layout import lora_of
+from rft.ground.adapters import adapter_names
+from rft.ground.names import (
+    DTYPES,
+    ITEM_BYTES,
+    Dims,
+    architecture_of,
+    hf_names,
+    is_expert,
+    read_hf_config,
+)
 
-ITEM = {"fp32": 4, "bf16": 2}
 GRADIENT, MASTER = 4, 4  # bytes: gradients are summed in fp32, and bf16 weights have an fp32 copy
 MOMENTS = {"adam": 8, "sgd": 0}
-PER_LAYER = 34  # activations of one layer that are kept for the backward pass, in units of tokens x hidden size
+# activations of one layer that are kept for the backward pass, in units of tokens x hidden size
+PER_LAYER = 34
 PROCESS = int(1.2e9)  # a rank or an engine of its own, with torch, before it holds anything
 
 
@@ -44,13 +55,16 @@ def plan(config: Config) -> Plan:
     lora = lora_of(config.model.lora_configs, dims)
     shapes = hf_names(dims, architecture)
     adapter = adapter_names(dims, architecture, lora) if lora else None
-    megatron, item = config.trainer.megatron, ITEM[config.trainer.dtype]
+    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[config.trainer.dtype]]
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     total, mine = count(shapes), held(shapes, config)
     trained, mine_trained = (count(adapter), held(adapter, config)) if adapter else (total, mine)
-    shards = max(1, int(config.trainer.num_ranks or 1) // (tp * pp))  # the distributed optimizer cuts over these
+    # the distributed optimizer cuts over these
+    shards = max(1, int(config.trainer.num_ranks or 1) // (tp * pp))
     state = (MASTER if item < MASTER else 0) + MOMENTS[config.algorithm.optimizer.optimizer_type]
-    critic = int(recipe.needs_critic(config.algorithm)) * (mine * (item + GRADIENT) + mine * state // shards)
+    critic = int(recipe.needs_critic(config.algorithm)) * (
+        mine * (item + GRADIENT) + mine * state // shards
+    )
     reference = int(recipe.needs_reference(config.algorithm)) * mine * item
     if config.model.teacher_model_path:
         teacher = read_hf_config(config.model.teacher_model_path)
@@ -58,7 +72,8 @@ def plan(config: Config) -> Plan:
     tokens = int(config.trainer.max_token_len_per_gpu or 0)
     kept = 2 if config.trainer.recompute_granularity == "full" else PER_LAYER
     saved = (
-        mine_trained * max(item, MASTER) + mine_trained * MOMENTS[config.algorithm.optimizer.optimizer_type] // shards
+        mine_trained * max(item, MASTER)
+        + mine_trained * MOMENTS[config.algorithm.optimizer.optimizer_type] // shards
     )
     saved += int(critic > 0) * saved
     stored = trained * (
@@ -69,13 +84,19 @@ def plan(config: Config) -> Plan:
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
     workers, versions = rollout.tensor_parallel_size, 1 if synchronizer.receive == "direct" else 2
     return Plan(
-        parameters=total, trained=trained, weights=mine * item, gradients=mine_trained * GRADIENT,
-        optimizer=mine_trained * state // shards, beside=critic + reference,
+        parameters=total,
+        trained=trained,
+        weights=mine * item,
+        gradients=mine_trained * GRADIENT,
+        optimizer=mine_trained * state // shards,
+        beside=critic + reference,
         activations=tokens * dims.hidden * -(-dims.layers // pp) * kept * item // 2 // tp,
         staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
-        checkpoint=stored, export=trained * item,
-        engine=total * ITEM[str(rollout.dtype)] * versions // workers + int(rollout.kv_cache_gb * 1e9),
-    )  # fmt: skip
+        checkpoint=stored,
+        export=trained * item,
+        engine=total * ITEM_BYTES[DTYPES[str(rollout.dtype)]] * versions // workers
+        + int(rollout.kv_cache_gb * 1e9),
+    )
 
 
 def count(shapes: dict[str, tuple[int, ...]]) -> int:
@@ -83,7 +104,9 @@ def count(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def held(shapes: dict[str, tuple[int, ...]], config: Config) -> int:
-    """Parameters of one rank: matrices are cut by tensor ranks, layers by stages, experts by their own ranks."""
+    """Parameters of one rank: matrices are cut by tensor ranks, layers
+    by stages, experts by their own ranks.
+    """
     megatron = config.trainer.megatron
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     experts = (megatron.expert_tensor_parallel_size or tp) * megatron.expert_model_parallel_size

@@ -1,3 +1,5 @@
+history.replaceState(null, "", "/"); // the token has become a cookie
+
 function el(tag, attributes, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {

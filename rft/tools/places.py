@@ -1,7 +1,8 @@
-"""Which checkpoint somebody means: a run, job or checkpoints directory, `RUN@STEP`, one checkpoint's path, or a URL.
+"""Which checkpoint somebody means: a run, job or checkpoints directory, `RUN@STEP`, one
+checkpoint's path, or a URL.
 
-In: what was typed. Out: the storage it lies in, its name there, and the job directory if there is one. Whatever does
-not name exactly one thing raises `InputError` with what would.
+In: what was typed. Out: the storage it lies in, its name there, and the job directory if there is
+one. Whatever does not name exactly one thing raises `InputError` with what would.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.checkpoint import commit
-from rft.checkpoint.storage import MANIFEST, Storage, committed, open_storage, step_of
+from rft.checkpoint.records import MANIFEST
+from rft.checkpoint.storage import Storage, committed, open_storage, step_of
 from rft.config import ConfigError
 
 DEPTH = 3  # directories between what is typed and `checkpoints`: <root>/<project>/<name>/<stage>
@@ -42,18 +44,29 @@ def find_run(text: str) -> Run:
         return Run(_opened(path), path.parent)
     if run := _job(path):
         return run
-    below = [job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth))) if _job(job)]
+    below = [
+        job
+        for depth in range(1, DEPTH + 1)
+        for job in sorted(path.glob("/".join("*" * depth)))
+        if _job(job)
+    ]
     if len(below) == 1:
         run = _job(below[0])
         assert run is not None
         return run
     if below:
-        raise InputError(f"{text} holds {len(below)} runs, give one: {', '.join(str(job) for job in below[:8])}")
-    raise InputError(f"{text}: no checkpoints here; give a run directory, or the directory with step_... in it")
+        raise InputError(
+            f"{text} holds {len(below)} runs, give one: {', '.join(str(job) for job in below[:8])}"
+        )
+    raise InputError(
+        f"{text}: no checkpoints here; give a run directory, or the directory with step_... in it"
+    )
 
 
 def find_checkpoint(text: str) -> tuple[Run, str]:
-    """One committed checkpoint: a path that ends in its name, RUN@STEP, or RUN for the newest one."""
+    """One committed checkpoint: a path that ends in its name,
+    RUN@STEP, or RUN for the newest one.
+    """
     head, _, name = text.rstrip("/").rpartition("/")
     if step_of(name) is not None:
         run = Run(_opened(head or "."), _job_above(head))
@@ -90,7 +103,9 @@ def _holds_checkpoints(path: Path) -> bool:
 
 
 def _job(path: Path) -> Run | None:
-    """The run of which `path` is the job directory: its own checkpoints, or the URL that its config names."""
+    """The run of which `path` is the job directory: its own
+    checkpoints, or the URL that its config names.
+    """
     if (path / "checkpoints").is_dir():
         return Run(_opened(path / "checkpoints"), path)
     resolved = path / "resolved.yaml"

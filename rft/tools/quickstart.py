@@ -1,7 +1,7 @@
 """The quickstart's own two functions: what it needs before the run, and what it shows after it.
 
-`prepare` writes a tiny random model and disjoint arithmetic files into the run's `assets/`. `finish` reads the stages'
-metrics, prints a table, draws the curves and ends with one line of JSON.
+`prepare` writes a tiny random model and disjoint arithmetic files into the run's `assets/`.
+`finish` reads the stages' metrics, prints a table, draws the curves and ends with one line of JSON.
 """
 
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.config import Config
-from rft.launch import result
 from rft.monitor.sinks import read_metrics
+from rft.run.stages import result
 from rft.tools import curves
 from rft.tools.toy import write_arithmetic, write_model
 
@@ -20,7 +20,9 @@ NUM_EVAL = 256
 
 
 def prepare(config: Config) -> None:
-    """Write model and tasks for `config.seed` unless an earlier attempt did; remember when the run first started."""
+    """Write model and tasks for `config.seed` unless an earlier attempt did; remember when the run
+    first started.
+    """
     _prepare(config, "qwen3", layers=6, ffn=512)
 
 
@@ -31,7 +33,9 @@ def prepare_experts(config: Config) -> None:
 
 def _prepare(config: Config, family: str, **sizes: int) -> None:
     assets = Path(config.model.model_path).parent
-    write_model(config.model.model_path, family, seed=config.seed, hidden=192, heads=6, kv_heads=2, **sizes)
+    write_model(
+        config.model.model_path, family, seed=config.seed, hidden=192, heads=6, kv_heads=2, **sizes
+    )
     write_arithmetic(assets, seed=config.seed, num_eval=NUM_EVAL)
     started = assets / "started"
     if not started.exists():
@@ -39,11 +43,18 @@ def _prepare(config: Config, family: str, **sizes: int) -> None:
 
 
 def finish(stages: list[Config]) -> None:
-    """Table, picture, JSON line. `seconds` counts from the first attempt's start, and stands still once written."""
+    """Table, picture, JSON line.
+
+    `seconds` counts from the first attempt's start, and stands still once written.
+    """
     root = configs.job_dir(stages[0]).parent
     warmup, tuned = stages[0], stages[-1]
     rows = read_metrics(configs.job_dir(tuned) / "metrics.jsonl")
-    scores = {row["step"]: row[f"eval/{EVAL_SET}/accuracy"] for row in rows if f"eval/{EVAL_SET}/accuracy" in row}
+    scores = {
+        row["step"]: row[f"eval/{EVAL_SET}/accuracy"]
+        for row in rows
+        if f"eval/{EVAL_SET}/accuracy" in row
+    }
     first = scores.pop(0, None)  # of what the warm-up left; None: nothing was evaluated there
     last = scores.get(max(scores, default=0))
     summary = root / "quickstart.json"
@@ -56,7 +67,10 @@ def finish(stages: list[Config]) -> None:
         }
         summary.write_text(json.dumps({"quickstart": outcome}), encoding="utf-8")
     picture = root / "curves.png"
-    curves.draw([(str(c.stage_name), configs.job_dir(c) / "metrics.jsonl") for c in (warmup, tuned)], picture)
+    curves.draw(
+        [(str(c.stage_name), configs.job_dir(c) / "metrics.jsonl") for c in (warmup, tuned)],
+        picture,
+    )
     export = result(tuned)["huggingface"]
     print(curves.table(table_rows((warmup, first), (tuned, last))))
     print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
@@ -64,10 +78,14 @@ def finish(stages: list[Config]) -> None:
 
 
 def table_rows(*stages: tuple[Config, float | None]) -> list[dict[str, str]]:
-    """One row per stage: steps, how they were spent, and accuracy on the held-out tasks after it."""
+    """One row per stage: steps, how they were spent, and
+    accuracy on the held-out tasks after it.
+    """
     found = []
     for config, score in stages:
-        rows = [r for r in read_metrics(configs.job_dir(config) / "metrics.jsonl") if "time/step_s" in r]
+        rows = [
+            r for r in read_metrics(configs.job_dir(config) / "metrics.jsonl") if "time/step_s" in r
+        ]
         found.append(
             {
                 "stage": str(config.stage_name),

@@ -1,8 +1,9 @@
 """`rft report RUN_DIR`: one page about a run, in one file that a browser opens without a network.
 
-In: a run directory, finished or under way. Out: `<run>/report.html`: curves, where the time went, the last steps process by
-process, checkpoints, failures and restarts, rollouts, and what the config changes. Invariants: the page loads nothing (its own
-security policy forbids it), and what comes out of the run, such as a rollout's text, is data in it and never markup.
+In: a run directory, finished or under way. Out: `<run>/report.html`: curves, where the time went,
+the last steps process by process, checkpoints, failures and restarts, rollouts, and what the config
+changes. Invariants: the page loads nothing (its own security policy forbids it), and what comes out
+of the run, such as a rollout's text, is data in it and never markup.
 """
 
 import argparse
@@ -18,7 +19,10 @@ PLACE = "/*DATA*/"
 
 
 def page(found: dict[str, Any]) -> str:
-    """The template with the data in it. `<` is written as an escape: no text of the run can end the script element."""
+    """The template with the data in it.
+
+    `<` is written as an escape: no text of the run can end the script element.
+    """
     return TEMPLATE.read_text(encoding="utf-8").replace(
         PLACE, json.dumps(found, allow_nan=False).replace("<", "\\u003c")
     )

@@ -1,8 +1,9 @@
-"""What the report of a run tells, gathered from its directory: plain lists and dictionaries, ready to be put into the page.
+"""What the report of a run tells, gathered from its directory: plain lists and dictionaries, ready
+to be put into the page.
 
-In: a run directory, finished or not: metrics.jsonl, samples.jsonl, resolved.yaml, result.json, checkpoints, logs with their
-timelines. Out: one dictionary per stage. Invariants: the run is only read; what is not there is left out, nothing is made up
-for it; no secret is in it.
+In: a run directory, finished or not: metrics.jsonl, samples.jsonl, resolved.yaml, result.json,
+checkpoints, logs with their timelines. Out: one dictionary per stage. Invariants: the run is only
+read; what is not there is left out, nothing is made up for it; no secret is in it.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from rft.config import Config
-from rft.monitor import redact
+from rft.ground import redact
 from rft.monitor.records import read_lines, read_metrics
 from rft.tools import timeline
 from rft.tools.curves import OTHER, TIMES, time_shares
@@ -23,25 +24,66 @@ from rft.tools.timeline import Track
 
 POINTS = 1200  # of one curve; of longer runs every n-th step is drawn, and the last
 SAMPLED_STEPS = 12  # whose rollouts are shown, from first to last
-LAST_STEPS, WINDOW_US = 12, 20e6  # of the timeline's end that the page draws: so many steps, if they take no longer
+# of the timeline's end that the page draws: so many steps, if they take no longer
+LAST_STEPS, WINDOW_US = 12, 20e6
 SPANS = 4000  # that it draws at most
 Row = dict[str, Any]
 CHARTS = (  # title, subtitle, metrics with their labels, options
     ("Evaluation", "on held-out tasks", (), {"percent": True, "evaluations": "accuracy"}),
     ("Reward", "mean of each batch, and smoothed", (("reward/mean", "reward"),), {"smooth": True}),
     ("Loss", "of the policy", (("loss", "loss"),), {"smooth": True}),
-    ("Trainer vs. engine", "KL of their log-probabilities (k3)", (("kl/mismatch", "mismatch"),), {"log": True, "smooth": True}),
-    ("KL to the reference", "of the trained tokens", (("kl/reference", "reference"),), {"smooth": True}),
-    ("Staleness", "policy versions behind", (("staleness/mean", "mean"), ("staleness/max", "largest")), {"zero": True}),
-    ("Response length", "tokens", (("response_length/mean", "mean"), ("response_length/max", "longest")), {"zero": True}),
+    (
+        "Trainer vs. engine",
+        "KL of their log-probabilities (k3)",
+        (("kl/mismatch", "mismatch"),),
+        {"log": True, "smooth": True},
+    ),
+    (
+        "KL to the reference",
+        "of the trained tokens",
+        (("kl/reference", "reference"),),
+        {"smooth": True},
+    ),
+    (
+        "Staleness",
+        "policy versions behind",
+        (("staleness/mean", "mean"), ("staleness/max", "largest")),
+        {"zero": True},
+    ),
+    (
+        "Response length",
+        "tokens",
+        (("response_length/mean", "mean"), ("response_length/max", "longest")),
+        {"zero": True},
+    ),
     ("Entropy", "of the policy, per token", (("entropy/mean", "entropy"),), {"smooth": True}),
     ("Gradient norm", "before clipping", (("grad_norm", "norm"),), {"smooth": True}),
-    ("Groups without a signal", "all rewards equal", (("reward/zero_signal_groups", "share"),), {"percent": True, "smooth": True}),
-    ("Clipped tokens", "share of the trained ones", (("clip_frac", "clipped"),), {"percent": True, "smooth": True}),
-    ("Throughput", "tokens per second", (("tokens_per_s", "tokens/s"),), {"zero": True, "smooth": True}),
+    (
+        "Groups without a signal",
+        "all rewards equal",
+        (("reward/zero_signal_groups", "share"),),
+        {"percent": True, "smooth": True},
+    ),
+    (
+        "Clipped tokens",
+        "share of the trained ones",
+        (("clip_frac", "clipped"),),
+        {"percent": True, "smooth": True},
+    ),
+    (
+        "Throughput",
+        "tokens per second",
+        (("tokens_per_s", "tokens/s"),),
+        {"zero": True, "smooth": True},
+    ),
     ("Critic loss", "of the value model", (("critic/loss", "loss"),), {"smooth": True}),
-    ("Weight sync", "seconds", (("sync/round_s", "round"), ("sync/pause_s", "engines pause")), {"zero": True}),
-)  # fmt: skip
+    (
+        "Weight sync",
+        "seconds",
+        (("sync/round_s", "round"), ("sync/pause_s", "engines pause")),
+        {"zero": True},
+    ),
+)
 
 
 def gather(run: Path) -> dict[str, Any]:
@@ -74,7 +116,9 @@ def stage(directory: Path, run: Path, all_tracks: Sequence[Track]) -> dict[str, 
 
 
 def state(directory: Path, config: dict[str, Any], happened: Sequence[Row]) -> str:
-    """finished | stopped | failed | open: nobody has written down an end, so it goes on, or was killed as a whole."""
+    """finished | stopped | failed | open: nobody has written down an end, so it goes on, or was
+    killed as a whole.
+    """
     path = directory / "result.json"
     if path.exists() and json.loads(path.read_text(encoding="utf-8"))["complete"]:
         return "finished"
@@ -89,7 +133,9 @@ def facts(config: dict[str, Any], rows: Sequence[Row], directory: Path) -> list[
     found = [["steps", f"{steps[-1]['step'] if steps else 0}" + (f" of {total}" if total else "")]]
     if steps:
         found.append(["time in steps", _duration(sum(row["time/step_s"] for row in steps))])
-        found.append(["seconds per step", f"{sum(row['time/step_s'] for row in steps) / len(steps):.2f}"])
+        found.append(
+            ["seconds per step", f"{sum(row['time/step_s'] for row in steps) / len(steps):.2f}"]
+        )
     for metric, label, form in (
         ("reward/mean", "recent reward", "{:.3f}"),
         ("tokens_per_s", "tokens/s", "{:,.0f}"),
@@ -100,7 +146,9 @@ def facts(config: dict[str, Any], rows: Sequence[Row], directory: Path) -> list[
             found.append([label, form.format(mean)])
     for name in evaluations(rows, "accuracy"):
         values = [row[name] for row in rows if row.get(name) is not None]
-        found.append([f"{name.split('/')[1]} accuracy", f"{100 * values[0]:.1f}% → {100 * values[-1]:.1f}%"])
+        found.append(
+            [f"{name.split('/')[1]} accuracy", f"{100 * values[0]:.1f}% → {100 * values[-1]:.1f}%"]
+        )
     for key, label in (
         ("algorithm.algorithm_type", "algorithm"),
         ("trainer.num_ranks", "trainer ranks"),
@@ -114,16 +162,27 @@ def facts(config: dict[str, Any], rows: Sequence[Row], directory: Path) -> list[
 
 
 def evaluations(rows: Sequence[Row], statistic: str) -> list[str]:
-    return sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith(f"/{statistic}")})
+    return sorted(
+        {
+            name
+            for row in rows
+            for name in row
+            if name.startswith("eval/") and name.endswith(f"/{statistic}")
+        }
+    )
 
 
-def curve(rows: Sequence[Row], title: str, subtitle: str, metrics: Any, options: Row) -> dict[str, Any] | None:
+def curve(
+    rows: Sequence[Row], title: str, subtitle: str, metrics: Any, options: Row
+) -> dict[str, Any] | None:
     """One chart; None when nothing of it was recorded."""
     if "evaluations" in options:
         metrics = [(name, name.split("/")[1]) for name in evaluations(rows, options["evaluations"])]
     lines = []
     for metric, label in metrics:
-        points = [[row["step"], row[metric]] for row in rows if isinstance(row.get(metric), int | float)]
+        points = [
+            [row["step"], row[metric]] for row in rows if isinstance(row.get(metric), int | float)
+        ]
         points = [point for point in points if math.isfinite(point[1])]
         if points and (not options.get("log") or any(value > 0 for _, value in points)):
             lines.append({"label": label, "points": thinned(points)})
@@ -145,20 +204,32 @@ def time_spent(rows: Sequence[Row]) -> dict[str, Any] | None:
         return None
     named = [(name, color) for name, _, color in TIMES] + [OTHER]
     bars = [[round(value, 5) for value in part] for part in parts]
-    return {"parts": [{"name": name, "color": color} for name, color in named], "steps": centers, "bars": bars}
+    return {
+        "parts": [{"name": name, "color": color} for name, color in named],
+        "steps": centers,
+        "bars": bars,
+    }
 
 
 def last_moments(tracks: Sequence[Track]) -> dict[str, Any] | None:
     """The end of the newest attempt, span by span."""
     newest = max((track.attempt for track in tracks if track.events), default=None)
     shown = [track for track in tracks if track.attempt == newest]
-    steps = [e["ts"] for t in shown if t.part == "rank_0" for e in t.events if e["name"].startswith("version ")]
+    steps = [
+        e["ts"]
+        for t in shown
+        if t.part == "rank_0"
+        for e in t.events
+        if e["name"].startswith("version ")
+    ]
     end = max(steps or [event["ts"] for track in shown for event in track.events], default=0.0)
     begin, lanes = max([end - WINDOW_US, *sorted(set(steps))[-LAST_STEPS - 1 : -LAST_STEPS]]), []
     for track in shown:
         spans = [s for s in track.spans() if s[2] > begin and s[1] < end]
         if spans:
-            longest = sorted(spans, key=lambda span: span[1] - span[2])[: SPANS // max(1, len(shown))]
+            longest = sorted(spans, key=lambda span: span[1] - span[2])[
+                : SPANS // max(1, len(shown))
+            ]
             drawn = [
                 [
                     span,
@@ -167,12 +238,18 @@ def last_moments(tracks: Sequence[Track]) -> dict[str, Any] | None:
                     args.get("version", args.get("step")),
                     done,
                 ]
-                for span, at, to, args, done in sorted(longest, key=lambda span: (span[1], -span[2]))
+                for span, at, to, args, done in sorted(
+                    longest, key=lambda span: (span[1], -span[2])
+                )
             ]
             lanes.append({"name": track.part, "spans": drawn})
     first = min((span[1] for lane in lanes for span in lane["spans"]), default=0)
     marks = [round(at - begin) for at in steps if at >= begin]
-    return {"lanes": lanes, "from": first, "to": round(end - begin), "marks": sorted(set(marks))} if lanes else None
+    return (
+        {"lanes": lanes, "from": first, "to": round(end - begin), "marks": sorted(set(marks))}
+        if lanes
+        else None
+    )
 
 
 def samples(path: Path) -> list[Row]:
@@ -182,7 +259,9 @@ def samples(path: Path) -> list[Row]:
         by_step.setdefault(line["step"], []).append(line)
     steps = sorted(by_step)
     if len(steps) > SAMPLED_STEPS:
-        steps = sorted({steps[round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1))] for i in range(SAMPLED_STEPS)})
+        steps = sorted(
+            {steps[round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1))] for i in range(SAMPLED_STEPS)}
+        )
     return [{"step": step, "rows": by_step[step]} for step in steps]
 
 
@@ -199,10 +278,15 @@ def checkpoints(directory: Path, tracks: Sequence[Track]) -> list[Row]:
             if event["name"].startswith("checkpoint ") and event["ph"] == "i":
                 args = event["args"]
                 found[args["step"]] = {
-                    "step": args["step"], "state": what, "seconds": args.get("seconds"), "cause": args.get("cause", ""),
-                }  # fmt: skip
+                    "step": args["step"],
+                    "state": what,
+                    "seconds": args.get("seconds"),
+                    "cause": args.get("cause", ""),
+                }
     for step, size in kept.items():
-        found.setdefault(step, {"step": step, "state": "committed", "seconds": None, "cause": ""})["bytes"] = size
+        found.setdefault(step, {"step": step, "state": "committed", "seconds": None, "cause": ""})[
+            "bytes"
+        ] = size
     return [found[step] | {"kept": step in kept} for step in sorted(found)]
 
 
@@ -212,7 +296,9 @@ def events(directory: Path, tracks: Sequence[Track]) -> list[Row]:
     for track in tracks:
         for event in track.events:
             if event["ph"] == "i" and (row := _event(track, event)):
-                found.append({"at": event["ts"] / 1e6, "attempt": track.attempt, "part": track.part, **row})
+                found.append(
+                    {"at": event["ts"] / 1e6, "attempt": track.attempt, "part": track.part, **row}
+                )
     found += [_restart(track, before) for before, track in _successors(tracks)]
     return sorted(found, key=lambda row: row["at"])
 
@@ -220,20 +306,38 @@ def events(directory: Path, tracks: Sequence[Track]) -> list[Row]:
 def _event(track: Track, event: Row) -> Row | None:
     name, args = event["name"], event.get("args", {})
     if name == "ranks start":
-        return {"kind": "start", "what": f"attempt {track.attempt} starts its trainer ranks", "cause": ""}
+        return {
+            "kind": "start",
+            "what": f"attempt {track.attempt} starts its trainer ranks",
+            "cause": "",
+        }
     if name == "ending" and args.get("cause"):
-        return {"kind": "failed", "what": f"{args['part']} failed while {args['phase']}", "cause": args["cause"]}
+        return {
+            "kind": "failed",
+            "what": f"{args['part']} failed while {args['phase']}",
+            "cause": args["cause"],
+        }
     if name == "ending" and args.get("signal"):
-        return {"kind": "stopped", "what": "stopped by a signal", "cause": f"signal {args['signal']}"}
+        return {
+            "kind": "stopped",
+            "what": "stopped by a signal",
+            "cause": f"signal {args['signal']}",
+        }
     if name == "failed" or name.endswith((" leaves", " failed")):
         said = f"{track.part} failed" if name == "failed" else name
         step = f" (step {args['step']})" if "step" in args else ""
-        return {"kind": "trouble", "what": said + step, "cause": str(args.get("cause", args.get("reason", "")))}
+        return {
+            "kind": "trouble",
+            "what": said + step,
+            "cause": str(args.get("cause", args.get("reason", ""))),
+        }
     return None
 
 
 def _successors(tracks: Sequence[Track]) -> list[tuple[Track, Track]]:
-    """Processes of one attempt that took the place of one that ended: (the one before, the one after)."""
+    """Processes of one attempt that took the place of one that
+    ended: (the one before, the one after).
+    """
     found, last = [], {}
     for track in sorted((t for t in tracks if t.events), key=lambda t: t.events[0]["ts"]):
         if (track.attempt, track.part) in last:
@@ -244,11 +348,19 @@ def _successors(tracks: Sequence[Track]) -> list[tuple[Track, Track]]:
 
 def _restart(track: Track, before: Track) -> Row:
     open_ = [name for name, *_, done in before.spans() if not done]
-    doing = f"the one before ended while it did: {', '.join(open_)}" if open_ else "the one before had ended"
+    doing = (
+        f"the one before ended while it did: {', '.join(open_)}"
+        if open_
+        else "the one before had ended"
+    )
     return {
-        "at": track.events[0]["ts"] / 1e6, "attempt": track.attempt, "part": track.part, "kind": "restart",
-        "what": f"{track.part} was started again", "cause": doing,
-    }  # fmt: skip
+        "at": track.events[0]["ts"] / 1e6,
+        "attempt": track.attempt,
+        "part": track.part,
+        "kind": "restart",
+        "what": f"{track.part} was started again",
+        "cause": doing,
+    }
 
 
 def changed(config: dict[str, Any]) -> list[list[str]]:
@@ -272,7 +384,11 @@ def _compare(ours: Any, default: Any, path: str, found: list[list[str]]) -> None
 
 def _plain(value: Any) -> str:
     return (
-        "" if value is None or value == "???" else json.dumps(value) if isinstance(value, list | dict) else str(value)
+        ""
+        if value is None or value == "???"
+        else json.dumps(value)
+        if isinstance(value, list | dict)
+        else str(value)
     )
 
 

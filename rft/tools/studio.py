@@ -1,10 +1,13 @@
-"""`rft studio [--port 8501]`: a page on which a config is put together; it says at every change what would be refused, and why.
+"""`rft studio [--port 8501]`: a page on which a config is put together; it says at every change
+what would be refused, and why.
 
-    page ── recipe, values ──► examine ──► the file for `rft train --config`, problems by key, GPUs, memory
+    page ── recipe, values ──► examine
+            ──► the file for `rft train --config`, problems by key, GPUs, memory
 
-In: what the browser sends. Out: the page, its fields, and for a set of values what `rft train`, `rft config` and `rft doctor` would
-say of them. Nothing is started or written, and a recipe's `prepare` function is not called. Invariant: what the page calls ready
-is a file that `rft train --config` takes.
+In: what the browser sends. Out: the page, its fields, and for a set of values what `rft train`,
+`rft config` and `rft doctor` would say of them. Nothing is started, imported, asked or written, and
+a recipe's `prepare` function is not called. Invariant: what the page calls ready is a file that
+`rft train --config` takes, but for what it says is looked at only at a start.
 """
 
 import argparse
@@ -16,21 +19,27 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
-from rft import preflight, train
-from rft.config import Config, ConfigError, TasksetConfig
+from rft import preflight
+from rft.config import Config, ConfigError
+from rft.ground.errors import refuse_all
 from rft.tools import config as config_tool
 from rft.tools import doctor, local_page, memory_plan, studio_fields
 
 PAGE = Path(__file__).with_name("studio.html")
 RECIPES = ("grpo", "ppo", "sft")
 TRAINING = ("both", "train")
+LEFT_OUT = (
+    "functions and operators of your own, databases, services, ports, isolation, whether "
+    "checkpoint_root_dir can be written"
+)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rft studio", description="Put a config together in the browser.")
+    parser = argparse.ArgumentParser(
+        prog="rft studio", description="Put a config together in the browser."
+    )
     parser.add_argument("--port", type=int, default=8501, help="0: any free one (default: 8501)")
     return local_page.serve("rft studio", parser.parse_args(argv).port, PAGE, ANSWERS)
 
@@ -45,14 +54,15 @@ def described() -> dict[str, Any]:
     }
 
 
-# --- one set of values ----------------------------------------------------------------------------------------------------
+# --- one set of values ----------------------------------------------------------------------------
 
 
 def examine(name: str, values: dict[str, str]) -> dict[str, Any]:
-    """`values`: YAML text by key, only of keys that differ from the recipe `name`; an empty text takes a key back.
+    """`values`: YAML text by key, only of keys that differ from the recipe `name`; an empty text
+    takes a key back.
 
-    Returns `yaml` (the file), `problems` as {key, said} in the order they were met, `ready`, `now` (the value of every key) and
-    `plan`: GPUs and memory, as lines of (what, said, whether it fits).
+    Returns `yaml` (the file), `problems` as {key, said} in the order they were met, `ready`, `now`
+    (the value of every key) and `plan`: GPUs and memory, as lines of (what, said, whether it fits).
     """
     problems: list[dict[str, str | None]] = []
     raw = recipe(name).copy()
@@ -60,8 +70,13 @@ def examine(name: str, values: dict[str, str]) -> dict[str, Any]:
         try:
             put(raw, key, text)
         except ConfigError as error:
-            problems.append({"key": key, "said": str(error)})
-    unset = [key for key in sorted(OmegaConf.missing_keys(raw)) if studio_fields.is_visible(key, plain_values(raw))]
+            problems += [{"key": key, "said": said} for said in error.problems]
+    raw = configs.normalized(raw)
+    unset = [
+        key
+        for key in sorted(OmegaConf.missing_keys(raw))
+        if studio_fields.is_visible(key, plain_values(raw))
+    ]
     problems += [{"key": key, "said": f"{key} is not set: give it a value"} for key in unset]
     config = None if problems else accepted(raw, problems)
     return {
@@ -78,57 +93,55 @@ def recipe(name: str) -> DictConfig:
     """What experiment=<name> composes; callers change a copy."""
     if name not in RECIPES:
         raise ConfigError(configs.nearest(name, RECIPES, "experiment"))
-    return train.compose([f"experiment={name}"])
+    return configs.compose([f"experiment={name}"])
 
 
 def put(raw: DictConfig, key: str, text: str) -> None:
     """Set `key` to what `text` is as YAML; empty: back to what the schema says."""
+    if key not in configs.leaf_keys():
+        raise ConfigError(configs.unknown(key))
     try:
-        if key not in configs.leaf_keys():
-            raise ConfigError(configs.unknown(key))
-        if key.startswith(configs.TASKSET_KEY + ".") and raw.buffer.explorer_input.taskset is None:
-            raw.buffer.explorer_input.taskset = OmegaConf.structured(TasksetConfig)
         value = default_of(key) if text == "" else yaml.safe_load(text)
-        if isinstance(value, dict):  # what stood in it goes
-            OmegaConf.update(raw, key, {}, merge=False)
-        nested: Any = value
-        for word in reversed(key.split(".")):
-            nested = {word: nested}
-        raw.merge_with(nested)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {text!r} is no YAML: {str(error).splitlines()[0]}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    refuse_all(configs.problems_in(configs.nested(key, value)))
+    OmegaConf.update(raw, key, value, merge=False)
 
 
 def default_of(key: str) -> Any:
-    schema = OmegaConf.structured(Config)
-    schema.buffer.explorer_input.taskset = OmegaConf.structured(TasksetConfig)
-    if OmegaConf.is_missing(OmegaConf.select(schema, key.rpartition(".")[0]) or schema, key.rpartition(".")[2]):
-        return "???"
-    return OmegaConf.select(schema, key)
+    return configs.get(configs.parsed(configs.nested(configs.TASKSET_KEY, {})), key)
 
 
 def accepted(raw: DictConfig, problems: list[dict[str, str | None]]) -> Config | None:
-    """The first stage, filled and checked as `rft train` would; what it refuses is added to `problems`."""
+    """The first stage, filled and checked as far as that runs nothing;
+    everything that is refused is added to `problems`.
+    """
     try:
-        with doctor.left_as_it_was(Path(raw.checkpoint_root_dir)):
-            stages = configs.stage_configs(raw)
-            for config in stages:
-                preflight.check(preflight.fill(config))
+        stages = configs.stage_configs(raw)
+        preflight.prepare(stages, at_start=False)
         return stages[0]
     except ConfigError as error:
-        problems.append({"key": studio_fields.searched(str(error), configs.leaf_keys()), "said": str(error)})
+        keys = configs.leaf_keys()
+        problems += [
+            {"key": studio_fields.searched(said, keys), "said": said} for said in error.problems
+        ]
         return None
 
 
 def planned(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, bool]]:
-    """GPUs as far as the numbers tell, and what ranks and engines hold as soon as everything is known."""
+    """GPUs as far as the numbers tell, and what ranks and engines
+    hold as soon as everything is known.
+    """
     yield from gpus(raw, config)
     if config is None:
         return
+    yield "only at the start", LEFT_OUT, True
     wanted = memory_plan.plan(config)
-    yield "model", f"{doctor.short(wanted.parameters)} parameters, {doctor.short(wanted.trained)} trained", True
+    yield (
+        "model",
+        f"{doctor.short(wanted.parameters)} parameters, {doctor.short(wanted.trained)} trained",
+        True,
+    )
     if config.mode in TRAINING:
         ranks, batch = int(config.trainer.num_ranks or 1), int(config.buffer.train_batch_size or 1)
         copies = ranks // preflight.fewest_ranks(config.trainer.megatron) or 1
@@ -136,7 +149,8 @@ def planned(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, 
         yield "batch", f"{batch} experiences a step over {copies} copies of the model{even}", True
         rank = doctor.rank_memory(config, wanted, 0)
         yield "memory per rank", rank.said, True
-        yield "checkpoint", f"{doctor.gigabytes(wanted.checkpoint)} each, {config.trainer.total_steps} steps", True
+        steps = f"{config.trainer.total_steps or 'so many'} steps"
+        yield "checkpoint", f"{doctor.gigabytes(wanted.checkpoint)} each, {steps}", True
     if config.mode != "train":
         yield "memory per engine worker", doctor.gigabytes(wanted.engine), True
 
@@ -147,13 +161,23 @@ def gpus(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, boo
     if not per_node:
         yield "GPUs", "cluster.gpu_per_node is not set: those that are found, or none", True
         return
-    total, engines = per_node * nodes, rollout.engine_num * rollout.tensor_parallel_size if raw.mode != "train" else 0
+    total, engines = (
+        per_node * nodes,
+        rollout.engine_num * rollout.tensor_parallel_size if raw.mode != "train" else 0,
+    )
     left = total - (0 if raw.cluster.colocate else engines)
     shared = "the same" if raw.cluster.colocate else str(left)
-    yield "GPUs", f"{nodes} x {per_node} = {total}: {engines} for engines, {shared} for the trainer", left > 0
+    yield (
+        "GPUs",
+        f"{nodes} x {per_node} = {total}: {engines} for engines, {shared} for the trainer",
+        left > 0,
+    )
     if config is not None and raw.mode in TRAINING:
         layout = config.trainer.megatron
-        cut = f"tp{layout.tensor_model_parallel_size} pp{layout.pipeline_model_parallel_size} cp{layout.context_parallel_size}"
+        cut = (
+            f"tp{layout.tensor_model_parallel_size} pp{layout.pipeline_model_parallel_size} "
+            f"cp{layout.context_parallel_size}"
+        )
         yield "trainer ranks", f"{config.trainer.num_ranks}, {cut}", True
 
 
@@ -163,7 +187,11 @@ def plain_values(raw: DictConfig) -> dict[str, str]:
     for field in studio_fields.fields():
         section, _, word = field.key.rpartition(".")
         node = OmegaConf.select(raw, section) if section else raw
-        value = None if node is None or OmegaConf.is_missing(node, word) else OmegaConf.select(raw, field.key)
+        value = (
+            None
+            if node is None or OmegaConf.is_missing(node, word)
+            else OmegaConf.select(raw, field.key)
+        )
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=False)
         found[field.key] = "" if value is None else written(value)
@@ -171,10 +199,14 @@ def plain_values(raw: DictConfig) -> dict[str, str]:
 
 
 def written(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    )
 
 
 ANSWERS: local_page.Answers = {
     "/api/fields": lambda asked: described(),
-    "/api/examine": lambda asked: examine(str(asked["recipe"]), {str(k): str(v) for k, v in asked["values"].items()}),
+    "/api/examine": lambda asked: examine(
+        str(asked["recipe"]), {str(k): str(v) for k, v in asked["values"].items()}
+    ),
 }

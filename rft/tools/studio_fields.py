@@ -1,18 +1,19 @@
-"""The fields of the config studio: every key of the schema, where it stands on the page, and when it is of any use.
+"""The fields of the config studio: every key of the schema, where it stands on the page, and when
+it is of any use.
 
-In: the dataclasses of `rft.config`, with the comments behind their keys. Out: `Field`s by part, for a beginner the few that a run
-is made of, for an expert all of them. Invariant: a key that is added to the schema is on the page; nothing is listed twice.
+In: the keys of the schema. Out: `Field`s by part, for a beginner the few that a run is made of, for
+an expert all of them. Invariant: a key that is added to the schema is on the page; nothing is
+listed twice.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rft import preflight
 from rft.algorithm import ALGORITHMS
-from rft.config import Config
+from rft.config.keys import Setting, tables
 from rft.rollout import rewards, workflows
-from rft.tools import config_page
 
 BASIC, IMPORTANT = "Basic", "Important"
 PARTS = {  # of the expert mode: what a key begins with
@@ -27,18 +28,37 @@ PARTS = {  # of the expert mode: what a key begins with
 TASKSET = "buffer.explorer_input.taskset"
 BEGINNER = {
     BASIC: (
-        "name", "model.model_path", f"{TASKSET}.path", f"{TASKSET}.format.prompt_type", f"{TASKSET}.format.prompt_key",
-        f"{TASKSET}.format.response_key", f"{TASKSET}.format.messages_key",
-        "buffer.explorer_input.default_reward_fn_type", "buffer.trainer_input.experience_buffer.path",
-        "cluster.node_num", "cluster.gpu_per_node", "explorer.rollout_model.engine_num",
+        "name",
+        "model.model_path",
+        f"{TASKSET}.path",
+        f"{TASKSET}.format.prompt_type",
+        f"{TASKSET}.format.prompt_key",
+        f"{TASKSET}.format.response_key",
+        f"{TASKSET}.format.messages_key",
+        "buffer.explorer_input.default_reward_fn_type",
+        "buffer.trainer_input.experience_buffer.path",
+        "cluster.node_num",
+        "cluster.gpu_per_node",
+        "explorer.rollout_model.engine_num",
     ),
     IMPORTANT: (
-        "algorithm.optimizer.lr", "algorithm.repeat_times", "buffer.batch_size", "buffer.train_batch_size", "buffer.total_epochs",
-        "trainer.total_steps", "model.max_prompt_tokens", "model.max_response_tokens", "synchronizer.max_staleness",
-        "explorer.eval_interval", "trainer.save_interval", "trainer.megatron.tensor_model_parallel_size", "trainer.dtype",
-        "monitor.monitor_type", "checkpoint_root_dir",
+        "algorithm.optimizer.lr",
+        "algorithm.repeat_times",
+        "buffer.batch_size",
+        "buffer.train_batch_size",
+        "buffer.total_epochs",
+        "trainer.total_steps",
+        "model.max_prompt_tokens",
+        "model.max_response_tokens",
+        "synchronizer.max_staleness",
+        "explorer.eval_interval",
+        "trainer.save_interval",
+        "trainer.megatron.tensor_model_parallel_size",
+        "trainer.dtype",
+        "monitor.monitor_type",
+        "checkpoint_root_dir",
     ),
-}  # fmt: skip
+}
 NOT_SET_HERE = ("stage_name", "prepare", "finish")  # a recipe's own business
 VISIBLE = (  # (keys that begin so, are of use where this key, is one of these)
     ("critic.", "algorithm.algorithm_type", ("ppo",)),
@@ -60,12 +80,15 @@ VISIBLE = (  # (keys that begin so, are of use where this key, is one of these)
     ("trainer.ppo_micro_batch_size_per_gpu", "trainer.use_dynamic_bsz", ("false",)),
     ("trainer.max_token_len_per_gpu", "trainer.use_dynamic_bsz", ("true",)),
     ("trainer.profile_", "trainer.profiler", ("torch", "nsys")),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key as the page shows it. `choices`: the only values; `suggested`: names that rft knows, others may be the user's own."""
+    """One key as the page shows it.
+
+    `choices`: the only values; `suggested`: names that rft knows, others may be the user's own.
+    """
 
     key: str
     part: str
@@ -78,27 +101,37 @@ class Field:
 
 def fields() -> list[Field]:
     """Every key that holds a value, in the order of the schema."""
-    found = []
-    for _, prefix, cls in config_page.sections(Config, ""):
-        for item in config_page.leaves(cls):
-            key = prefix + item.name
-            if key in NOT_SET_HERE or key == TASKSET:
-                continue
-            kind, default, meaning = config_page.described(cls, item)
-            found.append(Field(key, part_of(key), kind, default, meaning, choices(key, kind), suggested(key)))
-    return found
+    return [
+        Field(
+            one.key,
+            part_of(one.key),
+            one.takes,
+            one.default,
+            one.meaning,
+            choices(one),
+            suggested(one.key),
+        )
+        for _, settings in tables()
+        for one in settings
+        if one.key not in NOT_SET_HERE
+    ]
 
 
 def part_of(key: str) -> str:
-    return next((part for part, starts in PARTS.items() if key.startswith(tuple(filter(None, starts)))), "Run")
+    return next(
+        (part for part, starts in PARTS.items() if key.startswith(tuple(filter(None, starts)))),
+        "Run",
+    )
 
 
-def choices(key: str, kind: str) -> tuple[str, ...]:
-    if kind == "bool":
+def choices(setting: Setting) -> tuple[str, ...]:
+    if setting.type == "bool":
         return ("true", "false")
-    if key == "algorithm.algorithm_type":
+    if setting.key == "algorithm.algorithm_type":
         return tuple(ALGORITHMS)
-    return tuple("null" if choice is None else str(choice) for choice in preflight.CHOICES.get(key, ()))
+    return (
+        ("null", *setting.choices) if setting.is_optional and setting.choices else setting.choices
+    )
 
 
 def suggested(key: str) -> tuple[str, ...]:
@@ -110,12 +143,18 @@ def suggested(key: str) -> tuple[str, ...]:
 
 
 def is_visible(key: str, values: dict[str, Any]) -> bool:
-    """Whether the key can matter next to these values; a value that is not among them decides nothing."""
+    """Whether the key can matter next to these values; a value
+    that is not among them decides nothing.
+    """
     rules = [(other, allowed) for start, other, allowed in VISIBLE if key.startswith(start)]
-    return all(str(values[other]).lower() in allowed for other, allowed in rules if values.get(other) is not None)
+    return all(
+        str(values[other]).lower() in allowed
+        for other, allowed in rules
+        if values.get(other) is not None
+    )
 
 
-def searched(text: str, among: list[str]) -> str | None:
+def searched(text: str, among: Iterable[str]) -> str | None:
     """The key that a message names first."""
     places = {key: re.search(rf"(?<![\w.]){re.escape(key)}(?![\w]|\.\w)", text) for key in among}
     found = {key: place.start() for key, place in places.items() if place is not None}

@@ -1,8 +1,8 @@
 """`rft sweep-report SWEEP_DIR`: one table and one picture of a sweep, also while it runs.
 
-In: the directories of the trials. Out: the table on the terminal, `sweep.md` and `sweep.csv`, and `sweep.png` with the
-objective over the trials and the curves of all trials. Exit code 0, or 2 for a directory that is no sweep. Invariant: a
-trial that did not finish has a state and no objective.
+In: the directories of the trials. Out: the table on the terminal, `sweep.md` and `sweep.csv`, and
+`sweep.png` with the objective over the trials and the curves of all trials. Exit code 0, or 2 for a
+directory that is no sweep. Invariant: a trial that did not finish has a state and no objective.
 """
 
 import argparse
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rft import config as configs
-from rft.config import ConfigError
-from rft.config_sweep import SweepConfig
-from rft.monitor.records import replace
-from rft.sweep import objective, records
-from rft.sweep.records import Trial, state
+from rft.config import ConfigError, SweepConfig
+from rft.extras.sweep import objective, records
+from rft.extras.sweep.records import Trial, state
+from rft.ground import durable
 from rft.tools.curves import INK, MUTED, style, table
 
 BEST, OTHERS, BAD = "#3b5bdb", "#91a7ff", "#e8590c"
@@ -26,7 +25,10 @@ MOST_NAMED = 8  # curves in the legend; of more trials, the best ones
 
 @dataclass(frozen=True)
 class Row:
-    """A trial as the report tells of it. `chosen`: the overrides in which trials of the sweep differ."""
+    """A trial as the report tells of it.
+
+    `chosen`: the overrides in which trials of the sweep differ.
+    """
 
     trial: Trial
     state: str
@@ -48,10 +50,13 @@ def main(arguments: list[str]) -> int:
     print(table(cells))
     best = best_of(rows, judged_by)
     if best is not None:
-        print(f"best     trial {best.trial.number}: {judged_by.objective}={best.value:g} with {best.chosen}")
+        print(
+            f"best     trial {best.trial.number}: {judged_by.objective}={best.value:g} with "
+            f"{best.chosen}"
+        )
     out = Path(options.out or sweep_dir)
     out.mkdir(parents=True, exist_ok=True)
-    replace(out / "sweep.md", markdown(cells))
+    durable.put(out / "sweep.md", markdown(cells))
     with (out / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(cells[0]))
         writer.writeheader()
@@ -62,9 +67,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rft sweep-report", description="One table and one picture of a sweep.")
+    parser = argparse.ArgumentParser(
+        prog="rft sweep-report", description="One table and one picture of a sweep."
+    )
     parser.add_argument(
-        "sweep_dir", metavar="SWEEP_DIR", help="the directory with the trials: <root>/<project>/<name>/sweep"
+        "sweep_dir",
+        metavar="SWEEP_DIR",
+        help="the directory with the trials: <root>/<project>/<name>/sweep",
     )
     parser.add_argument("--objective", help="another metric of metrics.jsonl than sweep.objective")
     parser.add_argument("--value", choices=objective.CHOICES["value"], help="which of its values")
@@ -88,11 +97,16 @@ def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
 def read(sweep_dir: Path, judged_by: SweepConfig) -> list[Row]:
     trials = records.trials(sweep_dir)
     if not trials:
-        raise ConfigError(f"{sweep_dir} has no trials: give the directory of a sweep, <root>/<project>/<name>/sweep")
+        raise ConfigError(
+            f"{sweep_dir} has no trials: give the directory of a sweep, "
+            "<root>/<project>/<name>/sweep"
+        )
     shared = set.intersection(*(set(trial.overrides) for trial in trials))
     rows = []
     for trial in trials:
-        chosen = " ".join(line for line in trial.overrides if line not in shared and not line.startswith("sweep."))
+        chosen = " ".join(
+            line for line in trial.overrides if line not in shared and not line.startswith("sweep.")
+        )
         value = objective.value(trial, judged_by) if trial.state == "finished" else None
         rows.append(Row(trial, state(trial), chosen, value, objective.steps(trial)))
     return rows
@@ -118,7 +132,9 @@ def cells_of(row: Row, judged_by: SweepConfig) -> dict[str, str]:
 
 def markdown(cells: list[dict[str, str]]) -> str:
     lines = [list(cells[0]), ["---"] * len(cells[0]), *([*line.values()] for line in cells)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
 
 
 # The picture
@@ -139,19 +155,39 @@ def draw(rows: list[Row], judged_by: SweepConfig, path: Path) -> None:
 
 
 def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
-    counts = {kind: sum(row.state == kind for row in rows) for kind in dict.fromkeys(row.state for row in rows)}
+    counts = {
+        kind: sum(row.state == kind for row in rows)
+        for kind in dict.fromkeys(row.state for row in rows)
+    }
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     style(
-        axes, f"Objective: {judged_by.objective or 'none'}", f"{judged_by.value} value of each trial; {told}", "trial"
+        axes,
+        f"Objective: {judged_by.objective or 'none'}",
+        f"{judged_by.value} value of each trial; {told}",
+        "trial",
     )
     judged = [row for row in rows if row.value is not None]
-    axes.plot([r.trial.number for r in judged], [r.value for r in judged], "o", color=OTHERS, markersize=8)
+    axes.plot(
+        [r.trial.number for r in judged], [r.value for r in judged], "o", color=OTHERS, markersize=8
+    )
     sofar = [best_of(judged[: index + 1], judged_by) for index in range(len(judged))]
     heights = [row.value for row in sofar if row is not None]
-    axes.step([r.trial.number for r in judged], heights, where="post", color=MUTED, linewidth=1, label="best so far")
+    axes.step(
+        [r.trial.number for r in judged],
+        heights,
+        where="post",
+        color=MUTED,
+        linewidth=1,
+        label="best so far",
+    )
     if best is not None:
         axes.plot(
-            [best.trial.number], [best.value], "o", color=BEST, markersize=11, label=f"best: trial {best.trial.number}"
+            [best.trial.number],
+            [best.value],
+            "o",
+            color=BEST,
+            markersize=11,
+            label=f"best: trial {best.trial.number}",
         )
     if others := [row.trial.number for row in rows if row.value is None]:
         at_the_edge = axes.get_xaxis_transform()  # below all values: these trials have none
@@ -174,7 +210,9 @@ def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig
 
     style(axes, "Curves of all trials", f"{judged_by.objective or 'no objective'} over steps")
     sign = 1 if judged_by.direction == "maximize" else -1
-    ordered = sorted(rows, key=lambda row: -sign * row.value if row.value is not None else float("inf"))
+    ordered = sorted(
+        rows, key=lambda row: -sign * row.value if row.value is not None else float("inf")
+    )
     colors = colormaps["viridis"]
     for place, row in enumerate(ordered):
         series = objective.series(row.trial, judged_by.objective) if judged_by.objective else []
@@ -182,7 +220,10 @@ def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig
             continue
         color = BEST if row is best else colors(0.25 + 0.6 * place / max(len(ordered) - 1, 1))
         color = MUTED if row.value is None else color
-        label = f"{row.trial.number}: {row.chosen or 'as given'}{'' if row.state == 'finished' else f' ({row.state})'}"
+        label = (
+            f"{row.trial.number}: "
+            f"{row.chosen or 'as given'}{'' if row.state == 'finished' else f' ({row.state})'}"
+        )
         axes.plot(
             *zip(*series, strict=True),
             color=color,

@@ -1,8 +1,9 @@
 """`rft trace RUN_DIR`: one timeline of a whole run out of what each of its processes has recorded.
 
-In: `logs/attempt_*/trace/*.json` of a run, or of every stage below it (see `rft.monitor.trace`). Out: `<run>/timeline.json`, for
-Perfetto or chrome://tracing: all attempts after each other, a track per process, trainer ranks first. Invariants: what a killed
-process was doing ends with its last word and is marked unfinished; a torn last line is left out; the run is only read.
+In: `logs/attempt_*/trace/*.json` of a run, or of every stage below it (see `rft.monitor.trace`).
+Out: `<run>/timeline.json`, for Perfetto or chrome://tracing: all attempts after each other, a track
+per process, trainer ranks first. Invariants: what a killed process was doing ends with its last
+word and is marked unfinished; a torn last line is left out; the run is only read.
 """
 
 import argparse
@@ -20,7 +21,10 @@ Event = dict[str, Any]
 
 @dataclass
 class Track:
-    """What one process recorded. `number`: its own, for process ids come again from attempt to attempt."""
+    """What one process recorded.
+
+    `number`: its own, for process ids come again from attempt to attempt.
+    """
 
     stage: str
     attempt: int
@@ -42,7 +46,9 @@ class Track:
         return max((event["ts"] for event in self.events), default=0.0)
 
     def spans(self) -> Iterator[tuple[str, float, float, dict[str, Any], bool]]:
-        """(name, begin, end in microseconds, arguments, whether it was finished) of every span, nested ones too."""
+        """(name, begin, end in microseconds, arguments, whether it was finished) of every span,
+        nested ones too.
+        """
         for begun, ended in self.pairs():
             yield (
                 begun["name"],
@@ -53,7 +59,9 @@ class Track:
             )
 
     def pairs(self) -> Iterator[tuple[Event, Event | None]]:
-        """The events that begin and end each span; those without an end come last, outer ones before inner ones."""
+        """The events that begin and end each span; those without an end come last, outer ones
+        before inner ones.
+        """
         running: dict[tuple[Any, ...], list[Event]] = {}
         for event in self.events:
             key = (event["tid"],) if event["ph"] in "BE" else (event.get("id"), event["name"])
@@ -66,10 +74,19 @@ class Track:
 
 
 def stage_dirs(run: Path) -> list[Path]:
-    """The directories with logs: the run's own, or those of its stages, the oldest first. Raises ValueError if there is none."""
-    found = [run] if (run / "logs").is_dir() else [path.parent for path in run.glob("*/logs") if path.is_dir()]
+    """The directories with logs: the run's own, or those of its stages, the oldest first.
+
+    Raises ValueError if there is none.
+    """
+    found = (
+        [run]
+        if (run / "logs").is_dir()
+        else [path.parent for path in run.glob("*/logs") if path.is_dir()]
+    )
     if not found:
-        raise ValueError(f"{run} is no run directory: there are no logs in it, and none one level below")
+        raise ValueError(
+            f"{run} is no run directory: there are no logs in it, and none one level below"
+        )
     return sorted(found, key=lambda path: (path / "logs" / "attempt_1").stat().st_mtime)
 
 
@@ -101,7 +118,9 @@ def _processes(directory: Path) -> list[list[Path]]:
 
 def _track(stage: str, attempt: Path, parts: list[Path]) -> Track:
     part = re.sub(r"-\d+$", "", parts[-1].name.removesuffix(".json"))
-    return Track(stage, number_of(attempt), part, 0, [event for path in parts for event in events_of(path)])
+    return Track(
+        stage, number_of(attempt), part, 0, [event for path in parts for event in events_of(path)]
+    )
 
 
 def events_of(path: Path) -> Iterator[Event]:
@@ -143,10 +162,16 @@ def _endings(track: Track, start: float) -> Iterator[Event]:
 
 
 def write(run: Path) -> Path:
-    """Join what `run` has recorded; returns the timeline's path. Raises ValueError where nothing was."""
+    """Join what `run` has recorded; returns the timeline's path.
+
+    Raises ValueError where nothing was.
+    """
     tracks = load(run)
     if not any(track.events for track in tracks):
-        raise ValueError(f"{run} has recorded no timeline: it ran with monitor.trace=false, or before rft had one")
+        raise ValueError(
+            f"{run} has recorded no timeline: it ran with monitor.trace=false, or before rft had "
+            "one"
+        )
     path = run / "timeline.json"
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -157,7 +182,9 @@ def write(run: Path) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rft trace", description="Join a run's timelines into one file.")
+    parser = argparse.ArgumentParser(
+        prog="rft trace", description="Join a run's timelines into one file."
+    )
     parser.add_argument("run", type=Path, help="the run's directory, also while it is under way")
     asked = parser.parse_args(arguments)
     try:
@@ -165,5 +192,8 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"rft trace: {error}", file=sys.stderr)
         return 2
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in ui.perfetto.dev or chrome://tracing")
+    print(
+        f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in ui.perfetto.dev or "
+        "chrome://tracing"
+    )
     return 0

@@ -1,9 +1,10 @@
 """Tiny models and tasks made from nothing: what the quickstart trains and the tests load.
 
-`write_model` makes a Hugging Face model directory (random weights, character tokenizer, chat template) that
-transformers, vLLM and rft all read like any downloaded checkpoint. `write_arithmetic` makes disjoint training and
-evaluation files of sums. Both are deterministic in their seed, do nothing when the files are already there, and give
-them their names when they are complete.
+`write_model` makes a Hugging Face model directory (random weights, character tokenizer, chat
+template) that transformers, vLLM and rft all read like any downloaded checkpoint.
+`write_arithmetic` makes disjoint training and evaluation files of sums. Both are deterministic in
+their seed, do nothing when the files are already there, and give them their names when they are
+complete.
 """
 
 import json
@@ -12,17 +13,28 @@ import random
 from pathlib import Path
 from typing import Any
 
-CHARACTERS = "0123456789+-*/=?.,:;!()[]{}<>'\"_ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CHARACTERS = (
+    "0123456789+-*/=?.,:;!()[]{}<>'\"_ \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    "'<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-ARCHITECTURES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig"}
+ARCHITECTURES = {
+    "llama": "LlamaConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
 
 
 def character_tokenizer() -> Any:
-    """One token per character; unknown characters become padding. Ends every chat message with <|end|>."""
+    """One token per character; unknown characters become padding.
+
+    Ends every chat message with <|end|>.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,10 +71,12 @@ def write_model(
     vocab: int = 0,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Write a random-weight model directory of `family`, a key of ARCHITECTURES, and return its path.
+    """Write a random-weight model directory of `family`, a key of ARCHITECTURES, and return its
+    path.
 
-    `ffn` is the MLP's width; that of one expert, of which `family="qwen3_moe"` has `experts`, is ffn / experts_per_token.
-    `vocab`: rows of the embedding, 0 for as many as the tokenizer has tokens.
+    `ffn` is the MLP's width; that of one expert, of which `family="qwen3_moe"` has `experts`, is
+    ffn / experts_per_token. `vocab`: rows of the embedding, 0 for as many as the tokenizer has
+    tokens.
     """
     path = Path(path)
     if (path / "config.json").exists():
@@ -72,9 +86,11 @@ def write_model(
 
     tokenizer = character_tokenizer()
     mixture = {
-        "num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": True,
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "norm_topk_prob": True,
         "moe_intermediate_size": ffn // experts_per_token,
-    }  # fmt: skip
+    }
     config = getattr(transformers, ARCHITECTURES[family])(
         vocab_size=vocab or len(tokenizer),
         hidden_size=hidden,
@@ -103,8 +119,12 @@ def write_model(
     return path
 
 
-def write_arithmetic(directory: str | Path, seed: int = 0, digits: int = 2, num_eval: int = 256) -> tuple[Path, Path]:
-    """Write train.jsonl and eval.jsonl of sums {"prompt": "47+38=", "response": "85"}; no pair is in both files."""
+def write_arithmetic(
+    directory: str | Path, seed: int = 0, digits: int = 2, num_eval: int = 256
+) -> tuple[Path, Path]:
+    """Write train.jsonl and eval.jsonl of sums {"prompt": "47+38=", "response": "85"}; no pair is
+    in both files.
+    """
     directory = Path(directory)
     train, evaluation = directory / "train.jsonl", directory / "eval.jsonl"
     if train.exists() and evaluation.exists():

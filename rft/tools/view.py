@@ -1,9 +1,11 @@
-"""`rft view SOURCE [--model DIR] [--port 8502]`: the experiences of a run in the browser, down to the single token.
+"""`rft view SOURCE [--model DIR] [--port 8502]`: the experiences of a run in the browser, down to
+the single token.
 
-In: a job directory, a JSON-lines file of experiences, like those of `rft debug`, or the URL of a database, and the tokenizer of
-its model. Out: a page with a list that can be searched, and for each experience its tokens, coloured by log-probability, with
-mask, version and reward. Invariant: it only reads, also next to a run that is under way; what it shows is what the trainer gets,
-token by token.
+In: a job directory, a JSON-lines file of experiences, like those of `rft debug`, or the URL of a
+database, and the tokenizer of its model. Out: a page with a list that can be searched, and for each
+experience its tokens, coloured by log-probability, with mask, version and reward. Invariant: it
+only reads, also next to a run that is under way; what it shows is what the trainer gets, token by
+token.
 """
 
 import argparse
@@ -16,12 +18,12 @@ from typing import Any
 import msgspec
 from omegaconf import OmegaConf
 
-from rft.buffer.reading import experiences
+from rft.buffer.store import read_experiences
 from rft.config import ConfigError
-from rft.experience import Experience, decode
+from rft.ground.errors import refuse
+from rft.ground.experience import Experience, decode
 from rft.tools import local_page
 from rft.tools.buffer import NAME, from_database
-from rft.train import refuse
 
 PAGE = Path(__file__).with_name("view.html")
 AT_ONCE = 100  # rows of the list
@@ -29,9 +31,15 @@ PREVIEW = 160  # characters
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rft view", description="Browse the experiences of a run.")
-    parser.add_argument("source", help="a job directory, a .jsonl file of experiences, or a database's URL")
-    parser.add_argument("--model", help="directory of the tokenizer; default: that of the run's resolved.yaml")
+    parser = argparse.ArgumentParser(
+        prog="rft view", description="Browse the experiences of a run."
+    )
+    parser.add_argument(
+        "source", help="a job directory, a .jsonl file of experiences, or a database's URL"
+    )
+    parser.add_argument(
+        "--model", help="directory of the tokenizer; default: that of the run's resolved.yaml"
+    )
     parser.add_argument("--port", type=int, default=8502, help="0: any free one (default: 8502)")
     options = parser.parse_args(argv)
     try:
@@ -39,12 +47,14 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         return refuse(error)
     print(f"{len(view.found)} experiences", file=sys.stderr)
-    return local_page.serve("rft view", options.port, PAGE, {"/api/list": view.listed, "/api/one": view.one})
+    return local_page.serve(
+        "rft view", options.port, PAGE, {"/api/list": view.listed, "/api/one": view.one}
+    )
 
 
 def found(source: str) -> Iterator[Experience]:
     if "://" not in source:
-        yield from experiences(Path(source))
+        yield from read_experiences(Path(source))
         return
     for part in from_database(source, NAME):
         yield from decode(part.experiences, list[Experience])
@@ -55,15 +65,24 @@ def tokenizer_of(source: Path, model: str | None) -> Any:
 
     directory = source if source.is_dir() else source.parent
     resolved = next(
-        (path for path in (directory / "resolved.yaml", directory / "bench" / "resolved.yaml") if path.is_file()), None
+        (
+            path
+            for path in (directory / "resolved.yaml", directory / "bench" / "resolved.yaml")
+            if path.is_file()
+        ),
+        None,
     )
     if model is None and resolved is None:
         raise ConfigError(
-            f"--model: {directory} has no resolved.yaml that names a model: give the directory of its tokenizer"
+            f"--model: {directory} has no resolved.yaml that names a model: give the directory of "
+            "its tokenizer"
         )
     path = model or OmegaConf.load(resolved).model.model_path
     if not (Path(path) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"--model: {path} has no tokenizer_config.json: give the directory of the model's tokenizer")
+        raise ConfigError(
+            f"--model: {path} has no tokenizer_config.json: give the directory of the model's "
+            "tokenizer"
+        )
     return AutoTokenizer.from_pretrained(path)
 
 
@@ -90,8 +109,13 @@ class View:
         )
 
     def listed(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """{wanted, offset} to {total, matching, rows, mean}: a page of those that match, in the order asked for."""
-        wanted, offset = msgspec.convert(asked.get("wanted", {}), Wanted), int(asked.get("offset", 0))
+        """{wanted, offset} to {total, matching, rows, mean}: a page of those that match, in the
+        order asked for.
+        """
+        wanted, offset = (
+            msgspec.convert(asked.get("wanted", {}), Wanted),
+            int(asked.get("offset", 0)),
+        )
         matching = [number for number in range(len(self.found)) if self._matches(number, wanted)]
         rewards = [self.found[number].reward for number in matching]
         keys = {
@@ -117,16 +141,27 @@ class View:
         if wanted.outcome and one.reward_outcome != wanted.outcome:
             return False
         words = wanted.words.casefold()
-        return not words or words in one.task.casefold() or any(words in text.casefold() for text in texts)
+        return (
+            not words
+            or words in one.task.casefold()
+            or any(words in text.casefold() for text in texts)
+        )
 
     def _row(self, number: int) -> dict[str, Any]:
         one = self.found[number]
         return {
-            "number": number, "task": one.task, "group": one.group, "sample": one.sample, "turn": one.turn,
-            "reward": one.reward, "outcome": one.reward_outcome, "length": one.response_length, "stop": one.stop,
+            "number": number,
+            "task": one.task,
+            "group": one.group,
+            "sample": one.sample,
+            "turn": one.turn,
+            "reward": one.reward,
+            "outcome": one.reward_outcome,
+            "length": one.response_length,
+            "stop": one.stop,
             "response": self.texts[number][1][:PREVIEW],
             "versions": sorted({span.version for span in one.versions}),
-        }  # fmt: skip
+        }
 
     def one(self, asked: dict[str, Any]) -> dict[str, Any]:
         """{number} to everything of one experience."""
@@ -145,7 +180,10 @@ class View:
         versions = one.token_versions
         for place, token in enumerate(one.tokens[one.prompt_length :]):
             yield {
-                "id": token, "text": self.tokenizer.decode([token]), "trained": bool(one.action_mask[place]),
-                "logprob": one.logprobs[place] if one.logprobs else None, "version": versions[place],
+                "id": token,
+                "text": self.tokenizer.decode([token]),
+                "trained": bool(one.action_mask[place]),
+                "logprob": one.logprobs[place] if one.logprobs else None,
+                "version": versions[place],
                 "reward": one.token_rewards[place] if one.token_rewards else None,
-            }  # fmt: skip
+            }

@@ -39,7 +39,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": write_model(root / "qwen3", "qwen3", tied=True, **SMALL),
         "moe": write_model(root / "moe", "qwen3_moe", tied=False, **SMALL),
         "llama3": with_rope(write_model(root / "llama3", "llama", tied=True, **SMALL), scaled),
-        "qwen3-untied": write_model(root / "qwen3u", "qwen3", tied=False, max_shard_size="60KB", **SMALL),
+        "qwen3-untied": write_model(
+            root / "qwen3u", "qwen3", tied=False, max_shard_size="60KB", **SMALL
+        ),
     }
 
 

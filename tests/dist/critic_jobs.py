@@ -1,4 +1,6 @@
-"""What the ranks of test_critic.py do: a policy with a critic beside it, used, trained, saved and loaded."""
+"""What the ranks of test_critic.py do: a policy with a critic
+beside it, used, trained, saved and loaded.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +12,6 @@ from jobs import TIMEOUT_S, part_of
 from resume_jobs import as_bytes, manager_at, save_and_wait
 from rows import make_rows
 
-from rft import device as devices
 from rft.algorithm import recipe
 from rft.checkpoint.layout import claim_of
 from rft.config import (
@@ -22,19 +23,28 @@ from rft.config import (
     OptimizerConfig,
     TrainerConfig,
 )
+from rft.data.packing import Row
+from rft.ground import device as devices
 from rft.megatron.critic import Critic
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Reference
 from rft.megatron.policy import Policy
-from rft.models import Models
-from rft.packing import Row
+from rft.trainer.models import Models
 
 BEFORE, AFTER, WARMUP = 2, 2, 1  # steps on either side of a save; those of the critic alone
 PPO = AlgorithmConfig(
-    algorithm_type="ppo", advantage_fn="ppo", policy_loss_fn="ppo", advantage_fn_args={"gamma": 0.95, "lam": 0.9},
-    proximal_logprobs=True, kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1}, kl_penalty_fn="k1",
-    kl_penalty_fn_args={"kl_coef": 0.1}, entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.01},
-)  # fmt: skip
+    algorithm_type="ppo",
+    advantage_fn="ppo",
+    policy_loss_fn="ppo",
+    advantage_fn_args={"gamma": 0.95, "lam": 0.9},
+    proximal_logprobs=True,
+    kl_loss_fn="k2",
+    kl_loss_fn_args={"kl_coef": 0.1},
+    kl_penalty_fn="k1",
+    kl_penalty_fn_args={"kl_coef": 0.1},
+    entropy_loss_fn="default",
+    entropy_loss_fn_args={"entropy_coef": 0.01},
+)
 
 
 @contextmanager
@@ -51,8 +61,12 @@ def mesh_of(
         mesh.close()
 
 
-def models_on(mesh: Mesh, sizes: MegatronConfig, path: str, other: str, seed: int = 0, dtype: str = "fp32") -> Models:
-    """`other` is the reference and what the critic begins as, with a head that is not 0, or it would hide everything."""
+def models_on(
+    mesh: Mesh, sizes: MegatronConfig, path: str, other: str, seed: int = 0, dtype: str = "fp32"
+) -> Models:
+    """`other` is the reference and what the critic begins as, with a head that is not 0, or it
+    would hide everything.
+    """
     trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=1e9)
     critic_config = CriticConfig(optim=CriticOptimizerConfig(lr=1e-3), grad_clip=1e9)
     policy = Policy(ModelConfig(model_path=path), trainer, OptimizerConfig(lr=1e-3), mesh, seed, 10)
@@ -85,12 +99,23 @@ def rewarded(count: int, seed: int = 0) -> list[Row]:
 
 
 def values(path: str, rows: int = 12, **layout: Any) -> dict[str, Any]:
-    """Of a new critic, and of one with a head: per row index, one value before each token but the first."""
+    """Of a new critic, and of one with a head: per row index, one
+    value before each token but the first.
+    """
     with mesh_of(**layout) as (mesh, sizes):
-        Policy(ModelConfig(model_path=path), TrainerConfig(megatron=sizes), OptimizerConfig(), mesh, 0, 10).close()
+        Policy(
+            ModelConfig(model_path=path),
+            TrainerConfig(megatron=sizes),
+            OptimizerConfig(),
+            mesh,
+            0,
+            10,
+        ).close()
         critic = Critic(path, TrainerConfig(megatron=sizes), CriticConfig(), mesh, 10)
         part = part_of(critic, make_rows(rows))
-        new = max((float(np.abs(found).max(initial=0)) for found in critic.score(part)), default=0.0)
+        new = max(
+            (float(np.abs(found).max(initial=0)) for found in critic.score(part)), default=0.0
+        )
         set_head(critic)
         return {"new": new, "values": by_row(part, critic.score(part))}
 
@@ -100,12 +125,17 @@ def by_row(part: list[Any], scores: list[np.ndarray]) -> list[tuple[int, np.ndar
     for packed, given in zip(part, scores, strict=True):
         bounds = packed.cu_seqlens.tolist()
         if len(given):
-            found += [(int(r), given[a : b - 1]) for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)]
+            found += [
+                (int(r), given[a : b - 1])
+                for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)
+            ]
     return found
 
 
 def step(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, Any]:
-    """Scores of a step, then a step of the critic alone and one of both: metrics, moments after the first, weights after both."""
+    """Scores of a step, then a step of the critic alone and one of both: metrics, moments after the
+    first, weights after both.
+    """
     with mesh_of(**layout) as (mesh, sizes):
         models = models_on(mesh, sizes, path, other)
         part, scored = models.score(part_of(models.policy, rewarded(rows)))
@@ -120,12 +150,20 @@ def step(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, Any]
             name: by_row(part, [p.scores.get(name, np.zeros(0, np.float32)) for p in part])
             for name in ("value", "returns", "reference", "proximal")
         }
-        scores["advantage"] = by_row(part, [p.advantage for p in part]) if mesh.is_last_stage else []
+        scores["advantage"] = (
+            by_row(part, [p.advantage for p in part]) if mesh.is_last_stage else []
+        )
         return {
-            "scored": scored, "metrics": [first, second], "scores": scores, "moments": pieces, "untouched": of_policy,
-            "after": pieces_of(models, "critic.model/"), "policy": pieces_of(models, "model/"),
-            "second": pieces_of(models, "exp_avg/"), "micros": len(part),
-        }  # fmt: skip
+            "scored": scored,
+            "metrics": [first, second],
+            "scores": scores,
+            "moments": pieces,
+            "untouched": of_policy,
+            "after": pieces_of(models, "critic.model/"),
+            "policy": pieces_of(models, "model/"),
+            "second": pieces_of(models, "exp_avg/"),
+            "micros": len(part),
+        }
 
 
 def pieces_of(models: Models, kind: str) -> list[tuple[Any, ...]]:
@@ -134,25 +172,40 @@ def pieces_of(models: Models, kind: str) -> list[tuple[Any, ...]]:
 
 
 def reference(path: str, rows: int = 12, **layout: Any) -> dict[str, Any]:
-    """Log-probabilities by a reference and by a policy of the same directory, and what a reference holds on to."""
+    """Log-probabilities by a reference and by a policy of the same directory, and what a reference
+    holds on to.
+    """
     with mesh_of(**layout) as (mesh, sizes):
         trainer = TrainerConfig(megatron=sizes)
-        policy = Policy(ModelConfig(model_path=path), trainer, OptimizerConfig(lr=1e-2), mesh, 0, 10)
+        policy = Policy(
+            ModelConfig(model_path=path), trainer, OptimizerConfig(lr=1e-2), mesh, 0, 10
+        )
         frozen = Reference(path, trainer, mesh)
         part = part_of(policy, make_rows(rows))
         fresh = by_row(part, policy.score(part))
         policy.train_step(
-            part, recipe.policy_loss(AlgorithmConfig(policy_loss_fn="sft", kl_loss_fn="none")), lambda: None
+            part,
+            recipe.policy_loss(AlgorithmConfig(policy_loss_fn="sft", kl_loss_fn="none")),
+            lambda: None,
         )
-        assert not any(parameter.requires_grad for part_of in frozen.model for parameter in part_of.parameters())
+        assert not any(
+            parameter.requires_grad
+            for part_of in frozen.model
+            for parameter in part_of.parameters()
+        )
         return {
-            "fresh": fresh, "later": by_row(part, policy.score(part)), "reference": by_row(part, frozen.score(part)),
+            "fresh": fresh,
+            "later": by_row(part, policy.score(part)),
+            "reference": by_row(part, frozen.score(part)),
             "trained": by_row(part, frozen.score(part, trained_only=True)),
-        }  # fmt: skip
+        }
 
 
 def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any) -> dict[str, Any]:
-    """Both ends as this rank saw them. The second pair starts from other weights and another seed: all of it must be read."""
+    """Both ends as this rank saw them.
+
+    The second pair starts from other weights and another seed: all of it must be read.
+    """
     with mesh_of(**layout) as (mesh, sizes):
         trainer = TrainerConfig(megatron=sizes, dtype=dtype)
         first = models_on(mesh, sizes, path, other, 1, dtype)
@@ -195,8 +248,12 @@ def write(path: str, other: str, root: str, with_critic: bool, **layout: Any) ->
         save_and_wait(manager_at(root, mesh, TrainerConfig()), BEFORE, models, {"step": BEFORE})
 
 
-def read(path: str, other: str, root: str, with_critic: bool = True, **layout: Any) -> dict[str, Any]:
-    """Load: pieces of this rank, what was said if the checkpoint was refused, and the steps of both."""
+def read(
+    path: str, other: str, root: str, with_critic: bool = True, **layout: Any
+) -> dict[str, Any]:
+    """Load: pieces of this rank, what was said if the checkpoint
+    was refused, and the steps of both.
+    """
     with mesh_of(**layout) as (mesh, sizes):
         models = models_on(mesh, sizes, path, other)
         if not with_critic:

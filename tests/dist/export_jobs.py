@@ -1,4 +1,6 @@
-"""What the ranks of test_export_ranks.py do: train, save, and let the agent export; or load what was imported."""
+"""What the ranks of test_export_ranks.py do: train, save, and let the agent export; or load what
+was imported.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,25 @@ def exported(path: str, root: str, **layout: Any) -> dict[str, torch.Tensor]:
     """The weights as rank 0 gathers them, after a save whose agent wrote <root>/hf."""
     with policy_on(path, **layout) as policy:
         train(policy, range(2))
-        save_and_export(manager_at(root, policy.mesh, TrainerConfig()), 2, policy, path, str(Path(root) / "hf"))
+        save_and_export(
+            manager_at(root, policy.mesh, TrainerConfig()), 2, policy, path, str(Path(root) / "hf")
+        )
         return dict(policy.export_hf())
 
 
 def taken_over(path: str, root: str, **layout: Any) -> dict[str, Any]:
-    """A policy of other weights loads the newest checkpoint at `root` and trains a step from there."""
+    """A policy of other weights loads the newest checkpoint at
+    `root` and trains a step from there.
+    """
     with policy_on(path, **layout) as policy:
         loop = manager_at(root, policy.mesh, TrainerConfig()).load(policy)
         updates = policy.optimizer.updates
         weights = {name: as_bytes(value) for name, value in policy.export_hf()}
-        moments = sum(float(p.tensor.abs().sum()) for p in policy.snapshot().pieces if p.key.startswith("exp_avg/"))
+        moments = sum(
+            float(p.tensor.abs().sum())
+            for p in policy.snapshot().pieces
+            if p.key.startswith("exp_avg/")
+        )
         metrics = train(policy, range(policy.step, policy.step + 1))[0]
         return {
             "loop": loop,

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import CUTS, make_rows
+from rows import CUTS, RATES, make_rows
 
-from rft import device as devices
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.layout import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.data.packing import BY_TOKENS, Cut, Row, pack
+from rft.ground import device as devices
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
-from rft.packing import BY_TOKENS, Cut, Row, pack
 
 TIMEOUT_S = 60.0
 
@@ -36,12 +36,23 @@ def mesh_of(sizes: MegatronConfig) -> Iterator[Mesh]:
 
 @contextmanager
 def policy_on(
-    path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, dtype: str = "fp32", clip: float = 1e9,
-    lr: float = 1e-3, seed: int = 0, vpp: int | None = None, ep: int = 1, etp: int | None = None,
+    path: str,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    sp: bool = False,
+    dtype: str = "fp32",
+    clip: float = 1e9,
+    lr: float = 1e-3,
+    seed: int = 0,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
     lora: dict[str, Any] | None = None,
-    optimizer: dict[str, Any] = {}, trainer: dict[str, Any] = {},  # noqa: B006
+    optimizer: dict[str, Any] = {},  # noqa: B006
+    trainer: dict[str, Any] = {},  # noqa: B006
     megatron: dict[str, Any] = {},  # noqa: B006
-) -> Iterator[Policy]:  # fmt: skip
+) -> Iterator[Policy]:
     sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp, **megatron)
     with mesh_of(sizes) as mesh:
         given = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=clip, **trainer)
@@ -49,9 +60,13 @@ def policy_on(
         yield Policy(model, given, OptimizerConfig(lr=lr, **optimizer), mesh, seed, 10)
 
 
-def part_of(policy: Policy, rows: list[Row], max_tokens: int = 128, cut: Cut = BY_TOKENS) -> list[Any]:
+def part_of(
+    policy: Policy, rows: list[Row], max_tokens: int = 128, cut: Cut = BY_TOKENS
+) -> list[Any]:
     mesh = policy.mesh
-    return mesh.scatter_parts(pack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None)
+    return mesh.scatter_parts(
+        pack(rows, mesh.dp, max_tokens, policy.multiple, cut=cut) if mesh.rank == 0 else None
+    )
 
 
 def weights_of(policy: Policy) -> dict[str, np.ndarray]:
@@ -60,39 +75,59 @@ def weights_of(policy: Policy) -> dict[str, np.ndarray]:
 
 def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:
     """(claim, values) of every piece of this rank."""
-    return [(claim_of(p), p.tensor.float().numpy().copy()) for p in policy.snapshot().pieces if p.key.startswith(kind)]
+    return [
+        (claim_of(p), p.tensor.float().numpy().copy())
+        for p in policy.snapshot().pieces
+        if p.key.startswith(kind)
+    ]
 
 
-def train(path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any) -> dict[str, Any]:
+def train(
+    path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any
+) -> dict[str, Any]:
     """Train; weights at rank 0, first moments from every rank, metrics from every rank."""
     with policy_on(path, **layout) as policy:
         part = part_of(policy, make_rows(rows))
         before = []
         metrics = [
-            policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step)) for _ in range(steps)
+            policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step))
+            for _ in range(steps)
         ]
         assert before == list(range(steps))
         return {
-            "metrics": metrics, "weights": weights_of(policy), "moments": pieces_of(policy, "exp_avg/"), "micros": len(part)
-        }  # fmt: skip
+            "metrics": metrics,
+            "weights": weights_of(policy),
+            "moments": pieces_of(policy, "exp_avg/"),
+            "micros": len(part),
+        }
 
 
 def matrix(
-    path: str, tp: int = 1, pp: int = 1, cp: int = 1, sp: bool = False, vpp: int | None = None, ep: int = 1, etp: int | None = None
-) -> dict[str, Any]:  # fmt: skip
-    """One mesh: the first gradient under every way to cut a batch, and of so few rows that ranks go without; then three steps
-    with either optimizer."""
+    path: str,
+    variants: list[str],
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    sp: bool = False,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+) -> dict[str, Any]:
+    """One mesh: the first gradient, for a way to cut a batch, also of so few rows that ranks go
+    without; the weights after three steps, for an optimizer.
+    """
     sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
     trainer = TrainerConfig(megatron=sizes, grad_clip=1e9)
     found: dict[str, Any] = {}
     with mesh_of(sizes) as mesh:
-        for name, cut in (CUTS | {"few": BY_TOKENS, "few-rows": CUTS["rows-padded"]}).items():
+        for name in [name for name in variants if name not in RATES]:
+            cut = (CUTS | {"few": BY_TOKENS, "few-rows": CUTS["rows-padded"]})[name]
             policy = Policy(ModelConfig(model_path=path), trainer, OptimizerConfig(), mesh, 0, 10)
             part = part_of(policy, make_rows(2 if name.startswith("few") else 24), cut=cut)
             metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
             found[name] = {"metrics": [metrics], "moments": pieces_of(policy, "exp_avg/")}
-        for name, lr in (("sgd", 0.05), ("adam", 1e-3)):
-            optimizer = OptimizerConfig(optimizer_type=name, lr=lr, weight_decay=0.1)
+        for name in [name for name in variants if name in RATES]:
+            optimizer = OptimizerConfig(optimizer_type=name, lr=RATES[name], weight_decay=0.1)
             policy = Policy(ModelConfig(model_path=path), trainer, optimizer, mesh, 0, 10)
             part = part_of(policy, make_rows(24))
             for _ in range(3):
@@ -102,7 +137,9 @@ def matrix(
 
 
 def score(path: str, rows: int = 12, **layout: Any) -> list[Any]:
-    """Per row index, the log-probability of each of its tokens but the first; empty where this rank has none."""
+    """Per row index, the log-probability of each of its tokens but the
+    first; empty where this rank has none.
+    """
     with policy_on(path, **layout) as policy:
         return score_with(policy, rows)
 
@@ -113,7 +150,10 @@ def score_with(policy: Policy, rows: int) -> list[Any]:
     for packed, values in zip(part, policy.score(part), strict=True):
         bounds = packed.cu_seqlens.tolist()
         if len(values):
-            found += [(int(r), values[a : b - 1]) for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)]
+            found += [
+                (int(r), values[a : b - 1])
+                for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)
+            ]
     return found
 
 
@@ -134,10 +174,14 @@ def skip(path: str, **layout: Any) -> dict[str, Any]:
         before = [p.tensor.clone() for p in policy.snapshot().pieces]
 
         def broken(logprobs: torch.Tensor, fields: Any) -> Any:
-            return logprobs * (float("nan") if policy.mesh.rank == policy.mesh.world - 1 else 1.0), {}
+            return logprobs * (
+                float("nan") if policy.mesh.rank == policy.mesh.world - 1 else 1.0
+            ), {}
 
         metrics = policy.train_step(part, broken, lambda: None)
-        same = all(torch.equal(a, p.tensor) for a, p in zip(before, policy.snapshot().pieces, strict=True))
+        same = all(
+            torch.equal(a, p.tensor) for a, p in zip(before, policy.snapshot().pieces, strict=True)
+        )
         good = policy.train_step(part, token_loss("sft", {}), lambda: None)
         return {"same": same, "skipped": metrics["skipped"], "after": good}
 
@@ -167,7 +211,11 @@ def control_plane() -> list[Any]:
         part = mesh.scatter_parts(parts)
         mesh.barrier("test")
         seen = sorted(int(r) for packed in part for r in packed.rows)
-        return [mesh.broadcast({"a": [1, None], "b": b"x"} if mesh.rank == 0 else None), mesh.gather(mesh.rank), seen]
+        return [
+            mesh.broadcast({"a": [1, None], "b": b"x"} if mesh.rank == 0 else None),
+            mesh.gather(mesh.rank),
+            seen,
+        ]
     finally:
         mesh.close()
 
@@ -180,7 +228,9 @@ def state(path: str, **layout: Any) -> list[tuple[Any, ...]]:
 
 
 def cached_bytecode() -> list[str]:
-    """Modules of megatron.core that this process rewrote and whose cached bytecode is the rewritten one."""
+    """Modules of megatron.core that this process rewrote and whose
+    cached bytecode is the rewritten one.
+    """
     import megatron.core.parallel_state
 
     assert hasattr(megatron.core.parallel_state, "_rft_cuda")

@@ -1,6 +1,8 @@
-"""Every layout in one process: ranks as facts, their parameters as the equations say, filled and shown by the real code.
+"""Every layout in one process: ranks as facts, their parameters as the equations say, filled and
+shown by the real code.
 
-`Part` stands for a megatron model of one rank (its names and shapes, none of its groups); `real` proves that it is like one.
+`Part` stands for a megatron model of one rank (its names and shapes, none of its groups); `real`
+proves that it is like one.
 """
 
 import itertools
@@ -13,19 +15,43 @@ import torch
 from jobs import policy_on
 from safetensors.torch import load_file
 
+from rft.ground.names import (
+    RULES,
+    SUPPORTED,
+    Dims,
+    Place,
+    Rule,
+    applies,
+    architecture_of,
+    hf_shape,
+    is_expert,
+    read_hf_config,
+)
 from rft.megatron import weights
-from rft.names import RULES, SUPPORTED, Dims, Place, Rule, applies, architecture_of, hf_shape, is_expert, read_hf_config
 from rft.sync.plan import coverage_errors
 
 
 class Part:
-    """Parameters of layers [first, stop) of one rank, named for the own spec (0) or Transformer Engine's (1)."""
+    """Parameters of layers [first, stop) of one rank, named for the own spec (0) or Transformer
+    Engine's (1).
+    """
 
-    def __init__(self, hf: dict[str, Any], place: Place, layers: range, is_first: bool, is_last: bool, spec: int):
+    def __init__(
+        self,
+        hf: dict[str, Any],
+        place: Place,
+        layers: range,
+        is_first: bool,
+        is_last: bool,
+        spec: int,
+    ):
         self.decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=layers.start + 1)])
         self.shapes = dict(_parameters(hf, place, layers, is_first, is_last, spec))
 
-        self.made = [(name, torch.nn.Parameter(torch.full(shape, torch.nan))) for name, shape in self.shapes.items()]
+        self.made = [
+            (name, torch.nn.Parameter(torch.full(shape, torch.nan)))
+            for name, shape in self.shapes.items()
+        ]
 
     def modules(self) -> list[torch.nn.Module]:
         return []  # no adapters
@@ -43,7 +69,8 @@ def _parameters(
         if spec and dims.experts and rule.hf[0].endswith("post_attention_layernorm.weight"):
             name = rule.megatron[0]  # not fused into a layer of experts
         if name == "output_layer.weight" and dims.tied and is_last and not is_first:
-            yield name, local_shape(rule, dims, place)  # the copy of the embedding on the last stage
+            # the copy of the embedding on the last stage
+            yield name, local_shape(rule, dims, place)
         if not applies(rule, features, dims.tied):
             continue
         if "{layer}" not in name:
@@ -68,7 +95,9 @@ def local_shape(rule: Rule, dims: Dims, place: Place) -> tuple[int, ...]:
 
 
 def chunks(layers: int, pp: int, vpp: int, rank: int) -> list[range]:
-    """Layers of each part of a pipeline stage: megatron deals them out stage by stage, part by part."""
+    """Layers of each part of a pipeline stage: megatron deals
+    them out stage by stage, part by part.
+    """
     each = layers // (pp * vpp)
     return [range((part * pp + rank) * each, (part * pp + rank + 1) * each) for part in range(vpp)]
 
@@ -76,24 +105,43 @@ def chunks(layers: int, pp: int, vpp: int, rank: int) -> list[range]:
 def ranks_of(
     hf: dict[str, Any], tp: int, pp: int, vpp: int, ep: int, etp: int, spec: int, times: int = 1
 ) -> Iterator[tuple[Place, list[Part]]]:
-    """As many ranks as it takes that every shard and every expert is on one of them, or so many times that."""
+    """As many ranks as it takes that every shard and every expert is
+    on one of them, or so many times that.
+    """
     for stage in range(pp):
         found = chunks(Dims.of(hf).layers, pp, vpp, stage)
         count = math.lcm(tp, ep * etp) * times
         for number in range(count):
             place = Place(
-                tp, number % tp, ep, number // etp % ep, etp, number % etp, copy=number // tp, copies=count // tp,
-                expert_copy=number // (ep * etp), expert_copies=count // (ep * etp),
-            )  # fmt: skip
+                tp,
+                number % tp,
+                ep,
+                number // etp % ep,
+                etp,
+                number % etp,
+                copy=number // tp,
+                copies=count // tp,
+                expert_copy=number // (ep * etp),
+                expert_copies=count // (ep * etp),
+            )
             parts = [
-                Part(hf, place, part, stage == 0 and index == 0, stage == pp - 1 and index == vpp - 1, spec)
+                Part(
+                    hf,
+                    place,
+                    part,
+                    stage == 0 and index == 0,
+                    stage == pp - 1 and index == vpp - 1,
+                    spec,
+                )
                 for index, part in enumerate(found)
             ]
             yield place, parts
 
 
 def round_trip(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
-    """What went wrong, per layout (tp, pp, vpp, ep, etp, spec): all parameters are filled, all HF elements shown once."""
+    """What went wrong, per layout (tp, pp, vpp, ep, etp, spec): all parameters are filled, all HF
+    elements shown once.
+    """
     hf = read_hf_config(path)
     wanted = load_file(f"{path}/model.safetensors")
     problems = []
@@ -110,13 +158,17 @@ def round_trip(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
                     problems.append(f"{layout}: {block.name} is shown twice")
                 view.copy_(slab.read())
         problems += [
-            f"{layout}: {name} differs" for name, value in wanted.items() if not torch.equal(shown[name], value)
+            f"{layout}: {name} differs"
+            for name, value in wanted.items()
+            if not torch.equal(shown[name], value)
         ]
     return problems
 
 
 def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
-    """What is wrong, per layout, with how the copies of a shard share it: coverage, balance, and the first copies alone."""
+    """What is wrong, per layout, with how the copies of a shard share it: coverage, balance, and
+    the first copies alone.
+    """
     hf = read_hf_config(path)
     problems = []
     for layout in layouts:
@@ -130,11 +182,20 @@ def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
             sent += [slab.block for slab in given]
             exported += [slab.block for slab in weights.first_copies(held, place)]
             stage = number // (place.tp * place.copies)
-            for group, expert in (((stage, place.tp_rank), False), ((stage, place.ep_rank, place.etp_rank), True)):
-                sizes = [math.prod(s.block.block_shape) for s in given if s.shard.bound.is_expert == expert]
+            for group, expert in (
+                ((stage, place.tp_rank), False),
+                ((stage, place.ep_rank, place.etp_rank), True),
+            ):
+                sizes = [
+                    math.prod(s.block.block_shape)
+                    for s in given
+                    if s.shard.bound.is_expert == expert
+                ]
                 totals.setdefault((group, expert), []).append(sum(sizes))
                 largest[group, expert] = max([largest.get((group, expert), 0), *sizes])
-        problems += [f"{layout}: {error}" for blocks in (sent, exported) for error in coverage_errors(blocks)]
+        problems += [
+            f"{layout}: {error}" for blocks in (sent, exported) for error in coverage_errors(blocks)
+        ]
         problems += [
             f"{layout}: copies of {group} send {found}"
             for group, found in totals.items()
@@ -150,7 +211,10 @@ def real(path: str, **layout: Any) -> list[str]:
         found = chunks(policy.dims.layers, mesh.pp, mesh.vpp, mesh.pp_rank)
         differences = []
         for index, (model, layers) in enumerate(zip(policy.model, found, strict=True)):
-            first, last = mesh.is_first_stage and index == 0, mesh.is_last_stage and index == mesh.vpp - 1
+            first, last = (
+                mesh.is_first_stage and index == 0,
+                mesh.is_last_stage and index == mesh.vpp - 1,
+            )
             wanted = Part(hf, mesh.place, layers, first, last, 0).shapes
             held = {name: tuple(value.shape) for name, value in model.named_parameters()}
             differences += [str(item) for item in set(wanted.items()) ^ set(held.items())]

@@ -1,4 +1,6 @@
-"""Log-probabilities on real ranks: a small problem that both sides of the test can make, and what a rank finds for it."""
+"""Log-probabilities on real ranks: a small problem that both sides of the test can make, and what a
+rank finds for it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +13,9 @@ from rows import make_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rft import device as devices
 from rft.algorithm.losses import token_loss
 from rft.config import MegatronConfig
+from rft.ground import device as devices
 from rft.megatron import logprobs
 from rft.megatron.mesh import Mesh
 from rft.megatron.model import output_weight
@@ -22,9 +24,16 @@ TOKENS, HIDDEN, ROWS = 14, 6, 48  # of the output layer, padding included
 
 
 def problem(dtype: str, kept: str) -> dict[str, torch.Tensor]:
-    """`kept`: all, some, none of the tokens are trained. The hidden states of the others are not even numbers."""
+    """`kept`: all, some, none of the tokens are trained.
+
+    The hidden states of the others are not even numbers.
+    """
     rng = np.random.default_rng(3)
-    trained = {"all": np.ones(TOKENS), "some": np.arange(TOKENS) % 3 == 1, "none": np.zeros(TOKENS)}[kept].astype(bool)
+    trained = {
+        "all": np.ones(TOKENS),
+        "some": np.arange(TOKENS) % 3 == 1,
+        "none": np.zeros(TOKENS),
+    }[kept].astype(bool)
     hidden = rng.normal(size=(TOKENS, HIDDEN))
     hidden[~trained] = np.nan
     found = {
@@ -34,8 +43,13 @@ def problem(dtype: str, kept: str) -> dict[str, torch.Tensor]:
         "of_logprob": rng.normal(size=TOKENS),
         "of_entropy": rng.normal(size=TOKENS),
     }
-    tensors = {name: torch.from_numpy(value).to(getattr(torch, dtype)) for name, value in found.items()}
-    return tensors | {"labels": torch.from_numpy(rng.integers(0, 19, TOKENS)), "trained": torch.from_numpy(trained)}
+    tensors = {
+        name: torch.from_numpy(value).to(getattr(torch, dtype)) for name, value in found.items()
+    }
+    return tensors | {
+        "labels": torch.from_numpy(rng.integers(0, 19, TOKENS)),
+        "trained": torch.from_numpy(trained),
+    }
 
 
 @contextmanager
@@ -50,7 +64,9 @@ def tile_of(elements: int) -> Iterator[None]:
 
 
 class Widest(TorchDispatchMode):
-    """The largest number of elements of any result that is not of one of the shapes to leave out."""
+    """The largest number of elements of any result that is not
+    of one of the shapes to leave out.
+    """
 
     def __init__(self, leave_out: set[tuple[int, ...]]):
         super().__init__()
@@ -68,19 +84,32 @@ class Widest(TorchDispatchMode):
 def label_logprobs(
     dtype: str, kept: str, vocab: int, tile: int, tp: int = 1, sp: bool = False, mask: bool = True
 ) -> dict[str, Any]:
-    """Values of all tokens, and the gradients of this rank's shards, of sum(u logprob + v entropy) over the trained."""
+    """Values of all tokens, and the gradients of this rank's shards, of sum(u logprob + v entropy)
+    over the trained.
+    """
     device = devices.choose("cpu")
     mesh = Mesh(MegatronConfig(tp, 1, 1, sp), device, TIMEOUT_S)
     try:
         given = problem(dtype, kept)
-        hidden = given["hidden"].chunk(tp if sp else 1)[mesh.tp_rank if sp else 0].clone().requires_grad_()
+        hidden = (
+            given["hidden"]
+            .chunk(tp if sp else 1)[mesh.tp_rank if sp else 0]
+            .clone()
+            .requires_grad_()
+        )
         weight = given["weight"].chunk(tp)[mesh.tp_rank].clone().requires_grad_()
         widest = Widest({(ROWS // tp, HIDDEN), (HIDDEN, ROWS // tp)})
         with tile_of(tile), widest:
             found, entropy = logprobs.label_logprobs(
-                hidden, weight, given["labels"], given["temperature"], vocab, mesh.tp_group, sp,
+                hidden,
+                weight,
+                given["labels"],
+                given["temperature"],
+                vocab,
+                mesh.tp_group,
+                sp,
                 given["trained"] if mask else None,
-            )  # fmt: skip
+            )
             (given["of_logprob"] * found + given["of_entropy"] * entropy).sum().backward()
         return {
             "logprobs": found.detach().numpy(),
@@ -117,7 +146,9 @@ def bf16(vocab: int, tile: int) -> dict[str, np.ndarray]:
 
 
 class Logits(TorchDispatchMode):
-    """The most elements that a product with rows of the output layer, transposed, gives: those products are logits."""
+    """The most elements that a product with rows of the output layer, transposed, gives: those
+    products are logits.
+    """
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
@@ -150,4 +181,8 @@ def widest_of_a_step(path: str, tile: int, **layout: Any) -> dict[str, int]:
         with tile_of(tile), seen:
             policy.score(part)
             policy.train_step(part, token_loss("ppo", {}), lambda: None)
-        return {"elements": seen.elements, "tokens": max(packed.length for packed in part), "width": len(weight)}
+        return {
+            "elements": seen.elements,
+            "tokens": max(packed.length for packed in part),
+            "width": len(weight),
+        }

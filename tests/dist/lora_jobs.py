@@ -1,4 +1,6 @@
-"""What the ranks of test_lora.py do: train an adapter, save it, export it, go on in another layout."""
+"""What the ranks of test_lora.py do: train an adapter, save
+it, export it, go on in another layout.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,12 @@ from rft.config import TrainerConfig
 def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dict[str, Any]:
     """Three steps. With `root`: then saved there, and the agent's export beside it."""
     with policy_on(path, lora=lora, **layout) as policy:
-        frozen = [(p, p.detach().clone()) for part in policy.model for p in part.parameters() if not p.requires_grad]
+        frozen = [
+            (p, p.detach().clone())
+            for part in policy.model
+            for p in part.parameters()
+            if not p.requires_grad
+        ]
         metrics = train(policy, range(3))
         if root:
             assert policy.lora is not None
@@ -29,10 +36,14 @@ def tuned(path: str, lora: dict[str, Any], root: str = "", **layout: Any) -> dic
             for block, value in zip(source.blocks(), source.read_blocks(), strict=True)
         ]
         return {
-            "metrics": metrics, "sent": sent, "adapter": pieces_of(policy, "model/"),
-            "keys": {p.key for p in policy.snapshot().pieces}, "merged": weights_of(policy),
-            "frozen": all(torch.equal(p, before) for p, before in frozen), "scores": score_with(policy, 6),
-        }  # fmt: skip
+            "metrics": metrics,
+            "sent": sent,
+            "adapter": pieces_of(policy, "model/"),
+            "keys": {p.key for p in policy.snapshot().pieces},
+            "merged": weights_of(policy),
+            "frozen": all(torch.equal(p, before) for p, before in frozen),
+            "scores": score_with(policy, 6),
+        }
 
 
 def first_scores(path: str, lora: dict[str, Any] | None, **layout: Any) -> list[Any]:
@@ -43,7 +54,9 @@ def first_scores(path: str, lora: dict[str, Any] | None, **layout: Any) -> list[
 def resumed(path: str, lora: dict[str, Any], root: str, **layout: Any) -> dict[str, np.ndarray]:
     """The merged model of a policy of other adapters that loaded the checkpoint."""
     with policy_on(path, lora=lora, seed=9, **layout) as policy:
-        manager = CheckpointManager(root, policy.mesh, TrainerConfig(), about={"layout": policy.mesh.layout()})
+        manager = CheckpointManager(
+            root, policy.mesh, TrainerConfig(), about={"layout": policy.mesh.layout()}
+        )
         manager.load(policy)
         assert policy.step == policy.optimizer.updates == 3
         part_of(policy, make_rows(2))

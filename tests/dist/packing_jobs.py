@@ -1,4 +1,6 @@
-"""What the rank processes do for the packing tests: score rows that share a microbatch with chosen others."""
+"""What the rank processes do for the packing tests: score rows that
+share a microbatch with chosen others.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,18 +10,23 @@ from jobs import part_of, policy_on
 from rows import make_rows
 
 from rft.algorithm.losses import token_loss
-from rft.packing import Packed, Row, cp_index, pack
+from rft.data.packing import Packed, Row, cp_index, pack
 
 LONGEST = 90  # several classes of length in the attention, several chunks under context parallelism
 
 
 def companies(seed: int, count: int) -> list[list[Row]]:
-    """Row 0 is always the same; the others, their number and their lengths are random. First of all, row 0 alone."""
+    """Row 0 is always the same; the others, their number and their lengths are random.
+
+    First of all, row 0 alone.
+    """
     first = make_rows(1, seed=7, longest=LONGEST)[0]
     found = [[first]]
     for number in range(count):
         rng = np.random.default_rng((seed, number))
-        others = make_rows(int(rng.integers(1, 9)), seed=int(rng.integers(1 << 30)), longest=LONGEST)
+        others = make_rows(
+            int(rng.integers(1, 9)), seed=int(rng.integers(1 << 30)), longest=LONGEST
+        )
         at = int(rng.integers(len(others) + 1))
         found.append([*others[:at], first, *others[at:]])
     return found
@@ -51,27 +58,49 @@ def in_company(path: str, seed: int, count: int, **layout: Any) -> list[np.ndarr
 
 
 def gradient_of_one(path: str, seed: int, count: int, **layout: Any) -> list[tuple[float, float]]:
-    """Loss and gradient norm of steps in which only one row has weight: alone, then beside rows that weigh nothing."""
-    with policy_on(path, lr=0.0, **layout) as policy:  # the weights stay, so that the steps are comparable
+    """Loss and gradient norm of steps in which only one row has weight: alone, then beside rows
+    that weigh nothing.
+    """
+    # the weights stay, so that the steps are comparable
+    with policy_on(path, lr=0.0, **layout) as policy:
         found = []
         for rows in (cases := companies(seed, count)):
-            silent = [row if row is cases[0][0] else replace(row, weight=row.weight * 0) for row in rows]
-            metrics = policy.train_step(one_microbatch(policy, silent), token_loss("ppo", {}), lambda: None)
+            silent = [
+                row if row is cases[0][0] else replace(row, weight=row.weight * 0) for row in rows
+            ]
+            metrics = policy.train_step(
+                one_microbatch(policy, silent), token_loss("ppo", {}), lambda: None
+            )
             found.append((metrics["loss"], metrics["grad_norm"]))
         return found
 
 
 def step(path: str, lengths: list[int], max_tokens: int, **layout: Any) -> dict[str, Any]:
-    """Loss and gradient norm of one step over rows of these lengths, and how many of their tokens this rank held."""
+    """Loss and gradient norm of one step over rows of these lengths, and how many of their tokens
+    this rank held.
+    """
     with policy_on(path, **layout) as policy:
         rows = [make_rows(1, seed=number, longest=LONGEST)[0] for number in range(len(lengths))]
-        part = part_of(policy, [cut(row, n) for row, n in zip(rows, lengths, strict=True)], max_tokens)
+        part = part_of(
+            policy, [cut(row, n) for row, n in zip(rows, lengths, strict=True)], max_tokens
+        )
         metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
-        held = sum(int((cp_index(packed, policy.mesh.cp_rank, policy.mesh.cp) >= 0).sum()) for packed in part)
-        return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "held": held, "micros": len(part)}
+        held = sum(
+            int((cp_index(packed, policy.mesh.cp_rank, policy.mesh.cp) >= 0).sum())
+            for packed in part
+        )
+        return {
+            "loss": metrics["loss"],
+            "grad_norm": metrics["grad_norm"],
+            "held": held,
+            "micros": len(part),
+        }
 
 
 def cut(row: Row, length: int) -> Row:
     """The last tokens of a row: those that are trained."""
-    arrays = {name: getattr(row, name)[-length:] for name in ("tokens", "trained", "behaviour", "advantage", "weight")}
+    arrays = {
+        name: getattr(row, name)[-length:]
+        for name in ("tokens", "trained", "behaviour", "advantage", "weight")
+    }
     return replace(row, **arrays)

@@ -1,22 +1,29 @@
-"""Persistent gloo ranks for tests: four processes per session that import megatron once and run jobs by import path.
+"""Persistent gloo ranks for tests: four processes per session that import megatron once and fork a
+child for every job, by import path.
 
-`run("jobs:train", world=2, ...)` calls `jobs.train(...)` in the first two processes, each with its RANK and WORLD_SIZE, and
-returns their results in rank order. A job that fails or hangs ends all processes; the next `run` starts new ones.
+`run("jobs:train", world=2, ...)` calls `jobs.train(...)` in the first two processes, each with its
+RANK and WORLD_SIZE, and returns their results in rank order. A job that fails or hangs ends all
+processes; the next `run` starts new ones.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from rft.monitor.logs import die_with_parent
 
 SIZE = 4
-RESULT_TIMEOUT_S = 240  # a cold import of megatron on a loaded machine takes 20 s, the longest job 20 s on a quiet one
+# a cold import of megatron on a loaded machine takes 20 s, the longest job 20 s on a quiet one
+RESULT_TIMEOUT_S = 240
 
 
 class Ranks:
@@ -85,13 +92,36 @@ def _serve(connection: Connection, front: Path | None) -> None:
             job, rank, world, port, arguments = connection.recv()
         except EOFError:
             sys.exit(0)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
         if world == 1:  # also covers the start without a launcher
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
-        module, function = job.split(":")
-        try:
-            connection.send((True, getattr(importlib.import_module(module), function)(**arguments)))
-        except BaseException:
-            connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
-            if rank or world > 1:
-                os._exit(1)  # peers may wait for this rank
+        with contextlib.suppress(Exception):  # of an import: the child meets it too, and says so
+            importlib.import_module(job.split(":")[0])
+        child = os.fork()
+        if child == 0:
+            _work(connection, job, rank, world, arguments)
+        _, status = os.waitpid(child, 0)
+        if status:
+            os._exit(1)  # peers may wait for this rank
+
+
+def _work(
+    connection: Connection, job: str, rank: int, world: int, arguments: dict[str, Any]
+) -> NoReturn:
+    """One job, in a process of its own: what it leaves behind ends with it.
+
+    Process groups that a model still holds keep threads which wake a hundred times a second: those
+    of a few dozen models take a whole core from all jobs after them.
+    """
+    die_with_parent()
+    module, function = job.split(":")
+    try:
+        result = getattr(importlib.import_module(module), function)(**arguments)
+        # by value: torch would hand over memory of this process, which ends here
+        connection.send_bytes(pickle.dumps((True, result)))
+    except BaseException:
+        connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+        os._exit(1 if world > 1 else 0)
+    os._exit(0)

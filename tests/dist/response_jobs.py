@@ -1,4 +1,6 @@
-"""What the ranks of test_responses.py do: steps whose loss, or whose advantages, are of whole responses."""
+"""What the ranks of test_responses.py do: steps whose loss, or
+whose advantages, are of whole responses.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -10,32 +12,43 @@ from jobs import part_of, pieces_of
 from rows import CUTS, make_rows
 from torch import Tensor
 
-from rft.algorithm.losses import Correction, Fields, token_loss
+from rft.algorithm.correction import Correction
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import token_loss
 from rft.config import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.data.packing import BY_TOKENS, Cut, Row
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Reference
 from rft.megatron.policy import Policy
-from rft.models import Models
-from rft.packing import BY_TOKENS, Cut, Row
+from rft.trainer.models import Models
 
 COUNT = 14
 GROUPS = [number // 2 for number in range(COUNT)]
 PENALTY = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.2}, "kl_loss_fn": "none"}
 ADVANTAGES = {
-    "clipb": AlgorithmConfig(advantage_fn="clipb", advantage_fn_args={"mu": 0.3}, proximal_logprobs=True, kl_loss_fn="none"),
+    "clipb": AlgorithmConfig(
+        advantage_fn="clipb",
+        advantage_fn_args={"mu": 0.3},
+        proximal_logprobs=True,
+        kl_loss_fn="none",
+    ),
     "reinforceplusplus": AlgorithmConfig(advantage_fn="reinforceplusplus", **PENALTY),
     "rloo": AlgorithmConfig(advantage_fn="rloo", **PENALTY),
-}  # fmt: skip
+}
 
 
 def squared_drift(logprobs: Tensor, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
-    """At every token the square of its response's mean log-ratio: the gradient of each token goes through all of them."""
+    """At every token the square of its response's mean log-ratio: the gradient of each token goes
+    through all of them.
+    """
     drift = fields.mean(logprobs - fields.old)
     return drift**2, {"drift/mean": drift}
 
 
 def rows() -> list[Row]:
-    """With a reward at the last token, and responses that the policy finds likelier than the engine, or less likely."""
+    """With a reward at the last token, and responses that the policy finds likelier than the
+    engine, or less likely.
+    """
     rng, found = np.random.default_rng(6), []
     for row in make_rows(COUNT):
         reward = np.zeros(len(row.tokens), dtype=np.float32)
@@ -49,19 +62,25 @@ LOSSES = {
     "drift": squared_drift,
     "gspo": token_loss("gspo", {"clip_range_low": 0.2, "clip_range_high": 0.2}),
     "masked": token_loss("ppo", {"enable_sequence_masking": True}),
-    "corrected": token_loss("ppo", {}, correction=Correction("sequence", 1.5, "geometric", 0.7, 1.4)),
+    "corrected": token_loss(
+        "ppo", {}, correction=Correction("sequence", 1.5, "geometric", 0.7, 1.4)
+    ),
 }
 
 
 def steps(path: str, cut: str = "tokens-packed", **layout: Any) -> dict[str, Any]:
-    """The gradient of each loss, and the advantages of each algorithm that needs what the models say."""
+    """The gradient of each loss, and the advantages of each
+    algorithm that needs what the models say.
+    """
     found: dict[str, Any] = {}
     with mesh_of(**layout) as (mesh, sizes):
         for name, loss in LOSSES.items():
             policy = policy_on(mesh, sizes, path)
             part = part_of(policy, rows(), cut=CUTS[cut])
             if name == "corrected":
-                part = Models(policy, None, None, replace(ADVANTAGES["clipb"], advantage_fn="grpo")).score(part)[0]
+                part = Models(
+                    policy, None, None, replace(ADVANTAGES["clipb"], advantage_fn="grpo")
+                ).score(part)[0]
             metrics = policy.train_step(part, loss, lambda: None)
             found[name] = {"metrics": [metrics], "moments": pieces_of(policy, "exp_avg/")}
         policy = policy_on(mesh, sizes, path)
@@ -82,12 +101,16 @@ def policy_on(mesh: Mesh, sizes: MegatronConfig, path: str) -> Policy:
 def advantages(
     policy: Policy, reference: Reference, algorithm: AlgorithmConfig, cut: Cut = BY_TOKENS
 ) -> dict[str, Any]:
-    models = Models(policy, reference if algorithm.kl_penalty_fn != "none" else None, None, algorithm)
+    models = Models(
+        policy, reference if algorithm.kl_penalty_fn != "none" else None, None, algorithm
+    )
     part, moments = models.score(part_of(policy, rows(), cut=cut), GROUPS)
     values: dict[tuple[int, int], float] = {}
     if policy.mesh.is_last_stage:
         for packed in part:
-            for row, start, stop in zip(packed.rows, packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True):
+            for row, start, stop in zip(
+                packed.rows, packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True
+            ):
                 places = [t for t in range(start, stop) if packed.weight[t]]
                 values |= {(int(row), int(t - start)): float(packed.advantage[t]) for t in places}
     return {"values": values, "moments": moments}

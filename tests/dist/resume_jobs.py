@@ -1,4 +1,6 @@
-"""What the ranks of test_resume_bitwise.py do: train, save, train on; load into another policy, train on the same."""
+"""What the ranks of test_resume_bitwise.py do: train, save, train on; load into another policy,
+train on the same.
+"""
 
 from typing import Any
 
@@ -7,10 +9,10 @@ import torch
 from jobs import TIMEOUT_S, part_of
 from rows import make_rows
 
-from rft import device as devices
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.manager import CheckpointManager
 from rft.config import MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rft.ground import device as devices
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
 
@@ -22,7 +24,9 @@ def manager_at(root: str, mesh: Mesh, trainer: TrainerConfig) -> CheckpointManag
     return CheckpointManager(root, mesh, trainer, about={"layout": mesh.layout()})
 
 
-def save_and_wait(manager: CheckpointManager, step: int, policy: Policy, loop: dict[str, Any]) -> None:
+def save_and_wait(
+    manager: CheckpointManager, step: int, policy: Policy, loop: dict[str, Any]
+) -> None:
     """Return when the checkpoint is committed and its agents have ended."""
     manager.start(policy)
     assert manager.save(step, policy, loop)
@@ -31,7 +35,9 @@ def save_and_wait(manager: CheckpointManager, step: int, policy: Policy, loop: d
     manager.close()
 
 
-def save_and_export(manager: CheckpointManager, step: int, policy: Policy, path: str, target: str) -> None:
+def save_and_export(
+    manager: CheckpointManager, step: int, policy: Policy, path: str, target: str
+) -> None:
     """Return when the agent's export of the checkpoint is there too."""
     manager.start(policy)
     assert manager.save(step, policy, {"step": step})
@@ -44,9 +50,23 @@ def save_and_export(manager: CheckpointManager, step: int, policy: Policy, path:
     manager.close()
 
 
-def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any) -> dict[str, Any]:
-    """Both ends as this rank saw them. The second policy starts from other weights and another seed: all of it must be read."""
-    sizes = MegatronConfig(**layout)
+def resumed(
+    path: str,
+    other: str,
+    root: str,
+    dtype: str = "fp32",
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    sp: bool = False,
+    vpp: int | None = None,
+    ep: int = 1,
+) -> dict[str, Any]:
+    """Both ends as this rank saw them.
+
+    The second policy starts from other weights and another seed: all of it must be read.
+    """
+    sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep)
     device = devices.choose("cpu")
     device.activate()
     mesh = Mesh(sizes, device, TIMEOUT_S)
@@ -68,12 +88,19 @@ def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any
 
 
 def ending(policy: Policy) -> dict[str, Any]:
-    """Train the steps after the save: metrics, then every tensor as bytes, the small state, and what each generator says next."""
+    """Train the steps after the save: metrics, then every tensor as bytes, the small state, and
+    what each generator says next.
+    """
     metrics = train(policy, range(BEFORE, BEFORE + AFTER))
     snapshot = policy.snapshot()
     pieces = {(p.key, p.offset, p.shape, p.flat): as_bytes(p.tensor) for p in snapshot.pieces}
     draws = (torch.rand(3).tolist(), np.random.random(3).tolist())
-    return {"metrics": metrics, "pieces": pieces, "small": snapshot.small | snapshot.local, "draws": draws}
+    return {
+        "metrics": metrics,
+        "pieces": pieces,
+        "small": snapshot.small | snapshot.local,
+        "draws": draws,
+    }
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -81,10 +108,17 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def train(policy: Policy, steps: range) -> list[dict[str, float]]:
-    """One step each on rows of its own. Every step draws from the generators: a loss with noise would, and must resume too."""
+    """One step each on rows of its own.
+
+    Every step draws from the generators: a loss with noise would, and must resume too.
+    """
     losses = []
     for step in steps:
         assert policy.step == step
         torch.rand(1), np.random.random()
-        losses.append(policy.train_step(part_of(policy, make_rows(16, seed=step)), token_loss("ppo", {}), lambda: None))
+        losses.append(
+            policy.train_step(
+                part_of(policy, make_rows(16, seed=step)), token_loss("ppo", {}), lambda: None
+            )
+        )
     return losses

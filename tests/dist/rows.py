@@ -1,8 +1,10 @@
-"""Random rows that both sides of a test can make: the ranks, and the test that compares with transformers."""
+"""Random rows that both sides of a test can make: the ranks, and the test that compares with
+transformers.
+"""
 
 import numpy as np
 
-from rft.packing import BY_TOKENS, Cut, Row, token_weights
+from rft.data.packing import BY_TOKENS, Cut, Row, token_weights
 
 CUTS = {
     "tokens-packed": BY_TOKENS,
@@ -10,10 +12,15 @@ CUTS = {
     "rows-packed": Cut(rows=3),
     "rows-padded": Cut(rows=3, pad=True),
 }
+RATES = {"sgd": 0.05, "adam": 1e-3}
+# what every mesh is compared in: first gradients, two of them of few rows, and optimizers
+VARIANTS = [*CUTS, "few", "few-rows", *RATES]
 
 
 def make_rows(count: int, seed: int = 0, longest: int = 40) -> list[Row]:
-    """Ragged random rows whose second half is trained, with behaviour close to a random model's log-probabilities."""
+    """Ragged random rows whose second half is trained, with behaviour close to a random model's
+    log-probabilities.
+    """
     rng = np.random.default_rng(seed)
     rows, lengths = [], rng.integers(3, longest, count)
     weights = token_weights([int(n) - int(n) // 2 for n in lengths], "seq-mean-token-mean")

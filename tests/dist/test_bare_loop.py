@@ -1,4 +1,6 @@
-"""The bare megatron-core loop that `bench.train_step` measures against does the same work as the policy."""
+"""The bare megatron-core loop that `bench.train_step` measures
+against does the same work as the policy.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,16 @@ from ranks import Ranks
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "sp": True}], ids=["alone", "tp2-sp"])
-def test_both_sides_give_the_same_steps(ranks: Ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
-    """The second and third show that clipping and update are the same too: the weights that they see are the result."""
+def test_both_sides_give_the_same_steps(
+    ranks: Ranks, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """The second and third show that clipping and update are the same too: the weights that they
+    see are the result.
+    """
     path = write_model(tmp_path / "model", hidden=48, layers=2, ffn=64, vocab=ROWS_OF_EMBEDDING)
-    steps = ranks.run("bare_jobs:compare", layout.get("tp", 1), path=str(path), clip=0.1, lr=1e-2, **layout)[0]
+    steps = ranks.run(
+        "bare_jobs:compare", layout.get("tp", 1), path=str(path), clip=0.1, lr=1e-2, **layout
+    )[0]
     for found in steps:
         assert found["microbatches"] > 1
         for what in ("loss", "grad_norm"):

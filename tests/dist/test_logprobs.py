@@ -1,5 +1,8 @@
-"""Log-probabilities and entropies in tiles against their closed form over whole logits, with every gradient."""
+"""Log-probabilities and entropies in tiles against their closed form
+over whole logits, with every gradient.
+"""
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,24 +11,41 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from grids import sampled
 from logprobs_jobs import HIDDEN, ROWS, TOKENS, problem
 from rows import make_rows
 
-from rft.algorithm.losses import Fields, token_loss
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import token_loss
 from rft.megatron.metrics import Totals
 
 from ranks import Ranks
 
-LAYOUTS: dict[str, dict[str, Any]] = {"alone": {}, "tp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sp": True}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "tp2": {"tp": 2},
+    "tp2-sp": {"tp": 2, "sp": True},
+}
 TILES = {"one column": 1, "five columns": 5 * TOKENS, "all columns": 2**20}
+VOCABULARIES = {"padded": 37, "a shard of padding": 20}
 
 
 def closed_form(dtype: str, kept: str, vocab: int, rounded: str = "") -> dict[str, np.ndarray]:
-    """Whole logits, plain autograd, only the trained tokens and the true vocabulary. `rounded`: what h and W pass through."""
+    """Whole logits, plain autograd, only the trained tokens and the true vocabulary.
+
+    `rounded`: what h and W pass through.
+    """
     given = problem(dtype, kept)
     if rounded:
-        given |= {name: given[name].to(getattr(torch, rounded)).to(given[name]) for name in ("hidden", "weight")}
-    hidden, weight, trained = given["hidden"].requires_grad_(), given["weight"].requires_grad_(), given["trained"]
+        given |= {
+            name: given[name].to(getattr(torch, rounded)).to(given[name])
+            for name in ("hidden", "weight")
+        }
+    hidden, weight, trained = (
+        given["hidden"].requires_grad_(),
+        given["weight"].requires_grad_(),
+        given["trained"],
+    )
     z = hidden[trained] @ weight[:vocab].t() / given["temperature"][trained, None]
     logp = torch.log_softmax(z, -1)
     found = logp.gather(1, given["labels"][trained, None]).squeeze(1)
@@ -37,27 +57,47 @@ def closed_form(dtype: str, kept: str, vocab: int, rounded: str = "") -> dict[st
     return whole | {"hidden": hidden.grad.numpy(), "weight": weight.grad.numpy()}
 
 
-def assert_equal(results: list[dict[str, Any]], wanted: dict[str, np.ndarray], sp: bool, error: float) -> None:
+def assert_equal(
+    results: list[dict[str, Any]], wanted: dict[str, np.ndarray], sp: bool, error: float
+) -> None:
     for result in results:
         for name in ("logprobs", "entropy"):
-            np.testing.assert_allclose(result[name], wanted[name], rtol=error, atol=error, err_msg=name)
-    copies = [np.concatenate([result["hidden"] for result in results])] if sp else [r["hidden"] for r in results]
+            np.testing.assert_allclose(
+                result[name], wanted[name], rtol=error, atol=error, err_msg=name
+            )
+    copies = (
+        [np.concatenate([result["hidden"] for result in results])]
+        if sp
+        else [r["hidden"] for r in results]
+    )
     for found in copies:
         np.testing.assert_allclose(found, wanted["hidden"], rtol=error, atol=error)
     found = np.concatenate([result["weight"] for result in results])
     np.testing.assert_allclose(found, wanted["weight"], rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("vocab", [37, 20], ids=["padded", "a shard of padding"])
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tiles_give_the_closed_form_in_double(ranks: Ranks, layout: str, tile: str, vocab: int) -> None:
-    sizes = LAYOUTS[layout]
+@pytest.mark.parametrize(
+    ("layout", "tile", "padding"),
+    sampled(
+        product(LAYOUTS, TILES, VOCABULARIES),
+        axes=lambda case: dict(enumerate(case)),
+        interact=range(3),
+    ),
+)
+def test_tiles_give_the_closed_form_in_double(
+    ranks: Ranks, layout: str, tile: str, padding: str
+) -> None:
+    sizes, vocab = LAYOUTS[layout], VOCABULARIES[padding]
     for kept in ("all", "some"):
         results = ranks.run(
-            "logprobs_jobs:label_logprobs", sizes.get("tp", 1), dtype="float64", kept=kept, vocab=vocab,
-            tile=TILES[tile], **sizes,
-        )  # fmt: skip
+            "logprobs_jobs:label_logprobs",
+            sizes.get("tp", 1),
+            dtype="float64",
+            kept=kept,
+            vocab=vocab,
+            tile=TILES[tile],
+            **sizes,
+        )
         assert_equal(results, closed_form("float64", kept, vocab), "sp" in sizes, 1e-12)
 
 
@@ -67,9 +107,15 @@ def test_tiles_give_the_closed_form_in_single(ranks: Ranks, layout: str) -> None
     sizes = LAYOUTS[layout]
     for mask in (True, False):
         results = ranks.run(
-            "logprobs_jobs:label_logprobs", sizes.get("tp", 1), dtype="float32", kept="all", vocab=37,
-            tile=5 * TOKENS, mask=mask, **sizes,
-        )  # fmt: skip
+            "logprobs_jobs:label_logprobs",
+            sizes.get("tp", 1),
+            dtype="float32",
+            kept="all",
+            vocab=37,
+            tile=5 * TOKENS,
+            mask=mask,
+            **sizes,
+        )
         assert results[0]["logprobs"].dtype == np.float32
         assert_equal(results, closed_form("float32", "all", 37), "sp" in sizes, 2e-5)
 
@@ -79,7 +125,13 @@ def test_nothing_trained_gives_zeros_everywhere(ranks: Ranks, layout: str) -> No
     """Every gradient is there, so that pipeline and data-parallel peers get what they wait for."""
     sizes = LAYOUTS[layout]
     for result in ranks.run(
-        "logprobs_jobs:label_logprobs", sizes.get("tp", 1), dtype="float32", kept="none", vocab=37, tile=70, **sizes
+        "logprobs_jobs:label_logprobs",
+        sizes.get("tp", 1),
+        dtype="float32",
+        kept="none",
+        vocab=37,
+        tile=70,
+        **sizes,
     ):
         assert all(not result[name].any() for name in ("logprobs", "entropy", "hidden", "weight"))
 
@@ -95,23 +147,37 @@ def test_bf16_agrees_up_to_its_rounding(ranks: Ranks) -> None:
 def test_no_tensor_is_as_large_as_the_logits(ranks: Ranks) -> None:
     result = ranks.run(
         "logprobs_jobs:label_logprobs", 1, dtype="float32", kept="all", vocab=ROWS, tile=3 * TOKENS
-    )[0]  # fmt: skip
+    )[0]
     assert result["widest"] <= TOKENS * HIDDEN < TOKENS * ROWS
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "sp": True}, {"pp": 2}], ids=["alone", "tp2-sp", "pp2"])
-def test_no_step_makes_all_logits(ranks: Ranks, checkpoints: dict[str, Path], sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp": 2, "sp": True}, {"pp": 2}], ids=["alone", "tp2-sp", "pp2"]
+)
+def test_no_step_makes_all_logits(
+    ranks: Ranks, checkpoints: dict[str, Path], sizes: dict[str, Any]
+) -> None:
     world = sizes.get("tp", 1) * sizes.get("pp", 1)
     for family in ("qwen2", "qwen3-untied"):
-        results = ranks.run("logprobs_jobs:widest_of_a_step", world, path=str(checkpoints[family]), tile=700, **sizes)
+        results = ranks.run(
+            "logprobs_jobs:widest_of_a_step",
+            world,
+            path=str(checkpoints[family]),
+            tile=700,
+            **sizes,
+        )
         assert results[-1]
         for seen in results:
             assert not seen or 0 < seen["elements"] <= 700 < seen["tokens"] * seen["width"] / 2
 
 
-def test_entropy_of_a_step_is_that_of_transformers(ranks: Ranks, checkpoints: dict[str, Path]) -> None:
+def test_entropy_of_a_step_is_that_of_transformers(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
     """The mean over the trained tokens, at each row's temperature."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen2"], dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoints["qwen2"], dtype=torch.float32
+    )
     found: list[float] = []
     for row in make_rows(12):
         ids = torch.from_numpy(row.tokens)
@@ -126,6 +192,9 @@ def test_entropy_is_counted_where_tokens_are_trained() -> None:
     totals = Totals(token_loss("sft", {}), counts=True)
     weight = torch.tensor([1.0, 0.0, 1.0])
     for entropy in ([1.0, 50.0, 3.0], [5.0, 50.0, 7.0]):
-        totals.add(torch.zeros(3), Fields(weight, weight, weight, weight > 0, entropy=torch.tensor(entropy)))
+        totals.add(
+            torch.zeros(3),
+            Fields(weight, weight, weight, weight > 0, entropy=torch.tensor(entropy)),
+        )
     mesh: Any = SimpleNamespace(reduce=lambda sums, maxima: None)
     assert totals.reduce(mesh)["entropy/mean"] == 4.0

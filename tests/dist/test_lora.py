@@ -1,4 +1,6 @@
-"""Adapters: the same in every layout, merged into what is shown, alone in what is saved and exported, in PEFT's names."""
+"""Adapters: the same in every layout, merged into what is shown, alone in what is saved and
+exported, in PEFT's names.
+"""
 
 import json
 from pathlib import Path
@@ -7,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grids import by_layout, sampled
 from rows import make_rows
 from safetensors.torch import load_file
 
-from rft.adapters import adapter_names, lora_of
 from rft.checkpoint.layout import boxes
 from rft.config import ConfigError, LoraConfig
-from rft.names import Dims, architecture_of, read_hf_config
+from rft.config.layout import lora_of
+from rft.ground.adapters import adapter_names
+from rft.ground.names import Dims, architecture_of, read_hf_config
 from rft.sync.plan import coverage_errors
 
 from ranks import Ranks
@@ -55,7 +59,9 @@ def test_it_begins_as_the_base_model_and_only_the_adapter_learns(
     ranks: Ranks, checkpoints: dict[str, Path], alone: dict[str, Any]
 ) -> None:
     path = str(checkpoints["qwen2"])
-    base, first = (ranks.run("lora_jobs:first_scores", 1, path=path, lora=lora)[0] for lora in (None, LORA))
+    base, first = (
+        ranks.run("lora_jobs:first_scores", 1, path=path, lora=lora)[0] for lora in (None, LORA)
+    )
     assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(base, first, strict=True))
     assert alone["qwen2"]["frozen"]
     hf = read_hf_config(path)
@@ -63,7 +69,9 @@ def test_it_begins_as_the_base_model_and_only_the_adapter_learns(
     lora = lora_of([LoraConfig(**LORA)], dims)  # type: ignore[arg-type]
     assert lora is not None
     found = whole([alone["qwen2"]])
-    assert {name: value.shape for name, value in found.items()} == adapter_names(dims, architecture, lora)
+    assert {name: value.shape for name, value in found.items()} == adapter_names(
+        dims, architecture, lora
+    )
     assert all("lora_" in key for key in alone["qwen2"]["keys"])
     assert all(np.abs(value).max() > 0 for value in found.values())
 
@@ -72,12 +80,18 @@ def test_it_begins_as_the_base_model_and_only_the_adapter_learns(
 def test_what_it_computes_and_what_it_shows_is_the_formula(
     checkpoints: dict[str, Path], alone: dict[str, Any], family: str, lora: dict[str, Any]
 ) -> None:
-    """transformers with W + alpha/r B A, for each projection by itself, from the adapter's own tensors."""
+    """transformers with W + alpha/r B A, for each projection by
+    itself, from the adapter's own tensors.
+    """
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoints[family], dtype=torch.float32
+    )
     found, merged = whole([alone[family]]), alone[family]["merged"]
-    layers = [name.removesuffix(".lora_A.weight") for name in found if name.endswith("lora_A.weight")]
+    layers = [
+        name.removesuffix(".lora_A.weight") for name in found if name.endswith("lora_A.weight")
+    ]
     with torch.no_grad():
         for layer in layers:
             name = layer.removeprefix("base_model.model.") + ".weight"
@@ -89,10 +103,19 @@ def test_what_it_computes_and_what_it_shows_is_the_formula(
         for index, row in enumerate(make_rows(6)):
             ids = torch.from_numpy(row.tokens)
             wanted = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1]
-            assert np.abs(wanted.gather(1, ids[1:, None]).squeeze(1).numpy() - scores[index]).max() < 1e-5
+            assert (
+                np.abs(wanted.gather(1, ids[1:, None]).squeeze(1).numpy() - scores[index]).max()
+                < 1e-5
+            )
 
 
-@pytest.mark.parametrize(("family", "layout"), [*(("qwen2", name) for name in LAYOUTS), ("moe", "tp2-sp")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    sampled(
+        [*(("qwen2", name) for name in LAYOUTS), ("moe", "tp2-sp")],
+        **by_layout(LAYOUTS, lambda case: {"family": case[0]}),
+    ),
+)
 def test_it_is_the_same_in_every_layout(
     ranks: Ranks, checkpoints: dict[str, Path], alone: dict[str, Any], family: str, layout: str
 ) -> None:
@@ -115,8 +138,12 @@ def names_of(path: Path, lora: dict[str, Any]) -> list[str]:
     return list(adapter_names(Dims.of(hf), architecture_of(hf), adapter))
 
 
-def assert_sent_once(results: list[dict[str, Any]], wanted: dict[str, np.ndarray], order: list[str]) -> None:
-    """What the ranks stream to engines that add the adapter by themselves: every element, from one rank, and nothing else."""
+def assert_sent_once(
+    results: list[dict[str, Any]], wanted: dict[str, np.ndarray], order: list[str]
+) -> None:
+    """What the ranks stream to engines that add the adapter by themselves: every element, from one
+    rank, and nothing else.
+    """
     sent = [(block, value) for result in results for block, value in result["sent"]]
     assert coverage_errors([block for block, _ in sent]) == []
     assert {block.name for block, _ in sent} == set(order)
@@ -132,7 +159,11 @@ def assert_sent_once(results: list[dict[str, Any]], wanted: dict[str, np.ndarray
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full"},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "block": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
 }
 
@@ -144,7 +175,10 @@ def test_recomputed_layers_under_a_frozen_embedding_still_learn(
     path = str(checkpoints["qwen2"])
     found = ranks.run("lora_jobs:tuned", 1, path=path, lora=LORA, trainer=RECOMPUTE[kind])[0]
     for step, wanted in zip(found["metrics"], alone["qwen2"]["metrics"], strict=True):
-        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4) and wanted["grad_norm"] > 0
+        assert (
+            step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+            and wanted["grad_norm"] > 0
+        )
 
 
 def test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft(
@@ -153,11 +187,16 @@ def test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft(
     path, root = str(checkpoints["qwen3"]), str(tmp_path / "run")
     results = ranks.run("lora_jobs:tuned", 2, path=path, lora=LORA, root=root, tp=2, sp=True)
     elsewhere = ranks.run("lora_jobs:resumed", 2, path=path, lora=LORA, root=root, pp=2)[0]
-    assert all(np.array_equal(elsewhere[name], value) for name, value in results[0]["merged"].items())
+    assert all(
+        np.array_equal(elsewhere[name], value) for name, value in results[0]["merged"].items()
+    )
     with pytest.raises(AssertionError, match="model.lora_configs says"):
         ranks.run("lora_jobs:resumed", 1, path=path, lora=LORA | {"lora_alpha": 4.0}, root=root)
     directory = tmp_path / "run" / "adapter"
-    assert sorted(p.name for p in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in directory.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8.0, "LORA")
     exported, wanted = load_file(directory / "adapter_model.safetensors"), whole(results)

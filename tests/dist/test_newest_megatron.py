@@ -1,7 +1,8 @@
-"""The newest megatron-core, in front of the path of fresh rank processes: one step on every kind of mesh is that of one rank.
+"""The newest megatron-core, in front of the path of fresh rank processes: one step on every kind of
+mesh is that of one rank.
 
-Its wheel is built for Python 3.12; what is used of it is plain Python and runs on 3.11. `make test` fetches it, as pinned in
-requirements/newest-megatron.txt.
+Its wheel is built for Python 3.12; what is used of it is plain Python and runs on 3.11. `make test`
+fetches it, as pinned in requirements/newest-megatron.txt.
 """
 
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grids import by_layout, sampled
 from test_parity import LAYOUTS, assert_gradients_match, gradients
 
 from ranks import Ranks
@@ -31,7 +33,10 @@ def newest() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def alone(newest: Ranks, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """One step at one rank, per family."""
-    return {name: newest.run("jobs:train", 1, path=str(checkpoints[name]))[0] for name in ("qwen3-untied", "moe")}
+    return {
+        name: newest.run("jobs:train", 1, path=str(checkpoints[name]))[0]
+        for name in ("qwen3-untied", "moe")
+    }
 
 
 def test_it_is_the_pinned_one(newest: Ranks) -> None:
@@ -43,7 +48,11 @@ def test_it_is_the_pinned_one(newest: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3-untied", layout) for layout in ("tp2-sp", "pp2", "cp2", "pp2-vpp2")] + [("moe", "ep2")],
+    sampled(
+        [("qwen3-untied", layout) for layout in ("tp2-sp", "pp2", "cp2", "pp2-vpp2")]
+        + [("moe", "ep2")],
+        **by_layout(LAYOUTS),
+    ),
 )
 def test_one_step_is_that_of_one_rank(
     newest: Ranks, checkpoints: dict[str, Path], alone: dict[str, Any], family: str, layout: str

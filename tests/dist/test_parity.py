@@ -1,4 +1,6 @@
-"""The same step on every mesh, against one rank, and one rank against transformers and plain autograd."""
+"""The same step on every mesh, against one rank, and one rank
+against transformers and plain autograd.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rows import CUTS, make_rows
+from grids import by_layout, sampled
+from rows import RATES, VARIANTS, make_rows
 from safetensors.torch import load_file
 
-from rft.algorithm.losses import Fields, token_loss
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import token_loss
 from rft.checkpoint.layout import assign, boxes
 
 from ranks import Ranks
@@ -22,6 +26,7 @@ LAYOUTS = {
     "dp2": (2, {}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2, "sp": True}),
     "tp2-cp2": (4, {"tp": 2, "cp": 2, "sp": True}),
+    "cp2-pp2": (4, {"cp": 2, "pp": 2}),
     "dp2-pp2": (4, {"pp": 2}),
     "tp4": (4, {"tp": 4, "sp": True}),  # more shards than key/value heads
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
@@ -36,14 +41,23 @@ EXPERTS = {
     "tp2-sp": LAYOUTS["tp2-sp"],
     "dp2": LAYOUTS["dp2"],
 }
-CASES = [("qwen2", layout) for layout in LAYOUTS] + [("qwen3-untied", layout) for layout in ("tp4", "tp2-pp2")]
+CASES = [("qwen2", layout) for layout in LAYOUTS] + [
+    ("qwen3-untied", layout) for layout in ("tp4", "tp2-pp2")
+]
 CASES += [("moe", layout) for layout in EXPERTS]
 LAYOUTS |= EXPERTS | {"tp2-dp2": (4, {"tp": 2, "sp": True})}
+MATRIX = [(family, layout, variant) for family, layout in CASES for variant in VARIANTS]
+# sp, etp and the family are seen once; of the others it may matter what they are met with
+INTERACT = ("tp", "pp", "cp", "dp", "vpp", "ep", "variant")
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3-untied", "moe")
 
 
 def hf_weights(path: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(path.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def hf_model(path: Path) -> Any:
@@ -56,11 +70,15 @@ def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """HF-shaped gradients of the first step: Adam's first moment is (1 - beta1) * gradient then."""
     found: dict[str, np.ndarray] = {}
     for claim, values in (piece for result in results for piece in result["moments"]):
-        whole = found.setdefault(claim.key.removeprefix("exp_avg/"), np.full(claim.global_shape, np.nan))
+        whole = found.setdefault(
+            claim.key.removeprefix("exp_avg/"), np.full(claim.global_shape, np.nan)
+        )
         for box in boxes(claim):
             cut = tuple(slice(low, low + n) for low, n in zip(box.offset, box.shape, strict=True))
             part = values[box.start : box.start + whole[cut].size].reshape(box.shape) / (1 - 0.9)
-            assert not claim.stored or np.isnan(whole[cut]).all() or np.array_equal(whole[cut], part)
+            assert (
+                not claim.stored or np.isnan(whole[cut]).all() or np.array_equal(whole[cut], part)
+            )
             whole[cut] = part
     assert not any(np.isnan(value).any() for value in found.values())
     return found
@@ -70,7 +88,8 @@ def gradients(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 def alone(ranks: Ranks, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """One step at one rank, per family."""
     return {
-        name: ranks.run("jobs:train", 1, path=str(checkpoints[name]))[0] for name in ("qwen2", "qwen3-untied", "moe")
+        name: ranks.run("jobs:train", 1, path=str(checkpoints[name]))[0]
+        for name in ("qwen2", "qwen3-untied", "moe")
     }
 
 
@@ -78,12 +97,15 @@ def alone(ranks: Ranks, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any
 def reference(ranks: Ranks, checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """Everything that is compared, of one rank, per family."""
     return {
-        name: ranks.run("jobs:matrix", 1, path=str(checkpoints[name]))[0] for name in ("qwen2", "qwen3-untied", "moe")
+        name: ranks.run("jobs:matrix", 1, path=str(checkpoints[name]), variants=VARIANTS)[0]
+        for name in ("qwen2", "qwen3-untied", "moe")
     }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_transformers(ranks: Ranks, checkpoints: dict[str, Path], family: str) -> None:
+def test_logprobs_are_those_of_transformers(
+    ranks: Ranks, checkpoints: dict[str, Path], family: str
+) -> None:
     model = hf_model(checkpoints[family])
     rows = make_rows(12)
     found = dict(ranks.run("jobs:score", 1, path=str(checkpoints[family]))[0])
@@ -92,11 +114,14 @@ def test_logprobs_are_those_of_transformers(ranks: Ranks, checkpoints: dict[str,
         ids = torch.from_numpy(row.tokens)
         with torch.no_grad():
             wanted = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1]
-        assert np.abs(wanted.gather(1, ids[1:, None]).squeeze(1).numpy() - found[index]).max() < 1e-5
+        assert (
+            np.abs(wanted.gather(1, ids[1:, None]).squeeze(1).numpy() - found[index]).max() < 1e-5
+        )
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen2", "tp2-sp"), ("llama", "pp2"), ("qwen3", "cp2"), ("qwen3", "tp4")]
+    ("family", "layout"),
+    [("qwen2", "tp2-sp"), ("llama", "pp2"), ("qwen3", "cp2"), ("qwen3", "tp4")],
 )
 def test_logprobs_do_not_depend_on_the_mesh(
     ranks: Ranks, checkpoints: dict[str, Path], family: str, layout: str
@@ -110,17 +135,26 @@ def test_logprobs_do_not_depend_on_the_mesh(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3-untied", "moe"])
-def test_gradient_is_that_of_the_weighted_sum(alone: dict[str, Any], checkpoints: dict[str, Path], family: str) -> None:
-    """Against autograd through transformers, row by row: no factor of microbatches, ranks or tokens is hidden anywhere."""
+def test_gradient_is_that_of_the_weighted_sum(
+    alone: dict[str, Any], checkpoints: dict[str, Path], family: str
+) -> None:
+    """Against autograd through transformers, row by row: no factor of microbatches, ranks or tokens
+    is hidden anywhere.
+    """
     model = hf_model(checkpoints[family])
     loss = torch.zeros(())
     for row in make_rows(24):
         ids = torch.from_numpy(row.tokens)
-        logprobs = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1].gather(1, ids[1:, None])[
-            :, 0
-        ]
+        logprobs = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1].gather(
+            1, ids[1:, None]
+        )[:, 0]
         weight = torch.from_numpy(row.weight[1:])
-        fields = Fields(torch.from_numpy(row.behaviour[1:]), torch.from_numpy(row.advantage[1:]), weight, weight != 0)
+        fields = Fields(
+            torch.from_numpy(row.behaviour[1:]),
+            torch.from_numpy(row.advantage[1:]),
+            weight,
+            weight != 0,
+        )
         losses, _ = token_loss("ppo", {})(logprobs, fields)
         loss = loss + (losses * torch.from_numpy(row.weight[1:])).sum()
     loss.backward()
@@ -128,9 +162,13 @@ def test_gradient_is_that_of_the_weighted_sum(alone: dict[str, Any], checkpoints
     assert alone[family]["micros"] > 2
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     found = gradients([alone[family]])
-    wanted = {n: g for name, p in model.named_parameters() for n, g in as_in_files(name, p.grad.numpy())}
+    wanted = {
+        n: g for name, p in model.named_parameters() for n, g in as_in_files(name, p.grad.numpy())
+    }
     assert_gradients_match(found, wanted)
-    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum((g**2).sum() for g in wanted.values())), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(
+        np.sqrt(sum((g**2).sum() for g in wanted.values())), rel=1e-5
+    )
 
 
 def as_in_files(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
@@ -146,9 +184,12 @@ def as_in_files(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
     ]
 
 
-def assert_gradients_match(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], limit: float = 1e-5) -> None:
-    """Per tensor, relative L2. A key bias has no gradient in exact arithmetic (softmax ignores a shift): its noise is held
-    against the model's largest gradient instead."""
+def assert_gradients_match(
+    found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], limit: float = 1e-5
+) -> None:
+    """Per tensor, relative L2. A key bias has no gradient in exact arithmetic (softmax ignores a
+    shift): its noise is held against the model's largest gradient instead.
+    """
     assert found.keys() == wanted.keys()
     scale = max(np.linalg.norm(value) for value in wanted.values())
     for name, value in wanted.items():
@@ -158,49 +199,81 @@ def assert_gradients_match(found: dict[str, np.ndarray], wanted: dict[str, np.nd
         )
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+def axes_of_matrix(case: tuple[str, str, str]) -> dict[str, Any]:
+    """Four shards meet every layout and variant as two do: they are an axis of their own."""
+    shards = {"tp": 2, "tp4": True} if case[1] == "tp4" else {}
+    return {"family": case[0], "variant": case[2]} | shards
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "variant"),
+    sampled(MATRIX, **by_layout(LAYOUTS, axes_of_matrix), interact=INTERACT),
+)
 def test_every_layout_gives_the_same_gradient_and_the_same_steps(
-    ranks: Ranks, checkpoints: dict[str, Path], reference: dict[str, dict[str, Any]], layout: str, family: str
+    ranks: Ranks,
+    checkpoints: dict[str, Path],
+    reference: dict[str, dict[str, Any]],
+    family: str,
+    layout: str,
+    variant: str,
 ) -> None:
-    """However the batch is cut: by tokens or by rows, packed or padded, and so small that ranks have nothing to train on."""
+    """However the batch is cut: by tokens or by rows, packed or padded, and so small that ranks
+    have nothing to train on.
+    """
     world, sizes = LAYOUTS[layout]
-    results = ranks.run("jobs:matrix", world, path=str(checkpoints[family]), **sizes)
-    wanted = reference[family]
-    for variant in (*CUTS, "few", "few-rows"):
-        one = "few" if variant.startswith("few") else "tokens-packed"
-        found = [result[variant] for result in results]
-        assert all(part["metrics"] == found[0]["metrics"] for part in found), (
-            f"{variant}: ranks report different metrics"
-        )
-        for name, value in found[0]["metrics"][0].items():
-            assert value == pytest.approx(wanted[one]["metrics"][0][name], rel=1e-4, abs=1e-6), f"{variant}: {name}"
-        assert_gradients_match(gradients(found), gradients([wanted[one]]))
-    start = hf_weights(checkpoints[family])
-    for name, value in wanted["sgd"].items():
-        assert np.linalg.norm(results[0]["sgd"][name] - value) <= 1e-5 * np.linalg.norm(value), name
-    # Adam makes a whole step of a gradient that is only noise: held against the step of all parameters together.
-    noise = sum(np.sum((results[0]["adam"][n] - v) ** 2.0) for n, v in wanted["adam"].items() if "k_proj.bias" not in n)
-    moved = sum(np.sum((v - start[n].numpy()) ** 2.0) for n, v in wanted["adam"].items())
+    path = checkpoints[family]
+    results = ranks.run("jobs:matrix", world, path=str(path), variants=[variant], **sizes)
+    found = [result[variant] for result in results]
+    if variant in RATES:
+        assert_same_weights(variant, found[0], reference[family][variant], hf_weights(path))
+        return
+    wanted = reference[family]["few" if variant.startswith("few") else "tokens-packed"]
+    assert all(part["metrics"] == found[0]["metrics"] for part in found), (
+        "ranks report different metrics"
+    )
+    for name, value in found[0]["metrics"][0].items():
+        assert value == pytest.approx(wanted["metrics"][0][name], rel=1e-4, abs=1e-6), name
+    assert_gradients_match(gradients(found), gradients([wanted]))
+
+
+def assert_same_weights(
+    optimizer: str,
+    found: dict[str, np.ndarray],
+    wanted: dict[str, np.ndarray],
+    start: dict[str, torch.Tensor],
+) -> None:
+    """Adam makes a whole step of a gradient that is only noise: held against the step of all
+    parameters together.
+    """
+    if optimizer == "sgd":
+        for name, value in wanted.items():
+            assert np.linalg.norm(found[name] - value) <= 1e-5 * np.linalg.norm(value), name
+        return
+    noise = sum(np.sum((found[n] - v) ** 2.0) for n, v in wanted.items() if "k_proj.bias" not in n)
+    moved = sum(np.sum((v - start[n].numpy()) ** 2.0) for n, v in wanted.items())
     assert np.sqrt(noise / moved) <= 1e-3
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        ("llama", "tp2-sp"),
-        ("qwen2", "tp2-pp2"),
-        ("qwen3", "pp2"),
-        ("qwen3-untied", "tp4"),
-        ("qwen2", "tp4"),
-        ("qwen3", "dp2-pp2"),
-        ("qwen3", "pp2-vpp2"),
-        ("moe", "tp2-ep2"),
-        ("moe", "pp2-vpp2-ep2"),
-        ("qwen3", "dp2"),
-        ("qwen3", "cp2"),
-        ("qwen2", "tp2-dp2"),
-        ("moe", "dp2"),
-    ],
+    sampled(
+        [
+            ("llama", "tp2-sp"),
+            ("qwen2", "tp2-pp2"),
+            ("qwen3", "pp2"),
+            ("qwen3-untied", "tp4"),
+            ("qwen2", "tp4"),
+            ("qwen3", "dp2-pp2"),
+            ("qwen3", "pp2-vpp2"),
+            ("moe", "tp2-ep2"),
+            ("moe", "pp2-vpp2-ep2"),
+            ("qwen3", "dp2"),
+            ("qwen3", "cp2"),
+            ("qwen2", "tp2-dp2"),
+            ("moe", "dp2"),
+        ],
+        **by_layout(LAYOUTS, lambda case: {"family": case[0]}),
+    ),
 )
 def test_import_export_and_blocks_keep_every_byte(
     ranks: Ranks, checkpoints: dict[str, Path], family: str, layout: str
@@ -213,7 +286,9 @@ def test_import_export_and_blocks_keep_every_byte(
     assert all(np.array_equal(exported[name], value.numpy()) for name, value in wanted.items())
     assert not any(result["export"] for result in results[1:])
     assert all(result["blocks"] for result in results), "every rank sends"
-    assembled = {name: np.full(value.shape, np.nan, dtype=np.float32) for name, value in wanted.items()}
+    assembled = {
+        name: np.full(value.shape, np.nan, dtype=np.float32) for name, value in wanted.items()
+    }
     for result in results:
         for (name, dtype, shape, dim, start, stop), value in result["blocks"]:
             assert dtype == "float32" and shape == tuple(wanted[name].shape)
@@ -223,24 +298,31 @@ def test_import_export_and_blocks_keep_every_byte(
     assert all(np.array_equal(assembled[name], value.numpy()) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2", "dp2-pp2", "tp2-cp2", "tp4"])
+@pytest.mark.parametrize(
+    "layout", sampled(["tp2-pp2", "dp2-pp2", "tp2-cp2", "tp4"], **by_layout(LAYOUTS))
+)
 def test_pieces_cover_the_model_once_and_copies_are_equal(
     ranks: Ranks, checkpoints: dict[str, Path], layout: str
 ) -> None:
     world, sizes = LAYOUTS[layout]
     states = ranks.run("jobs:state", world, path=str(checkpoints["qwen3"]), **sizes)
-    assign([[claim for claim, _ in pieces] for pieces in states])  # raises unless every element has one owner
+    # raises unless every element has one owner
+    assign([[claim for claim, _ in pieces] for pieces in states])
     copies: dict[Any, np.ndarray] = {}
     for claim, values in (piece for pieces in states for piece in pieces):
         assert np.array_equal(values, copies.setdefault(claim, values)), claim
 
 
 @pytest.mark.parametrize("layout", ["tp2-pp2", "dp2"])
-def test_bf16_learns_the_same_up_to_rounding(ranks: Ranks, checkpoints: dict[str, Path], layout: str) -> None:
+def test_bf16_learns_the_same_up_to_rounding(
+    ranks: Ranks, checkpoints: dict[str, Path], layout: str
+) -> None:
     world, sizes = LAYOUTS[layout]
     path = str(checkpoints["qwen3"])
     wanted = ranks.run("jobs:train", 1, path=path, loss="sft")[0]["metrics"][0]
-    found = ranks.run("jobs:train", world, path=path, loss="sft", dtype="bf16", **sizes)[0]["metrics"][0]
+    found = ranks.run("jobs:train", world, path=path, loss="sft", dtype="bf16", **sizes)[0][
+        "metrics"
+    ][0]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-2)
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-2)
 

@@ -1,9 +1,12 @@
-"""A loss, a correction or an advantage of whole responses does not depend on how responses are cut over ranks and microbatches."""
+"""A loss, a correction or an advantage of whole responses does not depend on how responses are cut
+over ranks and microbatches.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grids import by_layout, sampled
 from response_jobs import ADVANTAGES, LOSSES
 from test_parity import assert_gradients_match, gradients
 
@@ -24,7 +27,7 @@ def alone(ranks: Ranks, checkpoints: dict[str, Path]) -> dict[str, Any]:
     return ranks.run("response_jobs:steps", 1, path=str(checkpoints["qwen3"]))[0]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, **by_layout(CASES)))
 def test_sums_over_a_response_are_those_of_one_rank(
     ranks: Ranks, checkpoints: dict[str, Path], alone: dict[str, Any], case: str
 ) -> None:
@@ -33,13 +36,17 @@ def test_sums_over_a_response_are_those_of_one_rank(
     for name in LOSSES:
         found = [result[name] for result in results]
         for metric, value in found[0]["metrics"][0].items():
-            assert value == pytest.approx(alone[name]["metrics"][0][metric], rel=1e-4, abs=1e-6), f"{name}: {metric}"
+            assert value == pytest.approx(alone[name]["metrics"][0][metric], rel=1e-4, abs=1e-6), (
+                f"{name}: {metric}"
+            )
         assert_gradients_match(gradients(found), gradients([alone[name]]))
     for name in ADVANTAGES:
         values = {key: value for result in results for key, value in result[name]["values"].items()}
         assert values == pytest.approx(alone[name]["values"], abs=1e-4), name
         for result in results:
-            assert result[name]["moments"] == pytest.approx(alone[name]["moments"], rel=1e-4, abs=1e-6), name
+            assert result[name]["moments"] == pytest.approx(
+                alone[name]["moments"], rel=1e-4, abs=1e-6
+            ), name
 
 
 def test_what_is_compared_has_both_sides(alone: dict[str, Any]) -> None:

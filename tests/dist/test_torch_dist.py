@@ -1,7 +1,11 @@
-"""Megatron's own checkpoints: what it wrote we read, what we write it reads, at another tensor-parallel size."""
+"""Megatron's own checkpoints: what it wrote we read, what we write it reads, at another
+tensor-parallel size.
+"""
 
+import io
 import pickle
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch_dist_jobs import digest
 
-from rft.megatron import torch_dist
-from rft.megatron.torch_dist import TorchDist, Unreadable
-from rft.names import Dims, architecture_of, read_hf_config
+from rft.ground.names import Dims, architecture_of, read_hf_config
+from rft.tools import torch_dist
+from rft.tools.torch_dist import TorchDist, Unreadable
 from rft.tools.toy import write_model
 
 from ranks import Ranks
@@ -24,7 +28,9 @@ FAMILIES = {"llama": False, "qwen2": True, "qwen3": True}  # tied?
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("torch_dist")
-    return {name: write_model(root / name, name, tied=tied, **SMALL) for name, tied in FAMILIES.items()}
+    return {
+        name: write_model(root / name, name, tied=tied, **SMALL) for name, tied in FAMILIES.items()
+    }
 
 
 def opened(model: Path, directory: Path) -> TorchDist:
@@ -32,12 +38,16 @@ def opened(model: Path, directory: Path) -> TorchDist:
     return TorchDist(directory, Dims.of(hf), architecture_of(hf))
 
 
-@pytest.mark.parametrize(("family", "tp", "dtype"), [("llama", 2, "bf16"), ("qwen2", 1, "fp32"), ("qwen3", 2, "fp32")])
+@pytest.mark.parametrize(
+    ("family", "tp", "dtype"), [("llama", 2, "bf16"), ("qwen2", 1, "fp32"), ("qwen3", 2, "fp32")]
+)
 def test_reads_what_megatron_wrote(
     ranks: Ranks, models: dict[str, Path], tmp_path: Path, family: str, tp: int, dtype: str
 ) -> None:
     job = "torch_dist_jobs:saved"
-    wanted = ranks.run(job, tp, path=str(models[family]), root=str(tmp_path / "m"), tp=tp, dtype=dtype)[0]["weights"]
+    wanted = ranks.run(
+        job, tp, path=str(models[family]), root=str(tmp_path / "m"), tp=tp, dtype=dtype
+    )[0]["weights"]
     found = opened(models[family], tmp_path / "m")
     assert (found.kinds, found.iteration) == (["model"], 7)
     assert set(found.names) == set(wanted)
@@ -46,7 +56,12 @@ def test_reads_what_megatron_wrote(
 
 
 def test_reads_masters_and_moments(ranks: Ranks, models: dict[str, Path], tmp_path: Path) -> None:
-    arguments = {"path": str(models["llama"]), "root": str(tmp_path / "m"), "optimizer": True, "dtype": "bf16"}
+    arguments = {
+        "path": str(models["llama"]),
+        "root": str(tmp_path / "m"),
+        "optimizer": True,
+        "dtype": "bf16",
+    }
     wanted = ranks.run("torch_dist_jobs:saved", 1, **arguments)[0]
     found = opened(models["llama"], tmp_path / "m")
     assert sorted(found.kinds) == ["exp_avg", "exp_avg_sq", "master", "model"]
@@ -66,11 +81,17 @@ def test_megatron_reads_what_we_write(
     ranks: Ranks, models: dict[str, Path], tmp_path: Path, family: str, tp: int
 ) -> None:
     hf = read_hf_config(models[family])
-    weights = {k: v + 1 for file in models[family].glob("*.safetensors") for k, v in load_file(file).items()}
+    weights = {
+        k: v + 1
+        for file in models[family].glob("*.safetensors")
+        for k, v in load_file(file).items()
+    }
     written = tmp_path / "m"
     written.mkdir()
     torch_dist.write(written, Dims.of(hf), architecture_of(hf), weights.__getitem__, 12)
-    found = ranks.run("torch_dist_jobs:loaded", tp, path=str(models[family]), root=str(written), tp=tp)[0]
+    found = ranks.run(
+        "torch_dist_jobs:loaded", tp, path=str(models[family]), root=str(written), tp=tp
+    )[0]
     assert found.pop("iteration") == 12
     assert found == {name: digest(value) for name, value in weights.items() if name in found}
     again = opened(models[family], written)
@@ -81,7 +102,9 @@ def test_megatron_reads_what_we_write(
 @pytest.fixture
 def written(models: dict[str, Path], tmp_path: Path) -> Path:
     hf = read_hf_config(models["qwen3"])
-    weights = {k: v for file in models["qwen3"].glob("*.safetensors") for k, v in load_file(file).items()}
+    weights = {
+        k: v for file in models["qwen3"].glob("*.safetensors") for k, v in load_file(file).items()
+    }
     (tmp_path / "m").mkdir()
     torch_dist.write(tmp_path / "m", Dims.of(hf), architecture_of(hf), weights.__getitem__, 12)
     return tmp_path / "m"
@@ -110,13 +133,67 @@ def test_no_pickle_runs_code(models: dict[str, Path], written: Path, tmp_path: P
     assert not mark.exists()
 
 
+class Program(torch.nn.Module):
+    """Scripted and saved; loaded by torch.jit.load it writes a file that its weights name."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = str(path)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return (self.path, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path = state[0]
+        self.training = state[1]
+        written = torch.from_file(state[0], True, 8, dtype=torch.uint8).fill_(65)
+        assert int(written[0]) == 65  # what nothing looks at is optimized away
+
+
+def test_no_torchscript_program_is_run(
+    models: dict[str, Path], written: Path, tmp_path: Path
+) -> None:
+    mark = tmp_path / "ran"
+    program = io.BytesIO()
+    torch.jit.save(torch.jit.script(Program(mark)), program)
+    mark.unlink(missing_ok=True)
+    torch.jit.load(io.BytesIO(program.getvalue()))
+    assert mark.read_bytes() == b"A" * 8, "the program works"
+    mark.unlink()
+    good = (written / "common.pt").read_bytes()
+    (written / "common.pt").write_bytes(program.getvalue())
+    with pytest.raises(Unreadable, match=r"common\.pt is a TorchScript program"):
+        opened(models["qwen3"], written)
+    (written / "common.pt").write_bytes(good)
+    found = opened(models["qwen3"], written)
+    place = found._places["decoder.final_layernorm.weight", (0,)]
+    chunks = written / place.relative_path
+    chunks.write_bytes(chunks.read_bytes()[: place.offset] + program.getvalue())
+    place.length = len(program.getvalue())
+    with pytest.raises(Unreadable, match="TorchScript"):
+        found.tensor("model", "model.norm.weight")
+    assert not mark.exists()
+
+
+def test_a_tar_of_the_oldest_torch_is_refused(models: dict[str, Path], written: Path) -> None:
+    with tarfile.open(written / "common.pt", "w") as archive:
+        archive.addfile(tarfile.TarInfo("pickle"), io.BytesIO())
+    with pytest.raises(Unreadable, match=r"common\.pt cannot be read: File is not a zip file"):
+        opened(models["qwen3"], written)
+
+
 def test_bad_input_is_named(models: dict[str, Path], written: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        Unreadable, match=r"model of decoder\.layers\.0\.self_attention\.q_layernorm\.weight is missing"
+        Unreadable,
+        match=r"model of decoder\.layers\.0\.self_attention\.q_layernorm\.weight is missing",
     ):
         opened(models["qwen3"], strip(written, tmp_path / "less", "q_layernorm"))
     wide = write_model(tmp_path / "wide", "qwen3", tied=True, **(SMALL | {"ffn": 96}))
-    with pytest.raises(Unreadable, match=r"linear_fc1\.weight is \[128, 48\], config\.json says \[192, 48\]"):
+    with pytest.raises(
+        Unreadable, match=r"linear_fc1\.weight is \[128, 48\], config\.json says \[192, 48\]"
+    ):
         opened(wide, written)
     found = opened(models["qwen3"], written)
     (written / "__0_0.distcp").write_bytes((written / "__0_0.distcp").read_bytes()[:1000])
@@ -131,6 +208,8 @@ def strip(source: Path, target: Path, word: str) -> Path:
     """A copy whose index does not know the tensors with `word` in their names."""
     shutil.copytree(source, target)
     index = pickle.loads((source / ".metadata").read_bytes())
-    index.state_dict_metadata = {k: v for k, v in index.state_dict_metadata.items() if word not in k}
+    index.state_dict_metadata = {
+        k: v for k, v in index.state_dict_metadata.items() if word not in k
+    }
     (target / ".metadata").write_bytes(pickle.dumps(index))
     return target

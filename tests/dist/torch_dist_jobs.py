@@ -24,7 +24,9 @@ def saved(path: str, root: str, optimizer: bool = False, **layout: Any) -> dict[
         if optimizer:
             kind = {"distrib_optim_sharding_type": "fully_reshardable"}
             chain = policy.optimizer.chain
-            state["optimizer"] = chain.sharded_state_dict(policy.model[0].sharded_state_dict(), metadata=kind)
+            state["optimizer"] = chain.sharded_state_dict(
+                policy.model[0].sharded_state_dict(), metadata=kind
+            )
         Path(root).mkdir(exist_ok=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, root)
@@ -38,14 +40,18 @@ def saved(path: str, root: str, optimizer: bool = False, **layout: Any) -> dict[
 
 
 def loaded(path: str, root: str, **layout: Any) -> dict[str, str]:
-    """Another model filled by megatron's loader from `root`; hashes of its gathered weights at rank 0."""
+    """Another model filled by megatron's loader from `root`;
+    hashes of its gathered weights at rank 0.
+    """
     from megatron.core import dist_checkpointing
 
     with policy_on(path, **layout) as policy:
         state = {"model": policy.model[0].sharded_state_dict()}
         found = dist_checkpointing.load(state, root)
         policy.model[0].load_state_dict(found["model"])
-        return {name: digest(value) for name, value in policy.export_hf()} | {"iteration": found["iteration"]}
+        return {name: digest(value) for name, value in policy.export_hf()} | {
+            "iteration": found["iteration"]
+        }
 
 
 def digest(value: torch.Tensor) -> str:

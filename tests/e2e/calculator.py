@@ -1,4 +1,6 @@
-"""A user's own workflow with tools, for a model that cannot call any: what it says first is counted by a program."""
+"""A user's own workflow with tools, for a model that cannot call any: what it says first is counted
+by a program.
+"""
 
 from typing import Any
 

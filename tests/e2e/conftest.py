@@ -26,14 +26,22 @@ def ray_session() -> Iterator[None]:
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 
 
 @pytest.fixture(scope="session")
 def engine(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
-    """A started RolloutEngine actor, one thread, float32, labelled version 0; ended with its processes."""
+    """A started RolloutEngine actor, one thread, float32, labelled
+    version 0; ended with its processes.
+    """
     import ray
 
     from rft.config import ModelConfig, RolloutModelConfig

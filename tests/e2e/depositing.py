@@ -1,4 +1,5 @@
-"""A trainer in miniature that publishes by memory: python depositing.py RAY NAMESPACE SYNCHRONIZER MODEL VERSION; then it is gone.
+"""A trainer in miniature that publishes by memory: python depositing.py RAY NAMESPACE SYNCHRONIZER
+MODEL VERSION; then it is gone.
 
 Two ranks as threads of one process, which is no actor of Ray's, as a trainer rank is none.
 """
@@ -12,16 +13,17 @@ from typing import Any
 import ray
 from miniature import BUCKET_BYTES, Shards, ThreadMesh
 
-from rft import control
 from rft.config import SynchronizerConfig
-from rft.sync.publisher_memory import MemoryPublisher
+from rft.sync.origins import MemoryOrigin
+from rft.sync.publisher import Publisher
+from rft.trainer import control
 
 
-def publish(publisher: MemoryPublisher, version: int) -> dict[str, float]:
+def publish(publisher: Publisher, version: int) -> dict[str, float]:
     publisher.connect()
     publisher.start(version)
     publisher.release()
-    for _, tensor in publisher.source.parts:  # type: ignore[attr-defined]
+    for _, tensor in publisher.origin.source.parts:  # type: ignore[attr-defined]
         tensor.zero_()  # they may change now
     publisher.wait()
     return publisher.last
@@ -31,11 +33,17 @@ def deposit(synchronizer: Any, path: Path, version: int, epoch: int) -> dict[str
     slots, barrier = [None, None], Barrier(2)
     config = SynchronizerConfig(sync_timeout=60.0, bucket_bytes=BUCKET_BYTES)
     publishers = [
-        MemoryPublisher(ThreadMesh(rank, slots, barrier), Shards(path, rank), synchronizer, config, epoch)
+        Publisher(
+            MemoryOrigin(
+                ThreadMesh(rank, slots, barrier), Shards(path, rank), synchronizer, config, epoch
+            )
+        )
         for rank in range(2)
     ]
     with ThreadPoolExecutor(2) as pool:
-        return [job.result() for job in [pool.submit(publish, one, version) for one in publishers]][0]
+        return [job.result() for job in [pool.submit(publish, one, version) for one in publishers]][
+            0
+        ]
 
 
 if __name__ == "__main__":

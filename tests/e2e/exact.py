@@ -1,7 +1,8 @@
-"""Whether two deterministic runs are one and the same, bit by bit, and how to kill one of them at given steps.
+"""Whether two deterministic runs are one and the same, bit by bit, and how to kill one of them at
+given steps.
 
-In: the arguments of a run that is left alone and of one that is not. Out: nothing, or an assertion that names the first
-step at which their curves or the experiences they trained on differ.
+In: the arguments of a run that is left alone and of one that is not. Out: nothing, or an assertion
+that names the first step at which their curves or the experiences they trained on differ.
 """
 
 import time
@@ -12,24 +13,43 @@ from typing import Any
 import psutil
 
 from rft.buffer.progress import Stored
-from rft.experience import Experience, decode
+from rft.ground.experience import Experience, decode
 
 from runs import START_S, History, Run, metrics, overrides, train
 
-# What a run takes depends on the machine, and whether it was killed; all else must be the same number. Pool, runners and sessions
-# count since their own process began.
-OWN = ("time", "sync/", "pool/", "rollout/", "endpoint/", "checkpoint/", "perf/", "tokens_per_s", "sample/replayed")
+# What a run takes depends on the machine, and whether it was killed; all else must be the same
+# number. Pool, runners and sessions count since their own process began.
+OWN = (
+    "time",
+    "sync/",
+    "pool/",
+    "rollout/",
+    "endpoint/",
+    "checkpoint/",
+    "perf/",
+    "tokens_per_s",
+    "sample/replayed",
+)
 RANK, EVERYTHING = "rank", "everything"
 
 
 def deterministic(root: Path, name: str, assets: Path, *more: str) -> list[str]:
     """A small deterministic run that evaluates now and then, and whose ranks may come back."""
-    evaluation = f"{{name: held_out, path: {assets / 'eval.jsonl'}, format: {{prompt_type: plaintext}}}}"
+    evaluation = (
+        f"{{name: held_out, path: {assets / 'eval.jsonl'}, format: {{prompt_type: plaintext}}}}"
+    )
     return overrides(
-        root, name, assets, "deterministic=true", "trainer.max_restarts=100", "explorer.eval_interval=3",
-        f"buffer.explorer_input.eval_tasksets=[{evaluation}]", "algorithm.optimizer.lr_scheduler_type=linear",
-        "algorithm.optimizer.lr=1e-3", *more,
-    )  # fmt: skip
+        root,
+        name,
+        assets,
+        "deterministic=true",
+        "trainer.max_restarts=100",
+        "explorer.eval_interval=3",
+        f"buffer.explorer_input.eval_tasksets=[{evaluation}]",
+        "algorithm.optimizer.lr_scheduler_type=linear",
+        "algorithm.optimizer.lr=1e-3",
+        *more,
+    )
 
 
 def run_whole(arguments: list[str]) -> None:
@@ -38,7 +58,9 @@ def run_whole(arguments: list[str]) -> None:
 
 
 def run_killed(arguments: list[str], kills: list[tuple[int, str]]) -> None:
-    """Run to a good end, but kill -9 RANK or EVERYTHING when each of these steps was told; after the latter start it again."""
+    """Run to a good end, but kill -9 RANK or EVERYTHING when each of these steps was told; after
+    the latter start it again.
+    """
     left = list(kills)
     while left:
         with train(*arguments) as run:
@@ -53,7 +75,9 @@ def run_killed(arguments: list[str], kills: list[tuple[int, str]]) -> None:
 
 
 def _lose_ranks(run: Run, left: list[tuple[int, str]]) -> None:
-    """Kill the trainer rank as often as comes next in `left`; the rest of the run lives on, and starts it again."""
+    """Kill the trainer rank as often as comes next in `left`; the rest of the run lives on, and
+    starts it again.
+    """
     killed: set[psutil.Process] = set()
     while left and left[0][1] == RANK:
         run.wait_step(left.pop(0)[0])
@@ -63,13 +87,14 @@ def _lose_ranks(run: Run, left: list[tuple[int, str]]) -> None:
 def kill_rank(run: Run, killed: Iterable[psutil.Process] = ()) -> set[psutil.Process]:
     """Kill -9 the rank that is there now; returns it with those `killed` before.
 
-    A line that was read may be of one that was killed, just before its successor is started: that one is waited for.
+    A line that was read may be of one that was killed, just before its successor is started: that
+    one is waited for.
     """
     deadline = time.monotonic() + START_S
     while True:
         family = run.family()
         for process in family:
-            if process not in killed and " -m rft.rank " in f" {' '.join(_command(process))} ":
+            if process not in killed and " -m rft.run.rank " in f" {' '.join(_command(process))} ":
                 process.kill()
                 return {*killed, process}
         assert time.monotonic() < deadline, "no rank was started again"
@@ -93,16 +118,23 @@ def _command(process: psutil.Process) -> list[str]:
 
 def curve(job: Path) -> list[dict[str, Any]]:
     """Every line of metrics.jsonl, in the order written, without what is this run's own."""
-    return [{name: v for name, v in row.items() if not name.startswith(OWN)} for row in metrics(job)]
+    return [
+        {name: v for name, v in row.items() if not name.startswith(OWN)} for row in metrics(job)
+    ]
 
 
 def trained(job: Path, steps: int) -> list[list[Experience]]:
-    """The experiences of every step; fails unless each step has one batch and no experience is in two."""
+    """The experiences of every step; fails unless each step has
+    one batch and no experience is in two.
+    """
     history = History(job / "buffer" / "experience_buffer")
     history.check_exactly_once(steps)
-    stored = {record.group: decode(record.experiences, list[Experience]) for record in history.of(Stored)}
+    stored = {
+        record.group: decode(record.experiences, list[Experience]) for record in history.of(Stored)
+    }
     return [
-        [e for group in history.progress.leases[step].groups for e in stored[group.number]] for step in range(steps)
+        [e for group in history.progress.leases[step].groups for e in stored[group.number]]
+        for step in range(steps)
     ]
 
 

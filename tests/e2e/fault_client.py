@@ -1,4 +1,6 @@
-"""The explorer's part in a world of faults: requests at all times, to whoever is admitted, every answer written down at once."""
+"""The explorer's part in a world of faults: requests at all times, to whoever is admitted, every
+answer written down at once.
+"""
 
 import asyncio
 import itertools
@@ -9,12 +11,17 @@ from typing import Any
 
 import msgspec
 
-from rft.experience import Completion, GenerateRequest, Sampling
+from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.pool import EnginePool
 
 TOKENS = 80  # of one answer: some are always under way when new weights come
 TEMPERATURE = 0.7
-PROMPTS = [[10, 23, 42, 31, 17, 8], [10 + i % 80 for i in range(200)], [12 + i % 70 for i in range(90)]]  # 2: cached
+# 2: cached
+PROMPTS = [
+    [10, 23, 42, 31, 17, 8],
+    [10 + i % 80 for i in range(200)],
+    [12 + i % 70 for i in range(90)],
+]
 
 
 class Answered(msgspec.Struct):
@@ -47,7 +54,10 @@ class Client:
         self._traffic = [asyncio.create_task(self._ask()) for _ in range(self.width)]
 
     async def hold(self) -> dict[str, float]:
-        """End the traffic; what is under way ends where it is. Raises what went wrong with any request."""
+        """End the traffic; what is under way ends where it is.
+
+        Raises what went wrong with any request.
+        """
         self._held = True
         for request_id in list(self._asking):
             await self.pool.abort(request_id)
@@ -70,9 +80,14 @@ class Client:
     async def _ask(self) -> None:
         while not self._held:
             number = next(self._numbers)
-            sampling = Sampling(temperature=TEMPERATURE, max_tokens=TOKENS, min_tokens=TOKENS, seed=number)
+            sampling = Sampling(
+                temperature=TEMPERATURE, max_tokens=TOKENS, min_tokens=TOKENS, seed=number
+            )
             request = GenerateRequest(
-                request_id=f"{self.name}/{number}", prompt=PROMPTS[number % len(PROMPTS)], n=1, sampling=sampling
+                request_id=f"{self.name}/{number}",
+                prompt=PROMPTS[number % len(PROMPTS)],
+                n=1,
+                sampling=sampling,
             )
             self._asking.add(request.request_id)
             made = await self.pool.generate(request)
@@ -81,5 +96,9 @@ class Client:
 
 
 def answers(file: Path) -> list[Answered]:
-    """All that a client has got, also one that died; a line that it could not end does not count."""
-    return [msgspec.json.decode(line, type=Answered) for line in file.read_bytes().split(b"\n")[:-1]]
+    """All that a client has got, also one that died; a line
+    that it could not end does not count.
+    """
+    return [
+        msgspec.json.decode(line, type=Answered) for line in file.read_bytes().split(b"\n")[:-1]
+    ]

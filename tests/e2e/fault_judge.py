@@ -1,7 +1,9 @@
-"""Whether what engines said is what the weights of its versions say: every token, by a full computation of transformers.
+"""Whether what engines said is what the weights of its versions say: every token, by a full
+computation of transformers.
 
-In: answers with versions. Out: counts, or an assertion. A token of mixed weights, of cached keys of old weights, or without a
-version is found here; that other versions' weights would be found out is checked as well.
+In: answers with versions. Out: counts, or an assertion. A token of mixed weights, of cached keys of
+old weights, or without a version is found here; that other versions' weights would be found out is
+checked as well.
 """
 
 import functools
@@ -16,13 +18,18 @@ from fault_ranks import weights
 from miniature import END, TOLERANCE, answer, ask
 from safetensors.torch import save_file
 
-from rft.experience import Completion
+from rft.ground.experience import Completion
 
-CONTRAST = 100 * TOLERANCE  # by how much another version's log-probabilities differ, somewhere in an answer
+# by how much another version's log-probabilities differ, somewhere in an answer
+CONTRAST = 100 * TOLERANCE
 LOAD_S = 120.0
 BATCH = 16
 SWEEP = TOKENS + 10  # tokens: longer than all others that it may meet
-CHECKED = [([30, 31, 70, 71, 12, 13, 14], 7), ([44] * 40 + [45], 8), ([15 + i % 50 for i in range(120)], 9)]
+CHECKED = [
+    ([30, 31, 70, 71, 12, 13, 14], 7),
+    ([44] * 40 + [45], 8),
+    ([15 + i % 50 for i in range(120)], 9),
+]
 
 
 class Judge:
@@ -33,7 +40,10 @@ class Judge:
         self.model = functools.lru_cache(maxsize=6)(self._model)
 
     def traffic(self, file: Path) -> Counter[str]:
-        """All that a client got since the last time. Counts answers, tokens and answers over a change of weights."""
+        """All that a client got since the last time.
+
+        Counts answers, tokens and answers over a change of weights.
+        """
         fresh = answers(file)[self.read[file] :]
         self.read[file] += len(fresh)
         pairs = [(answered.prompt, made) for answered in fresh for made in answered.completions]
@@ -42,7 +52,9 @@ class Judge:
         versions = sorted({span.version for _, made in pairs for span in made.versions})
         assert 0 not in versions, "an engine answered from the weights that it was started with"
         for version in versions:
-            said = [pair for pair in pairs if any(span.version == version for span in pair[1].versions)]
+            said = [
+                pair for pair in pairs if any(span.version == version for span in pair[1].versions)
+            ]
             for at in range(0, len(said), BATCH):
                 self._judge(version, said[at : at + BATCH])
         return Counter(
@@ -54,19 +66,29 @@ class Judge:
         )
 
     def compare_with_clean(self, engines: list[Any], version: int) -> None:
-        """Bit by bit what the same engines say when they have loaded the version from a directory."""
+        """Bit by bit what the same engines say when they have
+        loaded the version from a directory.
+        """
         for last in [ask(engine, max_tokens=SWEEP, min_tokens=SWEEP) for engine in engines]:
             answer(last)  # what was under way before, also for a client that is gone, has ended
         streamed = self._say(engines)
         save_file(weights(self.path, version), self.clean / "model.safetensors")
-        ray.get([engine.load_weights_from.remote(str(self.clean), version) for engine in engines], timeout=LOAD_S)
-        assert streamed == self._say(engines), f"version {version} is not what it is after a clean load"
+        ray.get(
+            [engine.load_weights_from.remote(str(self.clean), version) for engine in engines],
+            timeout=LOAD_S,
+        )
+        assert streamed == self._say(engines), (
+            f"version {version} is not what it is after a clean load"
+        )
 
     def _say(self, engines: list[Any]) -> list[list[Completion]]:
         """One request at a time."""
         made = []
         for prompt, seed in CHECKED:
-            asked = [ask(engine, prompt=prompt, max_tokens=16, min_tokens=16, seed=seed) for engine in engines]
+            asked = [
+                ask(engine, prompt=prompt, max_tokens=16, min_tokens=16, seed=seed)
+                for engine in engines
+            ]
             made += [answer(one) for one in asked]
         return made
 
@@ -82,18 +104,23 @@ class Judge:
                     contrast = (theirs - others)[span.start : span.end].abs().max()
                     assert contrast > CONTRAST, "this judge cannot tell versions apart"
 
-    def _logprobs(self, version: int, said: list[tuple[list[int], Completion]]) -> list[torch.Tensor]:
+    def _logprobs(
+        self, version: int, said: list[tuple[list[int], Completion]]
+    ) -> list[torch.Tensor]:
         """Of every token of each answer, under one version for all."""
         rows = [torch.tensor(prompt + made.tokens) for prompt, made in said]
         with torch.no_grad():
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # on the right: nobody looks there
+            # on the right: nobody looks there
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             logits = self.model(version)(padded).logits
         logits[:, :, END] = -torch.inf  # min_tokens
         logprobs = (logits / TEMPERATURE).log_softmax(-1)
         found = []
         for (prompt, made), row in zip(said, logprobs, strict=True):
             at = slice(len(prompt) - 1, len(prompt) - 1 + len(made.tokens))
-            found.append(row[at].gather(1, torch.tensor(made.tokens, dtype=torch.int64)[:, None])[:, 0])
+            found.append(
+                row[at].gather(1, torch.tensor(made.tokens, dtype=torch.int64)[:, None])[:, 0]
+            )
         return found
 
     def _model(self, version: int) -> Any:
@@ -101,13 +128,16 @@ class Judge:
 
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         left = model.load_state_dict(weights(self.path, version), strict=False)
-        assert (left.missing_keys, left.unexpected_keys) == (["lm_head.weight"], [])  # the head is the embedding
+        # the head is the embedding
+        assert (left.missing_keys, left.unexpected_keys) == (["lm_head.weight"], [])
         return model
 
 
 def check_spans(made: Completion) -> None:
     """Every token has one version, and they only grow."""
-    assert sorted({span.version for span in made.versions}) == [span.version for span in made.versions]
+    assert sorted({span.version for span in made.versions}) == [
+        span.version for span in made.versions
+    ]
     at = 0
     for span in made.versions:
         assert span.start == at < span.end, made.versions

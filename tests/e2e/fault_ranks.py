@@ -1,7 +1,9 @@
-"""Trainer ranks in processes of their own, as far as weight sync sees them: two tensor-parallel shards of a version's weights.
+"""Trainer ranks in processes of their own, as far as weight sync sees them: two tensor-parallel
+shards of a version's weights.
 
-The weights of version v are a known function of the first model's and of v, so that whoever judges can make them again. They
-change in place, like a trainer's, as soon as a version is closed: a reader who is late would read mixed weights.
+The weights of version v are a known function of the first model's and of v, so that whoever judges
+can make them again. They change in place, like a trainer's, as soon as a version is closed: a
+reader who is late would read mixed weights.
 """
 
 import multiprocessing
@@ -17,7 +19,7 @@ from miniature import BUCKET_BYTES, Shards
 from mortal import Doom, MortalSender
 from safetensors.torch import load_file
 
-from rft.protocols import Block
+from rft.ground.protocols import Block
 from rft.sync import plan as plans
 
 NOISE = 0.02  # as large as the weights of a fresh model
@@ -28,7 +30,10 @@ def weights(path: Path, version: int) -> dict[str, torch.Tensor]:
     """All tensors of `version`; 0 is the model at `path` itself."""
     first, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(version)
     scale = NOISE if version else 0.0
-    return {name: first[name] + scale * torch.randn(first[name].shape, generator=generator) for name in sorted(first)}
+    return {
+        name: first[name] + scale * torch.randn(first[name].shape, generator=generator)
+        for name in sorted(first)
+    }
 
 
 class ChangingShards(Shards):
@@ -39,7 +44,10 @@ class ChangingShards(Shards):
         self.path, self.rank = path, rank
 
     def become(self, version: int) -> None:
-        cut = (self._cut(name, tensor, self.rank) for name, tensor in weights(self.path, version).items())
+        cut = (
+            self._cut(name, tensor, self.rank)
+            for name, tensor in weights(self.path, version).items()
+        )
         for (block, mine), (other, new) in zip(self.parts, filter(None, cut), strict=True):
             assert block == other
             mine.copy_(new)
@@ -85,14 +93,18 @@ class TrainerRanks:
         self.processes, self._pipes = [], []
         for rank in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=be_rank, args=(theirs, path, rank, epoch, timeout), daemon=True)
+            process = context.Process(
+                target=be_rank, args=(theirs, path, rank, epoch, timeout), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
         found = self.hear()
         self.pids = [pid for pid, _, _ in found]
-        self.plan = plans.build([msgspec.convert(blocks, list[Block]) for _, blocks, _ in found], BUCKET_BYTES)
+        self.plan = plans.build(
+            [msgspec.convert(blocks, list[Block]) for _, blocks, _ in found], BUCKET_BYTES
+        )
         self.streams = [endpoint for _, _, endpoint in found]
         if epoch % 2:
             self.streams = [{**endpoint, "machine": "another one"} for endpoint in self.streams]
@@ -101,7 +113,9 @@ class TrainerRanks:
     @property
     def messages(self) -> int:
         """About how many the smaller stream has: parts of buckets, and their checksums."""
-        return min(sum(len(bucket.pieces) + 1 for bucket in stream.buckets) for stream in self.plan.streams)
+        return min(
+            sum(len(bucket.pieces) + 1 for bucket in stream.buckets) for stream in self.plan.streams
+        )
 
     def tell(self, name: str, *arguments: Any) -> None:
         for pipe in self._pipes:
@@ -127,7 +141,9 @@ class TrainerRanks:
             pipe.close()
 
     def _hear(self, rank: int) -> Any:
-        assert self._pipes[rank].poll(ANSWER_S), f"trainer rank {rank} has not answered for {ANSWER_S} s"
+        assert self._pipes[rank].poll(ANSWER_S), (
+            f"trainer rank {rank} has not answered for {ANSWER_S} s"
+        )
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError) as error:

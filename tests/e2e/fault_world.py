@@ -1,8 +1,10 @@
-"""A whole weight sync in real processes, any of which can be killed at any point: two trainer ranks, two engines, a synchronizer,
-a client that asks for tokens all the time. What rank 0 and the supervisor do in a run is done here, by the test.
+"""A whole weight sync in real processes, any of which can be killed at any point: two trainer
+ranks, two engines, a synchronizer, a client that asks for tokens all the time. What rank 0 and the
+supervisor do in a run is done here, by the test.
 
-In: `Fault`s. Out: assertions, and a `Tally` of what was seen. After every fault the world is whole again, holds new weights that
-came in a clean round, and everything that its engines have said was judged.
+In: `Fault`s. Out: assertions, and a `Tally` of what was seen. After every fault the world is whole
+again, holds new weights that came in a clean round, and everything that its engines have said was
+judged.
 """
 
 import os
@@ -16,8 +18,8 @@ from fault_judge import Judge
 from fault_ranks import TrainerRanks
 from mortal import MortalEngine, MortalSynchronizer
 
-from rft import processes
 from rft.config import ModelConfig, RolloutModelConfig
+from rft.run import processes
 from rft.sync import plan as plans
 
 SYNC_S = 60.0  # sync_timeout
@@ -31,7 +33,9 @@ ENGINES = ("engine_0", "engine_1")
 
 def actor(cls: type, **environment: str) -> Any:
     variables = {"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1", **environment}
-    return ray.remote(cls).options(max_concurrency=1000, num_cpus=0.01, runtime_env={"env_vars": variables})
+    return ray.remote(cls).options(
+        max_concurrency=1000, num_cpus=0.01, runtime_env={"env_vars": variables}
+    )
 
 
 class Buffer:
@@ -63,16 +67,20 @@ class World:
     def get(self, reference: Any, timeout: float = ANSWER_S) -> Any:
         return ray.get(reference, timeout=timeout)
 
-    # --- a run's normal life ------------------------------------------------------------------------------------
+    # --- a run's normal life ----------------------------------------------------------------------
 
     def connect(self) -> None:
-        asked = self.synchronizer.connect.remote(plans.encode(self.ranks.plan), self.ranks.streams, self.ranks.epoch)
+        asked = self.synchronizer.connect.remote(
+            plans.encode(self.ranks.plan), self.ranks.streams, self.ranks.epoch
+        )
         self.get(asked)
 
     def begin(self) -> Any:
-        """Open the next version everywhere and ask for its round; raises RankDied when a rank does not live to open it.
+        """Open the next version everywhere and ask for its round; raises RankDied when a rank does
+        not live to open it.
 
-        Like rank 0, which does not know of the other one, the test then has asked for the round already.
+        Like rank 0, which does not know of the other one, the test then has asked for the round
+        already.
         """
         self.ranks.ask("close")
         self.version += 1
@@ -93,18 +101,23 @@ class World:
         numbers = self.get(self.begin())
         assert numbers["engines"] == len(ENGINES), numbers
 
-    # --- parts that are new -------------------------------------------------------------------------------------
+    # --- parts that are new -----------------------------------------------------------------------
 
     def spawn(self, name: str) -> Any:
         """A new engine's actor; returns what tells that it has started."""
         log = str(self.directory / f"{name}.log")
-        model, rollout = ModelConfig(model_path=str(self.path)), RolloutModelConfig(dtype="fp32", kv_cache_gb=0.125)
-        self.engines[name] = actor(MortalEngine, RFT_LOG_FILE=log).remote(name, model, rollout, 1, 0, "cpu", CONTEXT)
+        model, rollout = (
+            ModelConfig(model_path=str(self.path)),
+            RolloutModelConfig(dtype="fp32", kv_cache_gb=0.125),
+        )
+        self.engines[name] = actor(MortalEngine, RFT_LOG_FILE=log).remote(
+            name, model, rollout, 1, 0, "cpu", CONTEXT
+        )
         self.ends[name] = self.engines[name].watch.remote()
         return self.engines[name].start.remote()
 
     def new_engine(self, name: str) -> None:
-        """As rft.engines does when one has died and the synchronizer knows."""
+        """As rft.run.fleet does when one has died and the synchronizer knows."""
         ray.kill(self.engines[name])
         processes.end_marked("RFT_LOG_FILE", str(self.directory / f"{name}.log"))
         self.get(self.spawn(name), START_S)
@@ -135,7 +148,7 @@ class World:
         while set(members) != set(ENGINES):
             generation, members = self.get(self.synchronizer.members.remote(generation))
 
-    # --- deaths -------------------------------------------------------------------------------------------------
+    # --- deaths -----------------------------------------------------------------------------------
 
     def pid(self, part: str) -> int:
         """Of "client", "synchronizer", or of engine_1's "actor" or "core"."""
@@ -156,7 +169,9 @@ class World:
         assert ready, f"{part} lives on"
 
     def prove(self) -> None:
-        """After a fault, everybody being there again: a clean round; then whatever was said is judged."""
+        """After a fault, everybody being there again: a clean
+        round; then whatever was said is judged.
+        """
         self.await_everybody()
         self.round()
         self.get(self.client.hold.remote())

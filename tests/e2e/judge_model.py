@@ -1,7 +1,9 @@
-"""A toy model that judges: it answers the questions of all judges of rft in the form that they ask for, and truly.
+"""A toy model that judges: it answers the questions of all judges of rft in the form that they ask
+for, and truly.
 
-What it was taught to see is whether a response has one of SIGNS. Its vocabulary has each verdict as one token, so that it has only
-to choose: a few hundred steps on questions about random responses, half a minute, teach it that without a miss.
+What it was taught to see is whether a response has one of SIGNS. Its vocabulary has each verdict as
+one token, so that it has only to choose: a few hundred steps on questions about random responses,
+half a minute, teach it that without a miss.
 """
 
 import json
@@ -40,15 +42,23 @@ def write_judge(path: Path) -> Path:
     tokenizer.save_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, RATE, total_steps=STEPS, pct_start=0.05
+    )
     rng = random.Random(0)
     for step in range(STEPS):
         rows = [_ids(tokenizer, *_question(rng, plain=step < STEPS // 3)) for _ in range(BATCH)]
         longest = max(map(len, rows))
-        hidden = model.model(torch.tensor([row + [0] * (longest - len(row)) for row in rows])).last_hidden_state
-        ends = torch.stack([hidden[number, len(row) - 3 : len(row) - 1] for number, row in enumerate(rows)])
+        hidden = model.model(
+            torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        ).last_hidden_state
+        ends = torch.stack(
+            [hidden[number, len(row) - 3 : len(row) - 1] for number, row in enumerate(rows)]
+        )
         wanted = torch.tensor([row[-2:] for row in rows])
-        loss = torch.nn.functional.cross_entropy(model.lm_head(ends).flatten(0, 1), wanted.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model.lm_head(ends).flatten(0, 1), wanted.flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -76,8 +86,12 @@ def _question(rng: random.Random, plain: bool) -> tuple[str, str]:
         group = [_response(rng, plain) for _ in SCORES]
         return RULER.format(**about, responses=json.dumps(group), count=len(group)), COMPARED
     if kind == 1:
-        return PROMPT.format(**about, response=json.dumps(response)), HIGH if has_sign(response) else LOW
-    asked = RUBRIC.format(**about, response=json.dumps(response), criteria=json.dumps(CRITERIA), count=len(CRITERIA))
+        return PROMPT.format(**about, response=json.dumps(response)), HIGH if has_sign(
+            response
+        ) else LOW
+    asked = RUBRIC.format(
+        **about, response=json.dumps(response), criteria=json.dumps(CRITERIA), count=len(CRITERIA)
+    )
     return asked, MET if has_sign(response) else UNMET
 
 

@@ -1,10 +1,12 @@
-"""A workflow and a reward for `test_explore.py`: some runs never come back, and the reward needs the explorer's environment."""
+"""A workflow and a reward for `test_explore.py`: some runs never come back, and the reward needs
+the explorer's environment.
+"""
 
 import asyncio
 import os
 from typing import Any
 
-from rft.experience import Experience, Task
+from rft.ground.experience import Experience, Task
 from rft.rollout.workflows import SingleTurn
 
 

@@ -1,6 +1,8 @@
-"""A user's own reward function: even a model that knows nothing earns something, and never always the same."""
+"""A user's own reward function: even a model that knows nothing
+earns something, and never always the same.
+"""
 
-from rft.experience import Task
+from rft.ground.experience import Task
 
 
 def reward(response: str, truth: str | None, task: Task) -> float:

@@ -1,8 +1,10 @@
-"""A user's own workflow whose responses are mostly short and now and then many times as long: one task in eight is a straggler."""
+"""A user's own workflow whose responses are mostly short and now and then many times as long: one
+task in eight is a straggler.
+"""
 
 import msgspec
 
-from rft.experience import Experience, Task
+from rft.ground.experience import Experience, Task
 from rft.rollout.workflows import SingleTurn, WorkflowContext
 
 SHORT, LONG = 4, 400

@@ -1,7 +1,9 @@
-"""A trainer in miniature, and the judge of what an engine samples: shared by the tests of one engine.
+"""A trainer in miniature, and the judge of what an engine samples: shared by the tests of one
+engine.
 
-Two threads stand for two tensor-parallel trainer ranks; each serves its row and column blocks, exactly as a Megatron rank does.
-Transformers on the same weights is the judge of every log-probability.
+Two threads stand for two tensor-parallel trainer ranks; each serves its row and column blocks,
+exactly as a Megatron rank does. Transformers on the same weights is the judge of every
+log-probability.
 """
 
 import functools
@@ -17,8 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 from rft.config import SynchronizerConfig
-from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
-from rft.protocols import Block
+from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.protocols import Block
+from rft.ground.rounds import Round, TrainerInfo
+from rft.sync import plan as plans
+from rft.sync.origins import StreamOrigin
 from rft.sync.publisher import Publisher
 
 END = 1  # the toy tokenizer's end token
@@ -31,15 +36,20 @@ ids = itertools.count()
 epochs = itertools.count(1)
 
 
-# --- the trainer's side, in miniature --------------------------------------------------------------------------------
+# --- the trainer's side, in miniature -------------------------------------------------------------
 
 
 class Shards:
-    """WeightSource of tensor-parallel rank `rank` of 2: half of the rows or columns; rank 0 also owns what is replicated."""
+    """WeightSource of tensor-parallel rank `rank` of 2: half of the rows or columns; rank 0 also
+    owns what is replicated.
+    """
 
     def __init__(self, path: Path, rank: int):
-        self.parts = [part for name, tensor in sorted(load_file(path / "model.safetensors").items())
-                      if (part := self._cut(name, tensor, rank))]  # fmt: skip
+        self.parts = [
+            part
+            for name, tensor in sorted(load_file(path / "model.safetensors").items())
+            if (part := self._cut(name, tensor, rank))
+        ]
 
     def _cut(self, name: str, tensor: torch.Tensor, rank: int) -> tuple[Block, torch.Tensor] | None:
         whole = any(part in name for part in REPLICATED)
@@ -47,8 +57,14 @@ class Shards:
             return None
         dim = int(any(part in name for part in COLUMN_PARALLEL))
         half = tensor.shape[dim] // 2
-        start, stop = (0, tensor.shape[0]) if whole else ((0, half) if rank == 0 else (half, tensor.shape[dim]))
-        block = Block(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), dim, start, stop)
+        start, stop = (
+            (0, tensor.shape[0])
+            if whole
+            else ((0, half) if rank == 0 else (half, tensor.shape[dim]))
+        )
+        block = Block(
+            name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), dim, start, stop
+        )
         return block, tensor.narrow(dim, start, stop - start).contiguous()
 
     def blocks(self) -> list[Block]:
@@ -92,7 +108,13 @@ class Trainer:
         epoch = next(epochs)
         self.publishers = [
             Publisher(
-                ThreadMesh(rank, slots, barrier), Shards(path, rank), synchronizer if rank == 0 else None, config, epoch
+                StreamOrigin(
+                    ThreadMesh(rank, slots, barrier),
+                    Shards(path, rank),
+                    synchronizer if rank == 0 else None,
+                    config,
+                    epoch,
+                )
             )
             for rank in range(2)
         ]
@@ -100,11 +122,27 @@ class Trainer:
     def everywhere(self, act: Callable[[Publisher], Any]) -> list[Any]:
         """`act` on both ranks at once; raises what the lowest failing rank raised."""
         with ThreadPoolExecutor(2) as pool:
-            return [job.result() for job in [pool.submit(act, publisher) for publisher in self.publishers]]
+            return [
+                job.result()
+                for job in [pool.submit(act, publisher) for publisher in self.publishers]
+            ]
 
     def connect(self) -> "Trainer":
         self.everywhere(lambda publisher: publisher.connect())
         return self
+
+    def info(self) -> TrainerInfo:
+        """As the synchronizer tells an engine."""
+        streams = [publisher.origin.sender.endpoint for publisher in self.publishers]
+        plan = plans.encode(self.publishers[0].origin.plan)
+        epoch = self.publishers[0].origin.epoch
+        return TrainerInfo(epoch=epoch, timeout=30.0, plan=plan, streams=streams, engine="engine_0")
+
+    def round(self, version: int, direct: bool = False) -> Round:
+        origin = self.publishers[0].origin
+        return Round(
+            version=version, epoch=origin.epoch, digest=origin.digest, timeout=30.0, direct=direct
+        )
 
     def start(self, version: int) -> None:
         self.everywhere(lambda publisher: publisher.start(version))
@@ -119,11 +157,13 @@ class Trainer:
         return self.publishers[0].last
 
 
-# --- the judge -------------------------------------------------------------------------------------------------------
+# --- the judge ------------------------------------------------------------------------------------
 
 
 def ask(engine: Any, n: int = 1, prompt: list[int] = PROMPT, **sampling: Any) -> Any:
-    request = GenerateRequest(request_id=f"r{next(ids)}", prompt=prompt, n=n, sampling=Sampling(**sampling))
+    request = GenerateRequest(
+        request_id=f"r{next(ids)}", prompt=prompt, n=n, sampling=Sampling(**sampling)
+    )
     return engine.generate.remote(encode(request))
 
 
@@ -141,7 +181,9 @@ def judge(path: Path) -> Any:
 def reference_logprobs(
     path: Path, prompt: list[int], response: list[int], temperature: float, min_tokens: int = 0
 ) -> torch.Tensor:
-    """Transformers' log-probability of each response token; the first `min_tokens` cannot be the end token."""
+    """Transformers' log-probability of each response token; the first
+    `min_tokens` cannot be the end token.
+    """
     with torch.no_grad():
         logits = judge(path)(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     logits[:min_tokens, END] = -torch.inf
@@ -150,9 +192,16 @@ def reference_logprobs(
 
 
 def assert_sampled_from(
-    path: Path, made: Completion, temperature: float, start: int = 0, stop: int | None = None, min_tokens: int = 0
+    path: Path,
+    made: Completion,
+    temperature: float,
+    start: int = 0,
+    stop: int | None = None,
+    min_tokens: int = 0,
 ) -> None:
     expected = reference_logprobs(path, PROMPT, made.tokens, temperature, min_tokens)[start:stop]
     assert len(made.tokens) == len(made.logprobs) and len(expected) > 0
     difference = (torch.tensor(made.logprobs)[start:stop] - expected).abs().max()
-    assert difference < TOLERANCE, f"tokens [{start}, {stop}): log-probabilities differ by {difference}"
+    assert difference < TOLERANCE, (
+        f"tokens [{start}, {stop}): log-probabilities differ by {difference}"
+    )

@@ -1,7 +1,9 @@
-"""Parts of a run that can be told where to die: each kills itself with SIGKILL at a named point of its own work.
+"""Parts of a run that can be told where to die: each kills itself with SIGKILL at a named point of
+its own work.
 
-Nothing is simulated: these are the real engine, vLLM worker, synchronizer and trainer rank, each with a place in which it ends.
-Ray and vLLM load this module by name, in processes of their own (`fault_world` puts it on their path).
+Nothing is simulated: these are the real engine, vLLM worker, synchronizer and trainer rank, each
+with a place in which it ends. Ray and vLLM load this module by name, in processes of their own
+(`fault_world` puts it on their path).
 """
 
 import os
@@ -11,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rft.ground.rounds import Round
 from rft.rollout.engine import RolloutEngine
+from rft.sync.connection import PeerConnection
 from rft.sync.members import Members
 from rft.sync.receiver import WorkerExtension
 from rft.sync.sender import WeightSender
 from rft.sync.synchronizer import Synchronizer
-from rft.sync.wire import Wire
 
 
 @dataclass
@@ -38,11 +41,13 @@ class Doom:
 NEVER = Doom("")
 
 
-# --- a rollout engine ------------------------------------------------------------------------------------------------
+# --- a rollout engine -----------------------------------------------------------------------------
 
 
 class MortalEngine(RolloutEngine):
-    """Points: "before X" and "after X", where X is a call to vLLM, as `pause_generation`; see also `MortalWorker`."""
+    """Points: "before X" and "after X", where X is a call to vLLM, as `pause_generation`; see also
+    `MortalWorker`.
+    """
 
     def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "worker_extension_cls": "mortal.MortalWorker"}
@@ -86,7 +91,13 @@ class MortalCalls:
         return call
 
 
-CALLS = ("pause_generation", "start_weight_update", "update_weights", "finish_weight_update", "resume_generation")
+CALLS = (
+    "pause_generation",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "resume_generation",
+)
 
 
 class MortalWorker(WorkerExtension):
@@ -94,8 +105,8 @@ class MortalWorker(WorkerExtension):
         streamed = self.weight_transfer_engine  # type: ignore[attr-defined]
         source, doom = streamed._source, Doom("load", tensors)
 
-        def mortal(update: dict[str, Any]) -> Iterator[Any]:
-            return met(source(update))
+        def mortal(coming: Round) -> Iterator[Any]:
+            return met(source(coming))
 
         def met(pairs: Iterator[Any]) -> Iterator[Any]:
             for pair in pairs:
@@ -105,7 +116,7 @@ class MortalWorker(WorkerExtension):
         streamed._source = mortal
 
 
-# --- the synchronizer ------------------------------------------------------------------------------------------------
+# --- the synchronizer -----------------------------------------------------------------------------
 
 
 class MortalSynchronizer(Synchronizer):
@@ -144,11 +155,13 @@ for _event in EVENTS + JOINING:
     setattr(MortalMembers, _event, _mortal(_event))
 
 
-# --- a trainer rank --------------------------------------------------------------------------------------------------
+# --- a trainer rank -------------------------------------------------------------------------------
 
 
 class MortalSender(WeightSender):
-    """Points: "knock", "asked", "message" (any part of any message; only half of it is sent), "served", "opened", "closing"."""
+    """Points: "handshake", "asked", "message" (any part of any message; only half of it is sent),
+    "served", "opened", "closing".
+    """
 
     doom = NEVER
     peer = ""  # whose messages count; "": everybody's
@@ -163,16 +176,16 @@ class MortalSender(WeightSender):
         self.doom.meet("closing")
         return numbers
 
-    def _welcome(self, hello: dict[str, Any]) -> str:
-        self.doom.meet("knock")
-        return super()._welcome(hello)
+    def _admit(self, hello: dict[str, Any]) -> str:
+        self.doom.meet("handshake")
+        return super()._admit(hello)
 
     def _answer(self, *arguments: Any) -> None:
         self.doom.meet("asked")
         super()._answer(*arguments)
         self.doom.meet("served")
 
-    def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
+    def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         send = wire.send
 
         def halved(data: memoryview) -> None:

@@ -1,7 +1,8 @@
-"""Whole runs as a user starts them: a command, its output line by line, its processes, and what it left behind.
+"""Whole runs as a user starts them: a command, its output line by line, its processes, and what it
+left behind.
 
-Every process that a run starts, however it detaches itself, stays a descendant of this one: the test process adopts
-orphans, so what is left after a run can be listed exactly.
+Every process that a run starts, however it detaches itself, stays a descendant of this one: the
+test process adopts orphans, so what is left after a run can be listed exactly.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import psutil
 
 from rft.buffer.journal import Journal
 from rft.buffer.progress import Consumed, Issued, Leased, Progress, Resumed, decode_record
-from rft.processes import adopt_orphans
+from rft.run.processes import adopt_orphans
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LETTERS = f"{REPOSITORY / 'tests' / 'e2e' / 'letters.py'}:reward"
@@ -37,13 +38,24 @@ REPEATS = 4  # responses to one task
 def overrides(root: Path, name: str, assets: Path, *more: str) -> list[str]:
     """A small grpo run on `assets` (see `write_assets`)."""
     return [
-        "experiment=grpo", f"name={name}", f"checkpoint_root_dir={root}", "device=cpu", "monitor=none",
-        f"model.model_path={assets / 'model'}", "model.max_prompt_tokens=16", "model.max_response_tokens=8",
-        f"algorithm.repeat_times={REPEATS}", f"buffer.batch_size={TASKS}", "buffer.total_epochs=1000",
-        f"buffer.explorer_input.default_reward_fn_type={LETTERS}", "algorithm.optimizer.lr=1e-4",
-        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}", "explorer.rollout_model.kv_cache_gb=0.25",
-        "trainer.max_token_len_per_gpu=4096", *more,
-    ]  # fmt: skip
+        "experiment=grpo",
+        f"name={name}",
+        f"checkpoint_root_dir={root}",
+        "device=cpu",
+        "monitor=none",
+        f"model.model_path={assets / 'model'}",
+        "model.max_prompt_tokens=16",
+        "model.max_response_tokens=8",
+        f"algorithm.repeat_times={REPEATS}",
+        f"buffer.batch_size={TASKS}",
+        "buffer.total_epochs=1000",
+        f"buffer.explorer_input.default_reward_fn_type={LETTERS}",
+        "algorithm.optimizer.lr=1e-4",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        "explorer.rollout_model.kv_cache_gb=0.25",
+        "trainer.max_token_len_per_gpu=4096",
+        *more,
+    ]
 
 
 def write_assets(directory: Path) -> Path:
@@ -65,9 +77,14 @@ class Run:
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with this object
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
             env={**os.environ, **FOREIGN_RAY},
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -97,10 +114,12 @@ class Run:
         return self._errors.read()
 
     def end(self, timeout: float = END_S, lingering: float = 0.0) -> int:
-        """Wait for the exit code; whatever the code, nothing that the run started may be left running.
+        """Wait for the exit code; whatever the code, nothing that the run started may be left
+        running.
 
-        Nor in shared memory, except for semaphores: a process that had to be killed leaves its own, and nothing tells them
-        from those of another run. `lingering`: seconds that the rest may take to end after the process that was started.
+        Nor in shared memory, except for semaphores: a process that had to be killed leaves its own,
+        and nothing tells them from those of another run. `lingering`: seconds that the rest may
+        take to end after the process that was started.
         """
         code = self.process.wait(timeout)
         self.await_extinction(lingering)
@@ -110,7 +129,10 @@ class Run:
         return code
 
     def family(self) -> list[psutil.Process]:
-        """All live processes of the run. Reaps adopted ones that have ended, as init does: Ray takes a zombie for alive."""
+        """All live processes of the run.
+
+        Reaps adopted ones that have ended, as init does: Ray takes a zombie for alive.
+        """
         found = [p for p in psutil.Process().children(recursive=True) if p.pid not in self.before]
         _, alive = psutil.wait_procs([p for p in found if p.pid != self.process.pid], timeout=0)
         return alive + ([psutil.Process(self.process.pid)] if self.process.poll() is None else [])
@@ -127,7 +149,9 @@ class Run:
         return sorted(found, key=psutil.Process.create_time)
 
     def await_extinction(self, timeout: float, but: tuple[str, ...] = ()) -> None:
-        """All processes of the run, `but` those of these names, end by themselves within `timeout`."""
+        """All processes of the run, `but` those of these names,
+        end by themselves within `timeout`.
+        """
         deadline = time.monotonic() + timeout
         while family := [process for process in self.family() if _title(process) not in but]:
             assert time.monotonic() < deadline, f"still alive after {timeout} s: {family}"
@@ -135,7 +159,11 @@ class Run:
 
     def left_in_shared_memory(self) -> set[str]:
         """Files under /dev/shm made since the start that no process has open."""
-        return {name for name in set(os.listdir("/dev/shm")) - self.shared_before if not _is_open(f"/dev/shm/{name}")}
+        return {
+            name
+            for name in set(os.listdir("/dev/shm")) - self.shared_before
+            if not _is_open(f"/dev/shm/{name}")
+        }
 
     def kill_everything(self) -> None:
         while family := self.family():
@@ -174,7 +202,11 @@ def _is_open(path: str) -> bool:
 
 def _links(pid: int) -> list[str]:
     folder = f"/proc/{pid}/fd"
-    mapped = [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+    mapped = [
+        line.split()[-1]
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    ]
     return mapped + [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]
 
 
@@ -184,8 +216,8 @@ def train(*arguments: str) -> Run:
 
 
 def torchrun(ranks: int, *arguments: str) -> Run:
-    """The same under an outer torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    """The same under an outer torchrun, as `launch/torchrun.sh` starts it."""
+    launcher = [sys.executable, "-m", "rft.run.loopback", f"--nproc-per-node={ranks}"]
     return Run([*launcher, "-m", "rft.train", *arguments])
 
 
@@ -208,7 +240,11 @@ def checkpoints(job: Path) -> list[int]:
 
 def is_one_line(errors: str, *words: str) -> bool:
     """Whether stderr is exactly one line and has all the words."""
-    return errors.count("\n") == 1 and errors.startswith("rft: ") and all(word in errors for word in words)
+    return (
+        errors.count("\n") == 1
+        and errors.startswith("rft: ")
+        and all(word in errors for word in words)
+    )
 
 
 class History:
@@ -226,7 +262,9 @@ class History:
         return [record for record in self.records if isinstance(record, kind)]
 
     def check_exactly_once(self, steps: int) -> None:
-        """Every step has one batch, every admitted group is in exactly one, and training went through them in order."""
+        """Every step has one batch, every admitted group is in exactly one, and training went
+        through them in order.
+        """
         assert sorted(self.progress.leases) == list(range(steps))
         leased = [group for record in self.of(Leased) for group in record.groups]
         assert len(leased) == len(set(leased))

@@ -1,4 +1,6 @@
-"""A trainer in miniature that publishes by saves: two ranks with a checkpoint manager each, and their agents."""
+"""A trainer in miniature that publishes by saves: two ranks with a checkpoint manager each, and
+their agents.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +11,9 @@ from miniature import Shards, ThreadMesh
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.config import SynchronizerConfig, TrainerConfig
-from rft.protocols import Piece, Snapshot
-from rft.sync.publisher_disk import CheckpointPublisher
+from rft.ground.protocols import Piece, Snapshot
+from rft.sync.origins import CheckpointOrigin
+from rft.sync.publisher import Publisher
 
 DEADLINE_S = 60.0
 
@@ -18,16 +21,24 @@ DEADLINE_S = 60.0
 class Rank:
     """One of the two, with its half of the weights of `path`."""
 
-    def __init__(self, mesh: ThreadMesh, root: Path, path: Path, synchronizer: Any | None, epoch: int):
+    def __init__(
+        self, mesh: ThreadMesh, root: Path, path: Path, synchronizer: Any | None, epoch: int
+    ):
         self.parts = Shards(path, mesh.rank).parts
-        self.manager = CheckpointManager(root, mesh, TrainerConfig(), epoch=epoch, control=root.parent / "control")
+        self.manager = CheckpointManager(
+            root, mesh, TrainerConfig(), epoch=epoch, control=root.parent / "control"
+        )
         config = SynchronizerConfig(sync_timeout=30.0)
-        self.publisher = CheckpointPublisher(mesh, self.manager, synchronizer, config, epoch, DEADLINE_S)
+        self.publisher = Publisher(
+            CheckpointOrigin(mesh, self.manager, synchronizer, config, epoch, DEADLINE_S)
+        )
 
     def snapshot(self) -> Snapshot:
         pieces = []
         for block, tensor in self.parts:
-            offset = tuple(block.start if dim == block.dim else 0 for dim in range(len(block.shape)))
+            offset = tuple(
+                block.start if dim == block.dim else 0 for dim in range(len(block.shape))
+            )
             pieces.append(Piece(f"model/{block.name}", tensor, block.shape, offset))
         return Snapshot(pieces)
 
@@ -54,12 +65,16 @@ class SavingTrainer:
         slots, barrier = [None, None], Barrier(2)
         self.root = root
         self.ranks = [
-            Rank(ThreadMesh(n, slots, barrier), root, path, synchronizer if n == 0 else None, epoch) for n in range(2)
+            Rank(ThreadMesh(n, slots, barrier), root, path, synchronizer if n == 0 else None, epoch)
+            for n in range(2)
         ]
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
-            return [job.result() for job in [pool.submit(getattr(rank, method), *arguments) for rank in self.ranks]]
+            return [
+                job.result()
+                for job in [pool.submit(getattr(rank, method), *arguments) for rank in self.ranks]
+            ]
 
     def __enter__(self) -> "SavingTrainer":
         self.everywhere("connect")

@@ -1,4 +1,7 @@
-"""A real vLLM engine on CPU: what it samples. Transformers on the same weights is the judge of every log-probability."""
+"""A real vLLM engine on CPU: what it samples.
+
+Transformers on the same weights is the judge of every log-probability.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +11,20 @@ import ray
 import torch
 from miniature import END, PROMPT, answer, ask, assert_sampled_from, judge, reference_logprobs
 
-from rft.experience import GenerateRequest, Sampling, encode
+from rft.ground.experience import GenerateRequest, Sampling, encode
 from rft.tools.toy import character_tokenizer
 
 SEED = 7
 
-# --- sampling --------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_distribution_sampled_from(first_weights: Any, model_dirs: tuple[Path, Path]) -> None:
-    for made in answer(ask(first_weights, n=4, temperature=0.7, max_tokens=40, min_tokens=5, seed=3)):
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    first_weights: Any, model_dirs: tuple[Path, Path]
+) -> None:
+    for made in answer(
+        ask(first_weights, n=4, temperature=0.7, max_tokens=40, min_tokens=5, seed=3)
+    ):
         assert made.stop in ("stop", "length")
         assert_sampled_from(model_dirs[0], made, 0.7, min_tokens=5)
 
@@ -30,10 +37,14 @@ def test_top_k_logprobs_are_renormalised(first_weights: Any, model_dirs: tuple[P
     assert all(torch.tensor(two.logprobs) > full + 0.1)
 
 
-def test_greedy_takes_the_most_likely_token(first_weights: Any, model_dirs: tuple[Path, Path]) -> None:
+def test_greedy_takes_the_most_likely_token(
+    first_weights: Any, model_dirs: tuple[Path, Path]
+) -> None:
     made = answer(ask(first_weights, temperature=0.0, max_tokens=20))[0]
     with torch.no_grad():
-        logits = judge(model_dirs[0])(torch.tensor([PROMPT + made.tokens])).logits[0, len(PROMPT) - 1 : -1]
+        logits = judge(model_dirs[0])(torch.tensor([PROMPT + made.tokens])).logits[
+            0, len(PROMPT) - 1 : -1
+        ]
     assert made.tokens == logits.argmax(-1).tolist()
     assert_sampled_from(model_dirs[0], made, 1.0)
 
@@ -61,11 +72,18 @@ def test_a_stop_text_ends_a_response_with_all_its_tokens_told(
     free, words = all_[longest], character_tokenizer()
     text = words.decode(free.tokens[20:22])
     request = GenerateRequest(
-        request_id="stop text", prompt=PROMPT, n=16, sampling=Sampling(max_tokens=60, seed=SEED), stop=[text]
+        request_id="stop text",
+        prompt=PROMPT,
+        n=16,
+        sampling=Sampling(max_tokens=60, seed=SEED),
+        stop=[text],
     )
     made = answer(first_weights.generate.remote(encode(request)))[longest]
     assert made.stop == "stop" and words.decode(made.tokens).endswith(text)
-    assert words.decode(made.tokens).count(text) == 1 and made.tokens == free.tokens[: len(made.tokens)]
+    assert (
+        words.decode(made.tokens).count(text) == 1
+        and made.tokens == free.tokens[: len(made.tokens)]
+    )
     assert_sampled_from(model_dirs[0], made, 1.0)
     assert [(span.start, span.end) for span in made.versions] == [(0, len(made.tokens))]
 
@@ -88,7 +106,7 @@ def test_abort_returns_what_there_is(first_weights: Any) -> None:
     assert [one.stop for one in made] == ["abort", "abort"] and 0 < len(made[0].tokens) < 900
 
 
-# --- life ------------------------------------------------------------------------------------------------------------
+# --- life -----------------------------------------------------------------------------------------
 
 
 def test_a_healthy_engine_does_not_end_its_watch(engine: Any) -> None:
@@ -98,19 +116,33 @@ def test_a_healthy_engine_does_not_end_its_watch(engine: Any) -> None:
 
 
 @pytest.mark.verify
-def test_a_killed_engine_is_named_and_leaves_no_process(ray_session: None, model_dirs: tuple[Path, Path]) -> None:
+def test_a_killed_engine_is_named_and_leaves_no_process(
+    ray_session: None, model_dirs: tuple[Path, Path]
+) -> None:
     import psutil
 
     from rft.config import ModelConfig, RolloutModelConfig
     from rft.rollout.engine import RolloutEngine
 
     model = ModelConfig(model_path=str(model_dirs[0]))
-    arguments = ("engine_1", model, RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25), 1, 0, "cpu", 1024)
+    arguments = (
+        "engine_1",
+        model,
+        RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25),
+        1,
+        0,
+        "cpu",
+        1024,
+    )
     before = set(psutil.Process().children(recursive=True))
     doomed = ray.remote(RolloutEngine).options(max_concurrency=100).remote(*arguments)
     watched = doomed.watch.remote()
     ray.get(doomed.start.remote(), timeout=240)
-    processes = [p for p in psutil.Process().children(recursive=True) if p not in before and "VLLM" in p.name()]
+    processes = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p not in before and "VLLM" in p.name()
+    ]
     running = ask(doomed, max_tokens=900, min_tokens=900)
     answer(ask(doomed, max_tokens=5))
     processes[0].kill()

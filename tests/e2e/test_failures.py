@@ -1,7 +1,9 @@
-"""Everything that can die, dies once, in one run that is started again with the same command each time and ends whole.
+"""Everything that can die, dies once, in one run that is started again with the same command each
+time and ends whole.
 
-Every test is one attempt at that run: it goes on from the newest checkpoint, loses a part, and must end as promised. The
-last attempt ends well, and the journal and the metrics must show one unbroken line of history.
+Every test is one attempt at that run: it goes on from the newest checkpoint, loses a part, and must
+end as promised. The last attempt ends well, and the journal and the metrics must show one unbroken
+line of history.
 """
 
 import os
@@ -18,9 +20,11 @@ NAME = "mortal"
 FURTHER = 6  # steps that an attempt makes before something happens to it
 SAVE_INTERVAL = 5
 GRACE_S = 20.0  # shutdown_grace_s; waited for twice as long, for these cores are shared
-LOADING_S = 90.0  # Ray and the imports that are under way are not interrupted, and a busy machine is slow at them
+# Ray and the imports that are under way are not interrupted, and a busy machine is slow at them
+LOADING_S = 90.0
 DIES_ALONE_S = 60.0  # time for the rest of a run to end when its supervisor was killed
-RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # for a minute they try to tell Ray's head, then they end
+# for a minute they try to tell Ray's head, then they end
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -75,25 +79,31 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
     assert not any("finished" in line for line in run.lines)
 
 
-@pytest.mark.verify  # the explorer's death is below; `test_engines` has that of the only engine, `test_supervised` code 10
+# the explorer's death is below; `test_engines` has that of the only engine, `test_supervised` code
+# 10
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("title", "code", "words"),
     [
         ("VLLM::EngineCore", 11, ("engine_0 failed while serving", "EngineCore", "SIGKILL")),
         ("ray::Synchronizer", 14, ("synchronizer failed while publishing", "its process died")),
-        ("rft.rank ", 10, ("trainer rank 0 failed while", "killed by SIGKILL")),
+        ("rft.run.rank ", 10, ("trainer rank 0 failed while", "killed by SIGKILL")),
     ],
     ids=["engine", "synchronizer", "rank"],
 )
-def test_part_killed(command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]) -> None:
+def test_part_killed(
+    command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]
+) -> None:
     with Attempt([*command, "explorer.rollout_model.max_restarts=0"], job) as run:
         run.find(title).kill()
         check_failed(run, code, *words)
 
 
-def test_engine_and_rank_come_back_and_a_dead_explorer_ends_the_run(command: list[str], job: Path) -> None:
+def test_engine_and_rank_come_back_and_a_dead_explorer_ends_the_run(
+    command: list[str], job: Path
+) -> None:
     with Attempt([*command, "trainer.max_restarts=1"], job) as run:
-        survivors = [run.find("ray::Explorer"), run.find("rft.rank ")]
+        survivors = [run.find("ray::Explorer"), run.find("rft.run.rank ")]
         run.find("VLLM::EngineCore").kill()
         run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
         run.wait_for("^engine_0: serves$")
@@ -101,11 +111,15 @@ def test_engine_and_rank_come_back_and_a_dead_explorer_ends_the_run(command: lis
         run.wait_step(step + 2)
         check_alive(survivors)
 
-        survivors = [run.find(title) for title in ("VLLM::EngineCore", "ray::RolloutEngine", "ray::Explorer")]
+        survivors = [
+            run.find(title) for title in ("VLLM::EngineCore", "ray::RolloutEngine", "ray::Explorer")
+        ]
         saved = newest(job)
-        run.find("rft.rank ").kill()
+        run.find("rft.run.rank ").kill()
         run.wait_for("^trainer: ")
-        assert run.wait_step(1) - 1 in {saved, *checkpoints(job)} - set(range(saved)), "not from the newest checkpoint"
+        assert run.wait_step(1) - 1 in {saved, *checkpoints(job)} - set(range(saved)), (
+            "not from the newest checkpoint"
+        )
         check_alive(survivors)
 
         run.find("ray::Explorer").kill()
@@ -113,11 +127,16 @@ def test_engine_and_rank_come_back_and_a_dead_explorer_ends_the_run(command: lis
 
 
 def check_alive(processes: list[psutil.Process]) -> None:
-    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert all(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
 
 
-@pytest.mark.verify  # the actor instead of the process with the model; and `test_pool` ends with this signal
-def test_the_only_engine_is_started_again_and_a_signal_ends_at_a_step(command: list[str], job: Path) -> None:
+# the actor instead of the process with the model; and `test_pool` ends with this signal
+@pytest.mark.verify
+def test_the_only_engine_is_started_again_and_a_signal_ends_at_a_step(
+    command: list[str], job: Path
+) -> None:
     """The signal finds the run as any other: the new engine serves, the ranks train."""
     with Attempt(command, job) as run:
         run.find("ray::RolloutEngine").kill()
@@ -146,6 +165,7 @@ def test_signal_ends_at_a_step(command: list[str], job: Path, number: signal.Sig
         stop(run, job, number)
 
 
+@pytest.mark.verify
 def test_signal_while_the_parts_load(command: list[str], job: Path) -> None:
     with train(*command) as run:
         run.wait_for("logs in")
@@ -169,8 +189,11 @@ def test_supervisor_killed(command: list[str], job: Path) -> None:
         run.await_extinction(DIES_ALONE_S, but=RAY_AGENTS)
 
 
+@pytest.mark.verify  # `test_resume_loop` has a killed run that ends whole
 def test_it_ends_whole(command: list[str], job: Path) -> None:
-    """The end of the story: after all these deaths every step was trained once, on groups of its own."""
+    """The end of the story: after all these deaths every step was
+    trained once, on groups of its own.
+    """
     steps = max(History(job / "buffer" / "experience_buffer").progress.leases) + FURTHER
     with train(*command, f"trainer.total_steps={steps}") as run:
         assert (run.end(), run.errors()) == (0, "")

@@ -1,4 +1,6 @@
-"""The whole system as a newcomer runs it, once, and what it leaves; then the other modes on what a run has left."""
+"""The whole system as a newcomer runs it, once, and what it leaves; then the other modes on what a
+run has left.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rft.buffer.progress import Issued, Stored
-from rft.experience import Experience, decode
+from rft.ground.experience import Experience, decode
 
 from runs import LETTERS, History, checkpoints, metrics, overrides, step_rows, train, write_assets
 
@@ -17,13 +19,19 @@ TASKS, REPEATS = 8, 4
 MAX_STALENESS = 1
 TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
 SMALL = [  # the quickstart, cut short
-    "experiment=quickstart", "monitor=none", f"stages.0.trainer.total_steps={STEPS['sft_warmup']}",
-    "stages.0.trainer.stop_at_loss=null", "stages.0.buffer.train_batch_size=16",
-    f"stages.1.trainer.total_steps={STEPS['rft']}", "stages.1.trainer.save_interval=2",
-    f"stages.1.buffer.batch_size={TASKS}", f"stages.1.algorithm.repeat_times={REPEATS}",
-    "explorer.rollout_model.kv_cache_gb=0.25", f"stages.1.buffer.explorer_input.default_reward_fn_type={LETTERS}",
+    "experiment=quickstart",
+    "monitor=none",
+    f"stages.0.trainer.total_steps={STEPS['sft_warmup']}",
+    "stages.0.trainer.stop_at_loss=null",
+    "stages.0.buffer.train_batch_size=16",
+    f"stages.1.trainer.total_steps={STEPS['rft']}",
+    "stages.1.trainer.save_interval=2",
+    f"stages.1.buffer.batch_size={TASKS}",
+    f"stages.1.algorithm.repeat_times={REPEATS}",
+    "explorer.rollout_model.kv_cache_gb=0.25",
+    f"stages.1.buffer.explorer_input.default_reward_fn_type={LETTERS}",
     f"stages.1.buffer.explorer_input.eval_tasksets.0.default_reward_fn_type={LETTERS}",
-]  # fmt: skip
+]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,7 +76,9 @@ def test_it_ends_well_and_says_only_what_a_user_reads(whole: Whole) -> None:
         "rft ",
         "",
     )
-    assert [line for line in whole.lines if not line.strip().startswith(known[:-1]) and line.strip()] == []
+    assert [
+        line for line in whole.lines if not line.strip().startswith(known[:-1]) and line.strip()
+    ] == []
     picture = (whole.root / "rft" / "quickstart" / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
@@ -80,7 +90,9 @@ def test_every_step_is_written_once(whole: Whole, stage: str) -> None:
 
 
 def test_every_step_says_how_many_a_crash_would_cost(whole: Whole) -> None:
-    """Saved is every second step, and written beside the next ones: which was the last to be there is a matter of time."""
+    """Saved is every second step, and written beside the next ones: which was the last to be there
+    is a matter of time.
+    """
     last = [row["step"] - row["checkpoint/behind_steps"] for row in step_rows(whole.job("rft"))]
     assert last[:2] == [0, 0] and set(last) <= {0, 2, 4} and last == sorted(last), last
 
@@ -91,8 +103,12 @@ def test_rollouts_are_fresh_and_agree_with_the_trainer(whole: Whole) -> None:
     fresh = [row["logprob_diff/max"] for row in rows if row["staleness/max"] == 0]
     assert fresh and max(fresh) < TOLERANCE
     assert all(row["grad_norm"] > 0 for row in rows)
-    samples = [json.loads(line) for line in (whole.job("rft") / "samples.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in samples if row["table"] == "samples"} == set(range(1, STEPS["rft"] + 1))
+    samples = [
+        json.loads(line) for line in (whole.job("rft") / "samples.jsonl").read_text().splitlines()
+    ]
+    assert {row["step"] for row in samples if row["table"] == "samples"} == set(
+        range(1, STEPS["rft"] + 1)
+    )
     history = History(whole.job("rft") / "buffer" / "experience_buffer")
     history.check_exactly_once(STEPS["rft"])
     assert len(history.of(Issued)) == STEPS["rft"] * TASKS
@@ -107,26 +123,43 @@ def test_the_same_command_again_starts_nothing(whole: Whole) -> None:
 
 
 def test_the_export_is_the_model_that_was_trained(whole: Whole) -> None:
-    """transformers loads it; vLLM, in mode=bench, answers the evaluation tasks exactly as at the end of the run."""
+    """transformers loads it; that vLLM answers as at the end of the run is the next test."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export = whole.job("rft") / "huggingface" / f"step_{STEPS['rft']:08d}"
     _, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
     assert not any(loading.values()), loading
     assert AutoTokenizer.from_pretrained(export).chat_template
+
+
+@pytest.mark.verify
+def test_mode_bench_answers_exactly_as_the_run_evaluated(whole: Whole) -> None:
     assets = whole.root / "rft" / "quickstart" / "assets"
-    evaluation = f"{{name: held_out, path: {assets / 'eval.jsonl'}, format: {{prompt_type: plaintext}}}}"
+    evaluation = (
+        f"{{name: held_out, path: {assets / 'eval.jsonl'}, format: {{prompt_type: plaintext}}}}"
+    )
     before = whole.job("sft_warmup") / "huggingface" / f"step_{STEPS['sft_warmup']:08d}"
     arguments = [
-        "experiment=grpo", "mode=bench", "name=quickstart", "stage_name=rft", f"checkpoint_root_dir={whole.root}",
-        f"model.model_path={before}", "model.max_prompt_tokens=16", "model.max_response_tokens=8", "device=cpu",
-        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}", "monitor=none",
-        f"buffer.explorer_input.eval_tasksets=[{evaluation}]", "explorer.rollout_model.kv_cache_gb=0.25",
+        "experiment=grpo",
+        "mode=bench",
+        "name=quickstart",
+        "stage_name=rft",
+        f"checkpoint_root_dir={whole.root}",
+        f"model.model_path={before}",
+        "model.max_prompt_tokens=16",
+        "model.max_response_tokens=8",
+        "device=cpu",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        "monitor=none",
+        f"buffer.explorer_input.eval_tasksets=[{evaluation}]",
+        "explorer.rollout_model.kv_cache_gb=0.25",
         f"buffer.explorer_input.default_reward_fn_type={LETTERS}",
-    ]  # fmt: skip
+    ]
     with train(*arguments) as run:
         assert (run.end(), run.errors()) == (0, "")
-    told = {row["step"]: row for row in (json.loads(line) for line in run.lines if line.startswith("{"))}
+    told = {
+        row["step"]: row for row in (json.loads(line) for line in run.lines if line.startswith("{"))
+    }
     rows = [row for row in metrics(whole.job("rft")) if "eval/held_out/accuracy" in row]
     for step in (0, STEPS["rft"]):
         in_the_run = next(row for row in rows if row["step"] == step)
@@ -144,14 +177,21 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("apart")
 
 
+@pytest.mark.verify  # `test_sync_methods` has the engine that reads saved weights
 def test_explore_then_train(apart: Path) -> None:
-    """Runs of one name meet in the journal; the trainer ends by itself when it has trained on all of it."""
+    """Runs of one name meet in the journal; the trainer ends by
+    itself when it has trained on all of it.
+    """
     assets, job, steps = write_assets(apart / "assets"), apart / "rft" / "apart", APART_STEPS
-    with train(*overrides(apart, "apart", assets, "mode=explore", f"trainer.total_steps={steps}")) as run:
+    with train(
+        *overrides(apart, "apart", assets, "mode=explore", f"trainer.total_steps={steps}")
+    ) as run:
         assert (run.end(), run.errors()) == (0, "")
     assert "engines serve the model as given" in run.lines
     explored = History(job / "buffer" / "experience_buffer")
-    rows = [e for record in explored.of(Stored) for e in decode(record.experiences, list[Experience])]
+    rows = [
+        e for record in explored.of(Stored) for e in decode(record.experiences, list[Experience])
+    ]
     with train(*overrides(apart, "apart", assets, "mode=train", "trainer.total_steps=50")) as run:
         assert (run.end(), run.errors()) == (0, "")
     trained = History(job / "buffer" / "experience_buffer")
@@ -164,7 +204,10 @@ def test_explore_then_train(apart: Path) -> None:
 
 @pytest.mark.verify  # `test_sync_methods` has an engine that follows what a trainer saves elsewhere
 def test_explorers_serve_what_the_trainer_saved(apart: Path) -> None:
-    """After the test above. What was saved for explorers is what the next one samples from, from its first request on (W20)."""
+    """After the test above.
+
+    What was saved for explorers is what the next one samples from, from its first request on (W20).
+    """
     job = apart / "rft" / "apart"
     before = len(History(job / "buffer" / "experience_buffer").of(Stored))
     more = [f"trainer.total_steps={APART_STEPS + 1}", "mode=explore"]

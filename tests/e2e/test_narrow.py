@@ -1,4 +1,6 @@
-"""A tensor-parallel engine takes its part of the weights only: against vLLM's own loaders, and through a real engine of two."""
+"""A tensor-parallel engine takes its part of the weights only: against vLLM's own loaders, and
+through a real engine of two.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from safetensors.torch import load_file
 
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.rollout.engine import RolloutEngine
-from rft.sync.narrow import Share, needed
 from rft.sync.synchronizer import Synchronizer
+from rft.sync.tensor_parallel import Share, needed
 
 HIDDEN, HEADS, HEAD, FFN, VOCABULARY = 32, 8, 4, 64, 91
 LAYER = "model.layers.0"
@@ -35,7 +37,10 @@ def assert_takes_exactly(parameter: torch.Tensor, *sources: torch.Tensor) -> Non
     for source in sources:
         there = source[~source.isnan()]
         assert set(there.tolist()) <= set(parameter.flatten().tolist())
-    assert parameter.numel() <= sum(int((~source.isnan()).sum()) for source in sources) + parameter.eq(0).sum()
+    assert (
+        parameter.numel()
+        <= sum(int((~source.isnan()).sum()) for source in sources) + parameter.eq(0).sum()
+    )
 
 
 @pytest.mark.parametrize(("worker", "workers"), [(0, 1), (1, 2), (0, 4), (3, 4), (5, 8)])
@@ -48,7 +53,8 @@ def test_vllms_loaders_read_what_is_needed_and_no_more(
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
 
     share = Share(worker=worker, workers=workers, kv_heads=kv_heads)
-    for module in (linear, vocab_parallel_embedding, parameter):  # as if this process were that worker
+    # as if this process were that worker
+    for module in (linear, vocab_parallel_embedding, parameter):
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: worker)
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: workers)
     kinds: dict[str, Any] = {"params_dtype": torch.float32}
@@ -59,7 +65,10 @@ def test_vllms_loaders_read_what_is_needed_and_no_more(
         embedding = vocab_parallel_embedding.VocabParallelEmbedding(VOCABULARY, HIDDEN, **kinds)
     for last, width in (("weight", (HIDDEN,)), ("bias", ())):
         heads = {"q": HEADS, "k": kv_heads, "v": kv_heads}
-        loaded = {n: given(f"self_attn.{n}_proj.{last}", (rows * HEAD, *width), share) for n, rows in heads.items()}
+        loaded = {
+            n: given(f"self_attn.{n}_proj.{last}", (rows * HEAD, *width), share)
+            for n, rows in heads.items()
+        }
         target = getattr(qkv, last)
         for name, tensor in loaded.items():
             target.weight_loader(target, tensor, name)
@@ -88,7 +97,9 @@ def test_vllms_expert_loader_reads_what_is_needed_and_no_more(worker: int, worke
         _narrow_expert_data_for_padding=RoutedExperts._narrow_expert_data_for_padding,
     )
     w13, w2 = torch.empty(2 * FFN // workers, HIDDEN), torch.empty(HIDDEN, FFN // workers)
-    gate, up = (given(f"mlp.experts.3.{name}_proj.weight", (FFN, HIDDEN), share) for name in ("gate", "up"))
+    gate, up = (
+        given(f"mlp.experts.3.{name}_proj.weight", (FFN, HIDDEN), share) for name in ("gate", "up")
+    )
     down = given("mlp.experts.3.down_proj.weight", (HIDDEN, FFN), share)
     for shard, tensor in (("w1", gate), ("w3", up)):
         RoutedExperts._load_w13(layer, w13, 0, shard, tensor, worker)
@@ -102,15 +113,20 @@ def engine_of_two(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[
     """An engine whose two workers hold half of the model each, with the first weights."""
     rollout = RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25, tensor_parallel_size=2)
     actor = ray.remote(RolloutEngine).options(max_concurrency=1000)
-    handle = actor.remote("engine_0", ModelConfig(model_path=str(model_dirs[0])), rollout, 1, 0, "cpu", 256)
+    handle = actor.remote(
+        "engine_0", ModelConfig(model_path=str(model_dirs[0])), rollout, 1, 0, "cpu", 256
+    )
     ray.get(handle.start.remote(), timeout=300)
     yield handle
     ray.get(handle.shutdown.remote(), timeout=60)
 
 
+@pytest.mark.verify  # an engine of its own; what its workers take is above
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("direct", [False, True])
-def test_an_engine_of_two_takes_the_model_once(engine_of_two: Any, model_dirs: tuple[Path, Path], direct: bool) -> None:
+def test_an_engine_of_two_takes_the_model_once(
+    engine_of_two: Any, model_dirs: tuple[Path, Path], direct: bool
+) -> None:
     class Buffer:  # local: travels by value, Ray's workers cannot import test modules
         async def published(self, version: int, run_epoch: int) -> None:
             self.version = version
@@ -118,7 +134,7 @@ def test_an_engine_of_two_takes_the_model_once(engine_of_two: Any, model_dirs: t
     ray.get(engine_of_two.load_weights_from.remote(str(model_dirs[0]), 0), timeout=60)
     assert_sampled_from(model_dirs[0], answer(ask(engine_of_two, max_tokens=20, seed=1))[0], 1.0)
     leader = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01)
-    synchronizer = leader.remote(ray.remote(Buffer).remote(), 60.0, {"direct": direct})
+    synchronizer = leader.remote(ray.remote(Buffer).remote(), 60.0, direct=direct)
     ray.get(synchronizer.join.remote("engine_0", engine_of_two))
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
     trainer.start(1)

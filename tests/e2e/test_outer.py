@@ -1,4 +1,6 @@
-"""Ranks that the user's own torchrun started: two, with tensor parallelism, through a supervised and a grpo stage."""
+"""Ranks that the user's own torchrun started: two, with tensor parallelism, through a supervised
+and a grpo stage.
+"""
 
 import json
 import subprocess
@@ -12,12 +14,20 @@ from runs import REPOSITORY, History, step_rows, torchrun
 GRACE_S = 20.0  # shutdown_grace_s: the sidecar's, once torchrun is gone
 STEPS = {"sft_warmup": 3, "rft": 6}
 COMMAND = [
-    "experiment=quickstart", "monitor=none", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2",
-    f"stages.0.trainer.total_steps={STEPS['sft_warmup']}", "stages.0.trainer.stop_at_loss=null",
-    "stages.0.buffer.train_batch_size=16", f"stages.1.trainer.total_steps={STEPS['rft']}", "stages.1.explorer.eval_interval=0",
-    "stages.1.trainer.save_interval=2", "stages.1.buffer.batch_size=4", "stages.1.algorithm.repeat_times=4",
+    "experiment=quickstart",
+    "monitor=none",
+    "trainer.num_ranks=2",
+    "trainer.megatron.tensor_model_parallel_size=2",
+    f"stages.0.trainer.total_steps={STEPS['sft_warmup']}",
+    "stages.0.trainer.stop_at_loss=null",
+    "stages.0.buffer.train_batch_size=16",
+    f"stages.1.trainer.total_steps={STEPS['rft']}",
+    "stages.1.explorer.eval_interval=0",
+    "stages.1.trainer.save_interval=2",
+    "stages.1.buffer.batch_size=4",
+    "stages.1.algorithm.repeat_times=4",
     "explorer.rollout_model.kv_cache_gb=0.25",
-]  # fmt: skip
+]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,14 +44,20 @@ def check_ends_well(command: list[str], root: Path, steps: dict[str, int]) -> No
 
 def test_torchrun(tmp_path: Path) -> None:
     """Both stages, and nothing is left."""
-    check_ends_well([*COMMAND, f"checkpoint_root_dir={tmp_path}"], tmp_path / "rft" / "quickstart", STEPS)
+    check_ends_well(
+        [*COMMAND, f"checkpoint_root_dir={tmp_path}"], tmp_path / "rft" / "quickstart", STEPS
+    )
 
 
 @pytest.mark.verify  # `test_failures` has a part that dies, the test above a run that ends well
 def test_torchrun_when_a_part_dies(tmp_path: Path) -> None:
     """All end. The same command again goes on and ends well. Nothing is left either time."""
     steps = {**STEPS, "rft": 30}
-    command = [*COMMAND, f"checkpoint_root_dir={tmp_path}", f"stages.1.trainer.total_steps={steps['rft']}"]
+    command = [
+        *COMMAND,
+        f"checkpoint_root_dir={tmp_path}",
+        f"stages.1.trainer.total_steps={steps['rft']}",
+    ]
     with torchrun(2, *command) as run:
         run.wait_for("reward")
         run.wait_step(3)
@@ -53,9 +69,20 @@ def test_torchrun_when_a_part_dies(tmp_path: Path) -> None:
     check_ends_well(command, tmp_path / "rft" / "quickstart", steps)
 
 
+@pytest.mark.verify
 def test_refused_in_one_line_on_all_ranks(tmp_path: Path) -> None:
-    """World size and num_ranks differ: every rank ends with the code of a refused config, one of them says why."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rft.train"]
+    """World size and num_ranks differ: every rank ends with the code of a refused config, one of
+    them says why.
+    """
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "rft.train",
+    ]
     one = ["trainer.num_ranks=1", "trainer.megatron.tensor_model_parallel_size=1"]
     command = [*launcher, *COMMAND, *one, f"checkpoint_root_dir={tmp_path}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,6 @@
-"""Two engines: one is killed and comes back, one is added, one is removed, and the run takes no notice."""
+"""Two engines: one is killed and comes back, one is added, one is
+removed, and the run takes no notice.
+"""
 
 import re
 import signal
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from rft.buffer.progress import Stored
-from rft.experience import Experience, decode
+from rft.ground.experience import Experience, decode
 
 from runs import REPOSITORY, History, Run, checkpoints, overrides, step_rows, train, write_assets
 
@@ -18,7 +20,8 @@ NAME = "pool"
 ENDLESS = 10_000  # steps: the test says when it is enough
 GRACE_S = 60.0
 
-pytestmark = pytest.mark.timeout(900)
+# `test_failures` has a death of a real engine, `test_engines` all that can come of one
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +36,19 @@ def job(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def command(root: Path) -> list[str]:
-    return overrides(root, NAME, write_assets(root / "assets"), "explorer.rollout_model.engine_num=2")
+    return overrides(
+        root, NAME, write_assets(root / "assets"), "explorer.rollout_model.engine_num=2"
+    )
 
 
 def engines(job: Path, *arguments: str) -> tuple[int, str]:
     """`rft engines JOB ARGUMENTS`: exit code and what it said."""
     code = "from rft.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "engines", str(job), *arguments], capture_output=True, text=True, cwd=REPOSITORY
+        [sys.executable, "-c", code, "engines", str(job), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -54,7 +62,9 @@ def states(job: Path) -> dict[str, str]:
 def core_of(run: Run, engine: str) -> psutil.Process:
     """The process with this engine's model: the one that writes to its log."""
     found = [
-        core for core in run.find_all("VLLM::EngineCore") if core.environ()["RFT_LOG_FILE"].endswith(f"{engine}.log")
+        core
+        for core in run.find_all("VLLM::EngineCore")
+        if core.environ()["RFT_LOG_FILE"].endswith(f"{engine}.log")
     ]
     assert len(found) == 1, (engine, found)
     return found[0]
@@ -71,7 +81,9 @@ def test_engines_come_and_go_while_the_run_goes_on(command: list[str], job: Path
         kept, killed = core_of(run, "engine_1"), core_of(run, "engine_0")
 
         killed.kill()
-        run.wait_for(r"^engine_0: EngineDied: engine_0: EngineCore.* SIGKILL; started again \(1 of 3\)$")
+        run.wait_for(
+            r"^engine_0: EngineDied: engine_0: EngineCore.* SIGKILL; started again \(1 of 3\)$"
+        )
         further(run)
         run.wait_for("^engine_0: serves$")
         further(run)
@@ -98,24 +110,34 @@ def test_engines_come_and_go_while_the_run_goes_on(command: list[str], job: Path
         run.end()
         assert not (job / "control" / "supervisor.sock").exists()
         assert "no run is under way here" in engines(job)[1]
-        assert not any("raylet" in line for line in run.lines), "a paragraph of Ray's own among the lines"
+        assert not any("raylet" in line for line in run.lines), (
+            "a paragraph of Ray's own among the lines"
+        )
     serving = [row["pool/engines"] for row in step_rows(job) if "pool/engines" in row]
-    assert {1.0, 2.0, 3.0} <= set(serving), "nothing was trained while an engine was away, or none came"
+    assert {1.0, 2.0, 3.0} <= set(serving), (
+        "nothing was trained while an engine was away, or none came"
+    )
     assert step_rows(job)[-1]["step"] >= step
-    assert checkpoints(job)[-1] == step_rows(job)[-1]["step"], "no checkpoint of the step that was reached"
+    assert checkpoints(job)[-1] == step_rows(job)[-1]["step"], (
+        "no checkpoint of the step that was reached"
+    )
     check_versions(History(job / "buffer" / "experience_buffer"))
 
 
 def check_versions(history: History) -> None:
     for record in history.of(Stored):
         for experience in decode(record.experiences, list[Experience]):
-            assert sum(span.end - span.start for span in experience.versions) == experience.response_length
+            assert (
+                sum(span.end - span.start for span in experience.versions)
+                == experience.response_length
+            )
             assert len(experience.logprobs) == experience.response_length
 
 
-@pytest.mark.verify  # `test_failures` has a history of engines that died
 def test_and_its_history_is_whole(command: list[str], job: Path) -> None:
-    """After the test above: three steps more, and then every task was trained once, every token with its version."""
+    """After the test above: three steps more, and then every task was trained once, every token
+    with its version.
+    """
     steps = step_rows(job)[-1]["step"] + 3
     with train(*command, f"trainer.total_steps={steps}") as run:
         assert (run.end(), run.errors()) == (0, "")
@@ -126,11 +148,16 @@ def test_and_its_history_is_whole(command: list[str], job: Path) -> None:
     check_versions(history)
 
 
-@pytest.mark.verify
 def test_the_last_restart_is_the_last(command: list[str], root: Path) -> None:
-    """Two engines, one restart each: the run goes on without the first, and ends when the second is gone as well."""
+    """Two engines, one restart each: the run goes on without the first, and ends when the second is
+    gone as well.
+    """
     job = root / "rft" / "mortal"
-    settings = ["explorer.rollout_model.max_restarts=1", f"trainer.total_steps={ENDLESS}", "name=mortal"]
+    settings = [
+        "explorer.rollout_model.max_restarts=1",
+        f"trainer.total_steps={ENDLESS}",
+        "name=mortal",
+    ]
     with train(*command, *settings) as run:
         further(run)
         for engine in ("engine_0", "engine_1"):
@@ -144,6 +171,10 @@ def test_the_last_restart_is_the_last(command: list[str], root: Path) -> None:
                 assert states(job) == {"engine_0": "out", "engine_1": "serving"}
         assert run.end() == 11
         assert re.fullmatch(
-            r"rft: engine_1 failed while serving: .*SIGKILL, after 1 restarts .*no other engine is left; logs in .*\n",
+            (
+                r"rft: engine_1 failed while serving: .*SIGKILL, after 1 restarts .*no other "
+                r"engine is "
+                r"left; logs in .*\n"
+            ),
             run.errors(),
         )

@@ -1,4 +1,6 @@
-"""PPO with a critic and a reference through the whole system, from the engine's tokens to the checkpoint."""
+"""PPO with a critic and a reference through the whole system, from
+the engine's tokens to the checkpoint.
+"""
 
 import math
 from pathlib import Path
@@ -14,16 +16,25 @@ from runs import checkpoints, overrides, step_rows, train, write_assets
 
 STEPS, WARMUP = 4, 1
 
-pytestmark = pytest.mark.timeout(600)
+# `tests/dist/test_critic.py` has every number, on every mesh
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]
 
 
 def test_ppo_learns_values_and_keeps_near_the_first_version(tmp_path: Path) -> None:
     assets = write_assets(tmp_path / "assets")
     arguments = overrides(
-        tmp_path, "ppo", assets, "algorithm.algorithm_type=ppo", f"trainer.total_steps={STEPS}", "critic.optim.lr=1e-3",
-        f"trainer.critic_warmup={WARMUP}", "algorithm.proximal_logprobs=true", "algorithm.kl_penalty_fn=k1",
-        "algorithm.rollout_correction.rollout_is=token", "+algorithm.entropy_loss_fn_args.entropy_coef=0.01",
-    )  # fmt: skip
+        tmp_path,
+        "ppo",
+        assets,
+        "algorithm.algorithm_type=ppo",
+        f"trainer.total_steps={STEPS}",
+        "critic.optim.lr=1e-3",
+        f"trainer.critic_warmup={WARMUP}",
+        "algorithm.proximal_logprobs=true",
+        "algorithm.kl_penalty_fn=k1",
+        "algorithm.rollout_correction.rollout_is=token",
+        "+algorithm.entropy_loss_fn_args.entropy_coef=0.01",
+    )
     with train(*arguments) as run:
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "ppo"
@@ -35,7 +46,9 @@ def test_ppo_learns_values_and_keeps_near_the_first_version(tmp_path: Path) -> N
     assert "kl/reference" not in rows[WARMUP - 1], "the policy waits"
     nearness = [row["kl/reference"] for row in rows[WARMUP:]]
     assert nearness[0] < 1e-9 < nearness[-1], "the reference is the policy until that has learned"
-    assert rows[WARMUP]["importance/mean"] == pytest.approx(1.0, abs=1e-3), "engine and proximal policy are one"
+    assert rows[WARMUP]["importance/mean"] == pytest.approx(1.0, abs=1e-3), (
+        "engine and proximal policy are one"
+    )
     assert checkpoints(job) == [STEPS]
     with Checkpoint(LocalStorage(job / "checkpoints", Disk()), f"step_{STEPS:08d}") as checkpoint:
         held = checkpoint.tensors

@@ -1,8 +1,10 @@
-"""Exact resume of the whole loop: killed with -9 again and again, a deterministic run ends as if nothing had happened.
+"""Exact resume of the whole loop: killed with -9 again and again, a deterministic run ends as if
+nothing had happened.
 
-One run without interruption is the reference; another of the same config is killed, its trainer rank alone and as a whole,
-and continued. Loss, gradient norm and every other number of every step, and every experience that was trained on, must be
-the same to the last bit. `tests/verify/test_resume_every_step.py` kills after each of 20 steps.
+One run without interruption is the reference; another of the same config is killed, its trainer
+rank alone and as a whole, and continued. Loss, gradient norm and every other number of every step,
+and every experience that was trained on, must be the same to the last bit.
+`tests/verify/test_resume_every_step.py` kills after each of 20 steps.
 """
 
 from pathlib import Path
@@ -28,9 +30,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(root: Path) -> list[str]:
     workflow = REPOSITORY / "tests" / "e2e" / "two_turns.py"
     return [
-        f"trainer.total_steps={STEPS}", f"buffer.explorer_input.taskset.default_workflow_type={workflow}:run",
+        f"trainer.total_steps={STEPS}",
+        f"buffer.explorer_input.taskset.default_workflow_type={workflow}:run",
         f"+buffer.explorer_input.taskset.workflow_args.gate={root / 'gate'}",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +47,30 @@ def test_the_reference_learns_something(reference: Path) -> None:
     rows = step_rows(reference)
     assert len({row["loss"] for row in rows}) == STEPS and all(row["grad_norm"] > 0 for row in rows)
     assert max(row["staleness/max"] for row in rows) == 0
-    assert [row["step"] for row in curve(reference) if "eval/held_out/accuracy" in row] == [0, 3, 6, 7]
+    assert [row["step"] for row in curve(reference) if "eval/held_out/accuracy" in row] == [
+        0,
+        3,
+        6,
+        7,
+    ]
 
 
-def test_killed_and_continued_it_is_the_same_run(root: Path, reference: Path, settings: list[str]) -> None:
-    arguments = deterministic(root, "killed", root / "assets", f"trainer.save_interval={SAVE_INTERVAL}", *settings)
+def test_killed_and_continued_it_is_the_same_run(
+    root: Path, reference: Path, settings: list[str]
+) -> None:
+    arguments = deterministic(
+        root, "killed", root / "assets", f"trainer.save_interval={SAVE_INTERVAL}", *settings
+    )
     job = root / "rft" / "killed"
     (root / "gate").write_text(str(GATED))
     with train(*arguments) as run:
         run.wait_step(GATED)
         await_file(run, root / "gate.reached")
-        killed = kill_rank(run)  # groups are half-way, and there is no checkpoint: the trainer starts over
+        # groups are half-way, and there is no checkpoint: the trainer starts over
+        killed = kill_rank(run)
         run.wait_for(r"^\[ *1/")
-        (root / "gate").unlink()  # they must not go on with what they had: the engine serves an older version now
+        # they must not go on with what they had: the engine serves an older version now
+        (root / "gate").unlink()
         run.wait_step(SAVE_INTERVAL + 1)
         run.kill_everything()  # behind a checkpoint: a batch that was trained on is replayed
     assert checkpoints(job) == [SAVE_INTERVAL]

@@ -1,5 +1,7 @@
-"""Three stages of one run, each with an algorithm, a buffer, an explorer and a trainer of its own: a failed one stops the run, and
-the same command goes on at the boundary, each stage from the model of the one before."""
+"""Three stages of one run, each with an algorithm, a buffer, an explorer and a trainer of its own:
+a failed one stops the run, and the same command goes on at the boundary, each stage from the model
+of the one before.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,22 +14,45 @@ from runs import LETTERS, is_one_line, step_rows, train, write_assets
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]
 
 
-def test_a_failed_stage_stops_the_run_and_the_rest_goes_on_from_the_boundary(tmp_path: Path) -> None:
+def test_a_failed_stage_stops_the_run_and_the_rest_goes_on_from_the_boundary(
+    tmp_path: Path,
+) -> None:
     assets = write_assets(tmp_path / "assets")
-    rows = {"trainer_input": {"experience_buffer": {"storage_type": "file", "path": str(assets / "train.jsonl")}}}
+    rows = {
+        "trainer_input": {
+            "experience_buffer": {"storage_type": "file", "path": str(assets / "train.jsonl")}
+        }
+    }
     rows["trainer_input"]["experience_buffer"]["format"] = {"prompt_type": "plaintext"}  # type: ignore[assignment]
-    supervised = {"mode": "train", "algorithm": {"algorithm_type": "sft"}, "buffer": {"train_batch_size": 8, **rows}}
+    supervised = {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "sft"},
+        "buffer": {"train_batch_size": 8, **rows},
+    }
     by_reward = {
-        "stage_name": "tuned", "mode": "both", "algorithm": {"algorithm_type": "grpo", "repeat_times": 2},
+        "stage_name": "tuned",
+        "mode": "both",
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 2},
         "explorer": {"runner_per_model": 3, "rollout_model": {"kv_cache_gb": 0.25}},
         "trainer": {"total_steps": 2, "grad_clip": 0.7},
-        "buffer": {"batch_size": 4, "explorer_input": {
-            "default_reward_fn_type": LETTERS,
-            "taskset": {"path": str(assets / "train.jsonl"), "format": {"prompt_type": "plaintext"}}}},
-    }  # fmt: skip
+        "buffer": {
+            "batch_size": 4,
+            "explorer_input": {
+                "default_reward_fn_type": LETTERS,
+                "taskset": {
+                    "path": str(assets / "train.jsonl"),
+                    "format": {"prompt_type": "plaintext"},
+                },
+            },
+        },
+    }
     stages = [
         {"stage_name": "warmup", "trainer": {"total_steps": 3}, **supervised},
-        {"stage_name": "polish", "trainer": {"total_steps": 4, "max_skipped_steps": 2}, **supervised},
+        {
+            "stage_name": "polish",
+            "trainer": {"total_steps": 4, "max_skipped_steps": 2},
+            **supervised,
+        },
         by_reward,
     ]
     experiment = tmp_path / "configs" / "experiment" / "three.yaml"
@@ -46,13 +71,17 @@ def test_a_failed_stage_stops_the_run_and_the_rest_goes_on_from_the_boundary(tmp
     with train(*command, "+stages.1.algorithm.optimizer={lr: 1e30}") as run:
         assert run.end() == 10
         assert is_one_line(run.errors(), "failed while judging the step"), run.errors()
-    assert (job / "warmup" / "result.json").exists() and not (job / "tuned").joinpath("logs").exists()
+    assert (job / "warmup" / "result.json").exists() and not (job / "tuned").joinpath(
+        "logs"
+    ).exists()
 
     with train(*command) as run:
         run.wait_for("^warmup: already finished")
         assert (run.end(), run.errors()) == (0, "")
     assert [len(step_rows(job / name)) for name in ("warmup", "polish", "tuned")] == [3, 4, 2]
-    resolved: list[Any] = [OmegaConf.load(job / name / "resolved.yaml") for name in ("warmup", "polish", "tuned")]
+    resolved: list[Any] = [
+        OmegaConf.load(job / name / "resolved.yaml") for name in ("warmup", "polish", "tuned")
+    ]
     begins = [Path(config.model.model_path) for config in resolved]
     assert begins == [
         assets / "model",

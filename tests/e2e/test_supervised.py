@@ -1,14 +1,19 @@
-"""A supervised run with the keys that change how a step is computed, and one whose steps are not finite."""
+"""A supervised run with the keys that change how a step is
+computed, and one whose steps are not finite.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from rft.experience import Batch, decode
+from rft.ground.experience import Batch, decode
 
 from runs import is_one_line, metrics, step_rows, train, write_assets
 
 RANKS = "trainer.num_ranks=2"
+
+# `test_loop` has a supervised stage, `tests/dist` recompute, SGD and steps that are not finite
+pytestmark = pytest.mark.verify
 
 
 @pytest.fixture(scope="module")
@@ -18,30 +23,51 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(root: Path, assets: Path, *more: str) -> list[str]:
     return [
-        "experiment=sft", "name=run", "device=cpu", "monitor=none", f"checkpoint_root_dir={root}", RANKS,
-        f"model.model_path={assets / 'model'}", "buffer.train_batch_size=8",
-        f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}", *more,
-    ]  # fmt: skip
+        "experiment=sft",
+        "name=run",
+        "device=cpu",
+        "monitor=none",
+        f"checkpoint_root_dir={root}",
+        RANKS,
+        f"model.model_path={assets / 'model'}",
+        "buffer.train_batch_size=8",
+        f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}",
+        *more,
+    ]
 
 
 def test_what_was_asked_for_is_what_runs(tmp_path: Path, assets: Path) -> None:
     asked = [
-        "trainer.total_steps=4", "trainer.profiler=torch", "trainer.profile_steps=[2,3]", "trainer.use_dynamic_bsz=false",
-        "trainer.recompute_granularity=full", "trainer.peak_tflops=1", "algorithm.optimizer.optimizer_type=sgd",
-        "algorithm.optimizer.lr_scheduler_type=wsd", "+trainer.trainer_config.actor_rollout_ref.model.use_remove_padding=false",
-    ]  # fmt: skip
+        "trainer.total_steps=4",
+        "trainer.profiler=torch",
+        "trainer.profile_steps=[2,3]",
+        "trainer.use_dynamic_bsz=false",
+        "trainer.recompute_granularity=full",
+        "trainer.peak_tflops=1",
+        "algorithm.optimizer.optimizer_type=sgd",
+        "algorithm.optimizer.lr_scheduler_type=wsd",
+        "+trainer.trainer_config.actor_rollout_ref.model.use_remove_padding=false",
+    ]
     with train(*overrides(tmp_path, assets, *asked)) as run:
         told = run.wait_for(r"^trainer: .*").group(0)
         assert (run.end(), run.errors()) == (0, "")
-    assert "rft's own layers (on a CPU)" in told and "SGD of torch" in told and "full recompute" in told
+    assert (
+        "rft's own layers (on a CPU)" in told
+        and "SGD of torch" in told
+        and "full recompute" in told
+    )
     job = tmp_path / "rft" / "run"
     assert [path.name for path in (job / "profile").iterdir()] == ["steps_2_3_rank_0.json"]
     rows = step_rows(job)
-    assert len(rows) == 4 and all(row["skipped_steps"] == 0 and row["perf/hfu"] > row["perf/mfu"] > 0 for row in rows)
+    assert len(rows) == 4 and all(
+        row["skipped_steps"] == 0 and row["perf/hfu"] > row["perf/mfu"] > 0 for row in rows
+    )
     assert "use_remove_padding: false" in (job / "resolved.yaml").read_text()
 
 
-def test_steps_that_are_not_finite_end_the_run_with_their_batch(tmp_path: Path, assets: Path) -> None:
+def test_steps_that_are_not_finite_end_the_run_with_their_batch(
+    tmp_path: Path, assets: Path
+) -> None:
     """The first step's learning rate throws the weights away; every gradient after it overflows."""
     given = [
         "trainer.num_ranks=1",
@@ -53,6 +79,8 @@ def test_steps_that_are_not_finite_end_the_run_with_their_batch(tmp_path: Path, 
         assert run.end() == 10
         job = tmp_path / "rft" / "run"
         saved = job / "failed_batches" / "step_00000004.msgpack"
-        assert is_one_line(run.errors(), "failed while judging the step", "3 steps in a row", str(saved)), run.errors()
+        assert is_one_line(
+            run.errors(), "failed while judging the step", "3 steps in a row", str(saved)
+        ), run.errors()
     assert len(decode(saved.read_bytes(), Batch).experiences) == 8
     assert [row["skipped_steps"] for row in metrics(job)] == [0, 1, 2]

@@ -12,19 +12,28 @@ from saving import SavingTrainer
 
 from rft.checkpoint.commit import read_manifest
 from rft.checkpoint.storage import WEIGHTS, committed, open_storage
-from rft.sync.synchronizer import Synchronizer, brought_by
+from rft.ground.rounds import InSave
+from rft.sync.synchronizer import Synchronizer
 
 from runs import History, checkpoints, overrides, step_rows, train, write_assets
 
 STEPS = 4
-SHORT = [f"trainer.total_steps={STEPS}", "synchronizer.max_staleness=0", "trainer.save_hf_checkpoint=never"]
+SHORT = [
+    f"trainer.total_steps={STEPS}",
+    "synchronizer.max_staleness=0",
+    "trainer.save_hf_checkpoint=never",
+]
 TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def synchronizer_of(engine: Any, name: str | None = None) -> Any:
-    actor = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01, name=name).remote(None, 30.0)
+    actor = (
+        ray.remote(Synchronizer)
+        .options(max_concurrency=100, num_cpus=0.01, name=name)
+        .remote(None, 30.0)
+    )
     ray.get(actor.join.remote("engine_0", engine))
     return actor
 
@@ -43,7 +52,7 @@ def assert_serves(engine: Any, path: Path, version: int) -> None:
     assert_sampled_from(path, made, 1.0)
 
 
-# --- checkpoint ------------------------------------------------------------------------------------------------------
+# --- checkpoint -----------------------------------------------------------------------------------
 
 
 def test_saved_weights_are_read_while_responses_are_being_made(
@@ -62,7 +71,8 @@ def test_saved_weights_are_read_while_responses_are_being_made(
             assert_sampled_from(model_dirs[1], made, 0.7, start=split, min_tokens=900)
         assert ray.get(synchronizer.version.remote()) == 1
     ray.get(synchronizer.leave.remote("engine_0", "test"))
-    ray.get(synchronizer.join.remote("engine_0", first_weights))  # the trainer is gone, what it published is not
+    # the trainer is gone, what it published is not
+    ray.get(synchronizer.join.remote("engine_0", first_weights))
     ray.get(synchronizer.members.remote(2), timeout=60)
     assert_serves(first_weights, model_dirs[1], 1)
 
@@ -75,8 +85,11 @@ def test_a_damaged_save_is_refused_by_name_and_the_old_version_serves_on(
         trainer.publish(1)
         damage(trainer.save(2))
         seal = read_manifest(open_storage(root), "weights/v_00000002").seal
-        with pytest.raises(RuntimeError, match=r"no engine could take version 2: .*r00001.bin was changed: chunk 0"):
-            ray.get(synchronizer.publish.remote(2, 1, brought_by(str(root), "weights/v_00000002", seal)))
+        with pytest.raises(
+            RuntimeError, match=r"no engine could take version 2: .*r00001.bin was changed: chunk 0"
+        ):
+            location = InSave(root=str(root), path="weights/v_00000002")
+            ray.get(synchronizer.publish.remote(2, 1, seal, location))
         assert ray.get(synchronizer.version.remote()) == 1
         assert_serves(first_weights, model_dirs[1], 1)
         trainer.publish(3)
@@ -90,7 +103,9 @@ def test_engines_without_a_trainer_follow_what_one_saves_elsewhere(
     root = tmp_path / "root"
     early = synchronizer_of(first_weights)
     assert ray.get(early.follow.remote(str(root))) is None
-    assert list(ray.get(early.members.remote(0))[1]) == ["engine_0"], "nothing is saved: it serves what it has"
+    assert list(ray.get(early.members.remote(0))[1]) == ["engine_0"], (
+        "nothing is saved: it serves what it has"
+    )
     ray.get(early.leave.remote("engine_0", "test"))
     with SavingTrainer(root, model_dirs[1], None, epoch=1) as trainer:
         trainer.save(4)
@@ -104,13 +119,15 @@ def test_engines_without_a_trainer_follow_what_one_saves_elsewhere(
         assert_serves(first_weights, model_dirs[1], 6)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_what_ranks_left_in_memory_is_taken_also_when_they_are_gone(
     first_weights: Any, model_dirs: tuple[Path, Path]
 ) -> None:
-    """Weights that change after `release`, and a process that ends, are no harm to who has not taken them yet."""
+    """Weights that change after `release`, and a process that ends, are no harm to who has not
+    taken them yet.
+    """
     synchronizer = synchronizer_of(first_weights, name="depository")
     context = ray.get_runtime_context()
     script = Path(__file__).with_name("depositing.py")
@@ -135,11 +152,13 @@ def test_what_ranks_left_in_memory_is_taken_also_when_they_are_gone(
     assert_serves(first_weights, model_dirs[1], 8)
 
 
-# --- whole runs ------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 def check_run(job: Path) -> None:
-    """Every step trained on what the version before it has sampled, and trainer and engine agree about its probabilities."""
+    """Every step trained on what the version before it has sampled, and trainer and engine agree
+    about its probabilities.
+    """
     rows = step_rows(job)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert max(row["staleness/token_max"] for row in rows) == 0
@@ -148,10 +167,12 @@ def check_run(job: Path) -> None:
     History(job / "buffer" / "experience_buffer").check_exactly_once(STEPS)
 
 
-@pytest.mark.verify  # `test_loop` has one of two runs that meet through checkpoints
+@pytest.mark.verify  # above, an engine reads what a trainer saves
 def test_a_run_by_checkpoint(tmp_path: Path) -> None:
     command = ["synchronizer.sync_method=checkpoint", "trainer.save_interval=2"]
-    with train(*overrides(tmp_path, "saving", write_assets(tmp_path / "assets"), *SHORT, *command)) as run:
+    with train(
+        *overrides(tmp_path, "saving", write_assets(tmp_path / "assets"), *SHORT, *command)
+    ) as run:
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "saving"
     check_run(job)
@@ -163,9 +184,10 @@ def test_a_run_by_checkpoint(tmp_path: Path) -> None:
     assert full.id == weights.id, "one staging for both"
 
 
-@pytest.mark.verify
 def test_a_run_by_memory(tmp_path: Path) -> None:
     command = ["synchronizer.sync_method=memory", "trainer.megatron.tensor_model_parallel_size=2"]
-    with train(*overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *SHORT, *command)) as run:
+    with train(
+        *overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *SHORT, *command)
+    ) as run:
         assert (run.end(), run.errors()) == (0, "")
     check_run(tmp_path / "rft" / "memory")

@@ -16,7 +16,7 @@ def synchronizer(engine: Any, ray_session: None) -> Any:
         async def published(self, version: int, run_epoch: int) -> None: ...
 
     actor = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01)
-    handle = actor.remote(ray.remote(Buffer).remote(), 60.0, {"direct": True})
+    handle = actor.remote(ray.remote(Buffer).remote(), 60.0, direct=True)
     ray.get(handle.join.remote("engine_0", engine))
     return handle
 
@@ -45,7 +45,9 @@ def test_what_is_asked_of_a_sleeping_engine_is_made_of_the_weights_that_wake_it(
 ) -> None:
     numbers = ray.get(synchronizer.rest.remote())
     asked = ask(served, max_tokens=20, min_tokens=20, seed=1)
-    assert ray.get(served.stats.remote())["asleep"], "this was asked after the request, and is answered before"
+    assert ray.get(served.stats.remote())["asleep"], (
+        "this was asked after the request, and is answered before"
+    )
     assert numbers["frozen"] == numbers["answered_asleep"] == 0
     publish(synchronizer, model_dirs[1], 2)
     (made,) = answer(asked)
@@ -72,7 +74,8 @@ def test_what_is_not_finished_when_patience_ends_goes_on_with_the_new_weights(
     served: Any, synchronizer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
     asked = ask(served, max_tokens=900, min_tokens=900, seed=3)
-    answer(ask(served, max_tokens=20, min_tokens=20))  # when it is done, the long one has as many tokens
+    # when it is done, the long one has as many tokens
+    answer(ask(served, max_tokens=20, min_tokens=20))
     assert ray.get(served.sleep.remote(0.0))["frozen"] == 1
     publish(synchronizer, model_dirs[1], 2)
     (made,) = answer(asked)

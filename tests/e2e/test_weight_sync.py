@@ -8,9 +8,10 @@ import pytest
 import ray
 import torch
 from miniature import TOLERANCE, Trainer, answer, ask, assert_sampled_from, reference_logprobs
+from msgspec.structs import replace
 
+from rft.sync.connection import PeerConnection
 from rft.sync.synchronizer import Synchronizer
-from rft.sync.wire import Wire
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,11 @@ def buffer(ray_session: None) -> Any:
 
 def synchronizer_of(engine: Any, buffer: Any, **settings: Any) -> Any:
     """A synchronizer actor that leads this engine."""
-    actor = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01).remote(buffer, 30.0, settings)
+    actor = (
+        ray.remote(Synchronizer)
+        .options(max_concurrency=100, num_cpus=0.01)
+        .remote(buffer, 30.0, **settings)
+    )
     ray.get(actor.join.remote("engine_0", engine))
     return actor
 
@@ -42,18 +47,25 @@ def synchronizer(engine: Any, buffer: Any) -> Any:
     return synchronizer_of(engine, buffer)
 
 
-# --- new weights -----------------------------------------------------------------------------------------------------
+# --- new weights ----------------------------------------------------------------------------------
 
 
 def test_weights_arrive_while_responses_are_being_made(
     first_weights: Any, synchronizer: Any, buffer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
-    running = [ask(first_weights, n=4, temperature=0.7, max_tokens=900, min_tokens=900, seed=seed) for seed in range(2)]
-    answer(ask(first_weights, max_tokens=20, min_tokens=20))  # when it is done, the long ones have as many tokens
+    running = [
+        ask(first_weights, n=4, temperature=0.7, max_tokens=900, min_tokens=900, seed=seed)
+        for seed in range(2)
+    ]
+    # when it is done, the long ones have as many tokens
+    answer(ask(first_weights, max_tokens=20, min_tokens=20))
     trainer.start(1)
     numbers = trainer.wait()
-    assert ray.get(synchronizer.version.remote()) == 1 and ray.get(first_weights.weight_version.remote()) == 1
+    assert (
+        ray.get(synchronizer.version.remote()) == 1
+        and ray.get(first_weights.weight_version.remote()) == 1
+    )
     assert ray.get(buffer.seen.remote())[-1] == 1 and numbers["sync/engines"] == 1
     for made in [one for reference in running for one in answer(reference)]:
         assert [span.version for span in made.versions] == [0, 1]
@@ -90,10 +102,10 @@ def test_a_flipped_bit_is_refused_named_and_sent_again(
 
 def flip_once(publisher: Any, message: int) -> None:
     """One bit of one message of payload changes on its way, after it was hashed."""
-    door = publisher._sender._door
-    serve = door._serve
+    listener = publisher.origin.sender.listener
+    serve = listener._serve
 
-    def through(wire: Wire, hello: dict[str, Any]) -> None:
+    def through(wire: PeerConnection, hello: dict[str, Any]) -> None:
         send, left = wire.send, iter([False] * message + [True])
 
         def flipping(data: memoryview) -> None:
@@ -106,22 +118,24 @@ def flip_once(publisher: Any, message: int) -> None:
         wire.send = flipping  # type: ignore[method-assign]
         serve(wire, hello)
 
-    door._serve = through
+    listener._serve = through
 
 
-def test_staging_memory_is_not_the_models(first_weights: Any, synchronizer: Any, model_dirs: tuple[Path, Path]) -> None:
-    """What the next round brings lands where the last one lay, while the engine serves: nothing of it may be seen."""
+def test_staging_memory_is_not_the_models(
+    first_weights: Any, synchronizer: Any, model_dirs: tuple[Path, Path]
+) -> None:
+    """What the next round brings lands where the last one lay, while the engine serves: nothing of
+    it may be seen.
+    """
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
     trainer.start(1)
     trainer.wait()
     before = answer(ask(first_weights, max_tokens=30, seed=4))[0]
     other = Trainer(synchronizer, model_dirs[0]).connect()
-    epoch, digest = other.publishers[0].epoch, other.publishers[0].digest
-    info = ray.get(synchronizer.stream_info.remote())
-    ray.get(first_weights.init_weights.remote({**info, "engine": "engine_0"}))
+    ray.get(first_weights.init_weights.remote(other.info()))
     for publisher in other.publishers:
-        publisher._sender.open(2)  # type: ignore[union-attr]
-    assert ray.get(first_weights.stage.remote(2, {"digest": digest, "epoch": epoch, "timeout": 30.0}))["bytes"] > 0
+        publisher.origin.sender.open(2)  # type: ignore[union-attr]
+    assert ray.get(first_weights.stage.remote(other.round(2))).bytes > 0
     after = answer(ask(first_weights, max_tokens=30, seed=4))[0]
     assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
     assert {span.version for span in after.versions} == {1}
@@ -131,9 +145,11 @@ def test_a_trainer_that_dies_while_it_sends_changes_nothing(
     first_weights: Any, synchronizer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
-    trainer.publishers[1]._sender.close()  # type: ignore[union-attr]
+    trainer.publishers[1].origin.sender.close()  # type: ignore[union-attr]
     trainer.start(5)
-    with pytest.raises(RuntimeError, match=r"no engine could take version 5: .*nobody at 127.0.0.1"):
+    with pytest.raises(
+        RuntimeError, match=r"no engine could take version 5: .*nobody at 127.0.0.1"
+    ):
         trainer.wait()
     made = answer(ask(first_weights, max_tokens=20, seed=1))[0]
     assert {span.version for span in made.versions} == {0}
@@ -147,7 +163,9 @@ def test_a_trainer_that_dies_while_it_sends_changes_nothing(
 def test_an_engine_that_comes_late_gets_what_is_offered(
     first_weights: Any, buffer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
-    empty = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01).remote(buffer, 30.0)
+    empty = (
+        ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01).remote(buffer, 30.0)
+    )
     trainer = Trainer(empty, model_dirs[1]).connect()
     trainer.start(7)  # nobody is there: the round waits
     ray.get(empty.join.remote("engine_0", first_weights))
@@ -157,13 +175,18 @@ def test_an_engine_that_comes_late_gets_what_is_offered(
     ray.get(empty.leave.remote("engine_0", "test"))
     assert ray.get(empty.members.remote(generation))[1] == {}
     trainer.start_offered(8)
-    ray.get(empty.join.remote("engine_0", first_weights))  # after the round of 7: it takes 8, which is not published
+    # after the round of 7: it takes 8, which is not published
+    ray.get(empty.join.remote("engine_0", first_weights))
     assert list(ray.get(empty.members.remote(generation + 1))[1]) == ["engine_0"]
-    assert ray.get(first_weights.weight_version.remote()) == 8 and ray.get(empty.version.remote()) == 7
+    assert (
+        ray.get(first_weights.weight_version.remote()) == 8 and ray.get(empty.version.remote()) == 7
+    )
     assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
 
 
-def test_weights_without_staging_memory(first_weights: Any, buffer: Any, model_dirs: tuple[Path, Path]) -> None:
+def test_weights_without_staging_memory(
+    first_weights: Any, buffer: Any, model_dirs: tuple[Path, Path]
+) -> None:
     direct = synchronizer_of(first_weights, buffer, direct=True)
     trainer = Trainer(direct, model_dirs[1]).connect()
     trainer.start(3)
@@ -177,14 +200,13 @@ def test_a_direct_round_that_breaks_poisons_until_a_whole_one(
     direct = synchronizer_of(first_weights, buffer, direct=True)
     ray.get(direct.leave.remote("engine_0", "this test leads it"))
     trainer = Trainer(direct, model_dirs[1]).connect()
-    cut(trainer.publishers[1], message=9)
-    info = ray.get(direct.stream_info.remote())
-    ray.get(first_weights.init_weights.remote({**info, "engine": "engine_0"}))
+    # The engine holds back who is too far ahead of what is loaded: by message 40 some is loaded.
+    cut(trainer.publishers[1], message=40)
+    ray.get(first_weights.init_weights.remote(trainer.info()))
     for publisher in trainer.publishers:
-        publisher._sender.open(3)  # type: ignore[union-attr]
-    update = {"digest": trainer.publishers[0].digest, "epoch": info["epoch"], "direct": True}
+        publisher.origin.sender.open(3)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="version 3 was not installed.*the other end closed"):
-        ray.get(first_weights.commit.remote(3, update))
+        ray.get(first_weights.commit.remote(trainer.round(3, direct=True)))
     with pytest.raises(RuntimeError, match="holds mixed weights"):
         answer(ask(first_weights, max_tokens=5))
     ray.get(direct.join.remote("engine_0", first_weights))
@@ -196,10 +218,10 @@ def test_a_direct_round_that_breaks_poisons_until_a_whole_one(
 
 def cut(publisher: Any, message: int) -> None:
     """Every wire of this rank ends with its n-th message of payload."""
-    door = publisher._sender._door
-    serve = door._serve
+    listener = publisher.origin.sender.listener
+    serve = listener._serve
 
-    def through(wire: Wire, hello: dict[str, Any]) -> None:
+    def through(wire: PeerConnection, hello: dict[str, Any]) -> None:
         send, left = wire.send, iter([False] * message + [True])
 
         def cutting(data: memoryview) -> None:
@@ -210,7 +232,7 @@ def cut(publisher: Any, message: int) -> None:
         wire.send = cutting  # type: ignore[method-assign]
         serve(wire, hello)
 
-    door._serve = through
+    listener._serve = through
 
 
 def test_kept_keys_serve_who_is_under_way_and_nobody_else(
@@ -245,12 +267,16 @@ def test_a_round_of_another_plan_is_refused(
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
     trainer.start(6)
     trainer.wait()
-    update = {"digest": "0000", "epoch": trainer.publishers[0].epoch, "timeout": 30.0}
-    with pytest.raises(RuntimeError, match="round follows plan 0000, this engine was connected with"):
-        ray.get(first_weights.stage.remote(7, update))
+    other = replace(trainer.round(7), digest="0000")
+    with pytest.raises(
+        RuntimeError, match="round follows plan 0000, this engine was connected with"
+    ):
+        ray.get(first_weights.stage.remote(other))
     with pytest.raises(RuntimeError, match="asked to install .* staged is None"):
-        ray.get(first_weights.commit.remote(7, update))
-    assert {span.version for span in answer(ask(first_weights, max_tokens=20, seed=1))[0].versions} == {6}
+        ray.get(first_weights.commit.remote(other))
+    assert {
+        span.version for span in answer(ask(first_weights, max_tokens=20, seed=1))[0].versions
+    } == {6}
 
 
 def test_a_model_that_is_not_the_engines_is_refused_by_name(
@@ -258,9 +284,10 @@ def test_a_model_that_is_not_the_engines_is_refused_by_name(
 ) -> None:
     trainer = Trainer(synchronizer, model_dirs[1])
     for publisher in trainer.publishers:
-        publisher.source.parts = [(renamed(b), t) for b, t in publisher.source.parts]  # type: ignore[attr-defined]
+        publisher.origin.source.parts = [(renamed(b), t) for b, t in publisher.origin.source.parts]  # type: ignore[attr-defined]
     with pytest.raises(
-        RuntimeError, match=r"not those of the model of engine_0.*layers.0.mlp.gate_proj.weight is missing"
+        RuntimeError,
+        match=r"not those of the model of engine_0.*layers.0.mlp.gate_proj.weight is missing",
     ):
         trainer.connect()
 
@@ -273,9 +300,9 @@ def test_an_older_epoch_cannot_connect(synchronizer: Any, model_dirs: tuple[Path
     old, new = Trainer(synchronizer, model_dirs[0]), Trainer(synchronizer, model_dirs[1])
     new.connect()
     with pytest.raises(ValueError, match="cannot connect"):
-        ray.get(synchronizer.connect.remote({}, [], old.publishers[0].epoch))
+        ray.get(synchronizer.connect.remote({}, [], old.publishers[0].origin.epoch))
     with pytest.raises(RuntimeError, match="comes from epoch"):
-        ray.get(synchronizer.publish.remote(3, old.publishers[0].epoch))
+        ray.get(synchronizer.publish.remote(3, old.publishers[0].origin.epoch))
 
 
 def test_versions_may_go_back_after_a_resume(
@@ -285,13 +312,19 @@ def test_versions_may_go_back_after_a_resume(
         trainer = Trainer(synchronizer, model_dirs[1]).connect()
         trainer.start(version)
         trainer.wait()
-    assert ray.get(first_weights.weight_version.remote()) == ray.get(synchronizer.version.remote()) == 4
+    assert (
+        ray.get(first_weights.weight_version.remote())
+        == ray.get(synchronizer.version.remote())
+        == 4
+    )
     assert ray.get(synchronizer.wait_for.remote(4)) == 4
     with pytest.raises(TimeoutError, match="version 5 not published"):
         ray.get(synchronizer.wait_for.remote(5, 0.01))
 
 
-def test_a_directory_of_weights_is_loaded_as_a_version(first_weights: Any, model_dirs: tuple[Path, Path]) -> None:
+def test_a_directory_of_weights_is_loaded_as_a_version(
+    first_weights: Any, model_dirs: tuple[Path, Path]
+) -> None:
     ray.get(first_weights.load_weights_from.remote(str(model_dirs[1]), 30))
     made = answer(ask(first_weights, max_tokens=20, seed=1))[0]
     assert {span.version for span in made.versions} == {30}

@@ -1,18 +1,24 @@
-"""A user's own workflow of runs with two steps: each step is an experience of its own, and says in which state it began."""
+"""A user's own workflow of runs with two steps: each step is an experience of its own, and says in
+which state it began.
+"""
 
 import asyncio
 from dataclasses import dataclass
 
-from rft.experience import Experience, Task
+from rft.ground.experience import Experience, Task
 from rft.rollout.workflows import WorkflowContext, experience
 
 
 @dataclass
 class TwoSteps:
-    """All runs of a task begin in one state; where they are after the first step, its reward says."""
+    """All runs of a task begin in one state; where they are
+    after the first step, its reward says.
+    """
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
-        runs = await asyncio.gather(*(self.one(task, ctx, sample) for sample in range(task.repeat_times)))
+        runs = await asyncio.gather(
+            *(self.one(task, ctx, sample) for sample in range(task.repeat_times))
+        )
         return [step for run in runs for step in run]
 
     async def one(self, task: Task, ctx: WorkflowContext, sample: int) -> list[Experience]:

@@ -1,7 +1,9 @@
-"""A user's own workflow: two requests to the engine, and, where a test wants it, a pause between them.
+"""A user's own workflow: two requests to the engine, and, where a test wants it, a pause between
+them.
 
-While the file named by `workflow_args.gate` exists, groups whose first request was answered by the policy version in it wait,
-and leave the file `gate.reached`: a test then knows that a group is under way, with some of its tokens sampled.
+While the file named by `workflow_args.gate` exists, groups whose first request was answered by the
+policy version in it wait, and leave the file `gate.reached`: a test then knows that a group is
+under way, with some of its tokens sampled.
 """
 
 import asyncio
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rft.experience import Completion, Experience, Task, VersionSpan
+from rft.ground.experience import Completion, Experience, Task, VersionSpan
 from rft.rollout.workflows import WorkflowContext, experience
 
 
@@ -18,9 +20,13 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     half = msgspec.structs.replace(task.sampling, max_tokens=task.sampling.max_tokens // 2)
     begun = await ctx.generate(prompt, task.repeat_times, half)
     await passed(Path(task.workflow_args["gate"]), begun[0].versions[0].version)
-    made = [joined(first, (await ctx.generate([*prompt, *first.tokens], 1, half))[0]) for first in begun]
+    made = [
+        joined(first, (await ctx.generate([*prompt, *first.tokens], 1, half))[0]) for first in begun
+    ]
     results = await ctx.score(task, [ctx.decode(whole.tokens) for whole in made])
-    return [experience(task, prompt, whole, result) for whole, result in zip(made, results, strict=True)]
+    return [
+        experience(task, prompt, whole, result) for whole, result in zip(made, results, strict=True)
+    ]
 
 
 async def passed(gate: Path, version: int) -> None:
@@ -32,7 +38,9 @@ async def passed(gate: Path, version: int) -> None:
 
 def joined(first: Completion, second: Completion) -> Completion:
     at = len(first.tokens)
-    later = [VersionSpan(version=s.version, start=s.start + at, end=s.end + at) for s in second.versions]
+    later = [
+        VersionSpan(version=s.version, start=s.start + at, end=s.end + at) for s in second.versions
+    ]
     return Completion(
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,

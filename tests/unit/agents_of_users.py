@@ -1,4 +1,7 @@
-"""Agents as users write them: what `workflow_args.agent` names in tests. Their clients are told a base_url and a key."""
+"""Agents as users write them: what `workflow_args.agent` names in tests.
+
+Their clients are told a base_url and a key.
+"""
 
 import asyncio
 import os
@@ -11,7 +14,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from rft.experience import Task
+from rft.ground.experience import Task
 
 
 async def two_turns(task: Task, base_url: str, api_key: str, **args: Any) -> Any:
@@ -26,7 +29,9 @@ async def two_turns(task: Task, base_url: str, api_key: str, **args: Any) -> Any
             ]
     if "posts" in args:
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
-            (await http.post(f"{base_url}/feedback", json={"reward": args["posts"]})).raise_for_status()
+            (
+                await http.post(f"{base_url}/feedback", json={"reward": args["posts"]})
+            ).raise_for_status()
     if "raises" in args:
         raise KeyError(args["raises"])
     return args.get("returns")
@@ -44,7 +49,9 @@ async def quiet(task: Task, base_url: str, api_key: str) -> float:
 def plain(task: Task, base_url: str, api_key: str, reward: float = 0.0) -> dict[str, float]:
     """No coroutine: it has a process of its own, and OpenAI's variables in its environment."""
     assert (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]) == (base_url, api_key)
-    made = OpenAI(max_retries=0).chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    made = OpenAI(max_retries=0).chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "hi"}]
+    )
     return {"kind": reward, "short": 0.5 * (len(made.choices[0].message.content) < 100)}
 
 
@@ -59,6 +66,8 @@ def dies(task: Task, base_url: str, api_key: str) -> None:
 
 def has_children(task: Task, base_url: str, api_key: str, file: str) -> None:
     """Leaves a child, which has a session of its own, and hangs."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
     Path(file).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(600)

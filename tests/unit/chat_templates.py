@@ -1,4 +1,6 @@
-"""Chat templates in the styles of five model families, small enough to read, each with a tokenizer that knows its tokens."""
+"""Chat templates in the styles of five model families, small enough to read, each with a tokenizer
+that knows its tokens.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +15,21 @@ class Style:
     template: str
 
 
-# Tools before the system prompt; thoughts of earlier turns are dropped, and the last turn gets a place for them.
+# Tools before the system prompt; thoughts of earlier turns are dropped, and the last turn gets a
+# place for them.
 QWEN = Style(
     ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
     "<|im_end|>",
     "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% "
+    "endfor %}"
     "{% if tools %}<|im_start|>system\n"
     "{% for t in tools %}{{ t.name }}({{ t.takes }}) {% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% set words = m.content.split('</think>')[-1].strip() %}"
     "{% if loop.index0 > ns.last %}<think>{% if '</think>' in m.content %}"
-    "{{ m.content.split('</think>')[0].split('<think>')[-1] }}{% endif %}</think>{% endif %}{{ words }}"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1] }}{% endif %}</think>{% endif %}{{ "
+    "words }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 )
@@ -53,16 +58,25 @@ MISTRAL = Style(
 DEEPSEEK = Style(
     ("<bos>", "<User>", "<Assistant>", "<eos>", "<think>", "</think>"),
     "<eos>",
-    "<bos>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<User>{{ m.content }}"
+    "<bos>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == "
+    "'user' %}<User>{{ m.content }}"
     "{% else %}<Assistant>{{ m.content.split('</think>')[-1] }}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<Assistant>{% endif %}",
 )
-STYLES = {"qwen": QWEN, "llama3": LLAMA3, "chatml": CHATML, "mistral": MISTRAL, "deepseek": DEEPSEEK}
+STYLES = {
+    "qwen": QWEN,
+    "llama3": LLAMA3,
+    "chatml": CHATML,
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+}
 
 
 def tokenizer_of(style: Style) -> Any:
     tokenizer = character_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": style.end, "additional_special_tokens": list(style.special)})
+    tokenizer.add_special_tokens(
+        {"eos_token": style.end, "additional_special_tokens": list(style.special)}
+    )
     tokenizer.chat_template = style.template
     return tokenizer
 

@@ -15,7 +15,9 @@ ENOUGH = 2**29  # bytes that must be free there; containers often give it much l
 
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory in memory where there is room: what is no test of a disk need not wait for one."""
+    """An empty directory in memory where there is room: what is no
+    test of a disk need not wait for one.
+    """
     if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ENOUGH:
         yield tmp_path
         return
@@ -27,6 +29,8 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of four layers under `model/`, and sums in train.jsonl and eval.jsonl."""
     root = tmp_path_factory.mktemp("assets")
-    write_model(root / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64)
+    write_model(
+        root / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64
+    )
     write_arithmetic(root, num_eval=16)
     return root

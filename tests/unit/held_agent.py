@@ -1,7 +1,9 @@
-"""A checkpoint agent whose disk a test holds: python held_agent.py DIRECTORY SOCKET_FD. See `states.Hand`.
+"""A checkpoint agent whose disk a test holds: python held_agent.py DIRECTORY SOCKET_FD. See
+`states.Hand`.
 
-Files in DIRECTORY: `write`, `sync` (locked: the operation waits), `full` (writes fail with ENOSPC), `free` (bytes left),
-`log` (gets a + and a - around every write). Who waits writes its process number to the pipe `arrivals`.
+Files in DIRECTORY: `write`, `sync` (locked: the operation waits), `full` (writes fail with ENOSPC),
+`free` (bytes left), `log` (gets a + and a - around every write). Who waits writes its process
+number to the pipe `arrivals`.
 """
 
 import errno

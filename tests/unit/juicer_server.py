@@ -1,8 +1,10 @@
-"""A service that speaks Data-Juicer's API, in a process of its own: `python juicer_server.py --port N [--mood MOOD] [--mark FILE]`.
+"""A service that speaks Data-Juicer's API, in a process of its own: `python juicer_server.py --port
+N [--mood MOOD] [--mark FILE]`.
 
-Its operators do what the tests need: `text_length` computes a stat, `shorter_than` filters, `score` changes the reward; `fail`,
-`hang`, `nonsense`, `twice`, `nowhere` and `page` misbehave. Moods: `mute` never answers, `dead` ends at once, `late` is not healthy
-until asked three times, `forgets` drops its sessions after each answer, `children` starts one and writes its number to FILE.
+Its operators do what the tests need: `text_length` computes a stat, `shorter_than` filters, `score`
+changes the reward; `fail`, `hang`, `nonsense`, `twice`, `nowhere` and `page` misbehave. Moods:
+`mute` never answers, `dead` ends at once, `late` is not healthy until asked three times, `forgets`
+drops its sessions after each answer, `children` starts one and writes its number to FILE.
 """
 
 import argparse
@@ -46,7 +48,15 @@ class Handler(BaseHTTPRequestHandler):
         except Wrong as wrong:
             self.say(wrong.args[0], {"error": wrong.args[1]})
         except Exception as error:
-            self.say(500, {"error": f"failed:\nTraceback (most recent call last):\n{type(error).__name__}: {error}"})
+            self.say(
+                500,
+                {
+                    "error": (
+                        "failed:\nTraceback (most recent call "
+                        f"last):\n{type(error).__name__}: {error}"
+                    )
+                },
+            )
 
     def create(self, body: bytes) -> None:
         config = json.loads(body)
@@ -60,19 +70,28 @@ class Handler(BaseHTTPRequestHandler):
         self.say(200, {"session_id": name})
 
     def process_experience(self, body: bytes) -> None:
-        form = email.message_from_bytes(b"Content-Type: " + self.headers["Content-Type"].encode() + b"\r\n\r\n" + body)
-        parts = {part.get_param("name", header="content-disposition"): part for part in form.get_payload()}
+        form = email.message_from_bytes(
+            b"Content-Type: " + self.headers["Content-Type"].encode() + b"\r\n\r\n" + body
+        )
+        parts = {
+            part.get_param("name", header="content-disposition"): part
+            for part in form.get_payload()
+        }
         session = sessions.get(parts["session_id"].get_payload().strip())
         if session is None:
             raise Wrong(404, "Session ID not found.")
-        rows = pa.ipc.open_stream(parts["arrow_data"].get_payload(decode=True)).read_all().to_pylist()
+        rows = (
+            pa.ipc.open_stream(parts["arrow_data"].get_payload(decode=True)).read_all().to_pylist()
+        )
         for operator in session["operators"] or [{"text_length": {}}]:
             for name, args in operator.items():
                 if name in PLAIN:
                     self.send(*PLAIN[name], {})
                     return
                 rows = apply(name, args, rows)
-        table = pa.Table.from_pylist(rows) if rows else pa.table({"index": pa.array([], pa.int64())})
+        table = (
+            pa.Table.from_pylist(rows) if rows else pa.table({"index": pa.array([], pa.int64())})
+        )
         sink = io.BytesIO()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
@@ -84,7 +103,11 @@ class Handler(BaseHTTPRequestHandler):
         session = sessions.get(json.loads(body)["session_id"])
         if session is None:
             raise Wrong(404, "Session ID not found.")
-        rows = [json.loads(line) for path in session["inputs"] for line in Path(path).read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for path in session["inputs"]
+            for line in Path(path).read_text().splitlines()
+        ]
         for operator in session["operators"]:
             for name, args in operator.items():
                 rows = apply(name, args, rows)
@@ -114,7 +137,10 @@ class Handler(BaseHTTPRequestHandler):
 def apply(name: str, args: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     match name:
         case "text_length":
-            return [row | {STATS: {"text_len": len(row["response_text"]), "nothing": None}} for row in rows]
+            return [
+                row | {STATS: {"text_len": len(row["response_text"]), "nothing": None}}
+                for row in rows
+            ]
         case "shorter_than":
             return [row for row in rows if len(row[args["field"]]) < args["length"]]
         case "score":
@@ -139,7 +165,9 @@ def main() -> None:
     if mood == "dead":
         sys.exit("cannot import data_juicer")
     if mood == "children":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
         Path(given.mark).write_text(str(child.pid))
     server = ThreadingHTTPServer(("127.0.0.1", given.port), Handler)
     print(f"serving at {server.server_port}", flush=True)

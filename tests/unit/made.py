@@ -1,4 +1,6 @@
-"""Checkpoints made by hand for tests of the tools: a toy model's tensors with values that name their place."""
+"""Checkpoints made by hand for tests of the tools: a toy model's tensors with values that name
+their place.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,11 @@ def sources_of(model: Path, dtype: str = "float32", add: float = 0.0) -> list[So
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no iterator there
                 value = (tensors.get_tensor(name) + add).to(getattr(torch, dtype)).contiguous()
-                found.append(source(f"model/{name}", dtype, value.view(torch.uint8).numpy(), tuple(value.shape)))
+                found.append(
+                    source(
+                        f"model/{name}", dtype, value.view(torch.uint8).numpy(), tuple(value.shape)
+                    )
+                )
     return found
 
 

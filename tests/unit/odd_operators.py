@@ -42,7 +42,10 @@ class Lives:
 
 
 class Does:
-    """What its argument says, for groups (or rows) of number 1; nothing for others. `mark` gets the number of a child process."""
+    """What its argument says, for groups (or rows) of number 1; nothing for others.
+
+    `mark` gets the number of a child process.
+    """
 
     def __init__(self, what: str, mark: str = "", always: bool = False) -> None:
         self.what, self.mark, self.always = what, mark, always

@@ -1,4 +1,6 @@
-"""A trainer rank in miniature in a process of its own: it serves buckets over shared memory, as it would those of its GPU."""
+"""A trainer rank in miniature in a process of its own: it serves buckets over shared memory, as it
+would those of its GPU.
+"""
 
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -7,11 +9,11 @@ from typing import Any
 import torch
 
 from bench.host_card import HostCard
-from rft.protocols import Block
+from rft.ground.protocols import Block
 from rft.sync import plan as plans
-from rft.sync.ipc_link import IpcLink
+from rft.sync.connection import PeerConnection
+from rft.sync.links import IpcLink
 from rft.sync.sender import WeightSender
-from rft.sync.wire import Wire
 
 BUCKET = 4096
 SHAPES = {"norm": (64,), "up": (64, 96), "down": (96, 64), "head": (300, 64)}
@@ -32,11 +34,16 @@ class Weights:
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for name, shape in SHAPES.items()
+    }
 
 
 class FaultyLink(IpcLink):
-    """Does to a bucket that was hashed what it is told: flips one bit of so many buckets, or never lets the next one go."""
+    """Does to a bucket that was hashed what it is told: flips one bit of so many buckets, or never
+    lets the next one go.
+    """
 
     flips = 0
     hangs = False
@@ -44,7 +51,8 @@ class FaultyLink(IpcLink):
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         def faulty(message: torch.Tensor) -> bytes:
             if FaultyLink.hangs:
-                self.wire.receive_record(patient=True)  # nobody says anything: this ends with the wire
+                # nobody says anything: this ends with the wire
+                self.wire.receive_record(patient=True)
             digest = fill(message)
             if FaultyLink.flips:
                 FaultyLink.flips -= 1
@@ -55,7 +63,10 @@ class FaultyLink(IpcLink):
 
 
 def serve(orders: Connection, timeout: float) -> None:
-    """Body of the process. Orders: ("open", version), ("close",), ("flip", buckets), ("hang",); each is answered."""
+    """Body of the process.
+
+    Orders: ("open", version), ("close",), ("flip", buckets), ("hang",); each is answered.
+    """
     weights = Weights()
     sender = WeightSender(weights, 1, timeout, make_link=lambda wire: FaultyLink(wire, HostCard()))
     plan = plans.build([weights.blocks()], BUCKET)
@@ -79,6 +90,6 @@ def obey(order: str, arguments: list[Any], weights: Weights, sender: WeightSende
     return None
 
 
-def link_of(wire: Wire) -> IpcLink:
+def link_of(wire: PeerConnection) -> IpcLink:
     """The engine worker's end."""
     return IpcLink(wire, HostCard())

@@ -1,7 +1,9 @@
-"""A real PostgreSQL for a test: a new cluster in a directory of its own, on a free loopback port, ended with the block.
+"""A real PostgreSQL for a test: a new cluster in a directory of its own, on a free loopback port,
+ended with the block.
 
-In: an empty directory, and Debian's package (installed when it is missing, which takes root). Out: the URL of a database. The
-server runs as an unprivileged user, as it insists; its password is asked for, so that a URL has one.
+In: an empty directory, and Debian's package (installed when it is missing, which takes root). Out:
+the URL of a database. The server runs as an unprivileged user, as it insists; its password is asked
+for, so that a URL has one.
 """
 
 import contextlib
@@ -24,7 +26,10 @@ def programs() -> Path:
     if not found and os.geteuid() == 0 and shutil.which("apt-get"):
         install = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "postgresql"]
         subprocess.run(
-            install, capture_output=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, check=False
+            install,
+            capture_output=True,
+            env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+            check=False,
         )
         found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not found:
@@ -54,7 +59,10 @@ def postgres(root: Path) -> Iterator[str]:
         for parent in root.parents:  # pytest makes them for one user alone
             if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
                 parent.chmod(parent.stat().st_mode | 0o001)
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={root} -c max_connections=60"
+    options = (
+        f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={root} -c "
+        "max_connections=60"
+    )
     initdb = [
         where / "initdb",
         "-D",

@@ -1,4 +1,6 @@
-"""An engine pool that answers as it is told, behind the real endpoint: what tests of sessions and agents speak to."""
+"""An engine pool that answers as it is told, behind the real endpoint: what tests of sessions and
+agents speak to.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rft.experience import Completion, Experience, GenerateRequest, VersionSpan
-from rft.rollout.endpoint.models import Model
-from rft.rollout.endpoint.registry import Registry
-from rft.rollout.endpoint.server import Endpoint
+from rft.agents.endpoint.models import Model
+from rft.agents.endpoint.registry import Registry
+from rft.agents.endpoint.server import Endpoint
+from rft.ground.experience import Completion, Experience, GenerateRequest, VersionSpan
 from rft.tools.toy import character_tokenizer
 
 TOKEN = "the-owner-of-the-run"
@@ -18,7 +20,10 @@ END = TOKENIZER.eos_token_id
 
 
 class Pool:
-    """`script(prompt text, number)` is the text of answer `number`, or (text, stop). No two log-probabilities are equal."""
+    """`script(prompt text, number)` is the text of answer `number`, or (text, stop).
+
+    No two log-probabilities are equal.
+    """
 
     def __init__(self, script: Callable[[str, int], Any]):
         self.script = script
@@ -41,7 +46,9 @@ class Pool:
         for n in range(request.n):
             told = self.script(TOKENIZER.decode(request.prompt), n)
             text, stop = told if isinstance(told, tuple) else (told, "stop")
-            tokens = TOKENIZER.encode(text, add_special_tokens=False) + ([END] if stop == "stop" else [])
+            tokens = TOKENIZER.encode(text, add_special_tokens=False) + (
+                [END] if stop == "stop" else []
+            )
             logprobs = [-(number + n / 10 + at / 1000) for at in range(len(tokens))]
             spans = [VersionSpan(version=self.version, start=0, end=len(tokens))]
             made.append(Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop))
@@ -65,15 +72,22 @@ class Kept:
         self.groups[task] = experiences
 
 
-def policy(pool: Any, context: int = 512, template: str | None = None, name: str = "policy") -> Model:
+def policy(
+    pool: Any, context: int = 512, template: str | None = None, name: str = "policy"
+) -> Model:
     return Model(name, TOKENIZER, template, pool, context)
 
 
 @asynccontextmanager
 async def listening(
-    pool: Any, directory: Path, kept: Kept | None = None, group_size: int = 1, others: tuple[Model, ...] = (),
-    timeout: float = 60.0, **model: Any,
-) -> AsyncIterator[Endpoint]:  # fmt: skip
+    pool: Any,
+    directory: Path,
+    kept: Kept | None = None,
+    group_size: int = 1,
+    others: tuple[Model, ...] = (),
+    timeout: float = 60.0,
+    **model: Any,
+) -> AsyncIterator[Endpoint]:
     """The endpoint on a free port of this machine."""
     registry = Registry(TOKEN, timeout, kept.store if kept else None, group_size)
     endpoint = Endpoint(registry, [policy(pool, **model), *others], directory / "endpoint.json")

@@ -1,10 +1,14 @@
-"""Explorers and trainers as processes of their own on one database, and the account of what each has trained on.
+"""Explorers and trainers as processes of their own on one database, and the account of what each
+has trained on.
 
-    python -m tests.unit.sql_world explorer URL NAME GROUPS HANG_AT        admits and stores, says `admitted GROUP`
-    python -m tests.unit.sql_world trainer URL RUN DIRECTORY HANG_AT       takes and trains, says `taken STEP [GROUPS]`
+    python -m tests.unit.sql_world explorer URL NAME GROUPS HANG_AT
+            admits and stores, says `admitted GROUP`
+    python -m tests.unit.sql_world trainer URL RUN DIRECTORY HANG_AT
+            takes and trains, says `taken STEP [GROUPS]`
 
-`HANG_AT`: after so many groups or at this step it does nothing more, so that a test can kill it there; -1: it ends by itself. A
-trainer's checkpoint is a file with its step and the groups that it has learned from, written every second step.
+`HANG_AT`: after so many groups or at this step it does nothing more, so that a test can kill it
+there; -1: it ends by itself. A trainer's checkpoint is a file with its step and the groups that it
+has learned from, written every second step.
 """
 
 import asyncio
@@ -18,7 +22,7 @@ from typing import Any
 from rft.buffer.delivery import opened
 from rft.buffer.sql_buffer import SqlBuffer
 from rft.config import ExperienceBufferConfig
-from rft.experience import Experience, VersionSpan, encode
+from rft.ground.experience import Experience, VersionSpan, encode
 
 TASKS = 2
 
@@ -27,13 +31,22 @@ def rows(*rewards: float, version: int = 0) -> bytes:
     span = VersionSpan(version=version, start=0, end=2)
     return encode(
         [
-            Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1], reward=reward, task="t", versions=[span])
+            Experience(
+                tokens=[1, 2, 3],
+                prompt_length=1,
+                action_mask=[1, 1],
+                reward=reward,
+                task="t",
+                versions=[span],
+            )
             for reward in rewards
         ]
     )
 
 
-def buffer(url: str, run: str = "p/run", max_staleness: int | None = None, **settings: Any) -> SqlBuffer:
+def buffer(
+    url: str, run: str = "p/run", max_staleness: int | None = None, **settings: Any
+) -> SqlBuffer:
     config = ExperienceBufferConfig(storage_type="sql", path=url, **settings)
     return SqlBuffer(config, run, TASKS, 2, max_staleness, None)
 
@@ -59,7 +72,9 @@ async def explore(url: str, name: str, groups: int, hang_at: int) -> None:
 
 async def train(url: str, run: str, directory: str, hang_at: int) -> None:
     saved = Path(directory) / f"{run}.json"
-    state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "epoch": 0, "groups": []}
+    state = (
+        json.loads(saved.read_text()) if saved.exists() else {"step": 0, "epoch": 0, "groups": []}
+    )
     state["epoch"] += 1
     saved.write_text(json.dumps(state))
     mine = buffer(url, f"p/{run}", max_read_timeout=60.0)
@@ -109,9 +124,15 @@ class Process:
 
 
 def exactly_once(url: str, directory: Path, writers: int, leasers: int, groups: int) -> None:
-    """`writers` x `groups` groups through `leasers` trainers, one of each killed and begun again: each group is trained once."""
-    explorers = [Process("explorer", url, f"e{n}", groups, groups // 2 if n == 0 else -1) for n in range(writers)]
-    first = Process("trainer", url, "t0", directory, 3)  # alone, or others could leave nothing for it to hold
+    """`writers` x `groups` groups through `leasers` trainers, one of each killed and begun again:
+    each group is trained once.
+    """
+    explorers = [
+        Process("explorer", url, f"e{n}", groups, groups // 2 if n == 0 else -1)
+        for n in range(writers)
+    ]
+    # alone, or others could leave nothing for it to hold
+    first = Process("trainer", url, "t0", directory, 3)
     given = first.until("taken 3")
     assert given != "taken 3 []", "it must be killed while it holds a batch"
     first.kill()
@@ -125,8 +146,14 @@ def exactly_once(url: str, directory: Path, writers: int, leasers: int, groups: 
     again = {line.split()[1]: line for line in trainers[0].lines}
     for line in first.lines:
         step = line.split()[1]
-        assert int(step) < 2 or again[step] == line, "what was taken after the checkpoint comes again, the same"
-    trained = [group for n in range(leasers) for group in json.loads((directory / f"t{n}.json").read_text())["groups"]]
+        assert int(step) < 2 or again[step] == line, (
+            "what was taken after the checkpoint comes again, the same"
+        )
+    trained = [
+        group
+        for n in range(leasers)
+        for group in json.loads((directory / f"t{n}.json").read_text())["groups"]
+    ]
     assert sorted(trained) == list(range(writers * groups))
 
 

@@ -1,4 +1,6 @@
-"""Toy training states, one-process ranks and a hand on the agent's disk, for the tests of `rft.checkpoint`."""
+"""Toy training states, one-process ranks and a hand on the agent's disk, for the tests of
+`rft.checkpoint`.
+"""
 
 import contextlib
 import fcntl
@@ -11,11 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from rft.checkpoint import layout
+from rft.checkpoint.layout import Claim
 from rft.checkpoint.manager import CheckpointManager
+from rft.checkpoint.reader import Checkpoint
+from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, sha256
+from rft.checkpoint.storage import open_storage
+from rft.checkpoint.writer import ChunkHasher, file_name, receipt_name
 from rft.config import TrainerConfig
-from rft.protocols import Piece, Snapshot
+from rft.ground.protocols import Piece, Snapshot
 
 PATIENCE = 20.0  # seconds until a test gives up; nothing here takes nearly as long
 AGENT_SCRIPT = Path(__file__).with_name("held_agent.py")
@@ -92,13 +101,20 @@ class State:
 
 def every_kind() -> State:
     """One tensor of each kind that a trainer has."""
-    return State({
-        "model/weight": torch.zeros(37, 19), "model/half": torch.zeros(7, dtype=torch.bfloat16),
-        "model/transposed": torch.zeros(6, 4).t(), "model/strided": torch.zeros(20, 6)[::2, 1:4],
-        "optimizer/count": torch.zeros((), dtype=torch.int64), "optimizer/scalar": torch.zeros(()),
-        "optimizer/mask": torch.zeros(11, dtype=torch.bool), "optimizer/nothing": torch.empty(0),
-        "optimizer/no_rows": torch.empty(0, 5), "optimizer/long": torch.zeros(3, 2, 2, dtype=torch.int64),
-    })  # fmt: skip
+    return State(
+        {
+            "model/weight": torch.zeros(37, 19),
+            "model/half": torch.zeros(7, dtype=torch.bfloat16),
+            "model/transposed": torch.zeros(6, 4).t(),
+            "model/strided": torch.zeros(20, 6)[::2, 1:4],
+            "optimizer/count": torch.zeros((), dtype=torch.int64),
+            "optimizer/scalar": torch.zeros(()),
+            "optimizer/mask": torch.zeros(11, dtype=torch.bool),
+            "optimizer/nothing": torch.empty(0),
+            "optimizer/no_rows": torch.empty(0, 5),
+            "optimizer/long": torch.zeros(3, 2, 2, dtype=torch.int64),
+        }
+    )
 
 
 def plain(rows: int = 8, width: int = 1024, count: int = 4) -> State:
@@ -123,7 +139,9 @@ def managed(
     root: Path, state: State, epoch: int = 1, config: TrainerConfig | None = None, **more: Any
 ) -> Iterator[CheckpointManager]:
     """A started manager with its agent, ended with the test."""
-    manager = CheckpointManager(root, OneRank(), config or trainer_config(), epoch=epoch, log_dir=root.parent, **more)
+    manager = CheckpointManager(
+        root, OneRank(), config or trainer_config(), epoch=epoch, log_dir=root.parent, **more
+    )
     manager.start(state)
     try:
         yield manager
@@ -136,6 +154,60 @@ def save(manager: CheckpointManager, step: int, state: State, **more: Any) -> No
     manager.save(step, state, {"seen": step}, **more)
     manager.before_update()
     manager.wait(step)
+
+
+def held(whole: np.ndarray, claim: Claim) -> np.ndarray:
+    """Elements of a claim, the slow and obvious way."""
+    inside = whole[
+        tuple(slice(o, o + n) for o, n in zip(claim.offset, claim.shape, strict=True))
+    ].reshape(-1)
+    return inside[slice(*claim.flat)] if claim.flat else inside
+
+
+def write_cut(root: Path, whole: np.ndarray, ranks: list[list[Claim]]) -> Checkpoint:
+    """A checkpoint made without the agent: of the tensor `t`, a file for each rank's claims."""
+    storage = open_storage(root)
+    (root / "step_00000001").mkdir(parents=True)
+    digests = {}
+    for rank, claims in enumerate(ranks):
+        regions = layout.place(claims)
+        data = bytearray(layout.extent(regions))
+        for region in regions:
+            data[region.at : region.at + region.bytes] = held(whole, region).tobytes()
+        hasher = ChunkHasher()
+        hasher.update(memoryview(data))
+        receipt = Receipt(
+            format=FORMAT,
+            id="x",
+            step=1,
+            epoch=1,
+            rank=rank,
+            world=len(ranks),
+            layout="",
+            file=file_name(rank),
+            bytes=len(data),
+            chunks=hasher.finish(),
+            regions=regions,
+            small={"rng": b""},
+            local={},
+        )
+        storage.put(f"step_00000001/{file_name(rank)}", bytes(data))
+        storage.put(f"step_00000001/{receipt_name(rank)}", encode_json(receipt))
+        digests[receipt_name(rank)] = sha256(encode_json(receipt))
+    manifest = Manifest(
+        format=FORMAT,
+        id="x",
+        step=1,
+        epoch=1,
+        world=len(ranks),
+        layout="",
+        bytes=0,
+        receipts=digests,
+        loop={"step": 1},
+        about={},
+    )
+    storage.put("step_00000001/MANIFEST.json", encode_json(manifest.sealed()))
+    return Checkpoint(storage, "step_00000001")
 
 
 def load(root: Path, state: State, epoch: int = 2) -> dict[str, Any] | None:
@@ -153,7 +225,9 @@ def until(true: Callable[[], object], what: str) -> None:
 
 
 class Hand:
-    """Holds the disk of agents that run `held_agent.py`: they stop at an operation until it is let go."""
+    """Holds the disk of agents that run `held_agent.py`: they stop
+    at an operation until it is let go.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory

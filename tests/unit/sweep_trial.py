@@ -1,7 +1,8 @@
-"""A run that takes no time, for tests of sweeps: `prepare` leaves what a finished stage leaves, so nothing is started.
+"""A run that takes no time, for tests of sweeps: `prepare` leaves what a finished stage leaves, so
+nothing is started.
 
-Every attempt adds a line to `<checkpoint_root_dir>/attempts`. Seed 13 fails; a seed whose pipe `<checkpoint_root_dir>/hold_<seed>`
-exists waits there, for a test to kill it.
+Every attempt adds a line to `<checkpoint_root_dir>/attempts`. Seed 13 fails; a seed whose pipe
+`<checkpoint_root_dir>/hold_<seed>` exists waits there, for a test to kill it.
 """
 
 import json
@@ -22,6 +23,8 @@ def prepare(config: Config) -> None:
     if config.seed == 13:
         raise ConfigError("seed=13: brings bad luck")
     values = [0.5, 0.25 * config.seed - config.trainer.grad_clip]
-    rows = [{"step": step, "time_s": 0.0, "loss": value} for step, value in enumerate(values, start=1)]
+    rows = [
+        {"step": step, "time_s": 0.0, "loss": value} for step, value in enumerate(values, start=1)
+    ]
     (job / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (job / "result.json").write_text(json.dumps(DONE))

@@ -1,9 +1,12 @@
-"""A run by events: explorers, engines, trainer and weight pushes with random times, around the real progress and the real style.
+"""A run by events: explorers, engines, trainer and weight pushes with random times, around the real
+progress and the real style.
 
-`Simulation(...).run()` returns when all steps are trained; `Standstill` says that nothing can happen any more. Times are drawn
-from one seeded generator: rollouts with a long tail (Pareto), training steps and pushes around their means. As in the loop, a
-push that was begun after a step is waited for before the next update changes the weights, and slots are counted from the version
-that the engines serve. The simulation keeps its own account: which version sampled which part of a group, and what was published.
+`Simulation(...).run()` returns when all steps are trained; `Standstill` says that nothing can
+happen any more. Times are drawn from one seeded generator: rollouts with a long tail (Pareto),
+training steps and pushes around their means. As in the loop, a push that was begun after a step is
+waited for before the next update changes the weights, and slots are counted from the version that
+the engines serve. The simulation keeps its own account: which version sampled which part of a
+group, and what was published.
 """
 
 import heapq
@@ -50,7 +53,8 @@ class Simulation:
     runners: int = 6
     now: float = 0.0
     served: int = 0  # by the engines
-    published: list[int] = field(default_factory=lambda: [0])  # in the order in which pushes were begun
+    # in the order in which pushes were begun
+    published: list[int] = field(default_factory=lambda: [0])
     asked: dict[int, tuple[bool, bool]] = field(
         default_factory=dict
     )  # after each step: the answer, and our own account
@@ -69,7 +73,8 @@ class Simulation:
         self.step = 0
         self.is_training = False
         self.pushing = False
-        self.wants_update: Callable[[], None] | None = None  # the trainer stands before the update, a push is under way
+        # the trainer stands before the update, a push is under way
+        self.wants_update: Callable[[], None] | None = None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -79,7 +84,8 @@ class Simulation:
             self._begin_step()
             if not self._events:
                 raise Standstill(
-                    f"step {self.step} with version {self.served} served: {len(self.running)} groups run, "
+                    f"step {self.step} with version {self.served} served: {len(self.running)} "
+                    "groups run, "
                     f"{len(self.progress.stored())} are stored, {self._slots()} slots"
                 )
             self.now, _, event = heapq.heappop(self._events)
@@ -89,7 +95,9 @@ class Simulation:
     # Explorer and engines
 
     def _slots(self) -> int:
-        return self.progress.slots(self.served, self.tasks_per_step, int(self.sync.max_staleness or 0))
+        return self.progress.slots(
+            self.served, self.tasks_per_step, int(self.sync.max_staleness or 0)
+        )
 
     def _admit(self) -> None:
         while (
@@ -98,10 +106,17 @@ class Simulation:
             and self.progress.missing(self.steps, self.tasks_per_step) > 0
         ):
             number = self.progress.next_group
-            self._record(Issued, group=number, explorer="e", task=b"", cursor={}, version=self.served)
+            self._record(
+                Issued, group=number, explorer="e", task=b"", cursor={}, version=self.served
+            )
             self.running[number] = Rollout(number, {self.served})
             # mean 1, and one in a hundred takes six times as long
-            length = self.pace.rollout * (self.chance.paretovariate(1.6) * 0.375) * self.runners / self.tasks_per_step
+            length = (
+                self.pace.rollout
+                * (self.chance.paretovariate(1.6) * 0.375)
+                * self.runners
+                / self.tasks_per_step
+            )
             self._after(length, lambda number=number: self._finish(number))
 
     def _finish(self, number: int) -> None:
@@ -116,9 +131,13 @@ class Simulation:
 
     def _ask(self, interval: int) -> bool:
         staleness = int(self.sync.max_staleness or 0)
-        answer = self.progress.asks(self.served, self.stored_before, interval, self.tasks_per_step, staleness)
+        answer = self.progress.asks(
+            self.served, self.stored_before, interval, self.tasks_per_step, staleness
+        )
         admitted = self.progress.next_group - len(self.failed)
-        is_idle = not self.running and admitted >= (self.served + staleness + 1) * self.tasks_per_step
+        is_idle = (
+            not self.running and admitted >= (self.served + staleness + 1) * self.tasks_per_step
+        )
         self.asked[self.step] = (answer, is_idle or self.finished >= interval * self.tasks_per_step)
         return answer
 

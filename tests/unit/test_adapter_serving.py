@@ -2,13 +2,13 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rft.adapters import lora_of, sync_of, versions_kept
 from rft.config import ConfigError, LoraConfig, ModelConfig, SynchronizerConfig
-from rft.names import Dims, read_hf_config
+from rft.config.layout import lora_of, sync_of, versions_kept
+from rft.ground.names import Dims, read_hf_config
+from rft.ground.rounds import AdapterOrder, Installed
 from rft.rollout.adapter_serving import AdapterServing
 from rft.tools.toy import write_model
 
@@ -16,24 +16,29 @@ from rft.tools.toy import write_model
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: write_model(root / family, family=family, layers=2) for family in ("qwen3", "qwen3_moe")}
+    return {
+        family: write_model(root / family, family=family, layers=2)
+        for family in ("qwen3", "qwen3_moe")
+    }
 
 
 class Workers:
-    """Follows orders as a worker does: refuses a number that it has, and one more than it has room for."""
+    """Follows orders as a worker does: refuses a number that it
+    has, and one more than it has room for.
+    """
 
     def __init__(self, room: int):
         self.room = room
         self.held: list[int] = []
         self.broken = False
 
-    async def __call__(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.held = [number for number in self.held if number not in order["drop"]]
-        assert order["number"] not in self.held and len(self.held) < self.room
-        self.held.append(order["number"])
+    async def __call__(self, order: AdapterOrder) -> Installed:
+        self.held = [number for number in self.held if number not in order.drop]
+        assert order.number not in self.held and len(self.held) < self.room
+        self.held.append(order.number)
         if self.broken:
             raise RuntimeError("a worker died")
-        return {"held": list(self.held)}
+        return Installed(version=order.number, adapters=list(self.held))
 
 
 @pytest.fixture
@@ -49,9 +54,12 @@ def serving(models: dict[str, Path]) -> AdapterServing:
 
 def test_vllm_is_asked_for_room_in_the_trained_layers_only(serving: AdapterServing) -> None:
     assert serving.arguments() == {
-        "enable_lora": True, "max_lora_rank": 16, "max_loras": 2, "max_cpu_loras": 2,
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "max_loras": 2,
+        "max_cpu_loras": 2,
         "lora_target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"],
-    }  # fmt: skip
+    }
     assert len(serving.tensors) == 2 * 2 * 7
 
 
@@ -68,14 +76,18 @@ def test_a_request_keeps_its_version_and_its_adapter_is_dropped_after_it(
             with serving.use() as second:
                 assert first is not None and second is not None
                 assert (first.version, second.version) == (1, 2)
-                assert [(s.version, s.start, s.end) for s in first.spans(7)] == [(1, 0, 7)] and first.spans(0) == []
+                assert [(s.version, s.start, s.end) for s in first.spans(7)] == [
+                    (1, 0, 7)
+                ] and first.spans(0) == []
         await serving.install(3, workers, 1)
         assert workers.held == [2, 3]  # until 3 was there, 2 was for new requests
 
     asyncio.run(scenario())
 
 
-def test_a_version_that_comes_again_gets_another_number(serving: AdapterServing, workers: Workers) -> None:
+def test_a_version_that_comes_again_gets_another_number(
+    serving: AdapterServing, workers: Workers
+) -> None:
     async def scenario() -> None:
         await serving.install(5, workers, 1)
         before = serving.current
@@ -87,12 +99,19 @@ def test_a_version_that_comes_again_gets_another_number(serving: AdapterServing,
     asyncio.run(scenario())
 
 
-def test_an_installation_waits_for_requests_of_the_oldest_version(serving: AdapterServing, workers: Workers) -> None:
+def test_an_installation_waits_for_requests_of_the_oldest_version(
+    serving: AdapterServing, workers: Workers
+) -> None:
     async def scenario() -> None:
         await serving.install(1, workers, 1)
         with serving.use():
             await serving.install(2, workers, 1)
-            with serving.use(), pytest.raises(TimeoutError, match="no place for version 3 .* 1 of version 1, 1 of ver"):
+            with (
+                serving.use(),
+                pytest.raises(
+                    TimeoutError, match="no place for version 3 .* 1 of version 1, 1 of ver"
+                ),
+            ):
                 await serving.install(3, workers, 0.01)
             waiting = asyncio.create_task(serving.install(3, workers, 60))
             await asyncio.sleep(0)
@@ -147,7 +166,10 @@ def test_adapters_are_synchronized_where_vllm_can_add_them(
 def test_what_vllm_cannot_add_is_refused(models: dict[str, Path]) -> None:
     dims = Dims.of(read_hf_config(models["qwen3_moe"]))
     lora = lora_of([LoraConfig(lora_rank=600, target_modules=["all-linear"])], dims)
-    with pytest.raises(ConfigError, match="up to rank 512, model.lora_configs says 600; on a CPU .*lora_sync=merged"):
+    with pytest.raises(
+        ConfigError,
+        match="up to rank 512, model.lora_configs says 600; on a CPU .*lora_sync=merged",
+    ):
         sync_of("adapter", lora, dims, "cpu")
     with pytest.raises(ConfigError, match="lora_sync=merged: the policy has no adapter"):
         sync_of("merged", None, dims, "cpu")

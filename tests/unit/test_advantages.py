@@ -1,4 +1,6 @@
-"""Every advantage against its formula written out here in another way, in fp64, and the rows that a step makes of them."""
+"""Every advantage against its formula written out here in another way, in fp64, and the rows that a
+step makes of them.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,11 +9,12 @@ import numpy as np
 import pytest
 
 from rft.algorithm import ALGORITHMS, credit, token_credit
-from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns, Credit
+from rft.algorithm.advantages import ADVANTAGES, Columns, Credit
+from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import AlgorithmConfig
-from rft.experience import Experience
-from rft.feed import Feed
-from rft.packing import AGGREGATIONS, Cost, Packed, pack
+from rft.data.packing import AGGREGATIONS, Cost, Packed, pack
+from rft.ground.experience import Experience
+from rft.trainer.feed import Feed
 from tests.unit.test_feed import Alone
 
 GROUPS = {3: [1.0, 0.0, 0.25, 0.5], 4: [2.0, 2.0], 7: [-1.0, 3.0, 1.0], 9: [5.0]}
@@ -19,16 +22,27 @@ REWARDS = [reward for rewards in GROUPS.values() for reward in rewards]
 NUMBERS = [group for group, rewards in GROUPS.items() for _ in rewards]
 
 
-def made(reward: float, group: int, sample: int = 0, turn: int = 0, length: int = 2, **more: Any) -> Experience:
+def made(
+    reward: float, group: int, sample: int = 0, turn: int = 0, length: int = 2, **more: Any
+) -> Experience:
     given = {"action_mask": [1] * length, "logprobs": [-0.5] * length} | more
     return Experience(
-        tokens=[1, 2, *range(5, 5 + length)], prompt_length=2, reward=reward, group=group, sample=sample, turn=turn, **given
-    )  # fmt: skip
+        tokens=[1, 2, *range(5, 5 + length)],
+        prompt_length=2,
+        reward=reward,
+        group=group,
+        sample=sample,
+        turn=turn,
+        **given,
+    )
 
 
 def columns(**more: Any) -> Columns:
     pairs = list(zip(REWARDS, NUMBERS, strict=True))
-    return replace(Columns.of([made(reward, group, sample) for sample, (reward, group) in enumerate(pairs)]), **more)
+    return replace(
+        Columns.of([made(reward, group, sample) for sample, (reward, group) in enumerate(pairs)]),
+        **more,
+    )
 
 
 def found(name: str, given: Columns | None = None, **arguments: Any) -> Credit:
@@ -36,12 +50,16 @@ def found(name: str, given: Columns | None = None, **arguments: Any) -> Credit:
 
 
 def by_group(formula: Any, alone: float | None = None) -> list[float]:
-    """`formula(reward, the other rewards, all of the group)` for every response; `alone`: of a group of one."""
+    """`formula(reward, the other rewards, all of the group)` for every response; `alone`: of a
+    group of one.
+    """
     values = []
     for rewards in GROUPS.values():
         for place, reward in enumerate(rewards):
             others = [*rewards[:place], *rewards[place + 1 :]]
-            values.append(alone if not others and alone is not None else formula(reward, others, rewards))
+            values.append(
+                alone if not others and alone is not None else formula(reward, others, rewards)
+            )
     return values
 
 
@@ -56,17 +74,31 @@ def variance(values: list[float]) -> float:
 CLOSED = [
     ("grpo", {}, by_group(lambda r, _, g: (r - mean(g)) / (variance(g) ** 0.5 + 1e-6), 0.0)),
     ("grpo", {"normalize_std": False}, by_group(lambda r, _, g: r - mean(g), 0.0)),
-    ("grpo", {"std_cal_level": "batch"}, by_group(lambda r, _, g: (r - mean(g)) / (variance(REWARDS) ** 0.5 + 1e-6), 0.0)),
+    (
+        "grpo",
+        {"std_cal_level": "batch"},
+        by_group(lambda r, _, g: (r - mean(g)) / (variance(REWARDS) ** 0.5 + 1e-6), 0.0),
+    ),
     ("rloo", {}, by_group(lambda r, others, _: r - mean(others), 5.0)),
     ("reinforce", {}, REWARDS),
     ("opmd", {}, by_group(lambda r, _, g: r - mean(g), 5.0)),
-    ("opmd", {"opmd_baseline": "logavgexp", "tau": 0.5},
-     by_group(lambda r, _, g: r - 0.5 * np.log(mean([np.exp(x / 0.5) for x in g])), 5.0)),
+    (
+        "opmd",
+        {"opmd_baseline": "logavgexp", "tau": 0.5},
+        by_group(lambda r, _, g: r - 0.5 * np.log(mean([np.exp(x / 0.5) for x in g])), 5.0),
+    ),
     ("asymre", {"baseline_shift": -0.2}, by_group(lambda r, _, g: r - mean(g) + 0.2, 5.0)),
     ("rec", {}, by_group(lambda r, _, g: r - mean(g))),
-    ("rec", {"std_normalize": True},
-     by_group(lambda r, _, g: (r - mean(g)) / ((mean([x * x for x in g]) - mean(g) ** 2) ** 0.5 + 1e-6))),
-]  # fmt: skip
+    (
+        "rec",
+        {"std_normalize": True},
+        by_group(
+            lambda r, _, g: (
+                (r - mean(g)) / ((mean([x * x for x in g]) - mean(g) ** 2) ** 0.5 + 1e-6)
+            )
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "arguments", "wanted"), CLOSED)
@@ -76,12 +108,17 @@ def test_advantages_of_responses(name: str, arguments: dict[str, Any], wanted: l
 
 
 def test_groups_without_signal_are_left_out_or_replaced_by_others() -> None:
-    """Group 4 has no spread, group 9 one member; what replaces them has a spread, and is chosen alike in every run."""
+    """Group 4 has no spread, group 9 one member; what replaces them has a spread, and is chosen
+    alike in every run.
+    """
     left_out = found("grpo", std_threshold=0.0)
     assert left_out.times is not None
     assert left_out.times.tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1, 0]
     assert left_out.metrics == {"sample/groups_left_out": 2.0}
-    doubled = [found("grpo", columns(seed=5), std_threshold=0.0, duplicate_experiences=True).times for _ in range(2)]
+    doubled = [
+        found("grpo", columns(seed=5), std_threshold=0.0, duplicate_experiences=True).times
+        for _ in range(2)
+    ]
     assert doubled[0] is not None and np.array_equal(*doubled)
     first, last = doubled[0][:4], doubled[0][6:9]
     assert doubled[0][[4, 5, 9]].tolist() == [0, 0, 0]
@@ -93,16 +130,22 @@ def test_likely_responses_are_worth_less_by_their_rank() -> None:
     logprobs = np.array([-0.1, -0.4, -0.2, -0.3, -1.0, -2.0, -0.7, -0.9, -0.8, -1.0])
     rewards = [1 * (1 - 0.4 * 3 / 4), 0, 0.25 * (1 - 0.4 * 2 / 4), 0.5 * (1 - 0.4 * 1 / 4)]
     wanted = [(r - mean(rewards)) / (variance(rewards) ** 0.5 + 1e-6) for r in rewards]
-    assert found("grpo", columns(logprobs=logprobs), rank_penalty=0.4).advantages[:4] == pytest.approx(wanted)
+    assert found("grpo", columns(logprobs=logprobs), rank_penalty=0.4).advantages[
+        :4
+    ] == pytest.approx(wanted)
 
 
 def test_rec_drops_surplus_bad_responses() -> None:
-    """Of group 3 are good 1 and 0.5 (mean 0.4375); one of the two bad ones of ten times as many stays."""
+    """Of group 3 are good 1 and 0.5 (mean 0.4375); one of the two
+    bad ones of ten times as many stays.
+    """
     rewards = np.array([1.0, 0, 0, 0, 0])
     given = Columns.of([made(r, 0, sample) for sample, r in enumerate(rewards)])
     advantages = found("rec", given, drop="balance").advantages
     assert sorted(advantages) == pytest.approx([-0.5, 0, 0, 0, 0.5])
-    assert found("rec", Columns.of([made(3.0, 0)])).advantages.tolist() == [0.0], "W52: a group of one"
+    assert found("rec", Columns.of([made(3.0, 0)])).advantages.tolist() == [0.0], (
+        "W52: a group of one"
+    )
 
 
 def test_raft_keeps_the_best_of_each_group() -> None:
@@ -113,10 +156,14 @@ def test_raft_keeps_the_best_of_each_group() -> None:
 
 def runs() -> Columns:
     """Two runs of task 0, of two turns and of one, in no order; one of task 1."""
-    return Columns.of([
-        made(1.0, 0, sample=0, turn=1, info={"env_state_hash": "b"}), made(0.0, 0, sample=1, info={"env_state_hash": "a"}),
-        made(0.5, 0, sample=0, turn=0, info={"env_state_hash": "a"}), made(2.0, 1, sample=0, info={"env_state_hash": "a"}),
-    ])  # fmt: skip
+    return Columns.of(
+        [
+            made(1.0, 0, sample=0, turn=1, info={"env_state_hash": "b"}),
+            made(0.0, 0, sample=1, info={"env_state_hash": "a"}),
+            made(0.5, 0, sample=0, turn=0, info={"env_state_hash": "a"}),
+            made(2.0, 1, sample=0, info={"env_state_hash": "a"}),
+        ]
+    )
 
 
 def test_turns_share_the_advantage_of_their_run() -> None:
@@ -129,7 +176,10 @@ def test_turns_share_the_advantage_of_their_run() -> None:
 
 
 def test_gigpo_compares_runs_and_steps_from_the_same_state() -> None:
-    """Returns of the runs are 1 and 0. From state a: 0.9 x 1 of the first run, 0 of the second; nothing else shares a state."""
+    """Returns of the runs are 1 and 0.
+
+    From state a: 0.9 x 1 of the first run, 0 of the second; nothing else shares a state.
+    """
     assert found("gigpo", runs(), gamma=0.9, omega=2.0).advantages == pytest.approx(
         [0.5, -0.5 - 2 * 0.45, 0.5 + 2 * 0.45, 0]
     )
@@ -141,7 +191,7 @@ def test_gigpo_compares_runs_and_steps_from_the_same_state() -> None:
     assert found("gigpo", given, omega=0.0).advantages == pytest.approx([2, -2, 2, 0])
 
 
-# --- advantages of tokens ---------------------------------------------------------------------------------------------
+# --- advantages of tokens -------------------------------------------------------------------------
 
 
 def batch(seed: int = 2) -> list[Experience]:
@@ -151,23 +201,43 @@ def batch(seed: int = 2) -> list[Experience]:
         length = int(rng.integers(2, 7))
         mask = [1, *rng.integers(0, 2, length - 1).tolist()]
         logprobs = rng.uniform(-2, -0.1, length).tolist()
-        found.append(made(float(rng.normal()), number // 2, number, length=length, action_mask=mask, logprobs=logprobs))
+        found.append(
+            made(
+                float(rng.normal()),
+                number // 2,
+                number,
+                length=length,
+                action_mask=mask,
+                logprobs=logprobs,
+            )
+        )
     return found
 
 
 def scored(packed: Packed) -> Packed:
-    said = {"reference": -1.5 + 0.1 * np.sin(packed.labels), "proximal": -1.2 + 0.2 * np.cos(packed.labels)}
+    said = {
+        "reference": -1.5 + 0.1 * np.sin(packed.labels),
+        "proximal": -1.2 + 0.2 * np.cos(packed.labels),
+    }
     said["entropy"] = 1.0 + np.cos(3.0 * packed.labels) / 2
-    return replace(packed, scores=packed.scores | {name: a.astype(np.float32) for name, a in said.items()})
+    return replace(
+        packed, scores=packed.scores | {name: a.astype(np.float32) for name, a in said.items()}
+    )
 
 
 def credited(
     experiences: list[Experience], algorithm: AlgorithmConfig, dp: int = 1, limit: int = 10**6
 ) -> dict[tuple[int, int], float]:
-    """Advantage of every trained token, by row and place; sums over ranks are those of passes before."""
+    """Advantage of every trained token, by row and place; sums
+    over ranks are those of passes before.
+    """
     penalised = token_credit.is_penalised(algorithm)
-    judged = credit.judge(experiences, algorithm.advantage_fn, algorithm.advantage_fn_args, 0, penalised)
-    parts = [[scored(p) for p in part] for part in pack(credit.rows(judged, "token-mean"), dp, limit, 1)]
+    judged = credit.judge(
+        experiences, algorithm.advantage_fn, algorithm.advantage_fn_args, 0, penalised
+    )
+    parts = [
+        [scored(p) for p in part] for part in pack(credit.rows(judged, "token-mean"), dp, limit, 1)
+    ]
     totals: list[list[float]] = []
     while True:
         asked: list[list[list[float]]] = []
@@ -186,15 +256,21 @@ def credited(
         totals.append(np.sum([own[len(totals)] for own in asked], axis=0).tolist())
     values = {}
     for packed in (p for part, _ in results for p in part):
-        for row, start, stop in zip(packed.rows, packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True):
+        for row, start, stop in zip(
+            packed.rows, packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True
+        ):
             values |= {
-                (int(row), int(t - start)): float(packed.advantage[t]) for t in range(start, stop) if packed.weight[t]
+                (int(row), int(t - start)): float(packed.advantage[t])
+                for t in range(start, stop)
+                if packed.weight[t]
             }
     return values
 
 
 def test_reinforce_plus_plus_is_the_whitened_return() -> None:
-    algorithm = AlgorithmConfig(advantage_fn="reinforceplusplus", advantage_fn_args={"gamma": 0.9}, kl_loss_fn="none")
+    algorithm = AlgorithmConfig(
+        advantage_fn="reinforceplusplus", advantage_fn_args={"gamma": 0.9}, kl_loss_fn="none"
+    )
     experiences = batch()
     returns = []
     for one in experiences:
@@ -223,14 +299,19 @@ def test_the_greedy_response_is_a_baseline_and_nothing_else() -> None:
     greedy = made(0.5, 0, action_mask=[0, 0], info={"baseline": True})
     experiences = [made(1.0, 0), made(0.0, 0, sample=1), greedy]
     assert list(credited(experiences, algorithm).values()) == pytest.approx([0.5, 0.5, -0.5, -0.5])
-    assert credit.metrics(experiences, 0)["reward/mean"] == 0.5 and credit.metrics(experiences, 0)["sample/groups"] == 1
+    assert (
+        credit.metrics(experiences, 0)["reward/mean"] == 0.5
+        and credit.metrics(experiences, 0)["sample/groups"] == 1
+    )
     with pytest.raises(ValueError, match="group 1 has no greedy response"):
         credited([*experiences, made(1.0, 1)], algorithm)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in ADVANTAGES.items() if kind.takes_penalty])
 def test_a_penalty_comes_off_the_rewards_before_they_are_compared(name: str) -> None:
-    algorithm = AlgorithmConfig(advantage_fn=name, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.3})
+    algorithm = AlgorithmConfig(
+        advantage_fn=name, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.3}
+    )
     experiences = batch()
     rewards = []
     for one in experiences:
@@ -248,7 +329,10 @@ def test_a_penalty_comes_off_the_rewards_before_they_are_compared(name: str) -> 
 
 def test_clip_b_forgets_bad_tokens_that_would_lower_the_entropy_most() -> None:
     algorithm = AlgorithmConfig(
-        advantage_fn="clipb", advantage_fn_args={"mu": 0.5}, kl_loss_fn="none", proximal_logprobs=True
+        advantage_fn="clipb",
+        advantage_fn_args={"mu": 0.5},
+        kl_loss_fn="none",
+        proximal_logprobs=True,
     )
     experiences = batch()
     plain = found("grpo", Columns.of(experiences)).advantages
@@ -267,11 +351,13 @@ def test_clip_b_forgets_bad_tokens_that_would_lower_the_entropy_most() -> None:
         assert [values[key] for key in sorted(values)] == pytest.approx(wanted, abs=1e-5)
 
 
-# --- the step ---------------------------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 
 def test_an_experience_is_trained_on_as_often_as_its_advantage_says() -> None:
-    experiences = [made(r, g, s) for s, (r, g) in enumerate([(1.0, 0), (0.0, 0), (2.0, 1), (2.0, 1)])]
+    experiences = [
+        made(r, g, s) for s, (r, g) in enumerate([(1.0, 0), (0.0, 0), (2.0, 1), (2.0, 1)])
+    ]
     arguments = {"std_threshold": 0.0, "duplicate_experiences": True}
     judged = credit.judge(experiences, "grpo", arguments)
     assert judged.groups == [0, 0, 0, 0] and [e.sample for e in judged.experiences] == [0, 0, 1, 1]
@@ -280,7 +366,9 @@ def test_an_experience_is_trained_on_as_often_as_its_advantage_says() -> None:
 
 
 def test_the_norm_of_dr_grpo_is_the_same_in_every_step() -> None:
-    judged = credit.judge([made(1.0, 0, length=3), made(0.0, 0, length=5)], "grpo", {"normalize_std": False})
+    judged = credit.judge(
+        [made(1.0, 0, length=3), made(0.0, 0, length=5)], "grpo", {"normalize_std": False}
+    )
     rows = credit.rows(judged, "seq-mean-token-sum-norm", longest=10)
     assert [row.weight.max() for row in rows] == pytest.approx([1 / (2 * 10)] * 2)
     assert set(AGGREGATIONS) >= {kind.loss_agg_mode for kind in ALGORITHMS.values()}
@@ -290,10 +378,13 @@ class Stale:
     """A source whose experiences are 0, 1, 2 and 3 versions old."""
 
     def take(self, step: int) -> Any:
-        from rft.experience import Batch, VersionSpan
+        from rft.ground.experience import Batch, VersionSpan
 
         spans = [[VersionSpan(version=step - age, start=0, end=2)] for age in range(4)]
-        return Batch(step=step, experiences=[made(1.0 * age, 0, age, versions=spans[age]) for age in range(4)])
+        return Batch(
+            step=step,
+            experiences=[made(1.0 * age, 0, age, versions=spans[age]) for age in range(4)],
+        )
 
 
 def test_staleness_control_leaves_out_what_is_too_old_and_says_so() -> None:
@@ -302,11 +393,17 @@ def test_staleness_control_leaves_out_what_is_too_old_and_says_so() -> None:
         **given, sample_strategy="staleness_control", sample_strategy_args={"max_staleness": 1}
     )
     step = Feed(Stale(), Alone(), controlled, 100, 1, Cost()).next(5, stopping=False)  # type: ignore[arg-type]
-    assert step is not None and step.metrics["sample/dropped_stale"] == 2.0 and step.groups == [0, 0]
+    assert (
+        step is not None and step.metrics["sample/dropped_stale"] == 2.0 and step.groups == [0, 0]
+    )
     (packed,) = step.part
     assert packed.rows.tolist() == [0, 1] and step.metrics["staleness/max"] == 3
     plain = Feed(Stale(), Alone(), AlgorithmConfig(**given), 100, 1, Cost()).next(5, stopping=False)  # type: ignore[arg-type]
-    assert plain is not None and plain.groups == [0] * 4 and "sample/dropped_stale" not in plain.metrics
+    assert (
+        plain is not None
+        and plain.groups == [0] * 4
+        and "sample/dropped_stale" not in plain.metrics
+    )
 
 
 DEFAULTS = """
@@ -341,7 +438,13 @@ def test_defaults_of_an_algorithm(line: str) -> None:
     name, repeat, *rest = line.split()
     kind = ALGORITHMS[name]
     assert kind.source == "rollouts" and kind.repeat_times == int(repeat)
-    assert [kind.advantage_fn, kind.policy_loss_fn, kind.loss_agg_mode, kind.kl_loss_fn, kind.entropy_loss_fn] == rest
+    assert [
+        kind.advantage_fn,
+        kind.policy_loss_fn,
+        kind.loss_agg_mode,
+        kind.kl_loss_fn,
+        kind.entropy_loss_fn,
+    ] == rest
     assert kind.advantage_fn in ADVANTAGES or kind.advantage_fn in TOKEN_ADVANTAGES
     least = ADVANTAGES[kind.advantage_fn].fewest if kind.advantage_fn in ADVANTAGES else 1
     assert kind.repeat_times >= least, "it can run as it is"

@@ -1,4 +1,6 @@
-"""The workflow `agent`: users' functions and commands run against the real endpoint, over an engine that answers as it is told."""
+"""The workflow `agent`: users' functions and commands run against the real endpoint, over an engine
+that answers as it is told.
+"""
 
 import asyncio
 import os
@@ -11,23 +13,37 @@ import msgspec
 import psutil
 import pytest
 
+from rft import config as configs
 from rft import train
+from rft.agents.workflow import Agent, Settings
 from rft.config import ConfigError, ExplorerConfig, ModelConfig, RolloutModelConfig
-from rft.experience import Experience, Sampling, Task
-from rft.rollout.agents import Agent, Settings
+from rft.ground.experience import Experience, Sampling, Task
 from rft.rollout.context import Context, Limits, Shared
 from rft.rollout.reward_worker import RewardResult
 from tests.unit.scripted import TOKENIZER, Pool, listening, policy
 
 FILE = Path(__file__).with_name("agents_of_users.py")
-ASKS = "import sys, json, openai; task = json.loads(sys.stdin.readline()); openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': task['prompt']}])"  # noqa: E501
+ASKS = (
+    "import sys, json, openai; task = json.loads(sys.stdin.readline()); "
+    "openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': "
+    "task['prompt']}])"
+)  # noqa: E501
 
 
 def task(repeat: int = 2, **args: Any) -> Task:
     found = {"agent": f"{FILE}:{args.pop('agent')}"} if "agent" in args else {}
     sampling = Sampling(temperature=0.9)
-    return Task(id="t/0/0", taskset="t", row=0, prompt="1+1=", truth="2", repeat_times=repeat, sampling=sampling,
-                workflow="agent", workflow_args={**found, **args})  # fmt: skip
+    return Task(
+        id="t/0/0",
+        taskset="t",
+        row=0,
+        prompt="1+1=",
+        truth="2",
+        repeat_times=repeat,
+        sampling=sampling,
+        workflow="agent",
+        workflow_args={**found, **args},
+    )
 
 
 class Scores:
@@ -50,11 +66,18 @@ def shared(pool: Pool, **rollout: Any) -> Shared:
 
 
 def in_context(
-    scenario: Callable[[Context], Awaitable[Any]], tmp_path: Path, others: tuple[Any, ...] = (), context: int = 512, **rollout: Any,
-) -> Any:  # fmt: skip
+    scenario: Callable[[Context], Awaitable[Any]],
+    tmp_path: Path,
+    others: tuple[Any, ...] = (),
+    context: int = 512,
+    **rollout: Any,
+) -> Any:
     async def whole() -> Any:
         pool = Pool(lambda p, n: "ok")
-        async with asyncio.timeout(100), listening(pool, tmp_path, others=others, context=context) as endpoint:
+        async with (
+            asyncio.timeout(100),
+            listening(pool, tmp_path, others=others, context=context) as endpoint,
+        ):
             all_ = shared(pool, **rollout)
             all_.served.by(endpoint)
             ctx = Context(all_, "t", "0")
@@ -77,21 +100,29 @@ def test_an_async_function_is_run_once_per_response(tmp_path: Path) -> None:
         (n, 0, 0.75, "ok") for n in range(3)
     ]
     assert all(one.metrics["turns"] == 2 and one.temperature == 0.9 for one in made)
-    assert TOKENIZER.decode(made[0].tokens).endswith("<|assistant|>ok<|end|><|user|>?<|end|><|assistant|>ok<|end|>")
+    assert TOKENIZER.decode(made[0].tokens).endswith(
+        "<|assistant|>ok<|end|><|user|>?<|end|><|assistant|>ok<|end|>"
+    )
 
 
 def test_rewards_come_from_the_agent_or_from_the_task(tmp_path: Path) -> None:
     posted = run(task(agent="two_turns", args={"posts": 0.5}), tmp_path)
     assert {one.reward for one in posted} == {0.5}
-    waited = run(task(agent="two_turns", args={"posts": 0.5, "returns": 3}, reward="posted"), tmp_path)
+    waited = run(
+        task(agent="two_turns", args={"posts": 0.5, "returns": 3}, reward="posted"), tmp_path
+    )
     assert {one.reward for one in waited} == {0.5}
     parts = run(task(agent="two_turns", args={"returns": {"a": 1, "b": 0.5}}), tmp_path)
     assert {one.reward for one in parts} == {1.5} and parts[0].metrics["b"] == 0.5
     for args in ({"args": {}}, {"args": {"returns": 3}, "reward": "task"}):
         scored = run(task(agent="two_turns", **args), tmp_path)
         assert {(one.reward, one.metrics["right"]) for one in scored} == {(0.125, 0.125)}
-    alone = run(task(repeat=1, agent="two_turns", args={"turns": 3, "returns": 1.0}, merge=False), tmp_path)
-    assert [(one.turn, one.response_length, one.reward) for one in alone] == [(n, 3, 1.0) for n in range(3)]
+    alone = run(
+        task(repeat=1, agent="two_turns", args={"turns": 3, "returns": 1.0}, merge=False), tmp_path
+    )
+    assert [(one.turn, one.response_length, one.reward) for one in alone] == [
+        (n, 3, 1.0) for n in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +130,10 @@ def test_rewards_come_from_the_agent_or_from_the_task(tmp_path: Path) -> None:
     [
         (task(agent="two_turns", args={"raises": "answer"}), "KeyError: 'answer'"),
         (task(agent="two_turns", reward="posted", reward_timeout=0.01), "no reward was posted"),
-        (task(agent="two_turns", args={"returns": "much"}), "a reward must be a number, not 'much'"),
+        (
+            task(agent="two_turns", args={"returns": "much"}),
+            "a reward must be a number, not 'much'",
+        ),
         (task(agent="never", timeout=0.01), "ran longer than 0.01 s"),
         (task(agent="quiet"), "asked the model for nothing"),
         (task(repeat=1, agent="fails"), r"ValueError: no such town \(.*agents_of_users.py:\d+\)"),
@@ -123,9 +157,16 @@ def test_one_run_that_fails_fails_the_group(tmp_path: Path, given: Task, names: 
 def test_a_context_that_is_full_is_an_ending(tmp_path: Path) -> None:
     """The client is told so and raises; what was answered before is learned from."""
     made = run(task(agent="two_turns", args={"turns": 9}), tmp_path, context=48)
-    assert all(one.stop == "length" and 1 < one.metrics["turns"] < 9 and one.reward == 0.125 for one in made)
+    assert all(
+        one.stop == "length" and 1 < one.metrics["turns"] < 9 and one.reward == 0.125
+        for one in made
+    )
     [alone] = run(task(repeat=1, agent="two_turns"), tmp_path, context=6)  # not one answer
-    assert (alone.stop, alone.response_length, alone.reward_outcome) == ("prompt_too_long", 0, "none")
+    assert (alone.stop, alone.response_length, alone.reward_outcome) == (
+        "prompt_too_long",
+        0,
+        "none",
+    )
 
 
 def test_a_plain_function_and_a_command_have_processes_of_their_own(
@@ -133,7 +174,10 @@ def test_a_plain_function_and_a_command_have_processes_of_their_own(
 ) -> None:
     monkeypatch.setenv("RFT_ENDPOINT_TOKEN", "not for agents")
     made = run(task(agent="plain", args={"reward": 1.0}), tmp_path)
-    assert [(one.sample, one.reward, one.metrics["short"]) for one in made] == [(0, 1.5, 0.5), (1, 1.5, 0.5)]
+    assert [(one.sample, one.reward, one.metrics["short"]) for one in made] == [
+        (0, 1.5, 0.5),
+        (1, 1.5, 0.5),
+    ]
     check = "import os; assert 'RFT_ENDPOINT_TOKEN' not in os.environ; "
     [one] = run(task(repeat=1, command=[sys.executable, "-c", check + ASKS]), tmp_path)
     assert one.reward == 0.125 and "<|user|>1+1=<|end|>" in TOKENIZER.decode(one.tokens)
@@ -161,12 +205,16 @@ def test_an_auxiliary_model_is_asked_by_name(tmp_path: Path) -> None:
 
     async def scenario(ctx: Context) -> None:
         asked = [{"role": "user", "content": "good?"}]
-        assert [await ctx.ask(asked), await ctx.ask(asked, "judge", Sampling(max_tokens=3))] == ["fine", "fine"]
+        assert [await ctx.ask(asked), await ctx.ask(asked, "judge", Sampling(max_tokens=3))] == [
+            "fine",
+            "fine",
+        ]
         assert [one.sampling.temperature for one in judge.asked] == [0.0, 1.0]
         with pytest.raises(ValueError, match="no auxiliary model 'jugde': there are judge"):
             await ctx.ask(asked, "jugde")
         assert (
-            ctx.openai("judge").base_url.endswith("/m/judge/v1") and ctx.openai().api_key == ctx.openai("judge").api_key
+            ctx.openai("judge").base_url.endswith("/m/judge/v1")
+            and ctx.openai().api_key == ctx.openai("judge").api_key
         )
 
     in_context(scenario, tmp_path, others=(policy(judge, name="judge"),))
@@ -183,11 +231,20 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
         prompt = TOKENIZER.encode("1+1=")
         made = await ctx.generate(prompt, 2, Sampling(max_tokens=4))
         async with __import__("openai").AsyncOpenAI(**ctx.openai()._asdict()) as client:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "a"}]
+            )
         kept = ctx.extract_experience_from_history(clear=False)
         assert [one.tokens[one.prompt_length :] for one in kept[:2]] == [one.tokens for one in made]
-        assert len(kept) == 3 and kept[0].logprobs == made[0].logprobs and kept[0].reward_outcome == "none"
-        assert ctx.extract_experience_from_history() == kept and ctx.extract_experience_from_history() == []
+        assert (
+            len(kept) == 3
+            and kept[0].logprobs == made[0].logprobs
+            and kept[0].reward_outcome == "none"
+        )
+        assert (
+            ctx.extract_experience_from_history() == kept
+            and ctx.extract_experience_from_history() == []
+        )
 
     in_context(scenario, tmp_path, enable_history=True)
 
@@ -205,7 +262,10 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
         ({}, "needs one of agent=file.py:function and command"),
         ({"agent": "a:b", "command": ["c"]}, "needs one of"),
         ({"agent": "nowhere"}, "agent=nowhere: give 'package.module:function'"),
-        ({"agent": "a:b", "rewrad": "task"}, "workflow_args.rewrad: the workflow agent does not take it"),
+        (
+            {"agent": "a:b", "rewrad": "task"},
+            "workflow_args.rewrad: the workflow agent does not take it",
+        ),
         ({"agent": "a:b", "reward": "later"}, "reward=later: choose one of auto, posted, task"),
         ({"agent": "a:b", "timeout": -1}, "timeout=-1: give seconds"),
     ],
@@ -228,9 +288,12 @@ def test_serving_needs_a_model_and_nothing_else(tmp_path: Path) -> None:
         "monitor=none",
         f"checkpoint_root_dir={tmp_path}",
     ]
-    [config] = train.prepared_stages(train.compose(keys))
+    [config] = train.prepared_stages(configs.compose(keys))
     assert config.mode == "serve" and config.explorer.rollout_model.enable_openai_api
-    assert config.synchronizer.sync_method == "checkpoint" and config.explorer.listen_address == "127.0.0.1"
+    assert (
+        config.synchronizer.sync_method == "checkpoint"
+        and config.explorer.listen_address == "127.0.0.1"
+    )
 
 
 def test_what_a_workflow_says_of_samples_is_kept() -> None:
@@ -239,7 +302,9 @@ def test_what_a_workflow_says_of_samples_is_kept() -> None:
 
     async def scenario() -> list[int]:
         made = [
-            Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], sample=n, turn=t)
+            Experience(
+                tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], sample=n, turn=t
+            )
             for n, t in ((0, 0), (0, 1), (1, 0))
         ]
 

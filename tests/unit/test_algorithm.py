@@ -7,29 +7,44 @@ import pytest
 import torch
 
 from rft.algorithm import ALGORITHMS, recipe
-from rft.algorithm.advantages import ADVANTAGES, TOKEN_ADVANTAGES, Columns
+from rft.algorithm.advantages import ADVANTAGES, Columns
 from rft.algorithm.credit import judge, metrics, rows
+from rft.algorithm.fields import Fields, mismatch
 from rft.algorithm.kl import ESTIMATORS
-from rft.algorithm.losses import LOSSES, Fields, mismatch, token_loss
+from rft.algorithm.losses import LOSSES, token_loss
+from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import AlgorithmConfig
-from rft.experience import Experience, VersionSpan
+from rft.ground.experience import Experience, VersionSpan
 
 
 def fields(behaviour: list[float], advantage: list[float], **more: list[float]) -> Fields:
-    given = {"behaviour": behaviour, "advantage": advantage, "weight": [1.0] * len(behaviour), **more}
+    given = {
+        "behaviour": behaviour,
+        "advantage": advantage,
+        "weight": [1.0] * len(behaviour),
+        **more,
+    }
     tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
     return Fields(mask=tensors["weight"] > 0, **tensors)
 
 
 def experience(reward: float, group: int, response: int = 3, version: int = 0) -> Experience:
     return Experience(
-        tokens=[5, 6, *range(10, 10 + response)], prompt_length=2, action_mask=[1] * response, logprobs=[-0.5] * response,
-        versions=[VersionSpan(version=version, start=0, end=response)], reward=reward, reward_outcome="ok", group=group,
-    )  # fmt: skip
+        tokens=[5, 6, *range(10, 10 + response)],
+        prompt_length=2,
+        action_mask=[1] * response,
+        logprobs=[-0.5] * response,
+        versions=[VersionSpan(version=version, start=0, end=response)],
+        reward=reward,
+        reward_outcome="ok",
+        group=group,
+    )
 
 
 def columns(rewards: list[float], groups: list[int]) -> Columns:
-    return Columns.of([experience(reward, group) for reward, group in zip(rewards, groups, strict=True)])
+    return Columns.of(
+        [experience(reward, group) for reward, group in zip(rewards, groups, strict=True)]
+    )
 
 
 def grpo(rewards: list[float], groups: list[int], **arguments: Any) -> np.ndarray:
@@ -39,7 +54,10 @@ def grpo(rewards: list[float], groups: list[int], **arguments: Any) -> np.ndarra
 def test_every_algorithm_names_functions_that_exist() -> None:
     for algorithm in ALGORITHMS.values():
         assert algorithm.policy_loss_fn in LOSSES and algorithm.kl_loss_fn in ESTIMATORS
-        assert algorithm.advantage_fn is None or algorithm.advantage_fn in ADVANTAGES | TOKEN_ADVANTAGES
+        assert (
+            algorithm.advantage_fn is None
+            or algorithm.advantage_fn in ADVANTAGES | TOKEN_ADVANTAGES
+        )
 
 
 def test_grpo_normalises_within_each_group_with_the_unbiased_deviation() -> None:
@@ -64,14 +82,17 @@ def test_sft_is_negative_log_likelihood() -> None:
     ("log_ratio", "advantage", "expected", "slope"),
     [
         (0.0, 2.0, -2.0, -2.0),  # on policy: plain policy gradient, d(-A r)/dlogp = -A r
-        (np.log(1.5), 2.0, -2.0 * 1.2, 0.0),  # good token already pushed too far: clipped, no gradient
+        # good token already pushed too far: clipped, no gradient
+        (np.log(1.5), 2.0, -2.0 * 1.2, 0.0),
         (np.log(0.5), 2.0, -2.0 * 0.5, -2.0 * 0.5),  # good token pushed the wrong way: not clipped
         (np.log(0.5), -2.0, 2.0 * 0.8, 0.0),  # bad token already suppressed: clipped
         (np.log(1.5), -2.0, 2.0 * 1.5, 2.0 * 1.5),  # bad token grew: gradient flows
         (np.log(10.0), -2.0, 2.0 * 3.0, 0.0),  # dual clip: the loss of a bad token is bounded
     ],
 )
-def test_ppo_value_and_gradient(log_ratio: float, advantage: float, expected: float, slope: float) -> None:
+def test_ppo_value_and_gradient(
+    log_ratio: float, advantage: float, expected: float, slope: float
+) -> None:
     logprobs = torch.tensor([-1.0 + log_ratio], dtype=torch.float64, requires_grad=True)
     loss, _ = LOSSES["ppo"](logprobs, fields([-1.0], [advantage]))
     loss.sum().backward()
@@ -85,29 +106,46 @@ def test_asymmetric_clipping_and_clip_fraction() -> None:
     )
     assert loss.tolist() == pytest.approx([-np.exp(0.3), -1.4, 0.8])
     assert found["clip_frac"].tolist() == [0.0, 1.0, 1.0]
-    assert found["clip_frac_high"].tolist() == [0.0, 1.0, 0.0] and found["clip_frac_low"].tolist() == [0.0, 0.0, 1.0]
+    assert found["clip_frac_high"].tolist() == [0.0, 1.0, 0.0] and found[
+        "clip_frac_low"
+    ].tolist() == [0.0, 0.0, 1.0]
 
 
 def test_a_penalty_brings_its_reference() -> None:
-    """W54: where the KL comes off the rewards only, there is something to compare with all the same."""
-    assert recipe.needs_reference(AlgorithmConfig(advantage_fn="rloo", kl_penalty_fn="k1", kl_loss_fn="none"))
+    """W54: where the KL comes off the rewards only, there is
+    something to compare with all the same.
+    """
+    assert recipe.needs_reference(
+        AlgorithmConfig(advantage_fn="rloo", kl_penalty_fn="k1", kl_loss_fn="none")
+    )
     assert not recipe.needs_reference(AlgorithmConfig(advantage_fn="rloo", kl_loss_fn="none"))
 
 
 def test_mismatch_is_zero_for_equal_policies_and_k3_otherwise() -> None:
     assert all(float(v) in (0.0, 1.0) for v in mismatch(torch.zeros(1)).values())
-    assert float(mismatch(torch.tensor([0.1]))["kl/mismatch"]) == pytest.approx(np.exp(0.1) - 1 - 0.1, abs=1e-6)
+    assert float(mismatch(torch.tensor([0.1]))["kl/mismatch"]) == pytest.approx(
+        np.exp(0.1) - 1 - 0.1, abs=1e-6
+    )
 
 
 def test_rows_align_advantage_and_weight_with_response_tokens() -> None:
-    made = rows(judge([experience(1.0, 0, response=1), experience(0.0, 0, response=3)], "grpo", {}), "token-mean")
+    made = rows(
+        judge([experience(1.0, 0, response=1), experience(0.0, 0, response=3)], "grpo", {}),
+        "token-mean",
+    )
     assert [r.trained.tolist() for r in made] == [[0, 0, 1], [0, 0, 1, 1, 1]]
     assert sum(r.weight.sum() for r in made) == pytest.approx(1.0)
-    assert made[0].weight[2] == pytest.approx(0.25) and made[0].advantage[0] == 0 and made[0].advantage[2] > 0
+    assert (
+        made[0].weight[2] == pytest.approx(0.25)
+        and made[0].advantage[0] == 0
+        and made[0].advantage[2] > 0
+    )
 
 
 def test_rows_leave_out_experiences_without_a_trained_token() -> None:
-    empty = Experience(tokens=[1, 2], prompt_length=2, action_mask=[], group=0, reward=0.0, stop="prompt_too_long")
+    empty = Experience(
+        tokens=[1, 2], prompt_length=2, action_mask=[], group=0, reward=0.0, stop="prompt_too_long"
+    )
     assert len(rows(judge([empty, experience(1.0, 0)], "grpo", {}), "token-mean")) == 1
 
 
@@ -125,17 +163,29 @@ def test_metrics_count_staleness_and_groups_without_signal() -> None:
 
 
 def test_staleness_is_counted_for_every_trained_token() -> None:
-    """Ten tokens: three of a version that is three steps old, two of the newest; one that was not sampled, and has no age;
-    three more of an older one that is trained on nowhere. One token's version was forgotten."""
+    """Ten tokens: three of a version that is three steps old, two of the newest; one that was not
+    sampled, and has no age; three more of an older one that is trained on nowhere. One token's
+    version was forgotten.
+    """
     crossing = Experience(
-        tokens=[9] * 12, prompt_length=2, action_mask=[1] * 5 + [0] + [0] * 3 + [1], logprobs=[0.0] * 10, group=0,
+        tokens=[9] * 12,
+        prompt_length=2,
+        action_mask=[1] * 5 + [0] + [0] * 3 + [1],
+        logprobs=[0.0] * 10,
+        group=0,
         versions=[
-            VersionSpan(version=4, start=0, end=3), VersionSpan(version=7, start=3, end=5),
+            VersionSpan(version=4, start=0, end=3),
+            VersionSpan(version=7, start=3, end=5),
             VersionSpan(version=1, start=6, end=9),
         ],
-    )  # fmt: skip
+    )
     found = metrics([crossing, experience(1, 1, version=7)], step=7)
     own = sum(experience(1, 1, version=7).action_mask)
-    assert found["staleness/token_mean"] == pytest.approx(9 / (5 + own)) and found["staleness/token_max"] == 3
-    assert found["staleness/unversioned_tokens"] == 1 and found["staleness/tokens_mixed_frac"] == 0.5
+    assert (
+        found["staleness/token_mean"] == pytest.approx(9 / (5 + own))
+        and found["staleness/token_max"] == 3
+    )
+    assert (
+        found["staleness/unversioned_tokens"] == 1 and found["staleness/tokens_mixed_frac"] == 0.5
+    )
     assert found["staleness/max"] == 6

@@ -1,6 +1,7 @@
 """Who may import whom, and what must stay light: the arrows of docs/architecture.md."""
 
 import ast
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -9,88 +10,92 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rft"
-BASE = {
-    "experience", "protocols", "names", "adapters", "config", "config_algorithm", "config_buffer", "config_explorer",
-    "config_data", "config_sweep", "device", "monitor", "trinity_keys", "hints", "plugins",
-}  # fmt: skip
-MIDDLE = BASE | {"algorithm", "packing", "buffer"}
-TOP = {
-    "trainer",
-    "feed",
-    "control",
-    "control_socket",
-    "engines",
-    "rank",
-    "ranks",
-    "launch",
-    "actors",
-    "outer",
-    "train",
-    "preflight",
-    "preflight_agents",
-    "preflight_algorithm",
-    "preflight_trainer",
-    "preflight_sync",
-    "preflight_rows",
-    "preflight_flows",
-    "preflight_limits",
-    "preflight_buffer",
-    "preflight_colocate",
-    "preflight_pipelines",
-    "preflight_tinker",
-    "on_megatron",
-    "on_tinker",
-    "cards",
-    "modes",
-    "models",
-    "reporting",
-    "processes",
-    "skips",
-    "profiler",
-    "verl_keys",
-    "config_file",
-    "stages",
-    "sweep",
-}
-ALLOWED = {
-    **dict.fromkeys(BASE, BASE),
-    **dict.fromkeys(("algorithm", "packing", "buffer"), MIDDLE),
-    **{part: MIDDLE | {part} for part in ("megatron", "rollout", "checkpoint")},
-    "pipeline": MIDDLE | {"pipeline", "rollout"},
-    "sync": MIDDLE | {"sync", "megatron", "rollout", "checkpoint"},
-    "tinker": MIDDLE | {"tinker", "sync", "megatron", "rollout", "checkpoint"},
-}
+# From the ground up: a package may import those on floors below its own, and, on its own floor,
+# those before it.
+FLOORS = (
+    ("ground",),
+    ("config",),
+    ("monitor", "data", "algorithm", "buffer"),
+    ("megatron",),
+    ("rollout",),
+    ("checkpoint",),
+    ("agents", "sync"),
+    ("trainer",),
+    ("extras",),
+    ("run",),
+    ("preflight",),
+    ("train",),
+    ("tools",),
+    ("cli",),
+)
+BESIDE = ({"megatron", "rollout", "checkpoint"}, {"agents", "sync"})  # never each other
+ORDER = [package for floor in FLOORS for package in floor]
+
+
+def may_import(package: str) -> set[str]:
+    below = set(ORDER[: ORDER.index(package) + 1])
+    return below - set().union(*(group - {package} for group in BESIDE if package in group))
+
+
+def files() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
+
+
+MODULES = {module_of(path): path for path in files()}
 
 
 def imports_of(path: Path) -> set[str]:
-    """First component below `rft` of every import in the file, wherever it stands."""
+    """Modules of rft that a file imports, wherever the import stands: at its top, in a function, or
+    for types only.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rft":
-            parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in named}
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("rft.")}
-    return found
+            found |= {alias.name for alias in node.names if alias.name.startswith("rft.")}
+    return found - {"rft"}
 
 
-def parts() -> list[tuple[str, Path]]:
-    files = [f for f in sorted(PACKAGE.rglob("*.py")) if f != PACKAGE / "__init__.py"]
-    return [(f.relative_to(PACKAGE).parts[0].removesuffix(".py"), f) for f in files]
+def test_imports_follow_the_arrows() -> None:
+    against = {}
+    for path in files():
+        package = module_of(path).split(".")[1]
+        assert package in ORDER, f"{path} has no floor"
+        allowed = may_import(package)
+        if strange := {name for name in imports_of(path) if name.split(".")[1] not in allowed}:
+            against[str(path)] = sorted(strange)
+    assert not against, "these may not import that"
 
 
-@pytest.mark.parametrize(("part", "path"), parts(), ids=lambda v: str(v) if isinstance(v, str) else v.stem)
-def test_imports_follow_the_arrows(part: str, path: Path) -> None:
-    if part in ALLOWED:
-        assert imports_of(path) <= ALLOWED[part], f"{path} may not import {imports_of(path) - ALLOWED[part]}"
-    else:
-        assert part in TOP | {"tools", "cli"}, f"{part} has no place in the layout"
+def test_no_module_imports_itself_through_others() -> None:
+    """Also not in a function, nor for types."""
+    arrows = {name: imports_of(path) & set(MODULES) - {name} for name, path in MODULES.items()}
+    while leaves := [name for name, targets in arrows.items() if not targets & set(arrows)]:
+        for name in leaves:
+            del arrows[name]
+    assert not arrows, f"among these is a circle: {', '.join(sorted(arrows))}"
+
+
+def test_the_root_holds_entries_and_packages_only() -> None:
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "cli.py", "train.py"}
 
 
 def loaded_by(module: str) -> set[str]:
     """Top-level modules in sys.modules after importing `module` in a fresh interpreter."""
     code = f"import sys, {module}; print(' '.join(m.split('.')[0] for m in sys.modules))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,19 +103,19 @@ def loaded_by(module: str) -> set[str]:
     [
         ("rft", {"torch", "megatron", "vllm", "ray", "omegaconf"}),
         ("rft.train", {"torch", "megatron", "vllm", "ray", "transformers"}),
-        ("rft.launch", {"torch", "megatron", "vllm"}),
+        ("rft.run.launch", {"torch", "megatron", "vllm"}),
         ("rft.preflight", {"torch", "megatron", "vllm", "ray", "transformers"}),
         ("rft.tools.config", {"torch", "megatron", "vllm", "ray", "transformers"}),
         ("rft.tools.doctor", {"torch", "megatron", "vllm", "ray", "transformers"}),
         ("rft.sync.receiver", {"megatron"}),
-        ("rft.names", {"torch", "megatron"}),
-        ("rft.experience", {"torch", "numpy"}),
+        ("rft.ground.names", {"torch", "megatron"}),
+        ("rft.ground.experience", {"torch", "numpy"}),
         ("rft.rollout.reward_worker", {"torch", "ray", "vllm"}),
-        ("rft.pipeline.worker", {"torch", "ray", "vllm", "transformers"}),
+        ("rft.extras.pipeline.worker", {"torch", "ray", "vllm", "transformers"}),
         ("rft.checkpoint.agent", {"torch", "numpy", "megatron", "ray", "omegaconf"}),
         ("rft.checkpoint.export", {"torch", "megatron"}),
-        ("rft.tinker.engine", {"torch", "megatron", "vllm", "ray"}),
-        ("rft.tinker.publisher", {"megatron", "vllm", "ray"}),
+        ("rft.extras.tinker.engine", {"torch", "megatron", "vllm", "ray"}),
+        ("rft.extras.tinker.publisher", {"megatron", "vllm", "ray"}),
     ],
 )
 def test_import_stays_light(module: str, absent: set[str]) -> None:
@@ -118,12 +123,13 @@ def test_import_stays_light(module: str, absent: set[str]) -> None:
 
 
 def test_only_device_decides_about_devices() -> None:
-    """No other file compares or names a device kind; the CPU port rewrites Megatron's own text and is the exception."""
+    """No other file compares or names a device kind; the CPU port rewrites Megatron's own text and
+    is the exception.
+    """
     exempt = {
-        PACKAGE / "device.py",
+        PACKAGE / "ground" / "device.py",
         PACKAGE / "megatron" / "cpu_port.py",
-        PACKAGE / "config.py",
-        PACKAGE / "preflight.py",
+        PACKAGE / "config" / "schema.py",
     }
     for path in set(PACKAGE.rglob("*.py")) - exempt:
         text = path.read_text(encoding="utf-8")
@@ -131,17 +137,36 @@ def test_only_device_decides_about_devices() -> None:
 
 
 def test_no_file_and_no_function_grows_out_of_sight() -> None:
+    """A function's signature and docstring are not counted: they are what is to be said in full."""
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= 450, f"{path} is too long"
+        assert text.count("\n") <= 600, f"{path} is too long"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}:{node.lineno} {node.name} is too long"
+                first = node.body[ast.get_docstring(node) is not None :] or node.body
+                length = (node.end_lineno or 0) - first[0].lineno
+                assert length < 60, f"{path}:{node.lineno} {node.name} is too long"
+
+
+def test_the_docs_name_files_that_are_there() -> None:
+    """The lives of a task, a tensor and a checkpoint consist of them."""
+    root = PACKAGE.parent
+    missing = [
+        f"{page.name}: {name}"
+        for page in (root / "README.md", *sorted((root / "docs").glob("*.md")))
+        for name in re.findall(r"`(rft/[\w/]+\.py)`", page.read_text(encoding="utf-8"))
+        if not (root / name).exists()
+    ]
+    assert not missing
 
 
 def test_every_directory_of_tests_is_collected(request: pytest.FixtureRequest) -> None:
     """pytest's own list of directories to pass over has `dist` in it."""
     passed_over = request.config.getini("norecursedirs")
-    directories = [path.name for path in Path(__file__).parents[1].iterdir() if list(path.glob("test_*.py"))]
+    directories = [
+        path.name for path in Path(__file__).parents[1].iterdir() if list(path.glob("test_*.py"))
+    ]
     assert {"unit", "dist", "e2e", "verify"} <= set(directories)
-    assert not [name for name in directories if any(fnmatch(name, pattern) for pattern in passed_over)]
+    assert not [
+        name for name in directories if any(fnmatch(name, pattern) for pattern in passed_over)
+    ]

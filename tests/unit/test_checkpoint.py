@@ -1,4 +1,6 @@
-"""The checkpoint manager with a real agent: what is saved comes back, what is damaged is set aside, what fails is said."""
+"""The checkpoint manager with a real agent: what is saved comes back, what is damaged is set aside,
+what fails is said.
+"""
 
 import logging
 import shutil
@@ -38,21 +40,28 @@ def test_load_gives_back_every_kind_of_tensor(memory_path: Path, staging: str) -
     with managed(memory_path / "c", state, config=trainer_config(staging=staging)) as manager:
         save(manager, 7, state)
         assert manager.newest == 7 and isinstance(manager.poll()[0], Committed)
-        written = sum(path.stat().st_size for path in (memory_path / "c" / "step_00000007").glob("*.bin"))
+        written = sum(
+            path.stat().st_size for path in (memory_path / "c" / "step_00000007").glob("*.bin")
+        )
         assert manager.metrics()["checkpoint/bytes"] == written > 0
     found = every_kind()
     assert load(memory_path / "c", found) == {"seen": 7, "step": 7}
     assert equal(found, state) and found.local == b"5"
 
 
-def test_a_checkpoint_of_weights_alone_leaves_the_list_of_checkpoints_alone(memory_path: Path) -> None:
+def test_a_checkpoint_of_weights_alone_leaves_the_list_of_checkpoints_alone(
+    memory_path: Path,
+) -> None:
     state = every_kind().fill(1)
     with managed(memory_path / "c", state) as manager:
         save(manager, 1, state, full=False, weights=True)
         assert manager.newest is None and steps(memory_path / "c") == []
         save(manager, 2, state, weights=True)
         assert manager.newest == 2
-    assert sorted(p.name for p in (memory_path / "c/weights").glob("v_*")) == ["v_00000001", "v_00000002"]
+    assert sorted(p.name for p in (memory_path / "c/weights").glob("v_*")) == [
+        "v_00000001",
+        "v_00000002",
+    ]
 
 
 @pytest.mark.parametrize("name", ["r00000.bin", "r00000.json", "MANIFEST.json"])
@@ -103,18 +112,30 @@ def test_foreign_files_are_left_alone(memory_path: Path) -> None:
     assert not (root / "step_00000009/MANIFEST.json").exists()
 
 
-def test_another_model_is_refused_with_all_differences_and_nothing_is_set_aside(memory_path: Path) -> None:
+def test_another_model_is_refused_with_all_differences_and_nothing_is_set_aside(
+    memory_path: Path,
+) -> None:
     root = memory_path / "c"
-    state = State({"model/embedding": torch.zeros(10, 4), "model/norm": torch.zeros(4), "model/out": torch.zeros(4)})
+    state = State(
+        {
+            "model/embedding": torch.zeros(10, 4),
+            "model/norm": torch.zeros(4),
+            "model/out": torch.zeros(4),
+        }
+    )
     with managed(root, state) as manager:
         save(manager, 1, state)
-    other = {"model/embedding": torch.zeros(12, 4), "model/norm": torch.zeros(4, dtype=torch.bfloat16)}
+    other = {
+        "model/embedding": torch.zeros(12, 4),
+        "model/norm": torch.zeros(4, dtype=torch.bfloat16),
+    }
     other |= {"model/out": torch.zeros(4), "model/a": torch.zeros(1), "model/b": torch.zeros(1)}
     with pytest.raises(Mismatch) as refusal:
         load(root, State(other))
     words = str(refusal.value)
     assert (
-        "float32 [10, 4] there and float32 [12, 4] here" in words and "norm is float32 [4] there and bfloat16" in words
+        "float32 [10, 4] there and float32 [12, 4] here" in words
+        and "norm is float32 [4] there and bfloat16" in words
     )
     assert "2 tensors are missing there: model/a, model/b" in words and "2 differ" in words
     assert steps(root) == ["step_00000001"]
@@ -122,13 +143,18 @@ def test_another_model_is_refused_with_all_differences_and_nothing_is_set_aside(
 
 def test_retention_keeps_last_every_and_best(memory_path: Path) -> None:
     root, state = memory_path / "c", plain()
-    config = trainer_config(max_checkpoints_to_keep=2, keep_every=4, keep_best=1, best_metric="eval/accuracy")
+    config = trainer_config(
+        max_checkpoints_to_keep=2, keep_every=4, keep_best=1, best_metric="eval/accuracy"
+    )
     with managed(root, state, config=config) as manager:
         for step in range(1, 9):
             manager.score(step, {"eval/accuracy": {3: 0.9, 5: 0.1}.get(step, 0.5), "loss": 99.0})
             save(manager, step, state.fill(step))
         told: list[object] = []
-        until(lambda: told.extend(manager.poll()) or len(steps(root)) == 4, "retention runs after the commit")
+        until(
+            lambda: told.extend(manager.poll()) or len(steps(root)) == 4,
+            "retention runs after the commit",
+        )
         until(
             lambda: told.extend(manager.poll()) or sum(isinstance(r, Retained) for r in told) == 8,
             "told of what is left",
@@ -148,9 +174,13 @@ def test_a_state_larger_than_the_slots_goes_through_in_windows(memory_path: Path
     assert load(memory_path / "c", found) == {"seen": 3, "step": 3} and equal(found, state)
 
 
-def test_memory_too_small_for_one_tensor_is_refused_with_the_amount_needed(memory_path: Path) -> None:
+def test_memory_too_small_for_one_tensor_is_refused_with_the_amount_needed(
+    memory_path: Path,
+) -> None:
     state = State({"model/large": torch.zeros(1024, 1024)})
-    with pytest.raises(ValueError, match=r"host_memory_gb is too small: model/large.*at least 0.009"):
+    with pytest.raises(
+        ValueError, match=r"host_memory_gb is too small: model/large.*at least 0.009"
+    ):
         managed(memory_path / "c", state, config=trainer_config(host_memory_gb=0.007)).__enter__()
 
 
@@ -195,7 +225,9 @@ def test_busy_newest_wins_gives_up_the_one_that_queues(memory_path: Path, hand: 
     assert equal(found, plain().fill(3))
 
 
-def test_busy_wait_holds_the_update_back_until_a_slot_is_free(memory_path: Path, hand: Hand) -> None:
+def test_busy_wait_holds_the_update_back_until_a_slot_is_free(
+    memory_path: Path, hand: Hand
+) -> None:
     state = plain()
     with managed(memory_path / "c", state, agent=hand.command) as manager:
         busy(manager, hand, state)
@@ -210,7 +242,9 @@ def test_busy_wait_holds_the_update_back_until_a_slot_is_free(memory_path: Path,
         state.fill(99)
         manager.wait(3)
     found = plain()
-    assert load(memory_path / "c", found) == {"seen": 3, "step": 3} and equal(found, plain().fill(3))
+    assert load(memory_path / "c", found) == {"seen": 3, "step": 3} and equal(
+        found, plain().fill(3)
+    )
 
 
 def test_a_full_disk_fails_the_save_and_not_the_training(memory_path: Path, hand: Hand) -> None:
@@ -218,7 +252,9 @@ def test_a_full_disk_fails_the_save_and_not_the_training(memory_path: Path, hand
     with managed(memory_path / "c", state, agent=hand.command) as manager:
         hand.set("free", 1000)
         manager.save(1, state, {})
-        with pytest.raises(RuntimeError, match=r"step 1 failed.*0.00 GB are free.*max_checkpoints_to_keep"):
+        with pytest.raises(
+            RuntimeError, match=r"step 1 failed.*0.00 GB are free.*max_checkpoints_to_keep"
+        ):
             manager.wait(1)
         hand.clear("free")
         save(manager, 2, state.fill(2))
@@ -226,7 +262,9 @@ def test_a_full_disk_fails_the_save_and_not_the_training(memory_path: Path, hand
     assert steps(memory_path / "c")[-1] == "step_00000002"
 
 
-def test_a_disk_that_fills_up_under_several_windows_leaves_both_slots_free(memory_path: Path, hand: Hand) -> None:
+def test_a_disk_that_fills_up_under_several_windows_leaves_both_slots_free(
+    memory_path: Path, hand: Hand
+) -> None:
     state = State({f"model/w{i}": torch.zeros(1024, 300) for i in range(12)})
     config = trainer_config(host_memory_gb=0.0085)
     with managed(memory_path / "c", state, config=config, agent=hand.command) as manager:
@@ -249,7 +287,9 @@ def test_a_directory_that_vanishes_fails_the_save_until_it_is_back(memory_path: 
         manager.save(2, state, {})
         with pytest.raises(RuntimeError, match="step 2 failed.*No such file"):
             manager.wait(2)
-        assert not root.exists(), "a mount that went away is not to be made anew on the disk below it"
+        assert not root.exists(), (
+            "a mount that went away is not to be made anew on the disk below it"
+        )
         root.mkdir()
         save(manager, 3, state)
 

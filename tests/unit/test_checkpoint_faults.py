@@ -1,4 +1,5 @@
-"""About 500 injected faults against checkpoints, and what makes them count: a control and mutants that it finds guilty.
+"""About 500 injected faults against checkpoints, and what makes them count: a control and mutants
+that it finds guilty.
 
 All of it runs once, in a process without torch, which forks fast; the tests look at its last line.
 """
@@ -13,7 +14,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = ("kills", "executed", "power", "errors", "concurrency", "corruption")
-MUTANTS = ("sync data", "sync receipt", "sync manifest", "sync_directory draft", "sync_directory root")
+MUTANTS = (
+    "sync data",
+    "sync receipt",
+    "sync manifest",
+    "sync_directory draft",
+    "sync_directory root",
+)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -31,7 +38,9 @@ def test_about_five_hundred_faults_were_injected(outcome: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_nothing_wrong_is_accepted_and_nothing_good_lost(outcome: dict[str, Any], name: str) -> None:
+def test_nothing_wrong_is_accepted_and_nothing_good_lost(
+    outcome: dict[str, Any], name: str
+) -> None:
     injected, wrong, lost, other = outcome["counts"]["by_class"][name]
     assert injected > 0 and (wrong, lost, other) == (0, 0, 0)
 
@@ -49,7 +58,9 @@ def test_the_harness_finds_a_saver_that_writes_in_place_guilty(outcome: dict[str
 
 
 @pytest.mark.parametrize("skipped", MUTANTS)
-def test_the_harness_notices_each_kind_of_sync_left_out(outcome: dict[str, Any], skipped: str) -> None:
+def test_the_harness_notices_each_kind_of_sync_left_out(
+    outcome: dict[str, Any], skipped: str
+) -> None:
     assert outcome["counts"]["mutants"][skipped] > 0
 
 

@@ -1,4 +1,6 @@
-"""A slot that was handed over comes back whatever becomes of its save, or the next saves would wait for it in vain."""
+"""A slot that was handed over comes back whatever becomes of its save, or the next saves would wait
+for it in vain.
+"""
 
 import mmap
 import os
@@ -28,19 +30,25 @@ def slots() -> Iterator[list[int]]:
         os.close(descriptor)
 
 
-def test_windows_of_a_save_that_has_failed_give_their_slots_back(tmp_path: Path, slots: list[int]) -> None:
+def test_windows_of_a_save_that_has_failed_give_their_slots_back(
+    tmp_path: Path, slots: list[int]
+) -> None:
     epoch = fence.take_epoch(tmp_path / "control")
-    told = settings(str(tmp_path / "nowhere"), str(tmp_path / "control"), 0, 1, epoch, slots, mmap.PAGESIZE * 8)
+    told = settings(
+        str(tmp_path / "nowhere"), str(tmp_path / "control"), 0, 1, epoch, slots, mmap.PAGESIZE * 8
+    )
     heard: queue.SimpleQueue[Report] = queue.SimpleQueue()
     link = Link(told, heard.put, tmp_path / "agent.log")
     asked: Begin = begin(LocalStorage(tmp_path / "nowhere", Disk()), Cut(2), 0, 1, "e0001n0000")
     total = layout.extent(plan(1, 1)[0])
     try:
         link.begin(asked)
-        link.window(Window(id=asked.id, slot=0, start=0, stop=64, last=False))  # its directory cannot be made
+        # its directory cannot be made
+        link.window(Window(id=asked.id, slot=0, start=0, stop=64, last=False))
         seen = [heard.get(timeout=PATIENCE_S), heard.get(timeout=PATIENCE_S)]
         assert {type(report) for report in seen} == {Failed, Freed}
-        link.window(Window(id=asked.id, slot=1, start=64, stop=total, last=True))  # staging knew nothing of it
+        # staging knew nothing of it
+        link.window(Window(id=asked.id, slot=1, start=64, stop=total, last=True))
         last = heard.get(timeout=PATIENCE_S)
         assert isinstance(last, Freed) and last.slot == 1
         link.drop(asked.id, "given up for a newer one")  # nor that there is nothing left to give up

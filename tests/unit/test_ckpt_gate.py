@@ -1,4 +1,6 @@
-"""Run epochs and `save_strategy`: numbers are taken once, agents are waited for, one writer at a time, no gate stays shut."""
+"""Run epochs and `save_strategy`: numbers are taken once, agents are waited for, one writer at a
+time, no gate stays shut.
+"""
 
 import os
 import signal
@@ -16,6 +18,7 @@ from states import PATIENCE, Hand, Ranks, State, plain, trainer_config
 from rft.checkpoint import fence
 from rft.checkpoint.gate import Gate
 from rft.checkpoint.manager import CheckpointManager
+from rft.ground import durable
 
 TAKE = "import sys; from pathlib import Path; from rft.checkpoint.fence import take_epoch\n"
 TAKE += "for _ in range(50): print(take_epoch(Path(sys.argv[1])))"
@@ -25,20 +28,31 @@ HOLD += "hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 def test_two_attempts_never_share_an_epoch(memory_path: Path) -> None:
     running = [
-        subprocess.Popen([sys.executable, "-c", TAKE, str(memory_path)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", TAKE, str(memory_path)], stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
-    taken = [int(line) for process in running for line in process.communicate(timeout=PATIENCE)[0].split()]
+    taken = [
+        int(line)
+        for process in running
+        for line in process.communicate(timeout=PATIENCE)[0].split()
+    ]
     assert sorted(taken) == list(range(1, 151)) and fence.newest_epoch(memory_path) == 150
 
 
-def test_an_agents_lock_lasts_as_long_as_the_agent_and_await_agents_returns_then(memory_path: Path) -> None:
+def test_an_agents_lock_lasts_as_long_as_the_agent_and_await_agents_returns_then(
+    memory_path: Path,
+) -> None:
     path = fence.lock_path(memory_path, 1, 0)
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        assert fence.is_held(path) and fence.living_agents(memory_path) == [path]
+        assert durable.is_locked(path) and fence.living_agents(memory_path) == [path]
         with pytest.raises(BlockingIOError):
             fence.hold(path)
         said: list[str] = []
@@ -49,7 +63,7 @@ def test_an_agents_lock_lasts_as_long_as_the_agent_and_await_agents_returns_then
             assert words.wait(PATIENCE) and not waiting.done()
             process.kill()
             assert waiting.result(PATIENCE) == []
-    assert not fence.is_held(path) and not path.exists()
+    assert not durable.is_locked(path) and not path.exists()
 
 
 def test_an_older_attempt_publishes_nothing_more(memory_path: Path) -> None:
@@ -93,7 +107,12 @@ class Writers:
         for rank in range(3):
             state = State({f"model/w{rank}": plain(64, count=1).tensors["model/w0"]})
             root = self.directory / "c"
-            made.append((CheckpointManager(root, ranks.member(rank), config, agent=self.hand.command), state))
+            made.append(
+                (
+                    CheckpointManager(root, ranks.member(rank), config, agent=self.hand.command),
+                    state,
+                )
+            )
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda pair: pair[0].start(pair[1]), made))
         for manager, _ in made:
@@ -117,7 +136,9 @@ def test_one_writes_at_a_time_and_a_killed_one_makes_room(writers: Writers, stra
         os.kill(first, signal.SIGKILL)
         second = hand.await_arrival()
         assert second != first
-        assert Gate(writers.directory / "c/control", strategy, 0.0)._try() is None, "who writes has the gate"
+        assert Gate(writers.directory / "c/control", strategy, 0.0)._try() is None, (
+            "who writes has the gate"
+        )
         hand.let_go("write")
         for manager, _ in made:
             manager.wait(step)
@@ -155,8 +176,13 @@ def test_single_node_lets_one_node_in(memory_path: Path) -> None:
         os.close(descriptor)
 
 
-def test_a_holder_that_hangs_is_passed_loudly(memory_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Gate(memory_path, "single_process", 1.0).passed(), Gate(memory_path, "single_process", 0.0).passed():
+def test_a_holder_that_hangs_is_passed_loudly(
+    memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        Gate(memory_path, "single_process", 1.0).passed(),
+        Gate(memory_path, "single_process", 0.0).passed(),
+    ):
         assert "waited 0 s for another writer, going on" in caplog.text
 
 

@@ -1,19 +1,17 @@
-"""Geometry of checkpoints: any cut reads any other bit by bit; holes and overlaps are found; work is shared out evenly."""
+"""Geometry of checkpoints: any cut reads any other bit by bit; holes and overlaps are found; work
+is shared out evenly.
+"""
 
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from states import held, write_cut
 
 from rft.checkpoint import layout
 from rft.checkpoint.layout import Claim, Uncovered, boxes, check_coverage
-from rft.checkpoint.reader import Checkpoint
-from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, sha256
-from rft.checkpoint.storage import open_storage
-from rft.checkpoint.writer import ChunkHasher, file_name, receipt_name
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -49,7 +47,10 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], dtype: str = "int32") -> list[
         if draw(st.booleans()):
             inner = draw(st.lists(st.integers(0, count), max_size=3))
             edges = sorted({0, count, *inner})
-            found += [Claim("t", dtype, shape, offset, extent, (a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+            found += [
+                Claim("t", dtype, shape, offset, extent, (a, b))
+                for a, b in zip(edges, edges[1:], strict=False)
+            ]
         else:
             found.append(Claim("t", dtype, shape, offset, extent, None))
     return found
@@ -63,44 +64,14 @@ def two_cuts(draw: st.DrawFn) -> tuple[np.ndarray, list[Claim], list[Claim], lis
     return np.arange(1, prod(shape) + 1, dtype=np.uint32).reshape(shape), one, other, owners
 
 
-def held(whole: np.ndarray, claim: Claim) -> np.ndarray:
-    """Elements of a claim, the slow and obvious way."""
-    inside = whole[tuple(slice(o, o + n) for o, n in zip(claim.offset, claim.shape, strict=True))].reshape(-1)
-    return inside[slice(*claim.flat)] if claim.flat else inside
-
-
-def write(root: Path, whole: np.ndarray, ranks: list[list[Claim]]) -> Checkpoint:
-    """A checkpoint made without the agent."""
-    storage = open_storage(root)
-    (root / "step_00000001").mkdir(parents=True)
-    digests = {}
-    for rank, claims in enumerate(ranks):
-        regions = layout.place(claims)
-        data = bytearray(layout.extent(regions))
-        for region in regions:
-            data[region.at : region.at + region.bytes] = held(whole, region).tobytes()
-        hasher = ChunkHasher()
-        hasher.update(memoryview(data))
-        receipt = Receipt(
-            format=FORMAT, id="x", step=1, epoch=1, rank=rank, world=len(ranks), layout="", file=file_name(rank),
-            bytes=len(data), chunks=hasher.finish(), regions=regions, small={}, local={},
-        )  # fmt: skip
-        storage.put(f"step_00000001/{file_name(rank)}", bytes(data))
-        storage.put(f"step_00000001/{receipt_name(rank)}", encode_json(receipt))
-        digests[receipt_name(rank)] = sha256(encode_json(receipt))
-    manifest = Manifest(
-        format=FORMAT, id="x", step=1, epoch=1, world=len(ranks), layout="", bytes=0, receipts=digests, loop={}, about={}
-    )  # fmt: skip
-    storage.put("step_00000001/MANIFEST.json", encode_json(manifest.sealed()))
-    return Checkpoint(storage, "step_00000001")
-
-
 @settings(max_examples=30, deadline=None)
 @given(two_cuts())
 def test_any_cut_reads_any_other(tmp_path_factory: pytest.TempPathFactory, case: tuple) -> None:
     whole, one, other, owners = case
-    ranks = [[c for c, owner in zip(one, owners, strict=True) if owner == rank] for rank in range(3)]
-    with write(tmp_path_factory.mktemp("cut"), whole, ranks) as checkpoint:
+    ranks = [
+        [c for c, owner in zip(one, owners, strict=True) if owner == rank] for rank in range(3)
+    ]
+    with write_cut(tmp_path_factory.mktemp("cut"), whole, ranks) as checkpoint:
         checkpoint.verify()
         checkpoint.check(other)
         for claim in other:
@@ -116,14 +87,18 @@ def test_boxes_of_a_piece_are_its_elements_in_order(claims: list[Claim]) -> None
         flat = held(whole, claim)
         found = np.full(len(flat), -1)
         for box in boxes(claim):
-            inside = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))].reshape(-1)
+            inside = whole[
+                tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            ].reshape(-1)
             found[box.start : box.start + len(inside)] = inside
         assert np.array_equal(found, flat)
 
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES.flatmap(cuts), st.data())
-def test_coverage_finds_every_hole_and_every_overlap(claims: list[Claim], data: st.DataObject) -> None:
+def test_coverage_finds_every_hole_and_every_overlap(
+    claims: list[Claim], data: st.DataObject
+) -> None:
     check_coverage(claims)
     one = data.draw(st.sampled_from(claims))
     if len(claims) > 1:
@@ -170,7 +145,14 @@ def test_pieces_of_others_and_empty_ones_are_not_stored() -> None:
 
 
 def test_a_file_has_aligned_regions_and_the_model_first() -> None:
-    claims = [Claim(key, "bool", (n,), (0,), (n,), None) for key, n in (("o/x", 3), ("model/a", 65), ("model/b", 1))]
+    claims = [
+        Claim(key, "bool", (n,), (0,), (n,), None)
+        for key, n in (("o/x", 3), ("model/a", 65), ("model/b", 1))
+    ]
     regions = layout.place(claims)
     assert [(r.key, r.at) for r in regions] == [("model/a", 0), ("model/b", 128), ("o/x", 192)]
-    assert layout.extent(regions) == 256 and layout.extent(regions[:2]) == 192 and layout.extent([]) == 0
+    assert (
+        layout.extent(regions) == 256
+        and layout.extent(regions[:2]) == 192
+        and layout.extent([]) == 0
+    )

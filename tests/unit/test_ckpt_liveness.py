@@ -1,4 +1,6 @@
-"""Agents that are killed, stopped or stuck, trainers that are killed, and two hundred saves in a row."""
+"""Agents that are killed, stopped or stuck, trainers that are
+killed, and two hundred saves in a row.
+"""
 
 import os
 import random
@@ -53,7 +55,9 @@ def test_a_killed_agent_is_reported_and_its_staged_save_is_not_lost(
 
 
 def kill_at_random(root: Path, rounds: int) -> None:
-    """Kill the agent after a random number of looks at the clock; every save must still be committed, and be right."""
+    """Kill the agent after a random number of looks at the clock; every save must still be
+    committed, and be right.
+    """
     chance, state = random.Random(5), plain(64)
     with managed(root, state, config=trainer_config(max_checkpoints_to_keep=rounds)) as manager:
         for step in range(1, rounds + 1):
@@ -62,10 +66,15 @@ def kill_at_random(root: Path, rounds: int) -> None:
                 os.sched_yield()
             os.kill(manager._link.pid, signal.SIGKILL)
             manager.wait(step)
-            until(lambda deaths=step: manager.metrics()["checkpoint/agent_deaths"] == deaths, "the death is counted")
+            until(
+                lambda deaths=step: manager.metrics()["checkpoint/agent_deaths"] == deaths,
+                "the death is counted",
+            )
             save(manager, 10_000 + step, state)
             found = plain(64)
-            assert load(root, found) == {"seen": 10_000 + step, "step": 10_000 + step} and equal(found, state)
+            assert load(root, found) == {"seen": 10_000 + step, "step": 10_000 + step} and equal(
+                found, state
+            )
         assert manager.metrics()["checkpoint/failed"] == 0
 
 
@@ -85,7 +94,9 @@ def test_a_save_over_several_windows_whose_agent_dies_fails_and_the_next_one_wor
     import torch
 
     state = State({f"model/w{i}": torch.zeros(1024, 300) for i in range(12)})
-    with managed(memory_path / "c", state, config=trainer_config(host_memory_gb=0.0085), agent=hand.command) as manager:
+    with managed(
+        memory_path / "c", state, config=trainer_config(host_memory_gb=0.0085), agent=hand.command
+    ) as manager:
         hand.hold("sync")  # of the last window's file: two windows were given back by then
         begin(manager, 1, state)
         os.kill(hand.await_arrival(), signal.SIGKILL)
@@ -97,7 +108,9 @@ def test_a_save_over_several_windows_whose_agent_dies_fails_and_the_next_one_wor
     assert load(memory_path / "c", state) == {"seen": 3, "step": 3}
 
 
-def test_a_stopped_agent_is_silent_until_it_is_continued(memory_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_agent_is_silent_until_it_is_continued(
+    memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = plain()
     with managed(memory_path / "c", state) as manager:
         save(manager, 1, state)
@@ -112,7 +125,9 @@ def test_a_stopped_agent_is_silent_until_it_is_continued(memory_path: Path, capl
     assert "is silent" in caplog.text and "is back" in caplog.text
 
 
-def test_an_agent_whose_disk_hangs_is_stalled_and_not_started_again(memory_path: Path, hand: Hand) -> None:
+def test_an_agent_whose_disk_hangs_is_stalled_and_not_started_again(
+    memory_path: Path, hand: Hand
+) -> None:
     state = plain()
     with managed(memory_path / "c", state, agent=hand.command) as manager:
         manager._link.stalled_s = 0.2
@@ -128,7 +143,9 @@ def test_an_agent_whose_disk_hangs_is_stalled_and_not_started_again(memory_path:
 
 def test_an_agent_that_cannot_start_is_given_up_and_training_goes_on(memory_path: Path) -> None:
     state = plain()
-    with managed(memory_path / "c", state, agent=(sys.executable, "-c", "raise SystemExit(3)")) as manager:
+    with managed(
+        memory_path / "c", state, agent=(sys.executable, "-c", "raise SystemExit(3)")
+    ) as manager:
         until(lambda: manager._link.state == "broken", "no further try")
         for step in (1, 2, 3):
             begin(manager, step, state)
@@ -142,8 +159,16 @@ def test_a_killed_trainers_staged_save_is_committed_and_no_agent_stays(
 ) -> None:
     root, state = memory_path / "c", plain()
     hand.hold("sync")
-    command = [sys.executable, str(TRAINER), str(root), str(PATIENCE if comes_back else 1.0), str(hand.directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+    command = [
+        sys.executable,
+        str(TRAINER),
+        str(root),
+        str(PATIENCE if comes_back else 1.0),
+        str(hand.directory),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == "staged\n"
         agent = hand.await_arrival()
         trainer.kill()
@@ -168,7 +193,11 @@ def held_by(pid: int) -> tuple[int, int, int]:
     """Descriptors, threads and mappings of shared memory."""
     process = psutil.Process(pid)
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return process.num_fds(), process.num_threads(), sum("memfd:rft-checkpoint" in line for line in maps)
+    return (
+        process.num_fds(),
+        process.num_threads(),
+        sum("memfd:rft-checkpoint" in line for line in maps),
+    )
 
 
 def stays_flat(root: Path, saves: int) -> None:
@@ -182,7 +211,11 @@ def stays_flat(root: Path, saves: int) -> None:
         for step in range(11, saves + 11):
             save(manager, step, state.fill(step))
         until(
-            lambda: all(now <= then for pid in both for now, then in zip(held_by(pid), before[pid], strict=True)),
+            lambda: all(
+                now <= then
+                for pid in both
+                for now, then in zip(held_by(pid), before[pid], strict=True)
+            ),
             f"no more than at the start: {before}",
         )
         grown = {pid: psutil.Process(pid).memory_info().rss - resident[pid] for pid in both}

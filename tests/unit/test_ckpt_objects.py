@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: a real S3 server on loopback, and the rules of `ObjectStorage` over memory://."""
+"""Checkpoints in an object store: a real S3 server on loopback, and the rules of `ObjectStorage`
+over memory://.
+"""
 
 import os
 import signal
@@ -11,7 +13,7 @@ from states import PATIENCE, OneRank, equal, every_kind, plain, save, trainer_co
 from rft.checkpoint import restore
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.objects import QUARANTINED, ObjectStorage
-from rft.checkpoint.storage import committed, open_storage
+from rft.checkpoint.storage import committed, open_storage, read_at
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,11 @@ def bucket() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     told = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    }
     with pytest.MonkeyPatch.context() as patch:
         for key, value in told.items():
             patch.setenv(key, value)
@@ -37,7 +41,12 @@ def bucket() -> Iterator[str]:
 
 def manager(url: str, control: Path, epoch: int = 1, **config: object) -> CheckpointManager:
     return CheckpointManager(
-        url, OneRank(), trainer_config(**config), control=control, epoch=epoch, log_dir=control.parent
+        url,
+        OneRank(),
+        trainer_config(**config),
+        control=control,
+        epoch=epoch,
+        log_dir=control.parent,
     )
 
 
@@ -60,8 +69,13 @@ def test_the_whole_way_through_an_object_store(bucket: str, memory_path: Path) -
 
     found = every_kind()
     assert manager(url, control, 2).load(found) == {"seen": 3, "step": 3} and equal(found, state)
-    storage.put("step_00000003.e0001n0002/r00000.bin", b"?" * storage.size("step_00000003.e0001n0002/r00000.bin"))
-    assert manager(url, control, 3).load(found) == {"seen": 2, "step": 2} and equal(found, every_kind().fill(2))
+    storage.put(
+        "step_00000003.e0001n0002/r00000.bin",
+        b"?" * storage.size("step_00000003.e0001n0002/r00000.bin"),
+    )
+    assert manager(url, control, 3).load(found) == {"seen": 2, "step": 2} and equal(
+        found, every_kind().fill(2)
+    )
     assert committed(storage) == ["step_00000002.e0001n0001"]
     assert QUARANTINED in storage.list("step_00000003.e0001n0002")
     storage.discard("step_00000002.e0001n0001/r00000.bin")
@@ -69,12 +83,23 @@ def test_the_whole_way_through_an_object_store(bucket: str, memory_path: Path) -
         manager(url, control, 4).load(found)
 
 
+def test_an_object_that_was_cut_short_ends_there(bucket: str) -> None:
+    """S3 refuses a range that begins at the end; that is content, and no failure of the medium."""
+    storage = open_storage(f"{bucket}/short")
+    storage.put("x", b"0123")
+    assert read_at(storage.open("x"), 2, 10) == b"23" and read_at(storage.open("x"), 4, 10) == b""
+    with pytest.raises(FileNotFoundError):
+        read_at(storage.open("y"), 0, 1)
+
+
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(bucket: str, memory_path: Path) -> None:
     with pytest.raises(OSError):
         manager("s3://nowhere/job", memory_path / "control").start(plain())
 
 
-def test_a_store_that_does_not_answer_is_an_os_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_an_os_error(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     import s3fs
@@ -108,11 +133,22 @@ def test_a_draft_whose_data_was_swept_is_not_published(store: ObjectStorage) -> 
 
 
 def test_only_our_drafts_without_manifest_are_swept(store: ObjectStorage) -> None:
-    for name in ("step_00000001.e0001n0000/r00000.bin", "step_00000002.e0001n0001/MANIFEST.json", "step_00000003/mine",
-                 "step_00000004.e0001n0002/QUARANTINED", "weights/v_00000001.e0001n0000/r00000.bin", "notes"):  # fmt: skip
+    for name in (
+        "step_00000001.e0001n0000/r00000.bin",
+        "step_00000002.e0001n0001/MANIFEST.json",
+        "step_00000003/mine",
+        "step_00000004.e0001n0002/QUARANTINED",
+        "weights/v_00000001.e0001n0000/r00000.bin",
+        "notes",
+    ):
         store.put(name, b"")
     restore.sweep(store)
-    assert store.list() == ["notes", "step_00000002.e0001n0001", "step_00000003", "step_00000004.e0001n0002"]
+    assert store.list() == [
+        "notes",
+        "step_00000002.e0001n0001",
+        "step_00000003",
+        "step_00000004.e0001n0002",
+    ]
     assert store.list("weights") == []
 
 

@@ -1,4 +1,6 @@
-"""Retention against a model of it, over random histories: the newest and the tagged stay, the rest by the union of rules."""
+"""Retention against a model of it, over random histories: the newest and the tagged stay, the rest
+by the union of rules.
+"""
 
 from dataclasses import replace
 
@@ -10,9 +12,13 @@ from rft.checkpoint.records import Retention
 from rft.checkpoint.retention import Entry, expired
 
 POLICIES = st.builds(
-    Retention, last=st.integers(0, 4), every=st.integers(0, 5), best=st.integers(0, 3),
-    best_is_lowest=st.booleans(), max_bytes=st.sampled_from([0, 0, 1, 40, 100]),
-)  # fmt: skip
+    Retention,
+    last=st.integers(0, 4),
+    every=st.integers(0, 5),
+    best=st.integers(0, 3),
+    best_is_lowest=st.booleans(),
+    max_bytes=st.sampled_from([0, 0, 1, 40, 100]),
+)
 
 
 def entry(step: int, epoch: int = 1, size: int = 10, tagged: bool = False) -> Entry:
@@ -33,7 +39,9 @@ def test_rules_are_a_union() -> None:
 
 
 def test_of_equal_scores_the_later_one_stays() -> None:
-    assert left([entry(s) for s in (1, 2, 3)], Retention(last=1, best=1, scores={1: 0.5, 2: 0.5})) == [2, 3]
+    assert left(
+        [entry(s) for s in (1, 2, 3)], Retention(last=1, best=1, scores={1: 0.5, 2: 0.5})
+    ) == [2, 3]
 
 
 def test_last_zero_keeps_all_and_nothing_is_nothing() -> None:
@@ -52,7 +60,9 @@ def test_the_byte_budget_takes_the_oldest_first_but_neither_the_newest_nor_tagge
 
 
 class History(RuleBasedStateMachine):
-    """Saves begun (up to 3 in flight), committed in any order, scored, tagged, retired; names are never made anew."""
+    """Saves begun (up to 3 in flight), committed in any order, scored, tagged, retired; names are
+    never made anew.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +100,10 @@ class History(RuleBasedStateMachine):
         self.epoch, self.step, self.flying = self.epoch + 1, max(0, self.step - back), []
 
     def retire(self, policy: Retention) -> None:
-        policy = Retention(**{f: getattr(policy, f) for f in policy.__struct_fields__} | {"scores": dict(self.scores)})
+        policy = Retention(
+            **{f: getattr(policy, f) for f in policy.__struct_fields__}
+            | {"scores": dict(self.scores)}
+        )
         before = dict(self.there)
         for gone in expired(list(self.there.values()), policy):
             del self.there[gone.epoch, gone.step]
@@ -99,12 +112,18 @@ class History(RuleBasedStateMachine):
         newest = sorted(before)[-policy.last :] if policy.last else sorted(before)
         if not policy.max_bytes:
             assert set(newest) <= set(self.there)
-            assert all(key in self.there for key in before if policy.every and key[1] % policy.every == 0)
+            assert all(
+                key in self.there for key in before if policy.every and key[1] % policy.every == 0
+            )
             for key in set(before) - set(self.there):
-                better = [k for k in before if k[1] in self.scores and self._beats(k[1], key[1], policy)]
+                better = [
+                    k for k in before if k[1] in self.scores and self._beats(k[1], key[1], policy)
+                ]
                 assert not policy.best or key[1] not in self.scores or len(better) >= policy.best
         else:
-            free = [e for e in self.there.values() if not e.tagged and (e.epoch, e.step) != max(before)]
+            free = [
+                e for e in self.there.values() if not e.tagged and (e.epoch, e.step) != max(before)
+            ]
             assert sum(e.bytes for e in self.there.values()) <= policy.max_bytes or not free
 
     def _beats(self, one: int, other: int, policy: Retention) -> bool:

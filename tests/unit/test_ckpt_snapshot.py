@@ -1,4 +1,6 @@
-"""What is saved is the state of one moment, whatever the trainer does the instant `before_update` returns."""
+"""What is saved is the state of one moment, whatever the trainer
+does the instant `before_update` returns.
+"""
 
 import hashlib
 from pathlib import Path
@@ -14,16 +16,24 @@ FEW, ALL = 60, 1000
 
 
 class Restless(State):
-    """Scalars, views of one storage, a transposed matrix, tensors whose storage moves; large enough to be torn."""
+    """Scalars, views of one storage, a transposed matrix, tensors whose
+    storage moves; large enough to be torn.
+    """
 
     def __init__(self) -> None:
         self.shared = torch.zeros(2, 300_000)
-        super().__init__({
-            "model/first": self.shared[0], "model/second": self.shared[1], "model/matrix": torch.zeros(256, 512).t(),
-            "model/half": torch.zeros(200_000, dtype=torch.bfloat16), "optimizer/moved": torch.zeros(300_000),
-            "optimizer/step": torch.zeros((), dtype=torch.int64), "optimizer/scale": torch.zeros(()),
-            "optimizer/last": torch.zeros(300_000),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "model/first": self.shared[0],
+                "model/second": self.shared[1],
+                "model/matrix": torch.zeros(256, 512).t(),
+                "model/half": torch.zeros(200_000, dtype=torch.bfloat16),
+                "optimizer/moved": torch.zeros(300_000),
+                "optimizer/step": torch.zeros((), dtype=torch.int64),
+                "optimizer/scale": torch.zeros(()),
+                "optimizer/last": torch.zeros(300_000),
+            }
+        )
 
     def overwrite(self, value: int) -> None:
         """All of it, the end first: a copy that runs from the beginning is overtaken."""
@@ -37,7 +47,8 @@ class Restless(State):
 
     def digest(self) -> dict[str, str]:
         return {
-            key: digest_of(bytes(t.contiguous().view(-1).view(torch.uint8).numpy())) for key, t in self.tensors.items()
+            key: digest_of(bytes(t.contiguous().view(-1).view(torch.uint8).numpy()))
+            for key, t in self.tensors.items()
         }
 
 
@@ -53,10 +64,14 @@ def digests_in(manager: CheckpointManager, step: int) -> dict[str, str]:
 
 
 def torn(root: Path, saves: int, **config: object) -> int:
-    """Number of checkpoints that differ from the state at their `save`; three are in flight at a time."""
+    """Number of checkpoints that differ from the state at their
+    `save`; three are in flight at a time.
+    """
     state, wanted = Restless(), {}
     found = 0
-    with managed(root, state, config=trainer_config(max_checkpoints_to_keep=6, **config)) as manager:
+    with managed(
+        root, state, config=trainer_config(max_checkpoints_to_keep=6, **config)
+    ) as manager:
         for step in range(1, saves + 4):
             if step <= saves:
                 state.overwrite(step)
@@ -77,16 +92,25 @@ VARIANTS = [("lazy", None), ("eager", None), ("lazy", 0.0085)]
 
 @pytest.mark.parametrize(("staging", "budget"), VARIANTS)
 def test_no_checkpoint_is_torn(memory_path: Path, staging: str, budget: float | None) -> None:
-    assert torn(memory_path / "c", FEW // len(VARIANTS), staging=staging, host_memory_gb=budget) == 0
+    assert (
+        torn(memory_path / "c", FEW // len(VARIANTS), staging=staging, host_memory_gb=budget) == 0
+    )
 
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("staging", "budget"), VARIANTS)
-def test_no_checkpoint_of_a_thousand_is_torn(memory_path: Path, staging: str, budget: float | None) -> None:
-    assert torn(memory_path / "c", -(-ALL // len(VARIANTS)), staging=staging, host_memory_gb=budget) == 0
+def test_no_checkpoint_of_a_thousand_is_torn(
+    memory_path: Path, staging: str, budget: float | None
+) -> None:
+    assert (
+        torn(memory_path / "c", -(-ALL // len(VARIANTS)), staging=staging, host_memory_gb=budget)
+        == 0
+    )
 
 
-def test_the_mutator_tears_a_snapshot_that_nobody_protects(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mutator_tears_a_snapshot_that_nobody_protects(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CheckpointManager, "before_update", lambda self: 0.0)
     assert torn(memory_path / "c", 10, staging="lazy") > 0

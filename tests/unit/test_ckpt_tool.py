@@ -36,7 +36,13 @@ def job(model: Path, tmp_path: Path) -> Path:
     job.mkdir(parents=True)
     about = {"model": str(model), "layout": {"tp": 2, "pp": 1, "dp": 4}, "dtype": "fp32"}
     commit(job, 3, sources_of(model), about=about, loop={"journal": 10, "scores": {"3": 0.25}})
-    commit(job, 12, sources_of(model, add=1.5), about=about, loop={"journal": 40, "scores": {"3": 0.25, "12": 0.5}})
+    commit(
+        job,
+        12,
+        sources_of(model, add=1.5),
+        about=about,
+        loop={"journal": 40, "scores": {"3": 0.25, "12": 0.5}},
+    )
     return job
 
 
@@ -57,20 +63,39 @@ def test_ls_tells_all_apart(job: Path, capsys: Said) -> None:
     capsys.readouterr()
     assert main(["ls", str(job)]) == 0
     head, *rows = capsys.readouterr().out.splitlines()[1:]
-    assert head.split() == ["name", "step", "attempt", "age", "size", "layout", "score", "tag", "exported"]
-    assert re.fullmatch(r"step_00000003 +3 +1 +\d+ s +0\.\d\d MB +tp2 dp4 +0\.25 +paper +yes", rows[0])
+    assert head.split() == [
+        "name",
+        "step",
+        "attempt",
+        "age",
+        "size",
+        "layout",
+        "score",
+        "tag",
+        "exported",
+    ]
+    assert re.fullmatch(
+        r"step_00000003 +3 +1 +\d+ s +0\.\d\d MB +tp2 dp4 +0\.25 +paper +yes", rows[0]
+    )
     assert re.fullmatch(r"step_00000012 +12 +2 +\d+ s +0\.\d\d MB +tp2 dp4 +0\.5 +LATEST", rows[1])
-    assert rows[2:] == ["unfinished: step_00000020.tmp-e0003n0000", "set aside as damaged: .bad-step_00000001-0123"]
+    assert rows[2:] == [
+        "unfinished: step_00000020.tmp-e0003n0000",
+        "set aside as damaged: .bad-step_00000001-0123",
+    ]
 
 
 def test_ls_names_a_damaged_manifest(job: Path, capsys: Said) -> None:
     manifest = job / "checkpoints" / "step_00000012" / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"step":12', b'"step":13'))
     assert main(["ls", str(job)]) == 1
-    assert re.search(r"damaged manifest: step_00000012: .*seal does not fit", capsys.readouterr().out)
+    assert re.search(
+        r"damaged manifest: step_00000012: .*seal does not fit", capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("typed", ["{job}", "{job}/checkpoints", "{job}/..", "{job}/../..", "{job}@12"])
+@pytest.mark.parametrize(
+    "typed", ["{job}", "{job}/checkpoints", "{job}/..", "{job}/../..", "{job}@12"]
+)
 def test_a_run_by_any_of_its_directories(job: Path, capsys: Said, typed: str) -> None:
     assert main(["show", typed.format(job=job)]) == 0
     said = capsys.readouterr().out
@@ -89,7 +114,9 @@ def test_a_run_by_any_of_its_directories(job: Path, capsys: Said, typed: str) ->
         ("{job}/../..", "holds 2 runs, give one: "),
     ],
 )
-def test_wrong_input_is_one_line(job: Path, model: Path, capsys: Said, typed: str, words: str) -> None:
+def test_wrong_input_is_one_line(
+    job: Path, model: Path, capsys: Said, typed: str, words: str
+) -> None:
     if typed == "{job}/../..":
         commit(job.parent / "other", 1, sources_of(model))
     assert main(["show", typed.format(job=job, model=model)]) == 2
@@ -103,7 +130,9 @@ def test_verify_names_file_and_chunk(job: Path, capsys: Said) -> None:
     flip(job, 3)
     assert main(["verify", str(job)]) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert re.search(r"step_00000003  DAMAGED .*step_00000003/r00000\.bin was changed: chunk 0", first)
+    assert re.search(
+        r"step_00000003  DAMAGED .*step_00000003/r00000\.bin was changed: chunk 0", first
+    )
     assert "good" in second
     assert main(["verify", f"{job}@12"]) == 0
     assert main(["verify", str(job / "checkpoints" / "step_00000003")]) == 1
@@ -111,13 +140,19 @@ def test_verify_names_file_and_chunk(job: Path, capsys: Said) -> None:
 
 def test_diff_says_which_and_how_much(job: Path, model: Path, capsys: Said) -> None:
     assert main(["diff", f"{job}@3", f"{job}@3"]) == 0
-    assert capsys.readouterr().out.endswith("0 of 24 tensors that both hold alike differ in value\n")
+    assert capsys.readouterr().out.endswith(
+        "0 of 24 tensors that both hold alike differ in value\n"
+    )
     assert main(["diff", f"{job}@3", f"{job}@12"]) == 1
     said = capsys.readouterr().out
     assert len(re.findall(r"model/\S+: [\d,]+ of [\d,]+ elements, by at most 1\.5\n", said)) == 24
     assert "cut journal: 10 and 40\n" in said and "cut step: 3 and 12\n" in said
     other = job.parent / "other"
-    commit(other, 3, [*sources_of(model, "bfloat16"), source("exp_avg/x", "float32", np.zeros(8, "u1"), (2,))])
+    commit(
+        other,
+        3,
+        [*sources_of(model, "bfloat16"), source("exp_avg/x", "float32", np.zeros(8, "u1"), (2,))],
+    )
     assert main(["diff", f"{job}@3", str(other)]) == 1
     said = capsys.readouterr().out
     assert "exp_avg/x: only in " in said
@@ -129,7 +164,9 @@ def test_diff_sees_one_flipped_sign_of_bf16(tmp_path: Path, capsys: Said) -> Non
     one = torch.tensor([0.0, 1.5, float("inf")], dtype=torch.bfloat16)
     two = torch.tensor([-0.0, -1.5, float("inf")], dtype=torch.bfloat16)
     for step, value in ((1, one), (2, two)):
-        commit(tmp_path, step, [source("model/w", "bfloat16", value.view(torch.uint8).numpy(), (3,))])
+        commit(
+            tmp_path, step, [source("model/w", "bfloat16", value.view(torch.uint8).numpy(), (3,))]
+        )
     assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2"]) == 1
     assert "model/w: 2 of 3 elements, by at most 3\n" in capsys.readouterr().out
 
@@ -139,7 +176,9 @@ def test_diff_sees_one_flipped_sign_of_bf16(tmp_path: Path, capsys: Said) -> Non
 )
 def test_values_are_torchs(dtype: torch.dtype) -> None:
     value = (torch.randn(64) * 50).abs().to(dtype)
-    raw = np.frombuffer(value.view(torch.uint8).numpy().tobytes(), dtype=f"<u{value.element_size()}")
+    raw = np.frombuffer(
+        value.view(torch.uint8).numpy().tobytes(), dtype=f"<u{value.element_size()}"
+    )
     assert values(raw, str(dtype).removeprefix("torch.")).tolist() == value.double().tolist()
 
 
@@ -157,7 +196,9 @@ def test_export_to_hugging_face(job: Path, model: Path, capsys: Said) -> None:
     target = job / "out"
     assert main(["export", f"{job}@3", str(target)]) == 0
     found, wanted = load_file(target / "model.safetensors"), load_file(model / "model.safetensors")
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
     assert main(["export", f"{job}@3", str(target)]) == 0
     assert "is there already" in capsys.readouterr().out
     flip(job, 12)
@@ -166,10 +207,20 @@ def test_export_to_hugging_face(job: Path, model: Path, capsys: Said) -> None:
 
 
 def test_there_and_back(job: Path, model: Path, tmp_path: Path, capsys: Said) -> None:
-    """rft -> torch_dist -> rft -> Hugging Face -> rft, in bf16 with masters: the weights stay the same bits."""
+    """rft -> torch_dist -> rft -> Hugging Face -> rft, in bf16 with
+    masters: the weights stay the same bits.
+    """
     steps = (
         ["export", f"{job}@12", str(tmp_path / "megatron"), "--to", "torch_dist"],
-        ["import", str(tmp_path / "megatron"), str(tmp_path / "b"), "--model", str(model), "--step", "12"],
+        [
+            "import",
+            str(tmp_path / "megatron"),
+            str(tmp_path / "b"),
+            "--model",
+            str(model),
+            "--step",
+            "12",
+        ],
         ["export", str(tmp_path / "b"), str(tmp_path / "hf")],
         ["import", str(tmp_path / "hf"), str(tmp_path / "c")],
         ["import", str(tmp_path / "hf"), str(tmp_path / "d"), "--dtype", "bf16"],
@@ -178,10 +229,16 @@ def test_there_and_back(job: Path, model: Path, tmp_path: Path, capsys: Said) ->
         assert main(words) == 0, capsys.readouterr().err
     with Checkpoint(storage_at(job / "checkpoints"), "step_00000012") as wanted:
         for name, step in (("b", 12), ("c", 0)):
-            with Checkpoint(storage_at(tmp_path / name / "checkpoints"), f"step_{step:08d}") as found:
+            with Checkpoint(
+                storage_at(tmp_path / name / "checkpoints"), f"step_{step:08d}"
+            ) as found:
                 for key in wanted.tensors:
                     assert np.array_equal(found.whole(key), wanted.whole(key)), key
-                assert {key.split("/")[0] for key in found.tensors} == {"model", "exp_avg", "exp_avg_sq"}
+                assert {key.split("/")[0] for key in found.tensors} == {
+                    "model",
+                    "exp_avg",
+                    "exp_avg_sq",
+                }
                 assert not found.whole("exp_avg/model.norm.weight").any()
         with Checkpoint(storage_at(tmp_path / "d" / "checkpoints"), "step_00000000") as found:
             for key, (dtype, shape) in wanted.tensors.items():
@@ -193,7 +250,10 @@ def test_there_and_back(job: Path, model: Path, tmp_path: Path, capsys: Said) ->
 def test_import_refuses(job: Path, model: Path, tmp_path: Path, capsys: Said) -> None:
     for words, said in (
         ([str(model), str(job)], "has checkpoints already (newest: step 12)"),
-        ([str(tmp_path), str(tmp_path / "new"), "--model", str(model)], "is neither a torch_dist checkpoint nor"),
+        (
+            [str(tmp_path), str(tmp_path / "new"), "--model", str(model)],
+            "is neither a torch_dist checkpoint nor",
+        ),
         ([str(tmp_path), str(tmp_path / "new")], "has no config.json"),
     ):
         assert main(["import", *words]) == 2
@@ -220,9 +280,13 @@ def test_short_sources_leave_no_draft(tmp_path: Path) -> None:
 
 def test_the_command(job: Path) -> None:
     code = "import sys; sys.argv[0] = 'rft'; from rft.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "ckpt", "ls", str(job)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "ckpt", "ls", str(job)], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "step_00000012" in done.stdout
-    done = subprocess.run([sys.executable, "-c", code, "ckpt", "verify", "/nowhere"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "ckpt", "verify", "/nowhere"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr == "rft ckpt: /nowhere: no such directory\n"
 
 
@@ -230,12 +294,19 @@ def test_an_object_store_is_a_run_too(model: Path, tmp_path: Path, capsys: Said)
     where = f"memory://bucket/{tmp_path.name}"
     storage = open_storage(where)
     for step in (3, 12):
-        single.write(storage, tmp_path / "control", step, sources_of(model), about={"model": str(model)})
+        single.write(
+            storage, tmp_path / "control", step, sources_of(model), about={"model": str(model)}
+        )
     assert main(["tag", f"{where}@3", "kept"]) == 0 and main(["ls", where]) == 0
-    assert re.search(r"step_00000003\.\w+ +3 +1 +- +\S+ MB +1 rank +kept\n", capsys.readouterr().out)
+    assert re.search(
+        r"step_00000003\.\w+ +3 +1 +- +\S+ MB +1 rank +kept\n", capsys.readouterr().out
+    )
     assert main(["verify", where]) == 0 and main(["diff", f"{where}@3", f"{where}@3"]) == 0
     assert main(["export", f"{where}/step_00000003.e0001n0000", str(tmp_path / "hf")]) == 0
     wanted = load_file(model / "model.safetensors")
-    assert all(torch.equal(value, wanted[name]) for name, value in load_file(tmp_path / "hf/model.safetensors").items())
+    assert all(
+        torch.equal(value, wanted[name])
+        for name, value in load_file(tmp_path / "hf/model.safetensors").items()
+    )
     assert main(["untag", f"{where}@3"]) == 0
     assert [entry.tagged for entry in list_entries(storage)] == [False, False]

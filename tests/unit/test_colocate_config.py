@@ -5,11 +5,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rft import cards
 from rft.config import Config, ConfigError, to_config
-from rft.preflight_colocate import check_colocate, fill_colocate
+from rft.ground.errors import refuse_all
+from rft.preflight.fill import fill_colocate
+from rft.preflight.rules import Refusals
+from rft.preflight.rules_run import DEVICES
+from rft.run import cards
 
-FILLED = ("model.model_path=/m", "synchronizer.max_staleness=0", "synchronizer.sync_method=nccl")  # before our checks
+# before our checks
+FILLED = ("model.model_path=/m", "synchronizer.max_staleness=0", "synchronizer.sync_method=nccl")
 
 
 def config_of(*overrides: str) -> Config:
@@ -17,6 +21,12 @@ def config_of(*overrides: str) -> Config:
     config = to_config(base)  # type: ignore[arg-type]
     fill_colocate(config)
     return config
+
+
+def check_colocate(config: Config) -> None:
+    refusals = Refusals()
+    refusals.ask(DEVICES, config)
+    refuse_all(refusals.sentences())
 
 
 def shared(*overrides: str) -> Config:
@@ -28,7 +38,10 @@ def test_the_engine_gets_half_of_the_card_and_no_memory_for_a_second_model() -> 
     assert config.explorer.rollout_model.gpu_memory_utilization == 0.5
     assert config.synchronizer.receive == "direct"
     alone = config_of()
-    assert alone.explorer.rollout_model.gpu_memory_utilization == 0.9 and alone.synchronizer.receive == "staged"
+    assert (
+        alone.explorer.rollout_model.gpu_memory_utilization == 0.9
+        and alone.synchronizer.receive == "staged"
+    )
     check_colocate(config)
     check_colocate(alone)
 
@@ -37,13 +50,19 @@ REFUSED = {
     "mode=explore": "set mode=both",
     "synchronizer.sync_style=fully_async": "set synchronizer.sync_style=fixed",
     "synchronizer.sync_interval=2": "set synchronizer.sync_interval=1",
-    "synchronizer.max_staleness=1": "no rollout may be ahead; set synchronizer.max_staleness=0, or colocate=false",
+    "synchronizer.max_staleness=1": (
+        "no rollout may be ahead; set synchronizer.max_staleness=0, or colocate=false"
+    ),
     "synchronizer.sync_method=checkpoint": "set synchronizer.sync_method=nccl",
     "synchronizer.kv=keep": "set synchronizer.kv=recompute",
     "cluster.ray_address=10.0.0.1:6379": "leave that out, or colocate=false",
-    "explorer.rollout_model.gpu_memory_utilization=0.9": "stay on the card; set it to at most 0.6, or leave it out for 0.5",
+    "explorer.rollout_model.gpu_memory_utilization=0.9": (
+        "stay on the card; set it to at most 0.6, or leave it out for 0.5"
+    ),
     "explorer.rollout_model.gpu_memory_utilization=1.5": "at most 1",
-    "device=cuda trainer.num_ranks=2": "trainer.num_ranks=2 and engine_num x tensor_parallel_size = 1",
+    "device=cuda trainer.num_ranks=2": (
+        "trainer.num_ranks=2 and engine_num x tensor_parallel_size = 1"
+    ),
 }
 
 
@@ -56,7 +75,11 @@ def test_refused_with_key_and_fix(overrides: str) -> None:
 
 
 def test_on_cpus_shares_and_numbers_are_free() -> None:
-    check_colocate(shared("device=cpu", "explorer.rollout_model.gpu_memory_utilization=0.9", "trainer.num_ranks=2"))
+    check_colocate(
+        shared(
+            "device=cpu", "explorer.rollout_model.gpu_memory_utilization=0.9", "trainer.num_ranks=2"
+        )
+    )
 
 
 def test_ranks_and_engines_see_the_same_cards() -> None:
@@ -83,11 +106,17 @@ def test_without_colocate_no_card_is_given_out_twice() -> None:
     [
         (["cluster.colocate=true", "trainer.num_ranks=2"], "0,1", "both numbers are equal"),
         (["cluster.colocate=true"], "", None),
-        (["trainer.num_ranks=2"], "0,1", "plus engine_num x tensor_parallel_size = 3 GPUs, but 2 are visible"),
+        (
+            ["trainer.num_ranks=2"],
+            "0,1",
+            "plus engine_num x tensor_parallel_size = 3 GPUs, but 2 are visible",
+        ),
         (["device=cpu"], "0,1", None),
     ],
 )
-def test_what_the_cards_cannot_hold(overrides: list[str], visible: str, message: str | None) -> None:
+def test_what_the_cards_cannot_hold(
+    overrides: list[str], visible: str, message: str | None
+) -> None:
     config: Any = config_of(*overrides)
     if message is None:
         assert cards.split(config, visible) is None

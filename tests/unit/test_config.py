@@ -1,9 +1,13 @@
-"""Composition of stages, derived values, and every refusal: one message with the key and the fix, before anything starts."""
+"""Composition of stages, derived values, and every refusal: one message with the key and the fix,
+before anything starts.
+"""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,23 +15,31 @@ from typing import Any
 import pytest
 
 from rft import config as configs
-from rft import preflight, train
+from rft import train
 from rft.algorithm import ALGORITHMS, recipe
-from rft.config import Config, ConfigError
-from rft.preflight_sync import stored_bytes
+from rft.checkpoint import gate
+from rft.config import Config, ConfigError, keys
+from rft.config.compose import CONFIG_DIR
+from rft.config.layout import stored_bytes
+from rft.data import packing
+from rft.megatron import schedule
 from rft.tools import config_page
 
 
 def composed(overrides: list[str]) -> Any:
-    train.check_overrides(overrides)
-    return train.compose(overrides)
+    configs.check_overrides(overrides)
+    return configs.compose(overrides)
 
 
 def grpo(assets: Path, tmp_path: Path, *overrides: str) -> list[Config]:
     base = [
-        "experiment=grpo", f"model.model_path={assets / 'model'}", f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
-        f"checkpoint_root_dir={tmp_path}", "model.max_prompt_tokens=16", "model.max_response_tokens=8",
-    ]  # fmt: skip
+        "experiment=grpo",
+        f"model.model_path={assets / 'model'}",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        f"checkpoint_root_dir={tmp_path}",
+        "model.max_prompt_tokens=16",
+        "model.max_response_tokens=8",
+    ]
     return train.prepared_stages(composed([*base, *overrides]))
 
 
@@ -48,11 +60,17 @@ def test_ppo_brings_a_critic_and_a_reference(assets: Path, tmp_path: Path) -> No
     filled = config.algorithm
     assert (filled.advantage_fn, filled.kl_loss_fn, filled.repeat_times) == ("ppo", "k2", 1)
     assert recipe.needs_critic(config.algorithm) and recipe.needs_reference(config.algorithm)
-    assert (config.critic.optim.lr, config.critic.cliprange_value, config.critic.grad_clip) == (1e-5, 0.5, 1.0)
+    assert (config.critic.optim.lr, config.critic.cliprange_value, config.critic.grad_clip) == (
+        1e-5,
+        0.5,
+        1.0,
+    )
     (config,) = grpo(assets, tmp_path, "algorithm.algorithm_type=ppo", "algorithm.kl_loss_fn=none")
     assert not recipe.needs_reference(config.algorithm)
     (config,) = grpo(assets, tmp_path)
-    assert not recipe.needs_critic(config.algorithm) and not recipe.needs_reference(config.algorithm)
+    assert not recipe.needs_critic(config.algorithm) and not recipe.needs_reference(
+        config.algorithm
+    )
 
 
 def test_a_model_beside_the_policy_must_know_its_tokens(assets: Path, tmp_path: Path) -> None:
@@ -65,29 +83,47 @@ def test_a_model_beside_the_policy_must_know_its_tokens(assets: Path, tmp_path: 
     (other / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"model.ref_model_path=.*vocab_size is 50"):
         grpo(assets, tmp_path, "algorithm.kl_loss_fn=k2", f"model.ref_model_path={other}")
-    with pytest.raises(ConfigError, match="nothing here uses that model; leave it out, or set algorithm.kl_loss_fn=k2"):
+    with pytest.raises(
+        ConfigError,
+        match="nothing here uses that model; leave it out, or set algorithm.kl_loss_fn=k2",
+    ):
         grpo(assets, tmp_path, f"model.ref_model_path={other}")
 
 
-NEED_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")  # rows or a teacher: test_row_configs.py
+# rows or a teacher: test_row_configs.py
+NEED_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, kind in ALGORITHMS.items() if kind.source == "rollouts" and n not in NEED_MORE]
+    "name",
+    [n for n, kind in ALGORITHMS.items() if kind.source == "rollouts" and n not in NEED_MORE],
 )
-def test_functions_follow_the_algorithm_and_the_user_wins(assets: Path, tmp_path: Path, name: str) -> None:
+def test_functions_follow_the_algorithm_and_the_user_wins(
+    assets: Path, tmp_path: Path, name: str
+) -> None:
     """Rows B5 and W61, over every key that an algorithm has a default of."""
-    keys = ("repeat_times", "advantage_fn", "policy_loss_fn", "loss_agg_mode", "kl_loss_fn", "entropy_loss_fn")
+    keys = (
+        "repeat_times",
+        "advantage_fn",
+        "policy_loss_fn",
+        "loss_agg_mode",
+        "kl_loss_fn",
+        "entropy_loss_fn",
+    )
     kind = f"algorithm.algorithm_type={name}"
     (config,) = grpo(assets, tmp_path, kind, *(f"algorithm.{key}=null" for key in keys))
     defaults = {key: getattr(ALGORITHMS[name], key) for key in keys}
     assert {key: getattr(config.algorithm, key) for key in keys} == defaults
     other = {"repeat_times": 3, "loss_agg_mode": "seq-mean-token-sum", "kl_loss_fn": "abs"}
-    (config,) = grpo(assets, tmp_path, kind, *(f"algorithm.{key}={value}" for key, value in other.items()))
+    (config,) = grpo(
+        assets, tmp_path, kind, *(f"algorithm.{key}={value}" for key, value in other.items())
+    )
     assert {key: getattr(config.algorithm, key) for key in keys} == defaults | other
 
 
-LENGTHS = [  # rows D5 and D6: prompt, response, whole as given; then as they become, in a model with a context of 64
+# rows D5 and D6: prompt, response, whole as given; then as they become, in a model with a context
+# of 64
+LENGTHS = [
     ((16, 8, None), (16, 8, 24)),
     ((16, 8, 30), (16, 8, 30)),
     ((None, 8, 30), (22, 8, 30)),
@@ -106,9 +142,14 @@ LENGTHS = [  # rows D5 and D6: prompt, response, whole as given; then as they be
 
 
 @pytest.mark.parametrize(("given", "becomes"), LENGTHS)
-def test_lengths(assets: Path, tmp_path: Path, given: tuple[Any, ...], becomes: tuple[int, ...] | None) -> None:
+def test_lengths(
+    assets: Path, tmp_path: Path, given: tuple[Any, ...], becomes: tuple[int, ...] | None
+) -> None:
     keys = ("max_prompt_tokens", "max_response_tokens", "max_model_len")
-    words = [f"model.{key}={'null' if value is None else value}" for key, value in zip(keys, given, strict=True)]
+    words = [
+        f"model.{key}={'null' if value is None else value}"
+        for key, value in zip(keys, given, strict=True)
+    ]
     if becomes is None:
         with pytest.raises(ConfigError, match=r"model\.max_"):
             grpo(assets, tmp_path, *words)
@@ -119,12 +160,22 @@ def test_lengths(assets: Path, tmp_path: Path, given: tuple[Any, ...], becomes: 
 
 def test_deterministic_decides_what_follows_from_it(assets: Path, tmp_path: Path) -> None:
     """Also over a value that a recipe sets: the quickstart has max_staleness=1."""
-    (config,) = grpo(assets, tmp_path, "deterministic=true", "device=cpu", "synchronizer.max_staleness=1")
+    (config,) = grpo(
+        assets, tmp_path, "deterministic=true", "device=cpu", "synchronizer.max_staleness=1"
+    )
     rollout = config.explorer.rollout_model
-    assert (rollout.max_num_seqs, rollout.enable_prefix_caching, config.synchronizer.max_staleness) == (1, False, 0)
+    assert (
+        rollout.max_num_seqs,
+        rollout.enable_prefix_caching,
+        config.synchronizer.max_staleness,
+    ) == (1, False, 0)
     (config,) = grpo(assets, tmp_path)
     rollout = config.explorer.rollout_model
-    assert (rollout.max_num_seqs, rollout.enable_prefix_caching, config.synchronizer.max_staleness) == (256, True, 1)
+    assert (
+        rollout.max_num_seqs,
+        rollout.enable_prefix_caching,
+        config.synchronizer.max_staleness,
+    ) == (256, True, 1)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +209,9 @@ def test_staleness_follows_from_the_style(
         ("mode=explore synchronizer.sync_method=checkpoint", "checkpoint"),
     ],
 )
-def test_the_method_follows_from_the_mode(assets: Path, tmp_path: Path, overrides: str, method: str) -> None:
+def test_the_method_follows_from_the_mode(
+    assets: Path, tmp_path: Path, overrides: str, method: str
+) -> None:
     (config,) = grpo(assets, tmp_path, *overrides.split())
     assert config.synchronizer.sync_method == method
 
@@ -171,31 +224,44 @@ def test_memory_holds_two_versions_and_needs_room_for_them(
     model = (assets / "model" / "model.safetensors").stat().st_size
     assert 2 * 0.99 * model < stored_bytes(config) < 2.2 * model
     assert stored_bytes(half) == pytest.approx(stored_bytes(config) / 2, rel=1e-3)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=stored_bytes(config) - 1))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=stored_bytes(config) - 1)
+    )
     with pytest.raises(
-        ConfigError, match="sync_method=memory holds 2 versions of the weights.*/dev/shm.*set synchroni"
+        ConfigError,
+        match="sync_method=memory holds 2 versions of the weights.*/dev/shm.*set synchroni",
     ):
         grpo(assets, tmp_path, "synchronizer.sync_method=memory")
 
 
 def test_a_stage_inherits_every_key_it_does_not_set(tmp_path: Path) -> None:
     raw = composed(
-        ["experiment=quickstart", "buffer.batch_size=7", "trainer.grad_clip=0.5", f"checkpoint_root_dir={tmp_path}"]
+        [
+            "experiment=quickstart",
+            "buffer.batch_size=7",
+            "trainer.grad_clip=0.5",
+            f"checkpoint_root_dir={tmp_path}",
+        ]
     )
     warmup, tuned = configs.stage_configs(raw)
     assert (warmup.algorithm.algorithm_type, tuned.algorithm.algorithm_type) == ("sft", "grpo")
-    assert warmup.buffer.batch_size == 7 and warmup.trainer.grad_clip == tuned.trainer.grad_clip == 0.5
+    assert (
+        warmup.buffer.batch_size == 7 and warmup.trainer.grad_clip == tuned.trainer.grad_clip == 0.5
+    )
     assert configs.job_dir(tuned) == tmp_path / "rft" / "quickstart" / "rft"
 
 
 def test_resolved_config_round_trips_without_secrets(
     assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RFT_SECRET_MONITOR_MONITOR_ARGS_API_KEY", "")  # `save` sets it: taken back after the test
+    # `save` sets it: taken back after the test
+    monkeypatch.setenv("RFT_SECRET_MONITOR_MONITOR_ARGS_API_KEY", "")
     (config,) = grpo(assets, tmp_path, "monitor=wandb", "+monitor.monitor_args.api_key=planted")
     configs.save(config, tmp_path / "resolved.yaml")
     assert "planted" not in (tmp_path / "resolved.yaml").read_text()
-    assert configs.load(tmp_path / "resolved.yaml") == config, "the processes of the run have it by their environment"
+    assert configs.load(tmp_path / "resolved.yaml") == config, (
+        "the processes of the run have it by their environment"
+    )
 
 
 def test_no_continuing_gives_the_run_a_new_name(assets: Path, tmp_path: Path) -> None:
@@ -213,7 +279,9 @@ REFUSED = {  # overrides: what the message must say
     "algoritm.repeat_times=4": "algorithm.repeat_times",
     "algorithm.algorithm_type=grop": "did you mean `grpo`",
     "algorithm.repeat_times=1": "algorithm.repeat_times=1",
-    "algorithm.algorithm_type=ppo algorithm.advantage_fn=grpo algorithm.repeat_times=1": "a group of one",
+    (
+        "algorithm.algorithm_type=ppo algorithm.advantage_fn=grpo algorithm.repeat_times=1"
+    ): "a group of one",
     "algorithm.algorithm_type=sft": "mode=train",
     "algorithm.advantage_fn=gae": "algorithm.advantage_fn",
     "algorithm.policy_loss_fn=pppo": "did you mean `ppo`",
@@ -225,13 +293,21 @@ REFUSED = {  # overrides: what the message must say
     "algorithm.kl_penalty_fn=k1": "set kl_loss_fn instead",
     "algorithm.entropy_loss_fn=mixed": "algorithm.entropy_loss_fn=mix",
     "algorithm.kl_loss_fn=k2 model.ref_model_path=/nowhere": "model.ref_model_path=/nowhere",
-    "algorithm.algorithm_type=ppo model.critic_model_path=/nowhere": "model.critic_model_path=/nowhere",
+    (
+        "algorithm.algorithm_type=ppo model.critic_model_path=/nowhere"
+    ): "model.critic_model_path=/nowhere",
     "algorithm.algorithm_type=ppo critic.optim.lr=0": "critic.optim.lr",
     "algorithm.algorithm_type=ppo critic.optim.lr_scheduler_type=cosin": "cosine",
     "trainer.critic_warmup=3": "algorithm_type=ppo",
-    "algorithm.algorithm_type=ppo trainer.critic_warmup=4 trainer.total_steps=4": "none would train the policy",
-    "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.stop_at_loss=1 trainer.total_steps=4": "stop_at_loss",
-    "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.total_steps=4 algorithm.optimizer.lr_scheduler_type=wsd "
+    (
+        "algorithm.algorithm_type=ppo trainer.critic_warmup=4 trainer.total_steps=4"
+    ): "none would train the policy",
+    (
+        "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.stop_at_loss=1 "
+        "trainer.total_steps=4"
+    ): "stop_at_loss",
+    "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.total_steps=4 "
+    "algorithm.optimizer.lr_scheduler_type=wsd "
     "algorithm.optimizer.lr_decay_steps=4": "into 3 steps",
     "+algorithm.kl_loss_fn_args.kl_coef=1": "algorithm.kl_loss_fn=none: there is no such term",
     "trainer.total_steps=0": "trainer.total_steps=0",
@@ -242,9 +318,14 @@ REFUSED = {  # overrides: what the message must say
     "algorithm.optimizer.optimizer_type=sgd algorithm.optimizer.eps=1e-6": "only Adam has one",
     "algorithm.optimizer.betas=[0.9]": "two numbers",
     "algorithm.optimizer.lr_decay_steps=5": "lr_scheduler_type=wsd",
-    "algorithm.optimizer.lr_scheduler_type=wsd algorithm.optimizer.lr_decay_steps=5 trainer.total_steps=4": "into 4 steps",
+    (
+        "algorithm.optimizer.lr_scheduler_type=wsd algorithm.optimizer.lr_decay_steps=5 "
+        "trainer.total_steps=4"
+    ): "into 4 steps",
     "mode=bot": "did you mean `both`",
-    "synchronizer.receive=direct synchronizer.sync_method=memory": "set synchronizer.receive=staged",
+    (
+        "synchronizer.receive=direct synchronizer.sync_method=memory"
+    ): "set synchronizer.receive=staged",
     "synchronizer.receive=stage": "did you mean `staged`",
     "synchronizer.kv=drop": "keep, recompute",
     "synchronizer.probe_interval=-1": "synchronizer.probe_interval=-1",
@@ -261,11 +342,19 @@ REFUSED = {  # overrides: what the message must say
     "trainer.megatron.tensor_model_parallel_size=3": "tensor_model_parallel_size",
     "trainer.megatron.pipeline_model_parallel_size=3": "pipeline_model_parallel_size",
     "trainer.megatron.tensor_model_parallel_size=2 trainer.num_ranks=3": "num_ranks",
-    "trainer.use_dynamic_bsz=false trainer.ppo_micro_batch_size_per_gpu=0": "trainer.ppo_micro_batch_size_per_gpu=0",
+    (
+        "trainer.use_dynamic_bsz=false trainer.ppo_micro_batch_size_per_gpu=0"
+    ): "trainer.ppo_micro_batch_size_per_gpu=0",
     "trainer.recompute_granularity=full trainer.recompute_num_layers=5": "give 1 to 4",
-    "+trainer.megatron.override_transformer_config.fp8=hybrid trainer.dtype=bf16 device=cpu": "this is device=cpu",
-    "+trainer.megatron.override_ddp_config.overlap_grad_reduc=true": "did you mean `overlap_grad_reduce`",
-    "trainer.trainer_strategy=fsdp": "trainer.trainer_strategy is no key of rft: the trainer is always Megatron",
+    (
+        "+trainer.megatron.override_transformer_config.fp8=hybrid trainer.dtype=bf16 device=cpu"
+    ): "this is device=cpu",
+    "+trainer.megatron.override_ddp_config.overlap_grad_reduc=true": (
+        "did you mean `overlap_grad_reduce`"
+    ),
+    "trainer.trainer_strategy=fsdp": (
+        "trainer.trainer_strategy is no key of rft: the trainer is always Megatron"
+    ),
     "+trainer.ulysses_sequence_parallel_size=2": "set trainer.megatron.context_parallel_size",
     "+trainer.trainer_config.actor_rollout_ref.actor.strategy=fsdp": "the trainer is Megatron",
     "+trainer.trainer_config.actor_rollout_ref.actor.grad_clip=-1": "trainer.grad_clip=-1",
@@ -305,9 +394,16 @@ REFUSED = {  # overrides: what the message must say
     "synchronizer.sync_style=fuly_async": "did you mean `fully_async`",
     "synchronizer.sync_style=dynamic_by_trainer": "did you mean `dynamic_by_explorer`",
     "synchronizer.sync_method=carrier_pigeon": "sync_method",
-    "synchronizer.sync_method=nccl mode=explore": "there is no trainer here; set synchronizer.sync_method=checkpoint",
-    "synchronizer.sync_method=memory mode=train": "there is no engine here; set synchronizer.sync_method=checkpoint",
-    "synchronizer.sync_method=checkpoint synchronizer.lora_sync=merged model.lora_configs=[{lora_rank:4}]": "lora_sync=adapter",
+    (
+        "synchronizer.sync_method=nccl mode=explore"
+    ): "there is no trainer here; set synchronizer.sync_method=checkpoint",
+    (
+        "synchronizer.sync_method=memory mode=train"
+    ): "there is no engine here; set synchronizer.sync_method=checkpoint",
+    (
+        "synchronizer.sync_method=checkpoint synchronizer.lora_sync=merged "
+        "model.lora_configs=[{lora_rank:4}]"
+    ): "lora_sync=adapter",
     "monitor.monitor_type=wanb": "wandb",
     "checkpoint_root_dir=/proc/nowhere": "checkpoint_root_dir",
     "cluster.ray_address=127.0.0.1:1": "cluster.ray_address",
@@ -339,15 +435,20 @@ def test_a_model_that_cannot_be_trained_is_named(
     if change is None:
         (model / "config.json").unlink()
     else:
-        (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | change))
+        (model / "config.json").write_text(
+            json.dumps(json.loads((model / "config.json").read_text()) | change)
+        )
     with pytest.raises(ConfigError, match=message):
         grpo(assets, tmp_path, f"model.model_path={model}")
 
 
 @pytest.mark.parametrize(
-    ("missing", "message"), [("tokenizer_config.json", "tokenizer"), ("model.safetensors", "safetensors")]
+    ("missing", "message"),
+    [("tokenizer_config.json", "tokenizer"), ("model.safetensors", "safetensors")],
 )
-def test_a_model_directory_without_a_part_is_named(assets: Path, tmp_path: Path, missing: str, message: str) -> None:
+def test_a_model_directory_without_a_part_is_named(
+    assets: Path, tmp_path: Path, missing: str, message: str
+) -> None:
     model = tmp_path / "other"
     model.mkdir()
     for file in (assets / "model").iterdir():
@@ -375,23 +476,133 @@ def test_the_command_line_says_it_in_one_line_and_with_code_2(tmp_path: Path) ->
         "model.model_path=/nowhere",
         "trainer.total_steps=x",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(train.CONFIG_DIR).parent)
-    assert done.returncode == 2 and done.stderr.startswith("rft: config refused: trainer.total_steps")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(CONFIG_DIR).parent)
+    assert done.returncode == 2 and done.stderr.startswith(
+        "rft: config refused: trainer.total_steps"
+    )
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_every_key_is_documented() -> None:
-    page = (Path(train.CONFIG_DIR).parent / "docs" / "configure.md").read_text(encoding="utf-8")
-    leaves = [k for k in configs.known_keys() if not any(other.startswith(k + ".") for other in configs.known_keys())]
-    missing = [k for k in leaves if f"`{k.rsplit('.', 1)[-1]}`" not in page and f"`{k}`" not in page]
+    page = (Path(CONFIG_DIR).parent / "docs" / "configure.md").read_text(encoding="utf-8")
+    leaves = [
+        k
+        for k in configs.known_keys()
+        if not any(other.startswith(k + ".") for other in configs.known_keys())
+    ]
+    missing = [
+        k for k in leaves if f"`{k.rsplit('.', 1)[-1]}`" not in page and f"`{k}`" not in page
+    ]
     assert not missing, f"docs/configure.md lacks {missing}"
 
 
 def test_the_tables_of_keys_are_those_of_the_code() -> None:
     for page, text in config_page.pages().items():
-        assert page.read_text(encoding="utf-8") == text, f"{page}: run `python -m rft.tools.config_page`"
+        assert page.read_text(encoding="utf-8") == text, (
+            f"{page}: run `python -m rft.tools.config_page`"
+        )
 
 
-def test_preflight_reads_real_keys() -> None:
-    keys = configs.known_keys()
-    assert all(key in keys for key in (*preflight.POSITIVE, *preflight.NOT_NEGATIVE, *preflight.CHOICES))
+def test_the_schema_allows_what_there_is() -> None:
+    """Words that parts have tables of are in the schema too, which imports none of them."""
+    for key, words in {
+        "trainer.save_strategy": gate.STRATEGIES,
+        "algorithm.loss_agg_mode": packing.AGGREGATIONS,
+        "algorithm.optimizer.lr_scheduler_type": schedule.SCHEDULERS,
+        "critic.optim.lr_scheduler_type": schedule.SCHEDULERS,
+    }.items():
+        setting = keys.setting(key)
+        assert setting is not None and setting.choices == words
+
+
+def test_every_key_has_a_meaning_and_a_default_that_it_takes() -> None:
+    assert [one.key for _, table in keys.tables() for one in table if not one.meaning] == []
+    configs.parsed(asdict(Config()))
+
+
+VALUES = [  # key, given, what it becomes; None: refused
+    ("name", 123, "123"),
+    ("name", True, "True"),
+    ("name", [1], None),
+    ("trainer.num_ranks", "3", 3),
+    ("trainer.num_ranks", 3.0, None),
+    ("trainer.num_ranks", "3.0", None),
+    ("trainer.num_ranks", True, None),
+    ("trainer.num_ranks", None, None),
+    ("buffer.batch_size", None, ConfigError),
+    ("trainer.grad_clip", 2, 2.0),
+    ("trainer.grad_clip", "0.5", 0.5),
+    ("trainer.grad_clip", True, None),
+    ("deterministic", "yes", True),
+    ("deterministic", 2, True),
+    ("deterministic", "maybe", None),
+    ("deterministic", 1.0, None),
+    ("algorithm.optimizer.betas", ["0.5", 1], [0.5, 1.0]),
+    ("algorithm.optimizer.betas", "x", None),
+    ("trainer.profile_ranks", [1.5], None),
+    ("explorer.env_vars", {"A": 1}, {"A": "1"}),
+    ("explorer.env_vars", {"A": None}, None),
+    ("trainer.trainer_config", {1: 2}, None),
+]
+
+
+@pytest.mark.parametrize(("key", "given", "becomes"), VALUES, ids=str)
+def test_text_is_taken_from_numbers_and_numbers_from_text_that_is_one(
+    key: str, given: Any, becomes: Any
+) -> None:
+    setting = keys.setting(key)
+    assert setting is not None
+    if becomes in (None, ConfigError) and not (given is None and setting.is_optional):
+        with pytest.raises(ConfigError, match=re.escape(f"{key}")) as refused:
+            configs.converted(key, given)
+        assert "pydantic" not in str(refused.value)
+    else:
+        converted = configs.converted(key, given)
+        assert (type(converted), converted) == (type(becomes), becomes)
+
+
+def test_eight_problems_are_told_in_one_start() -> None:
+    wrong = [
+        "trainer.totl_steps=1",
+        "+trainer.megatron.tensor_parallel=2",
+        "algoritm.repeat_times=4",
+        "monitor.typ=none",
+        "model.lora_configs=[{lora_rnk:1}]",
+        "trainer.total_steps=x",
+        "mode=bot",
+        "buffer.batch_size=0",
+    ]
+    with pytest.raises(ConfigError) as refused:
+        configs.compose(["experiment=grpo", *wrong])
+    said = refused.value.problems
+    assert len(said) == len(wrong)
+    for key in ("trainer.total_steps=x", "mode=bot", "buffer.batch_size=0"):
+        assert any(problem.startswith(key) for problem in said)
+
+
+def test_known_keys_need_no_plus() -> None:
+    """Also in sections that are not there yet, and in dictionaries of any keys."""
+    words = [
+        "buffer.explorer_input.taskset.rollout_args.top_k=3",
+        "buffer.explorer_input.taskset.workflow_args.any=1",
+        "critic.optim.lr=1e-3",
+    ]
+    raw = configs.compose(words)
+    taskset = raw.buffer.explorer_input.taskset
+    assert (taskset.rollout_args.top_k, taskset.rollout_args.top_p) == (3, 1.0)
+    assert taskset.workflow_args == {"any": 1} and raw.critic.optim.lr == 1e-3
+
+
+def test_interpolations_are_values_of_their_key_once_they_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANKS", "2")
+    given = ["model.model_path=here", "trainer.num_ranks=${oc.env:RANKS}", "seed=${oc.env:SEED_}"]
+    with pytest.raises(ConfigError, match="SEED_"):
+        configs.stage_configs(configs.compose(given))
+    monkeypatch.setenv("SEED_", "-1")
+    with pytest.raises(ConfigError, match="seed=-1: must be 0 or more"):
+        configs.stage_configs(configs.compose(given))
+    monkeypatch.setenv("SEED_", "1")
+    (config,) = configs.stage_configs(configs.compose(given))
+    assert (config.trainer.num_ranks, config.seed) == (2, 1)

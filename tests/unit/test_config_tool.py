@@ -1,4 +1,6 @@
-"""`rft config` prints what was composed, in a form that composes to the same; the command line's words are those of `rft train`."""
+"""`rft config` prints what was composed, in a form that composes to the same; the command line's
+words are those of `rft train`.
+"""
 
 import importlib
 import subprocess
@@ -9,9 +11,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rft import cli, config_file, train
+from rft import cli
 from rft import config as configs
-from rft.monitor.redact import HIDDEN
+from rft.config import file as config_file
+from rft.ground.redact import HIDDEN
 from rft.tools import config as tool
 
 FLAT = Path(__file__).parent / "flat"
@@ -23,15 +26,22 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_only_what_differs_from_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed(capsys, "experiment=ppo", "trainer.grad_clip=1.0", "buffer.batch_size=3", "name=mine")
+    shown = printed(
+        capsys, "experiment=ppo", "trainer.grad_clip=1.0", "buffer.batch_size=3", "name=mine"
+    )
     assert OmegaConf.to_container(OmegaConf.create(shown)) == {
-        "name": "mine", "algorithm": {"algorithm_type": "ppo"},
+        "name": "mine",
+        "algorithm": {"algorithm_type": "ppo"},
         "buffer": {
             "batch_size": 3,
-            "explorer_input": {"taskset": {"format": {"prompt_type": "plaintext"}}, "default_reward_fn_type": "math"},
+            "explorer_input": {
+                "taskset": {"format": {"prompt_type": "plaintext"}},
+                "default_reward_fn_type": "math",
+            },
         },
-        "synchronizer": {"max_staleness": 1}, "trainer": {"save_interval": 50, "critic_warmup": 5},
-    }  # fmt: skip
+        "synchronizer": {"max_staleness": 1},
+        "trainer": {"save_interval": 50, "critic_warmup": 5},
+    }
 
 
 def test_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +55,11 @@ def test_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("file", ["both", "stages", "explore"])
 def test_what_is_printed_is_a_file_that_means_the_same(
-    file: str, tmp_path: Path, assets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: str,
+    tmp_path: Path,
+    assets: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in (("ROOT", tmp_path), ("MODEL", assets / "model"), ("DATA", assets)):
         monkeypatch.setenv(f"FLAT_{name}", str(value))
@@ -54,12 +68,28 @@ def test_what_is_printed_is_a_file_that_means_the_same(
     (tmp_path / "again.yaml").write_text(shown, encoding="utf-8")
     assert printed(capsys, "--config", str(tmp_path / "again.yaml")) == shown
     once, again = (
-        configs.stage_configs(train.compose(config_file.registered(["--config", str(path), *more])))
-        for path, more in ((FLAT / f"{file}.yaml", ["buffer.batch_size=2"]), (tmp_path / "again.yaml", []))
+        configs.stage_configs(
+            configs.compose(config_file.registered(["--config", str(path), *more]))
+        )
+        for path, more in (
+            (FLAT / f"{file}.yaml", ["buffer.batch_size=2"]),
+            (tmp_path / "again.yaml", []),
+        )
     )
     for config in (*once, *again):
         config.monitor.monitor_args.pop("api_key", None)
     assert once == again
+
+
+def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--explain", "trainer.dtype").startswith(
+        "trainer.dtype: fp32 | bf16; default fp32\n    "
+    )
+    section = printed(capsys, "--explain", "cluster")
+    assert "cluster.node_num: int > 0; default 1" in section
+    assert "cluster.gpu_per_node: int > 0, or null; default null" in section
+    assert tool.main(["--explain", "trainer.dtyp"]) == 2
+    assert "did you mean `trainer.dtype`" in capsys.readouterr().err
 
 
 def test_what_cannot_be_composed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,14 +105,20 @@ def test_what_cannot_be_composed_is_refused(capsys: pytest.CaptureFixture[str]) 
     ("words", "said"),
     [
         (["nonsense"], "`nonsense` is no override"),
-        (["buffer.explorer_input.taskset.path=x"], "take a recipe, like experiment=grpo"),
+        (["buffer.explorer_input.taskset.path=x"], "model.model_path is not set"),
         (["trainer.total_steps.x=3"], "trainer.total_steps"),
         ([], "model.model_path is not set: give it a value"),
     ],
 )
 def test_words_that_are_no_config(words: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "rft.train", *words], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("rft: config refused: ") and said in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "rft.train", *words], capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("rft: config refused: ")
+        and said in done.stderr
+    )
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -96,6 +132,8 @@ def test_the_command_prints_a_config(tmp_path: Path) -> None:
     """As a user types it, in a directory of their own."""
     words = ["config", "experiment=quickstart", "trainer.grad_clip=0.5"]
     code = "from rft.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0 and OmegaConf.create(done.stdout).trainer.grad_clip == 0.5
     assert not list(tmp_path.iterdir()), "nothing is written"

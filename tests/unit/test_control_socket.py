@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rft import control_socket
-from rft.control_socket import NAME, ControlSocket, NobodyAnswers, ask
+from rft.run import control_socket
+from rft.run.control_socket import NAME, ControlSocket, NobodyAnswers, ask
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,9 @@ def test_answers_its_owner_and_nobody_else(opened: ControlSocket, directory: Pat
     assert stat.S_IMODE((directory / NAME).stat().st_mode) == 0o600
 
 
-def test_what_goes_wrong_is_told_and_the_next_one_is_answered(opened: ControlSocket, directory: Path) -> None:
+def test_what_goes_wrong_is_told_and_the_next_one_is_answered(
+    opened: ControlSocket, directory: Path
+) -> None:
     assert ask(directory, {}, 10) == {"error": "KeyError: 'said'"}
     assert "error" in ask(directory, [1], 10)  # type: ignore[arg-type]
     assert ask(directory, {"said": 1}, 10) == {"heard": 1}
@@ -50,7 +52,9 @@ def test_a_caller_that_hangs_up_is_forgotten(opened: ControlSocket, directory: P
     assert ask(directory, {"said": 1}, 10) == {"heard": 1}
 
 
-def test_a_caller_that_says_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_says_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control_socket, "LINE_S", 0.05)
     door = ControlSocket(tmp_path, answer)
     door.open()
@@ -68,7 +72,9 @@ def test_nobody_answers_before_and_after(directory: Path) -> None:
     door = ControlSocket(directory, answer)
     door.open()
     door.close()
-    assert door.thread is not None and not door.thread.is_alive() and not (directory / NAME).exists()
+    assert (
+        door.thread is not None and not door.thread.is_alive() and not (directory / NAME).exists()
+    )
     with pytest.raises(NobodyAnswers):
         ask(directory, {}, 10)
 

@@ -21,26 +21,40 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def warm_up(steps: int = 300) -> list[dict[str, Any]]:
     noise = random.Random(0)
     return [
-        {"step": i, "loss": 3.2 * math.exp(-i / 60) + 0.55 + noise.gauss(0, 0.04), "time/step_s": 0.24,
-         "time/train_s": 0.22, "time/wait_batch_s": 0.004}
+        {
+            "step": i,
+            "loss": 3.2 * math.exp(-i / 60) + 0.55 + noise.gauss(0, 0.04),
+            "time/step_s": 0.24,
+            "time/train_s": 0.22,
+            "time/wait_batch_s": 0.004,
+        }
         for i in range(1, steps + 1)
-    ]  # fmt: skip
+    ]
 
 
 def rollouts(steps: int = 150) -> list[dict[str, Any]]:
     noise = random.Random(1)
-    rows: list[dict[str, Any]] = [{"step": 0, "eval/held_out/accuracy": 0.508, "eval/held_out/reward/mean": 0.508}]
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval/held_out/accuracy": 0.508, "eval/held_out/reward/mean": 0.508}
+    ]
     for i in range(1, steps + 1):
         times = {
-            "time/wait_batch_s": abs(noise.gauss(0.25, 0.08)), "time/train_s": noise.gauss(0.52, 0.03),
-            "time/sync_wait_s": abs(noise.gauss(0.02, 0.01)), "time/checkpoint_s": 0.31 if i % 25 == 0 else 0.0,
+            "time/wait_batch_s": abs(noise.gauss(0.25, 0.08)),
+            "time/train_s": noise.gauss(0.52, 0.03),
+            "time/sync_wait_s": abs(noise.gauss(0.02, 0.01)),
+            "time/checkpoint_s": 0.31 if i % 25 == 0 else 0.0,
             "time/eval_s": 0.002,
-        }  # fmt: skip
+        }
         row = {
-            "step": i, "reward/mean": 0.87 - 0.36 * math.exp(-i / 45) + noise.gauss(0, 0.035), "loss": noise.gauss(0, 0.02),
-            "staleness/mean": min(1.0, abs(noise.gauss(0.85, 0.2))), "staleness/max": float(noise.random() < 0.9),
-            "kl/mismatch": 10 ** noise.gauss(-4.3 + i / 300, 0.25), **times, "time/step_s": sum(times.values()) + 0.05,
-        }  # fmt: skip
+            "step": i,
+            "reward/mean": 0.87 - 0.36 * math.exp(-i / 45) + noise.gauss(0, 0.035),
+            "loss": noise.gauss(0, 0.02),
+            "staleness/mean": min(1.0, abs(noise.gauss(0.85, 0.2))),
+            "staleness/max": float(noise.random() < 0.9),
+            "kl/mismatch": 10 ** noise.gauss(-4.3 + i / 300, 0.25),
+            **times,
+            "time/step_s": sum(times.values()) + 0.05,
+        }
         if i % 25 == 0:
             row["eval/held_out/accuracy"] = 0.85 - 0.34 * math.exp(-i / 45)
         rows.append(row)
@@ -61,7 +75,13 @@ def panel_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for method, position in (("text", 2), ("annotate", 0)):
         original = getattr(Axes, method)
 
-        def record(self: Any, *args: Any, _original: Any = original, _position: int = position, **kwargs: Any) -> Any:
+        def record(
+            self: Any,
+            *args: Any,
+            _original: Any = original,
+            _position: int = position,
+            **kwargs: Any,
+        ) -> Any:
             written.append(str(args[_position]))
             return _original(self, *args, **kwargs)
 
@@ -69,7 +89,9 @@ def panel_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return written
 
 
-def test_a_run_of_two_stages_is_drawn_with_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_two_stages_is_drawn_with_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = panel_texts(monkeypatch)
     stages = [
         ("sft_warmup", write(tmp_path / "a" / "metrics.jsonl", warm_up())),
@@ -81,7 +103,9 @@ def test_a_run_of_two_stages_is_drawn_with_before_and_after(tmp_path: Path, monk
     assert "not recorded" not in written
 
 
-def test_missing_metrics_leave_their_panels_saying_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_metrics_leave_their_panels_saying_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = panel_texts(monkeypatch)
     rows = [{"step": i, "reward/mean": 0.5, "loss": None} for i in (1, 2)]
     curves.draw([("grpo", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png")
@@ -90,7 +114,9 @@ def test_missing_metrics_leave_their_panels_saying_so(tmp_path: Path, monkeypatc
 
 
 def test_a_short_run_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps, evaluated only behind the last, without a reward: as `debug=fast` leaves the quickstart."""
+    """Three steps, evaluated only behind the last, without a reward:
+    as `debug=fast` leaves the quickstart.
+    """
     written = panel_texts(monkeypatch)
     rows: list[dict[str, Any]] = [
         {"step": i, "reward/mean": 0.0, "kl/mismatch": 0.0, "time/step_s": 1.0} for i in (1, 2, 3)
@@ -101,13 +127,18 @@ def test_a_short_run_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.Monke
     assert "0 in every step" in written
 
 
-@pytest.mark.parametrize("rows", [[], [{"step": 1, "reward/mean": 1.0, "kl/mismatch": 0.0, "time/step_s": 1.0}]])
+@pytest.mark.parametrize(
+    "rows", [[], [{"step": 1, "reward/mean": 1.0, "kl/mismatch": 0.0, "time/step_s": 1.0}]]
+)
 def test_an_empty_or_tiny_run_is_drawn(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     size(curves.draw([("only", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png"))
 
 
 def test_stages_follow_each_other_on_the_axis(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{i}.jsonl", [{"step": 1, "loss": 1.0}, {"step": 5, "loss": 2.0}]) for i in range(2)]
+    paths = [
+        write(tmp_path / f"{i}.jsonl", [{"step": 1, "loss": 1.0}, {"step": 5, "loss": 2.0}])
+        for i in range(2)
+    ]
     first, second = curves.in_a_row(curves.load([("a", paths[0]), ("b", paths[1])]))
     assert first.series("loss") == ([1, 5], [1.0, 2.0])
     assert second.series("loss") == ([6, 10], [1.0, 2.0])
@@ -120,16 +151,23 @@ def test_smoothing_does_not_start_at_zero_and_follows() -> None:
 
 
 def test_time_parts_add_up_to_the_step_and_long_runs_are_binned() -> None:
-    rows = [{"step": i, "time/step_s": 2.0, "time/train_s": 1.0, "time/wait_batch_s": 0.25} for i in range(1, 101)]
+    rows = [
+        {"step": i, "time/step_s": 2.0, "time/train_s": 1.0, "time/wait_batch_s": 0.25}
+        for i in range(1, 101)
+    ]
     centers, parts = curves.time_shares(rows)
     assert len(centers) == 34 and centers[0] == 2.0
     assert all(part == [1.0, 0.25, 0, 0, 0, 0.75] for part in parts)
-    assert curves.time_shares([{"step": 1, "time/step_s": 1.0, "time/train_s": 1.5}])[1] == [[1.5, 0, 0, 0, 0, 0.0]]
+    assert curves.time_shares([{"step": 1, "time/step_s": 1.0, "time/train_s": 1.5}])[1] == [
+        [1.5, 0, 0, 0, 0, 0.0]
+    ]
 
 
 def test_the_table_is_aligned_with_numbers_to_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    text = curves.table([{"stage": "sft", "steps": 300, "accuracy": 0.5}, {"stage": "grpo_long", "steps": 1500}])
+    text = curves.table(
+        [{"stage": "sft", "steps": 300, "accuracy": 0.5}, {"stage": "grpo_long", "steps": 1500}]
+    )
     assert text.splitlines() == [
         "stage      steps  accuracy",
         "---------  -----  --------",

@@ -1,4 +1,6 @@
-"""The Data-Juicer client, operator and auto-start against a real HTTP server that speaks its API, in its own process."""
+"""The Data-Juicer client, operator and auto-start against a real HTTP server that speaks its API,
+in its own process.
+"""
 
 import asyncio
 import socket
@@ -11,11 +13,10 @@ from typing import Any
 import pytest
 
 from rft.config import DataJuicerConfig, ExperiencePipelineConfig, OperatorConfig
-from rft.experience import Experience
-from rft.pipeline.experiences import ExperiencePipeline
-from rft.pipeline.juicer_client import JuicerClient, JuicerError
-from rft.pipeline.juicer_server import JuicerServer, free_port
-from rft.pipeline.process import OperatorFailed
+from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError, JuicerServer, free_port
+from rft.extras.pipeline.experiences import ExperiencePipeline
+from rft.extras.pipeline.process import OperatorFailed
+from rft.ground.experience import Experience
 from tests.unit.test_experience_pipeline import group, is_dead, task, words
 
 SERVER = Path(__file__).with_name("juicer_server.py")
@@ -38,12 +39,20 @@ def url() -> Iterator[str]:
 
 
 def processed(
-    directory: Path, service: DataJuicerConfig, *operators: dict[str, Any], config_path: str | None = None, more: Any = (),
+    directory: Path,
+    service: DataJuicerConfig,
+    *operators: dict[str, Any],
+    config_path: str | None = None,
+    more: Any = (),
     times: int = 1,
-) -> list[Experience]:  # fmt: skip
+) -> list[Experience]:
     """A group of three through a `data_juicer` with these operators, and through `more`."""
-    args: dict[str, Any] = {"operators": list(operators)} if operators else {"config_path": config_path}
-    given = ExperiencePipelineConfig(operators=[OperatorConfig(name="data_juicer", args=args), *more])
+    args: dict[str, Any] = (
+        {"operators": list(operators)} if operators else {"config_path": config_path}
+    )
+    given = ExperiencePipelineConfig(
+        operators=[OperatorConfig(name="data_juicer", args=args), *more]
+    )
 
     async def run() -> list[Experience]:
         pipeline = ExperiencePipeline(given, service, directory, batch_size=2)
@@ -62,9 +71,13 @@ def test_stats_go_into_info_and_shape_rewards(tmp_path: Path, url: str) -> None:
     """Row J10 and, behind it, J11."""
     shaping = OperatorConfig(
         name="reward_shaping_mapper",
-        args={"reward_shaping_configs": [{"stats_key": "text_len", "op_type": "ADD", "weight": 0.5}]},
+        args={
+            "reward_shaping_configs": [{"stats_key": "text_len", "op_type": "ADD", "weight": 0.5}]
+        },
     )
-    found = processed(tmp_path, DataJuicerConfig(server_url=url), {"text_length": {}}, more=[shaping])
+    found = processed(
+        tmp_path, DataJuicerConfig(server_url=url), {"text_length": {}}, more=[shaping]
+    )
     assert [one.info for one in found] == [{"text_len": len("0 9")}] * 3, "a null is no stat"
     assert [one.reward for one in found] == [1.5, 2.5, 3.5]
     assert [one.tokens for one in found] == [one.tokens for one in group(3, 0.0, 1.0, 2.0)]
@@ -76,12 +89,18 @@ def test_the_service_may_filter_and_order_and_score(tmp_path: Path, url: str) ->
         "each is the row that it was"
     )
     assert (
-        processed(tmp_path, DataJuicerConfig(server_url=url), {"shorter_than": {"field": "response_text", "length": 1}})
+        processed(
+            tmp_path,
+            DataJuicerConfig(server_url=url),
+            {"shorter_than": {"field": "response_text", "length": 1}},
+        )
         == []
     )
     file = tmp_path / "juicer.yaml"
     file.write_text("process: []\n")
-    assert processed(tmp_path, DataJuicerConfig(server_url=url), config_path=str(file))[0].info == {"text_len": 3}
+    assert processed(tmp_path, DataJuicerConfig(server_url=url), config_path=str(file))[0].info == {
+        "text_len": 3
+    }
 
 
 @pytest.mark.parametrize(
@@ -100,7 +119,9 @@ def test_a_service_that_misbehaves_costs_the_group_and_says_how(
 ) -> None:
     with pytest.raises(OperatorFailed) as failed:
         processed(
-            tmp_path, DataJuicerConfig(server_url=url, timeout=0.5 if operator == "hang" else 60.0), {operator: {}}
+            tmp_path,
+            DataJuicerConfig(server_url=url, timeout=0.5 if operator == "hang" else 60.0),
+            {operator: {}},
         )
     assert said in str(failed.value) and failed.value.operator == "data_juicer", failed.value
 
@@ -108,21 +129,30 @@ def test_a_service_that_misbehaves_costs_the_group_and_says_how(
 def test_a_service_that_was_started_anew_gets_its_operators_again(tmp_path: Path) -> None:
     process, address = start("--mood", "forgets")
     try:
-        assert len(processed(tmp_path, DataJuicerConfig(server_url=address), {"text_length": {}}, times=2)) == 3
+        assert (
+            len(
+                processed(
+                    tmp_path, DataJuicerConfig(server_url=address), {"text_length": {}}, times=2
+                )
+            )
+            == 3
+        )
     finally:
         process.kill()
         process.wait()
 
 
 def test_what_the_service_refuses_keeps_the_run_from_starting(tmp_path: Path, url: str) -> None:
-    with pytest.raises(OperatorFailed, match=r"data_juicer: Refused: .*/create answered 400: no file /nowhere.yaml"):
+    with pytest.raises(
+        OperatorFailed, match=r"data_juicer: Refused: .*/create answered 400: no file /nowhere.yaml"
+    ):
         processed(tmp_path, DataJuicerConfig(server_url=url), config_path="/nowhere.yaml")
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(OperatorFailed, match="ConnectError"):
         processed(tmp_path, DataJuicerConfig(server_url=nobody), {"text_length": {}})
 
 
-# --- auto-start ---------------------------------------------------------------------------------------------------
+# --- auto-start -----------------------------------------------------------------------------------
 
 
 def service(*arguments: str, **settings: Any) -> DataJuicerConfig:
@@ -142,7 +172,9 @@ def test_a_service_is_started_and_ended_with_its_children(tmp_path: Path) -> Non
     mark = tmp_path / "pid"
 
     async def scenario() -> int:
-        server = JuicerServer(service("--mood", "children", "--mark", str(mark)), tmp_path / "log" / "juicer.log")
+        server = JuicerServer(
+            service("--mood", "children", "--mark", str(mark)), tmp_path / "log" / "juicer.log"
+        )
         address = await server.start()
         await health(address)
         assert server.process is not None
@@ -159,7 +191,9 @@ def test_a_service_is_started_and_ended_with_its_children(tmp_path: Path) -> Non
 
 def test_the_pipeline_starts_its_service_and_ends_it(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
-    found = processed(tmp_path, service("--mood", "children", "--mark", str(mark)), {"text_length": {}})
+    found = processed(
+        tmp_path, service("--mood", "children", "--mark", str(mark)), {"text_length": {}}
+    )
     assert found[0].info == {"text_len": 3} and is_dead(int(mark.read_text()))
 
 
@@ -169,12 +203,15 @@ def test_the_start_has_a_deadline_and_a_late_service_is_waited_for(tmp_path: Pat
     async def scenario() -> None:
         mute = JuicerServer(service("--mood", "mute", start_timeout=3.0), tmp_path / "mute.log")
         with pytest.raises(
-            JuicerError, match=r"did not answer in 3 s .*start_timeout.*mute.log, which ends with: serving at"
+            JuicerError,
+            match=r"did not answer in 3 s .*start_timeout.*mute.log, which ends with: serving at",
         ):
             await mute.start()
         assert mute.process is None
         dead = JuicerServer(service("--mood", "dead"), tmp_path / "dead.log")
-        with pytest.raises(JuicerError, match=r"ended 3 times before it served.*cannot import data_juicer"):
+        with pytest.raises(
+            JuicerError, match=r"ended 3 times before it served.*cannot import data_juicer"
+        ):
             await dead.start()
         late = JuicerServer(service("--mood", "late"), tmp_path / "late.log")
         await health(await late.start())
@@ -184,7 +221,10 @@ def test_the_start_has_a_deadline_and_a_late_service_is_waited_for(tmp_path: Pat
 
 
 def test_a_port_that_is_taken_is_not_trusted(tmp_path: Path, url: str) -> None:
-    """Another service answers at the port of the config: ours gets a free one. A free port of the config is used."""
+    """Another service answers at the port of the config: ours gets a free one.
+
+    A free port of the config is used.
+    """
 
     async def scenario() -> None:
         taken = int(url.rpartition(":")[2])

@@ -1,13 +1,14 @@
-"""Which tokens of a dialogue are learned, by five chat templates: the whole text, with what is learned in curly brackets."""
+"""Which tokens of a dialogue are learned, by five chat templates: the whole text, with what is
+learned in curly brackets.
+"""
 
 from typing import Any
 
 import pytest
 from chat_templates import CHATML, MISTRAL, QWEN, STYLES, shown, tokenizer_of
 
-from rft.buffer.dialogue import Dialogues, spans_of
-from rft.buffer.render import render_messages
 from rft.config import ConfigError
+from rft.data.chat import Dialogues, render_messages, spans_of
 
 TALK = [
     {"role": "user", "content": "a"},
@@ -16,19 +17,23 @@ TALK = [
     {"role": "assistant", "content": "d"},
 ]
 EVERY = {
-    "qwen": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|>}\n<|im_start|>user\nc<|im_end|>\n"
+    "qwen": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|>}\n"
+    "<|im_start|>user\nc<|im_end|>\n"
     "<|im_start|>assistant\n{<think></think>d<|im_end|>}",
     "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n{b<|eot_id|>}<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n{d<|eot_id|>}",
-    "chatml": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|>}\n<|im_start|>user\nc<|im_end|>\n"
+    "chatml": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|>}\n"
+    "<|im_start|>user\nc<|im_end|>\n"
     "<|im_start|>assistant\n{d<|im_end|>}\n",
     "mistral": "<s>[INST] a[/INST]{ b</s>}[INST] c[/INST]{ d</s>}",
     "deepseek": "<bos><User>a<Assistant>{b<eos>}<User>c<Assistant>{d<eos>}",
 }
 
 
-def both(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[str, str]:
+def both(
+    name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> tuple[str, str]:
     tokenizer = tokenizer_of(STYLES[name])
     dialogues = Dialogues(tokenizer)
     return (
@@ -63,7 +68,9 @@ def test_the_tokenizers_own_mask_and_prefixes_agree() -> None:
     plain = CHATML.template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     dialogues = Dialogues(tokenizer, plain)
     assert not dialogues.marks_answers and dialogues.every_answer(TALK)[1] == spans
-    beside = CHATML.template.replace("{{ m.content }}<|im_end|>{% endgen", "{{ m.content[0] }}{% endgen", 1)
+    beside = CHATML.template.replace(
+        "{{ m.content }}<|im_end|>{% endgen", "{{ m.content[0] }}{% endgen", 1
+    )
     marked = Dialogues(tokenizer, beside).every_answer(TALK)
     assert shown(tokenizer, *marked).count("<|im_end|>") == 2, "the template's own marks decide"
 
@@ -78,26 +85,38 @@ def test_thoughts_stay_where_the_template_writes_them() -> None:
 def test_tools_and_their_answers_are_not_learned() -> None:
     talk = [TALK[0], TALK[1], {"role": "tool", "content": "t"}, TALK[3]]
     every, last = both("qwen", talk, [{"name": "add", "takes": "x"}])
-    assert every.startswith("<|im_start|>system\nadd(x) <|im_end|>\n<|im_start|>user\na<|im_end|>\n")
+    assert every.startswith(
+        "<|im_start|>system\nadd(x) <|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+    )
     assert every.count("{") == 2 and "tool\nt<|im_end|>" in every.split("}")[1]
     assert last.count("{") == 1
 
 
 def test_a_template_that_rewrites_its_prompt_is_refused() -> None:
-    """A system prompt that moves to the newest question: no prefix of the dialogue is the prompt that was answered."""
+    """A system prompt that moves to the newest question: no prefix of the dialogue is the prompt
+    that was answered.
+    """
     moving = (
-        "{% for m in messages %}{% if loop.last or m.role == 'assistant' %}!{% endif %}{{ m.content }}</s>{% endfor %}"
+        "{% for m in messages %}{% if loop.last or m.role == 'assistant' %}!{% endif %}{{ "
+        "m.content }}</s>{% endfor %}"
     )
     dialogues = Dialogues(tokenizer_of(MISTRAL), moving)
-    with pytest.raises(ConfigError, match="message 2, an answer, .*chat_template, or set .*multi_turn=false"):
+    with pytest.raises(
+        ConfigError, match="message 2, an answer, .*chat_template, or set .*multi_turn=false"
+    ):
         dialogues.every_answer(TALK)
     ids, spans = dialogues.last_answer(TALK)
-    assert shown(dialogues.tokenizer, ids, spans) == "a</s>!b</s>!c</s>{d</s>}", "a rollout's prompt, and the answer"
+    assert shown(dialogues.tokenizer, ids, spans) == "a</s>!b</s>!c</s>{d</s>}", (
+        "a rollout's prompt, and the answer"
+    )
 
 
 def test_without_an_end_of_turn_in_the_template_the_last_answer_ends_with_eos() -> None:
     tokenizer = tokenizer_of(QWEN)
-    bare = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+    bare = (
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}{% if "
+        "add_generation_prompt %}a: {% endif %}"
+    )
     every, spans = Dialogues(tokenizer, bare).every_answer(TALK)
     assert shown(tokenizer, every, spans) == "u: a\na: {b}\nu: c\na: {d<|im_end|>}"
 

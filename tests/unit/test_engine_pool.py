@@ -1,4 +1,6 @@
-"""The engine pool against engines that come, refuse, die and leave while it serves; the synchronizer is one list of names."""
+"""The engine pool against engines that come, refuse, die and leave while it serves; the
+synchronizer is one list of names.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.rollout.engine import EngineDied, EngineUnavailable
 from rft.rollout.pool import EnginePool
 from rft.rollout.slots import Slots
@@ -82,7 +84,9 @@ class Members:
 
 
 def request(name: str, n: int = 1) -> GenerateRequest:
-    return GenerateRequest(request_id=name, prompt=[1], n=n, sampling=Sampling(), stop_token_ids=[0])
+    return GenerateRequest(
+        request_id=name, prompt=[1], n=n, sampling=Sampling(), stop_token_ids=[0]
+    )
 
 
 def scenario(test: Callable[[EnginePool, Members], Awaitable[None]]) -> None:
@@ -107,12 +111,18 @@ def test_the_least_busy_engine_is_asked() -> None:
     async def test(pool: EnginePool, synchronizer: Members) -> None:
         first, second = Engine("engine_0", at_once=False), Engine("engine_1", at_once=False)
         await synchronizer.admit(pool, first, second)
-        jobs = [asyncio.ensure_future(pool.generate(request(str(i), n=8 if i == 0 else 2))) for i in range(5)]
+        jobs = [
+            asyncio.ensure_future(pool.generate(request(str(i), n=8 if i == 0 else 2)))
+            for i in range(5)
+        ]
         await turns()
         assert first.asked == ["0"] and second.asked == ["1", "2", "3", "4"]
         second.going_on.set()
         await asyncio.gather(*jobs[1:])
-        assert {member.name: member.load for member in pool.open()} == {"engine_0": 8, "engine_1": 0}
+        assert {member.name: member.load for member in pool.open()} == {
+            "engine_0": 8,
+            "engine_1": 0,
+        }
         first.going_on.set()
         assert len(await jobs[0]) == 8
 
@@ -121,10 +131,16 @@ def test_the_least_busy_engine_is_asked() -> None:
 
 @pytest.mark.parametrize(
     ("error", "deaths"),
-    [(RayActorError(), 1), (EngineDied("engine_0: EngineCore was killed"), 1), (EngineUnavailable("mixed weights"), 0)],
+    [
+        (RayActorError(), 1),
+        (EngineDied("engine_0: EngineCore was killed"), 1),
+        (EngineUnavailable("mixed weights"), 0),
+    ],
     ids=["actor", "core", "poisoned"],
 )
-def test_requests_of_an_engine_that_fails_run_again_on_another(error: Exception, deaths: int) -> None:
+def test_requests_of_an_engine_that_fails_run_again_on_another(
+    error: Exception, deaths: int
+) -> None:
     async def test(pool: EnginePool, synchronizer: Members) -> None:
         first, second = Engine("engine_0", at_once=False), Engine("engine_1")
         second.going_on.clear()
@@ -135,10 +151,22 @@ def test_requests_of_an_engine_that_fails_run_again_on_another(error: Exception,
         second.going_on.set()
         first.fail(error)
         await asyncio.gather(*jobs)
-        assert first.asked == ["0", "2", "4"] and sorted(second.asked) == ["0", "1", "2", "3", "4", "5"]
+        assert first.asked == ["0", "2", "4"] and sorted(second.asked) == [
+            "0",
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+        ]
         await pool.generate(request("later"))
         assert "later" not in first.asked, "asked again without having been admitted anew"
-        expected = {"pool/engines": 1.0, "pool/running": 0.0, "pool/requeued": 3.0, "pool/deaths": float(deaths)}
+        expected = {
+            "pool/engines": 1.0,
+            "pool/running": 0.0,
+            "pool/requeued": 3.0,
+            "pool/deaths": float(deaths),
+        }
         assert pool.stats() == expected
 
     scenario(test)
@@ -165,7 +193,10 @@ def test_a_refusal_ends_with_the_next_admission_and_a_death_with_the_next_actor(
         assert [member.name for member in pool.open()] == ["engine_0"]
         again = Engine("engine_1")
         await synchronizer.admit(pool, first, again)
-        assert {member.handle.target for member in pool.open()} == {first, again} and pool.absence() == ""
+        assert {member.handle.target for member in pool.open()} == {
+            first,
+            again,
+        } and pool.absence() == ""
 
     scenario(test)
 
@@ -176,7 +207,8 @@ def test_a_refusal_from_before_the_last_admission_does_not_keep_an_engine_out() 
         await synchronizer.admit(pool, first)
         job = asyncio.ensure_future(pool.generate(request("0")))
         await turns()
-        await synchronizer.admit(pool, first)  # it left and came back between two answers of the long poll
+        # it left and came back between two answers of the long poll
+        await synchronizer.admit(pool, first)
         first.fail(EngineUnavailable("of before"), times=1)
         await job
         assert first.asked == ["0", "0"] and pool.requeued == 1
@@ -211,7 +243,8 @@ def test_draining_lets_running_requests_finish_and_gives_no_new_ones() -> None:
         await synchronizer.admit(pool, first, second)
         drained = asyncio.ensure_future(pool.drain("engine_0"))
         await pool.generate(request("1"))
-        await synchronizer.admit(pool, first, second)  # a new version: it is admitted for as long as it works
+        # a new version: it is admitted for as long as it works
+        await synchronizer.admit(pool, first, second)
         await pool.generate(request("2"))
         await turns()
         assert first.asked == ["0"] and not drained.done() and len(pool.open()) == 1

@@ -9,15 +9,24 @@ from typing import Any
 
 import pytest
 
-from rft.control_socket import ControlSocket, _address
+from rft.run.control_socket import ControlSocket, _address
 from rft.tools.engines import main
 
 Said = pytest.CaptureFixture[str]
 ROWS = [
-    {"name": "engine_0", "state": "serving", "version": 17, "restarts": 1, "requests": 40, "tokens": 900, "active": 3,
-     "poisoned": None, "cause": "EngineDied: engine_0: EngineCore was killed by SIGKILL"},
+    {
+        "name": "engine_0",
+        "state": "serving",
+        "version": 17,
+        "restarts": 1,
+        "requests": 40,
+        "tokens": 900,
+        "active": 3,
+        "poisoned": None,
+        "cause": "EngineDied: engine_0: EngineCore was killed by SIGKILL",
+    },
     {"name": "engine_1", "state": "starting", "restarts": 0, "cause": ""},
-]  # fmt: skip
+]
 
 
 class Supervisor:
@@ -45,7 +54,9 @@ def supervisor(job: Path) -> Iterator[Supervisor]:
 
 
 @pytest.mark.parametrize("up", [0, 1, 3])
-def test_lists_engines_of_the_one_run_there(supervisor: Supervisor, job: Path, up: int, capsys: Said) -> None:
+def test_lists_engines_of_the_one_run_there(
+    supervisor: Supervisor, job: Path, up: int, capsys: Said
+) -> None:
     assert main([str([job, *job.parents][up])]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.split()[:3] == ["name", "state", "version"]
@@ -62,22 +73,36 @@ def test_adds_and_removes(supervisor: Supervisor, job: Path, capsys: Said) -> No
     assert main([str(job), "--remove", "engine_1"]) == 0
     assert supervisor.asked == [{"add": 2}, {"remove": "engine_1"}]
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(";")[0] for line in said] == ["engine_2: starting", "engine_3: starting", "engine_1: leaving"]
+    assert [line.split(";")[0] for line in said] == [
+        "engine_2: starting",
+        "engine_3: starting",
+        "engine_1: leaving",
+    ]
 
 
 def test_a_refusal_is_one_line(supervisor: Supervisor, job: Path, capsys: Said) -> None:
     supervisor.reply = {"error": "there is no engine_9; there are engine_0, engine_1"}
     assert main([str(job), "--remove", "engine_9"]) == 1
-    assert capsys.readouterr().err == "rft engines: there is no engine_9; there are engine_0, engine_1\n"
+    assert (
+        capsys.readouterr().err
+        == "rft engines: there is no engine_9; there are engine_0, engine_1\n"
+    )
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "65"])
-def test_a_wrong_number_is_refused_here(supervisor: Supervisor, job: Path, count: str, capsys: Said) -> None:
+def test_a_wrong_number_is_refused_here(
+    supervisor: Supervisor, job: Path, count: str, capsys: Said
+) -> None:
     assert main([str(job), f"--add={count}"]) == 2
-    assert f"--add {count}: give a number from 1 to 64" in capsys.readouterr().err and supervisor.asked == []
+    assert (
+        f"--add {count}: give a number from 1 to 64" in capsys.readouterr().err
+        and supervisor.asked == []
+    )
 
 
-def test_more_than_one_run_is_asked_back(supervisor: Supervisor, tmp_path: Path, job: Path, capsys: Said) -> None:
+def test_more_than_one_run_is_asked_back(
+    supervisor: Supervisor, tmp_path: Path, job: Path, capsys: Said
+) -> None:
     other = Supervisor(job.parent.with_name("second"))
     other.door.open()
     assert main([str(tmp_path / "runs" / "rft")]) == 2
@@ -86,7 +111,9 @@ def test_more_than_one_run_is_asked_back(supervisor: Supervisor, tmp_path: Path,
     assert "holds 2 runs, give one" in error and str(job) in error
 
 
-def test_nobody_there_is_one_line(tmp_path: Path, job: Path, supervisor: Supervisor, capsys: Said) -> None:
+def test_nobody_there_is_one_line(
+    tmp_path: Path, job: Path, supervisor: Supervisor, capsys: Said
+) -> None:
     assert main([str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err == f"rft engines: {tmp_path / 'nothing'}: no such directory\n"
     supervisor.door.close()
@@ -99,8 +126,14 @@ def test_nobody_there_is_one_line(tmp_path: Path, job: Path, supervisor: Supervi
 
 
 def test_as_a_command(tmp_path: Path) -> None:
-    for arguments, code in (["engines", str(tmp_path)], 2), (["engines"], 2), (["engines", "-h"], 0):
+    for arguments, code in (
+        (["engines", str(tmp_path)], 2),
+        (["engines"], 2),
+        (["engines", "-h"], 0),
+    ):
         done = subprocess.run(
-            [sys.executable, "-c", "from rft.cli import main; main()", *arguments], capture_output=True, text=True
+            [sys.executable, "-c", "from rft.cli import main; main()", *arguments],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == code and "Traceback" not in done.stderr

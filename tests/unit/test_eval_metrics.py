@@ -1,4 +1,6 @@
-"""What several answers to one task add up to, against values by hand and by counting; and which models a bench evaluates."""
+"""What several answers to one task add up to, against values by hand and by counting; and which
+models a bench evaluates.
+"""
 
 import itertools
 import json
@@ -8,29 +10,36 @@ from typing import Any
 import pytest
 import ray
 
-from rft import modes
 from rft.config import Config, ConfigError, TasksetConfig
-from rft.experience import EvalResult, Experience, Sampling, Task, encode
+from rft.ground.actor import ActorHandle
+from rft.ground.experience import EvalResult, Experience, Sampling, Task, encode
 from rft.monitor.sinks import read_metrics
 from rft.rollout import evaluation
 from rft.rollout.evaluation import extremes, pass_at, repeated, sizes
+from rft.run import exports, modes
 
 
 def group(*rewards: float, **metrics: list[float]) -> list[Experience]:
     return [
         Experience(
-            tokens=[1, 2], prompt_length=1, action_mask=[1], sample=n, reward=reward,
+            tokens=[1, 2],
+            prompt_length=1,
+            action_mask=[1],
+            sample=n,
+            reward=reward,
             metrics={name: values[n] for name, values in metrics.items()},
         )
         for n, reward in enumerate(rewards)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("n", "right"), [(4, 0), (4, 1), (4, 3), (4, 4), (6, 2)])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int, right: int) -> None:
     for k in range(1, n + 1):
         subsets = list(itertools.combinations(range(n), k))
-        assert pass_at(k, n, right) == pytest.approx(sum(min(s) < right for s in subsets) / len(subsets))
+        assert pass_at(k, n, right) == pytest.approx(
+            sum(min(s) < right for s in subsets) / len(subsets)
+        )
 
 
 def test_best_and_worst_are_near_what_drawing_with_replacement_gives() -> None:
@@ -43,7 +52,9 @@ def test_best_and_worst_are_near_what_drawing_with_replacement_gives() -> None:
         assert (best, worst) == extremes(values, k)  # the same draws every time
 
 
-@pytest.mark.parametrize(("n", "found"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])])
+@pytest.mark.parametrize(
+    ("n", "found"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])]
+)
 def test_k_doubles_up_to_n(n: int, found: list[int]) -> None:
     assert sizes(n) == found
 
@@ -51,9 +62,13 @@ def test_k_doubles_up_to_n(n: int, found: list[int]) -> None:
 def test_metrics_of_a_set_by_hand() -> None:
     found = repeated([group(1.0, 0.0, form=[0.5, 0.1]), group(1.0, 1.0, form=[0.5, 0.5])], failed=2)
     assert (
-        found["reward/mean@2"] == 0.75 and found["reward/std@2"] == 0.25 and found["form/mean@2"] == pytest.approx(0.4)
+        found["reward/mean@2"] == 0.75
+        and found["reward/std@2"] == 0.25
+        and found["form/mean@2"] == pytest.approx(0.4)
     )
-    assert found["pass@1"] == pytest.approx((0.5 + 1 + 0 + 0) / 4) and found["pass@2"] == pytest.approx(2 / 4)
+    assert found["pass@1"] == pytest.approx((0.5 + 1 + 0 + 0) / 4) and found[
+        "pass@2"
+    ] == pytest.approx(2 / 4)
     assert found["reward/best@2"] > 0.8 and found["reward/worst@2"] < 0.7
     assert set(repeated([group(1.0)], 0)) == {"reward/mean@1"}
 
@@ -71,14 +86,18 @@ def test_a_set_with_several_answers_is_reported_by_name() -> None:
 
     task = Task(id="a", taskset="a", row=0, prompt="p", sampling=Sampling())
     result = evaluation.summarise("held_out", 3, 1, [(task, group(1.0, 0.0))], Tokenizer())
-    assert (result.metrics["accuracy"], result.metrics["reward/mean"], result.metrics["reward/mean@2"]) == (
+    assert (
+        result.metrics["accuracy"],
+        result.metrics["reward/mean"],
+        result.metrics["reward/mean@2"],
+    ) == (
         0.5,
         0.5,
         0.5,
     )
 
 
-# --- bench ----------------------------------------------------------------------------------------------------------
+# --- bench ----------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -97,7 +116,11 @@ class Bench:
             raise RuntimeError("killed")
         sets = ("one", "two")
         return [
-            encode(EvalResult(taskset=s, version=given[0], num_tasks=1, metrics={"accuracy": given[0] / 10}))
+            encode(
+                EvalResult(
+                    taskset=s, version=given[0], num_tasks=1, metrics={"accuracy": given[0] / 10}
+                )
+            )
             for s in sets
         ]
 
@@ -120,7 +143,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def evaluated(config: Config, dies_at: int | None = None) -> list[int]:
     explorer = Bench(dies_at)
     try:
-        modes.evaluate_checkpoints(config, explorer)
+        modes.evaluate_checkpoints(config, ActorHandle(explorer))
     except RuntimeError:
         assert dies_at is not None
     return [step for _, step in explorer.loaded]
@@ -151,4 +174,4 @@ def test_only_the_newest_or_without_the_base_model(job: Config) -> None:
 
 def test_a_bench_without_exports_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_hf_checkpoint=always"):
-        modes.check_exports(Config(name="none", checkpoint_root_dir=str(tmp_path)))
+        exports.check_exports(Config(name="none", checkpoint_root_dir=str(tmp_path)))

@@ -8,8 +8,9 @@ import pytest
 import ray
 
 from rft.config import ExplorerConfig
-from rft.control import Evaluations
-from rft.experience import EvalResult, encode
+from rft.ground.actor import ActorHandle
+from rft.ground.experience import EvalResult, encode
+from rft.trainer.control import Evaluations, await_engines
 
 
 class Method:
@@ -22,7 +23,9 @@ class Method:
         self.calls.append((self.name, *arguments))
         if self.name != "evaluate":
             return None
-        return [encode(EvalResult(taskset="held_out", version=arguments[0], num_tasks=1, metrics={}))]
+        return [
+            encode(EvalResult(taskset="held_out", version=arguments[0], num_tasks=1, metrics={}))
+        ]
 
 
 class Actor:
@@ -38,17 +41,23 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a call has its answer when it is looked for without waiting."""
     answer = [True]
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
-    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs if answer[0] else [], [] if answer[0] else refs))
+    monkeypatch.setattr(
+        ray, "wait", lambda refs, timeout: (refs if answer[0] else [], [] if answer[0] else refs)
+    )
     return answer
 
 
 def evaluations(alone: bool = False, reported: tuple[int, ...] = ()) -> Any:
     found: list[int] = []
     made = Evaluations(
-        Actor(), ExplorerConfig(eval_interval=5), lambda result: found.append(result.version), alone,
+        ActorHandle(Actor()),
+        ExplorerConfig(eval_interval=5),
+        lambda result: found.append(result.version),
+        alone,
         served=lambda version: f"{version} is served",
-    )  # fmt: skip
-    made.reported, made.found = set(reported), found  # type: ignore[attr-defined]
+        reported=reported,
+    )
+    made.found = found  # type: ignore[attr-defined]
     return made
 
 
@@ -59,11 +68,17 @@ def evaluations(alone: bool = False, reported: tuple[int, ...] = ()) -> Any:
 def test_only_a_lost_one_is_made_again(
     finished: Any, version: int, reported: tuple[int, ...], again: list[int]
 ) -> None:
-    """Once its version is served. The explorer is let go afterwards: nothing else runs beside an evaluation at the start."""
+    """Once its version is served.
+
+    The explorer is let go afterwards: nothing else runs beside an evaluation at the start.
+    """
     made = evaluations(reported=reported)
     made.at_startup(version)
     assert made.found == again
-    assert made.explorer.calls == [*(("evaluate", version, f"{version} is served") for version in again), ("explore",)]
+    assert made.explorer.actor.calls == [
+        *(("evaluate", version, f"{version} is served") for version in again),
+        ("explore",),
+    ]
 
 
 def test_the_last_one_is_not_made_twice(finished: Any) -> None:
@@ -87,14 +102,24 @@ def test_training_waits_for_it_only_in_a_deterministic_run(finished: list[bool])
 def test_a_deterministic_run_holds_an_explorer_that_lived_on(finished: Any) -> None:
     beside, alone = evaluations(), evaluations(alone=True)
     for made in (beside, alone):
-        made.await_ready()
-    assert beside.explorer.calls == [("opened",)]
-    assert alone.explorer.calls == [("opened",), ("hold",)]
+        await_engines(made.explorer, hold=made.alone)
+    assert beside.explorer.actor.calls == [("opened",)]
+    assert alone.explorer.actor.calls == [("opened",), ("hold",)]
 
 
 def test_without_an_explorer_ray_is_not_even_loaded() -> None:
-    """It takes a fifth of a second, which the first step of a supervised run would have as time of evaluation."""
-    code = "import sys; from rft.control import Evaluations; from rft.config import ExplorerConfig\n"
+    """It takes a fifth of a second, which the first step of a
+    supervised run would have as time of evaluation.
+    """
+    code = (
+        "import sys; from rft.trainer.control import Evaluations; from rft.config import "
+        "ExplorerConfig\n"
+    )
     code += "made = Evaluations(None, ExplorerConfig(eval_interval=1), print, False)\n"
     code += "made.at_startup(0); made.if_due(1); made.at_end(1); print('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )

@@ -1,4 +1,6 @@
-"""Experiences as JSON lines: written beside a queue, mended after a crash, dumped, read back equal, and trained on."""
+"""Experiences as JSON lines: written beside a queue, mended after a crash, dumped, read back equal,
+and trained on.
+"""
 
 import asyncio
 import json
@@ -13,7 +15,7 @@ from rft.buffer import experience_file
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ConfigError, ExperienceBufferConfig
-from rft.experience import Experience, VersionSpan, encode
+from rft.ground.experience import Experience, VersionSpan, encode
 from rft.tools import buffer as tool
 from tests.unit.sql_world import buffer as sql_buffer
 
@@ -21,11 +23,21 @@ from tests.unit.sql_world import buffer as sql_buffer
 def experience(seed: int) -> Experience:
     draw, length = random.Random(seed), 5
     return Experience(
-        tokens=[draw.randrange(2**18) for _ in range(3 + length)], prompt_length=3, action_mask=[1, 1, 0, 1, 1],
-        logprobs=[-draw.random() / 3 for _ in range(length)], reward=draw.gauss(0, 1e-7), reward_outcome="ok", sample=seed % 2,
-        versions=[VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=5)], task="sums/0/1", turn=1,
-        token_rewards=[draw.random() for _ in range(length)], temperature=0.7, info={"a": [1, "ü"]}, metrics={"x": 0.1},
-    )  # fmt: skip
+        tokens=[draw.randrange(2**18) for _ in range(3 + length)],
+        prompt_length=3,
+        action_mask=[1, 1, 0, 1, 1],
+        logprobs=[-draw.random() / 3 for _ in range(length)],
+        reward=draw.gauss(0, 1e-7),
+        reward_outcome="ok",
+        sample=seed % 2,
+        versions=[VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=5)],
+        task="sums/0/1",
+        turn=1,
+        token_rewards=[draw.random() for _ in range(length)],
+        temperature=0.7,
+        info={"a": [1, "ü"]},
+        metrics={"x": 0.1},
+    )
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -56,8 +68,13 @@ def test_a_copy_is_read_back_equal_and_trains_as_the_queue_does(tmp_path: Path) 
         source = experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), 2, None)
         for step in range(2):
             assert source.take(step).experiences == opened(await buffer.take(step)).experiences
-        assert source.take(2) == msgspec.structs.replace(source.take(0), step=2), "an epoch has whole steps only"
-        assert experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), 2, 2).take(2).experiences == []
+        assert source.take(2) == msgspec.structs.replace(source.take(0), step=2), (
+            "an epoch has whole steps only"
+        )
+        assert (
+            experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), 2, 2).take(2).experiences
+            == []
+        )
         await buffer.shutdown()
 
     run(test)
@@ -81,7 +98,9 @@ def test_what_a_crash_left_out_of_the_copy_is_mended(tmp_path: Path, lost: int) 
     run(test)
 
 
-def test_dump_writes_what_a_journal_or_a_database_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dump_writes_what_a_journal_or_a_database_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = f"sqlite:///{tmp_path / 'b.db'}"
 
     async def test() -> list[list[list[Experience]]]:
@@ -108,10 +127,12 @@ def test_dump_writes_what_a_journal_or_a_database_has(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("source", "output", "why"),
     [
-        ("nowhere", "a.jsonl", "no run with a queue"), (".", "a.txt", "ends in .jsonl"),
-        ("postgresql://me:sesame@127.0.0.1:1/a", "a.jsonl", "cannot be used"), ("oracle://a", "a.jsonl", "storage_type=sql needs"),
+        ("nowhere", "a.jsonl", "no run with a queue"),
+        (".", "a.txt", "ends in .jsonl"),
+        ("postgresql://me:sesame@127.0.0.1:1/a", "a.jsonl", "cannot be used"),
+        ("oracle://a", "a.jsonl", "storage_type=sql needs"),
     ],
-)  # fmt: skip
+)
 def test_dump_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, output: str, why: str
 ) -> None:
@@ -124,18 +145,24 @@ def test_dump_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"tokens": "a"}, "no experience"), ({"prompt_length": 8}, "prompt_length=8 of 8 tokens"),
-        ({"action_mask": [1]}, "action_mask has 1 numbers for 5"), ({"logprobs": [0.0]}, "logprobs has 1 numbers for 5"),
-        ({"reward": None}, "no experience"), ({"token_rewards": [1e999] * 5}, "no experience"), ({"tokens": None}, "no experience"),
+        ({"tokens": "a"}, "no experience"),
+        ({"prompt_length": 8}, "prompt_length=8 of 8 tokens"),
+        ({"action_mask": [1]}, "action_mask has 1 numbers for 5"),
+        ({"logprobs": [0.0]}, "logprobs has 1 numbers for 5"),
+        ({"reward": None}, "no experience"),
+        ({"token_rewards": [1e999] * 5}, "no experience"),
+        ({"tokens": None}, "no experience"),
     ],
-)  # fmt: skip
+)
 def test_a_line_that_cannot_be_trained_on_is_refused_with_its_number(
     tmp_path: Path, change: dict[str, object], why: str
 ) -> None:
     good = json.loads(msgspec.json.encode(experience(1)))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
-    with pytest.raises(ConfigError, match=r"experience_buffer\.path: .*a\.jsonl, line 2: ") as refused:
+    with pytest.raises(
+        ConfigError, match=r"experience_buffer\.path: .*a\.jsonl, line 2: "
+    ) as refused:
         experience_file.count_groups(path)
     assert why in str(refused.value)
     path.write_bytes(b"\xff\xfe not text\n")

@@ -1,4 +1,6 @@
-"""The experience pipeline with its real worker process, between a real explorer and the real, durable buffer."""
+"""The experience pipeline with its real worker process, between a real explorer and the real,
+durable buffer.
+"""
 
 import asyncio
 import json
@@ -10,11 +12,16 @@ import pytest
 
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
-from rft.config import DataJuicerConfig, ExperienceBufferConfig, ExperiencePipelineConfig, OperatorConfig
-from rft.experience import Batch, Experience, Sampling, Task
-from rft.pipeline import record
-from rft.pipeline.experiences import ExperiencePipeline
-from rft.pipeline.process import OperatorFailed
+from rft.config import (
+    DataJuicerConfig,
+    ExperienceBufferConfig,
+    ExperiencePipelineConfig,
+    OperatorConfig,
+)
+from rft.extras.pipeline.experiences import ExperiencePipeline
+from rft.extras.pipeline.output import recorded_groups
+from rft.extras.pipeline.process import OperatorFailed
+from rft.ground.experience import Batch, Experience, Sampling, Task
 from rft.rollout.runner import AllTasksFail
 from tests.unit.test_explorer import Remote, explorer
 from tests.unit.test_explorer import Tasks as ListedTasks
@@ -33,13 +40,26 @@ def pipeline(directory: Path, *operators: OperatorConfig, **settings: Any) -> Ex
 
 def group(number: int, *rewards: float) -> list[Experience]:
     return [
-        Experience(tokens=[number, i, 9], prompt_length=1, action_mask=[1, 1], logprobs=[-0.5, -0.25], reward=r, group=number)
+        Experience(
+            tokens=[number, i, 9],
+            prompt_length=1,
+            action_mask=[1, 1],
+            logprobs=[-0.5, -0.25],
+            reward=r,
+            group=number,
+        )
         for i, r in enumerate(rewards)
-    ]  # fmt: skip
+    ]
 
 
 def task(number: int = 0) -> Task:
-    return Task(id=f"tasks/0/{number}", taskset="tasks", row=number, prompt=f"prompt {number}", sampling=Sampling())
+    return Task(
+        id=f"tasks/0/{number}",
+        taskset="tasks",
+        row=number,
+        prompt=f"prompt {number}",
+        sampling=Sampling(),
+    )
 
 
 def is_dead(pid: int) -> bool:
@@ -64,25 +84,35 @@ def test_operators_change_a_group_in_order_and_remember(tmp_path: Path) -> None:
         )
         await made.start(words)
         try:
-            found = [(await made.process(n, task(n), group(n, 0.5, 2.0))).experiences for n in range(2)]
+            found = [
+                (await made.process(n, task(n), group(n, 0.5, 2.0))).experiences for n in range(2)
+            ]
             told = made.pop_metrics()
             assert (
-                told["experience_pipeline/stored_groups_count"] == 2 and told["experience_pipeline/filtered_count"] == 2
+                told["experience_pipeline/stored_groups_count"] == 2
+                and told["experience_pipeline/filtered_count"] == 2
             )
             assert (
                 told["experience_pipeline/experience_count"] == 2
                 and told["experience_pipeline/input_experience_count"] == 4
             )
-            assert "experience_pipeline/time/operator/2_reward_filter" in told and not made.pop_metrics()
+            assert (
+                "experience_pipeline/time/operator/2_reward_filter" in told
+                and not made.pop_metrics()
+            )
             return found
         finally:
             await made.close()
 
     first, second = asyncio.run(scenario())
     assert (
-        [one.reward for one in first] == [20.0] and first[0].tokens == [0, 1, 9] and first[0].logprobs == [-0.5, -0.25]
+        [one.reward for one in first] == [20.0]
+        and first[0].tokens == [0, 1, 9]
+        and first[0].logprobs == [-0.5, -0.25]
     )
-    assert first[0].info == {"seen": 1, "said": "1 9"}, "its texts are there for operators, and not stored"
+    assert first[0].info == {"seen": 1, "said": "1 9"}, (
+        "its texts are there for operators, and not stored"
+    )
     assert second[0].info["seen"] == 2
 
 
@@ -100,20 +130,26 @@ def test_operators_change_a_group_in_order_and_remember(tmp_path: Path) -> None:
         ("short_mask", "0 entries of action_mask for 2 response tokens"),
         ("no_number", "reward is not finite"),
     ],
-)  # fmt: skip
-def test_an_operator_that_misbehaves_costs_its_group_and_is_named(tmp_path: Path, what: str, said: str) -> None:
+)
+def test_an_operator_that_misbehaves_costs_its_group_and_is_named(
+    tmp_path: Path, what: str, said: str
+) -> None:
     async def scenario() -> None:
         timeout = 2.0 if what == "hangs" else 60.0
-        made = pipeline(tmp_path, own("Does", what=what, mark=str(tmp_path / "pid")), timeout=timeout)
+        made = pipeline(
+            tmp_path, own("Does", what=what, mark=str(tmp_path / "pid")), timeout=timeout
+        )
         await made.start(words)
         try:
             with pytest.raises(OperatorFailed) as failed:
                 await made.process(1, task(1), group(1, 1.0))
             assert said in str(failed.value) and "\n" not in str(failed.value), failed.value
             assert "odd_operators.py:Does" in failed.value.operator
-            assert (await made.process(2, task(2), group(2, 1.0))).experiences[0].tokens == [2, 0, 9], (
-                "the next one is served"
-            )
+            assert (await made.process(2, task(2), group(2, 1.0))).experiences[0].tokens == [
+                2,
+                0,
+                9,
+            ], "the next one is served"
             assert made.pop_metrics()["experience_pipeline/failed_groups_count"] == 1
         finally:
             await made.close()
@@ -135,18 +171,27 @@ def test_prepare_and_close_are_called_and_a_bad_start_is_told(tmp_path: Path) ->
             await broken.start(words)
 
     asyncio.run(scenario())
-    alive = (one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE)
-    assert not any("rft.pipeline.worker" in " ".join(child.cmdline()) for child in alive)
+    alive = (
+        one
+        for one in psutil.Process().children(recursive=True)
+        if one.status() != psutil.STATUS_ZOMBIE
+    )
+    assert not any("rft.extras.pipeline.worker" in " ".join(child.cmdline()) for child in alive)
 
 
 def test_what_came_in_can_be_read_back_and_gives_the_same_again(tmp_path: Path) -> None:
     path = tmp_path / "in" / "groups.jsonl"
 
     async def run(groups: list[list[Experience]], **settings: Any) -> list[list[Experience]]:
-        made = pipeline(tmp_path, own("Doubles"), OperatorConfig(name="dapo_dynamic_sampling"), **settings)
+        made = pipeline(
+            tmp_path, own("Doubles"), OperatorConfig(name="dapo_dynamic_sampling"), **settings
+        )
         await made.start(words)
         try:
-            return [(await made.process(one[0].group, task(one[0].group), one)).experiences for one in groups]
+            return [
+                (await made.process(one[0].group, task(one[0].group), one)).experiences
+                for one in groups
+            ]
         finally:
             await made.close()
 
@@ -156,7 +201,7 @@ def test_what_came_in_can_be_read_back_and_gives_the_same_again(tmp_path: Path) 
     with path.open("ab") as file:
         file.write(b'{"group": 5, "prom')  # the process was killed in the middle of a line
     asyncio.run(run([group(0, 0.0, 3.0)], save_input=True, input_save_path=str(path)))
-    found = list(record.read(path))
+    found = list(recorded_groups(path))
     assert [(one.group, one.prompt) for one in found] == [(1, "prompt 1"), (0, "prompt 0")], (
         "the last line of a group counts"
     )
@@ -199,11 +244,22 @@ STEPS, TASKS = 4, 3
 
 
 def exploring(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Any, *operators: OperatorConfig, **settings: Any
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: Any,
+    *operators: OperatorConfig,
+    **settings: Any,
 ) -> tuple[Any, ExperienceBuffer]:
-    """An explorer with a pipeline over endless tasks, in front of a buffer for STEPS steps of TASKS groups."""
+    """An explorer with a pipeline over endless tasks, in front of a
+    buffer for STEPS steps of TASKS groups.
+    """
     buffer = ExperienceBuffer(
-        ExperienceBufferConfig(max_read_timeout=60.0), str(directory / "journal"), TASKS, 2, 0, STEPS
+        ExperienceBufferConfig(max_read_timeout=60.0),
+        str(directory / "journal"),
+        TASKS,
+        2,
+        0,
+        STEPS,
     )
     actor = explorer(behaviour, monkeypatch)
     actor.taskset, actor.buffer = Endless(), Called(buffer)
@@ -241,13 +297,20 @@ async def train(actor: Any, buffer: ExperienceBuffer) -> tuple[list[Batch], dict
         await buffer.shutdown()
 
 
-def test_dropped_groups_are_replaced_and_every_step_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three groups have equal rewards: max_staleness=0 leaves no slot to spare, and each step gets its TASKS groups."""
+def test_dropped_groups_are_replaced_and_every_step_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three groups have equal rewards: max_staleness=0 leaves no slot to spare, and each
+    step gets its TASKS groups.
+    """
 
     async def scenario() -> tuple[list[Batch], dict[str, Any], dict[str, float]]:
         actor, buffer = exploring(
-            tmp_path, monkeypatch, lambda t: group(t.row, 1.0, float(t.row % 3 > 0)), OperatorConfig(name="dapo_dynamic_sampling")
-        )  # fmt: skip
+            tmp_path,
+            monkeypatch,
+            lambda t: group(t.row, 1.0, float(t.row % 3 > 0)),
+            OperatorConfig(name="dapo_dynamic_sampling"),
+        )
         return *await train(actor, buffer), actor.pipeline.pop_metrics()
 
     batches, stats, told = asyncio.run(scenario())
@@ -255,22 +318,46 @@ def test_dropped_groups_are_replaced_and_every_step_is_full(tmp_path: Path, monk
         groups = {one.group for one in batch.experiences}
         assert len(groups) == TASKS and len(batch.experiences) == 2 * TASKS
         assert all(one.tokens[0] % 3 == 0 for one in batch.experiences), "whose rewards differ"
-    assert stats["stored"] == STEPS * TASKS and stats["incomplete_batches"] == 0 and stats["over_stale_groups"] == 0
-    assert stats["failed"] == told["experience_pipeline/dropped_groups_count"] >= 2 * (STEPS * TASKS - 1)
+    assert (
+        stats["stored"] == STEPS * TASKS
+        and stats["incomplete_batches"] == 0
+        and stats["over_stale_groups"] == 0
+    )
+    assert (
+        stats["failed"]
+        == told["experience_pipeline/dropped_groups_count"]
+        >= 2 * (STEPS * TASKS - 1)
+    )
 
 
-def test_a_run_of_which_nothing_is_left_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_which_nothing_is_left_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(name: str, operator: OperatorConfig, **settings: Any) -> None:
-        await train(*exploring(tmp_path / name, monkeypatch, lambda t: group(1, 1.0, 1.0), operator, **settings))
+        await train(
+            *exploring(
+                tmp_path / name, monkeypatch, lambda t: group(1, 1.0, 1.0), operator, **settings
+            )
+        )
 
-    with pytest.raises(AllTasksFail, match="12 groups in a row were dropped, the last by dapo_dynamic_sampling"):
-        asyncio.run(scenario("drops", OperatorConfig(name="dapo_dynamic_sampling"), max_dropped_groups=12))
-    with pytest.raises(AllTasksFail, match=r"8 tasks in a row failed, the last with .*Does: KeyError"):
+    with pytest.raises(
+        AllTasksFail, match="12 groups in a row were dropped, the last by dapo_dynamic_sampling"
+    ):
+        asyncio.run(
+            scenario("drops", OperatorConfig(name="dapo_dynamic_sampling"), max_dropped_groups=12)
+        )
+    with pytest.raises(
+        AllTasksFail, match=r"8 tasks in a row failed, the last with .*Does: KeyError"
+    ):
         asyncio.run(scenario("fails", own("Does", what="raises", always=True)))
 
 
-def test_sampling_goes_on_beside_a_slow_pipeline_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One runner, and a pipeline that never answers: further groups are sampled until as many wait as may."""
+def test_sampling_goes_on_beside_a_slow_pipeline_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One runner, and a pipeline that never answers: further groups
+    are sampled until as many wait as may.
+    """
     sampled: list[int] = []
 
     class Stuck:
@@ -307,12 +394,17 @@ def test_sampling_goes_on_beside_a_slow_pipeline_up_to_a_limit(tmp_path: Path, m
 def test_a_group_that_was_in_the_pipeline_at_a_crash_is_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The explorer dies while group 1 is in the worker: the next attempt begins with it, and all steps are there, once each."""
+    """The explorer dies while group 1 is in the worker: the next attempt begins with it, and all
+    steps are there, once each.
+    """
     mark = tmp_path / "pid"
 
     async def crash() -> None:
         actor, buffer = exploring(
-            tmp_path, monkeypatch, lambda t: group(t.row, 0.0, 1.0), own("Does", what="hangs", mark=str(mark))
+            tmp_path,
+            monkeypatch,
+            lambda t: group(t.row, 0.0, 1.0),
+            own("Does", what="hangs", mark=str(mark)),
         )
         await actor.pipeline.start(words)
         await buffer.attach_trainer(0, 0)
@@ -324,7 +416,9 @@ def test_a_group_that_was_in_the_pipeline_at_a_crash_is_run_again(
         await buffer.shutdown()
 
     async def resume() -> tuple[list[Batch], int]:
-        actor, buffer = exploring(tmp_path, monkeypatch, lambda t: group(t.row, 0.0, 1.0), own("Doubles"))
+        actor, buffer = exploring(
+            tmp_path, monkeypatch, lambda t: group(t.row, 0.0, 1.0), own("Doubles")
+        )
         unfinished = len((await buffer.attach_explorer(actor.config.name))["reissue"])
         return (await train(actor, buffer))[0], unfinished
 

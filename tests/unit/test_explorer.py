@@ -1,4 +1,6 @@
-"""The explorer against anything that a user's workflow may do: a failing task costs its group, an engine's death does not."""
+"""The explorer against anything that a user's workflow may do: a failing task costs its group, an
+engine's death does not.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,7 +9,16 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.experience import EvalResult, Experience, GenerateRequest, Sampling, Task, VersionSpan, decode, encode
+from rft.ground.experience import (
+    EvalResult,
+    Experience,
+    GenerateRequest,
+    Sampling,
+    Task,
+    VersionSpan,
+    decode,
+    encode,
+)
 from rft.rollout import evaluation, workflows
 from rft.rollout.context import Limits
 from rft.rollout.engine import EngineDied
@@ -50,7 +61,9 @@ class Buffer:
         self.readmitted.append(group)
 
     async def put_some(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
-        self.stored |= {group: decode(experiences, list[Experience]) for group, experiences, _ in puts}
+        self.stored |= {
+            group: decode(experiences, list[Experience]) for group, experiences, _ in puts
+        }
 
     async def abandon(self, group: int, reason: str) -> None:
         self.failed[group] = reason
@@ -75,19 +88,32 @@ class Tokenizer:
 
 
 def tasks(count: int) -> Tasks:
-    return Tasks(Task(id=f"tasks/0/{i}", taskset="tasks", row=i, prompt="p", sampling=Sampling()) for i in range(count))
+    return Tasks(
+        Task(id=f"tasks/0/{i}", taskset="tasks", row=i, prompt="p", sampling=Sampling())
+        for i in range(count)
+    )
 
 
 def made(reward: float = 1.0) -> list[Experience]:
     return [
         Experience(
-            tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], versions=[], temperature=1.0, reward=reward
+            tokens=[1, 2],
+            prompt_length=1,
+            action_mask=[1],
+            logprobs=[0.0],
+            versions=[],
+            temperature=1.0,
+            reward=reward,
         )
     ]
 
 
-def explorer(behaviour: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch, count: int = 1, **config: Any) -> Any:
-    """An explorer over `count` tasks whose workflow is `behaviour` (a result, or an exception to raise)."""
+def explorer(
+    behaviour: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch, count: int = 1, **config: Any
+) -> Any:
+    """An explorer over `count` tasks whose workflow is `behaviour`
+    (a result, or an exception to raise).
+    """
 
     async def run(task: Task, context: Any) -> list[Experience]:
         outcome = behaviour(task)
@@ -99,7 +125,15 @@ def explorer(behaviour: Callable[[Task], Any], monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(workflows, "run", run)
     settings = ExplorerConfig(**{"max_retry_times": 1, "max_timeout": 30.0, **config})
-    actor = Explorer(settings, ModelConfig(), tasks(count), [tasks(count)], {"engine_0": None}, Buffer(), batch_size=2)
+    actor = Explorer(
+        settings,
+        ModelConfig(),
+        tasks(count),
+        [tasks(count)],
+        {"engine_0": None},
+        Buffer(),
+        batch_size=2,
+    )
     actor.shared.tokenizer = Tokenizer()
     return actor
 
@@ -110,7 +144,9 @@ async def explored(actor: Explorer) -> Buffer:
     return actor.buffer  # type: ignore[return-value]
 
 
-def test_attempts_are_numbered_unless_the_workflow_says_which_is_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_are_numbered_unless_the_workflow_says_which_is_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def behaviour(task: Task) -> list[Experience]:
         found = [made()[0], made()[0], made()[0]]
         if task.row == 1:
@@ -142,7 +178,9 @@ def test_whatever_a_workflow_raises_costs_its_group_only(
     monkeypatch: pytest.MonkeyPatch, raised: BaseException, reason: str
 ) -> None:
     async def scenario() -> Buffer:
-        return await explored(explorer(lambda t: raised if t.row == 1 else made(), monkeypatch, count=3))
+        return await explored(
+            explorer(lambda t: raised if t.row == 1 else made(), monkeypatch, count=3)
+        )
 
     buffer = asyncio.run(scenario())
     assert sorted(buffer.stored) == [0, 2] and list(buffer.failed) == [1] and buffer.is_done
@@ -160,7 +198,9 @@ def test_tasks_that_are_not_admitted_at_once_are_the_next(monkeypatch: pytest.Mo
     assert asyncio.run(scenario()) == [task.id for task in tasks(8)]
 
 
-def test_as_many_are_asked_for_as_runners_are_free_and_then_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_are_asked_for_as_runners_are_free_and_then_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> list[int]:
         go = asyncio.Event()
 
@@ -177,7 +217,8 @@ def test_as_many_are_asked_for_as_runners_are_free_and_then_a_few(monkeypatch: p
         assert len((await explored(actor)).stored) == 40
         return actor.buffer.asked[:7]
 
-    assert asyncio.run(scenario()) == [16, 13, 10, 7, 4, 1, 2]  # the buffer admits three of what it is asked for
+    # the buffer admits three of what it is asked for
+    assert asyncio.run(scenario()) == [16, 13, 10, 7, 4, 1, 2]
 
 
 def test_a_task_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,21 +243,27 @@ def test_one_that_hangs_is_cancelled_and_named(monkeypatch: pytest.MonkeyPatch) 
     async def scenario() -> Buffer:
         return await explored(explorer(lambda t: forever(), monkeypatch, max_timeout=0.05))
 
-    assert asyncio.run(scenario()).failed == {0: "TimeoutError: no result in 0.05 s (explorer.max_timeout)"}
+    assert asyncio.run(scenario()).failed == {
+        0: "TimeoutError: no result in 0.05 s (explorer.max_timeout)"
+    }
 
 
 def test_when_all_fail_the_explorer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         actor = explorer(lambda t: KeyError("answer"), monkeypatch, count=20)
         await actor.explore()
-        with pytest.raises(AllTasksFail, match="8 tasks in a row failed, the last with KeyError: 'answer'"):
+        with pytest.raises(
+            AllTasksFail, match="8 tasks in a row failed, the last with KeyError: 'answer'"
+        ):
             await actor.watch()
 
     asyncio.run(scenario())
 
 
 def test_a_dead_engine_loses_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group stays unfinished, so a run that goes on does it again; and it is tried once, not against a corpse."""
+    """The group stays unfinished, so a run that goes on does it again; and it is tried once, not
+    against a corpse.
+    """
     calls: list[str] = []
 
     def behaviour(task: Task) -> Any:
@@ -236,15 +283,20 @@ def test_a_dead_engine_loses_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_evaluation_task_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(count: int) -> Explorer:
-        return explorer(lambda t: KeyError("answer") if t.row < count else made(), monkeypatch, count=4)
+        return explorer(
+            lambda t: KeyError("answer") if t.row < count else made(), monkeypatch, count=4
+        )
 
     async def scenario() -> None:
         result = decode((await failing(1).evaluate(7))[0], EvalResult)
         assert (result.version, result.num_tasks) == (7, 4)
         assert result.metrics["accuracy"] == 0.75 and result.metrics["failed_frac"] == 0.25
         actor = failing(4)
-        for broken in (actor.evaluate(8), actor.watch()):  # the trainer that asked and the supervisor both hear of it
-            with pytest.raises(AllTasksFail, match="all 4 tasks of tasks failed, the last with KeyError: 'answer'"):
+        # the trainer that asked and the supervisor both hear of it
+        for broken in (actor.evaluate(8), actor.watch()):
+            with pytest.raises(
+                AllTasksFail, match="all 4 tasks of tasks failed, the last with KeyError: 'answer'"
+            ):
                 await broken
 
     asyncio.run(scenario())
@@ -257,12 +309,17 @@ def test_encoding_is_what_the_buffer_gets(monkeypatch: pytest.MonkeyPatch) -> No
         return await explored(explorer(lambda t: made() + made(0.0), monkeypatch, count=2))
 
     stored = asyncio.run(scenario()).stored
-    assert [(e.group, e.sample, e.task) for e in stored[1]] == [(1, 0, "tasks/0/1"), (1, 1, "tasks/0/1")]
+    assert [(e.group, e.sample, e.task) for e in stored[1]] == [
+        (1, 0, "tasks/0/1"),
+        (1, 1, "tasks/0/1"),
+    ]
     assert decode(encode(stored[1]), list[Experience]) == stored[1]
 
 
 def test_hold_starts_anew_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored groups stay; sampled ones, and one that waits for a runner, are admitted again, and only once it may go on."""
+    """Stored groups stay; sampled ones, and one that waits for a runner, are admitted again, and
+    only once it may go on.
+    """
     begun: list[int] = []
 
     async def behaviour(task: Task) -> list[Experience]:
@@ -274,7 +331,8 @@ def test_hold_starts_anew_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario() -> Buffer:
         actor = explorer(behaviour, monkeypatch, count=4, runner_per_model=2)
         await actor.explore()
-        while len(begun) < 3:  # 0 is stored, 1 and 2 are sampled, 3 was admitted and waits for a runner
+        # 0 is stored, 1 and 2 are sampled, 3 was admitted and waits for a runner
+        while len(begun) < 3:
             await asyncio.sleep(0)
         await actor.hold()
         for _ in range(100):  # turns of the loop, in which nothing may happen
@@ -316,7 +374,9 @@ class Pool:
         return []
 
 
-def seeds_of(seed: int | None, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) -> list[int | None]:
+def seeds_of(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+) -> list[int | None]:
     """Of two tasks that ask twice each, in a run of this seed."""
 
     async def scenario() -> list[GenerateRequest]:
@@ -338,9 +398,15 @@ def seeds_of(seed: int | None, monkeypatch: pytest.MonkeyPatch, sampling: Sampli
     return [request.sampling.seed for request in asked]
 
 
-def test_a_deterministic_run_gives_every_request_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_run_gives_every_request_its_own_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = seeds_of(0, monkeypatch, Sampling())
-    assert len(set(first)) == 4 and all(0 <= seed < 2**63 for seed in first if seed is not None) and None not in first
+    assert (
+        len(set(first)) == 4
+        and all(0 <= seed < 2**63 for seed in first if seed is not None)
+        and None not in first
+    )
     assert seeds_of(0, monkeypatch, Sampling()) == first
     assert not set(seeds_of(1, monkeypatch, Sampling())) & set(first)
     assert seeds_of(0, monkeypatch, Sampling(seed=7)) == [7] * 4  # a workflow's own choice

@@ -1,4 +1,6 @@
-"""The Hugging Face export of a committed checkpoint: the same bytes, all the files, a name only when it is complete."""
+"""The Hugging Face export of a committed checkpoint: the same bytes, all the files, a name only
+when it is complete.
+"""
 
 import json
 import os
@@ -36,7 +38,11 @@ def run(job: Path, model: Path, target: Path, **more: object) -> bool:
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in directory.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def test_same_tensors_and_all_other_files(job: Path, model: Path) -> None:
@@ -51,11 +57,15 @@ def test_same_tensors_and_all_other_files(job: Path, model: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_in_slabs_and_several_files(job: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_slabs_and_several_files(
+    job: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(export.slabs, "__defaults__", (1000,))
     heard: list[tuple[int, int]] = []
     target = job / "hf"
-    run(job, model, target, shard_bytes=30_000, seen=lambda done, total: heard.append((done, total)))
+    run(
+        job, model, target, shard_bytes=30_000, seen=lambda done, total: heard.append((done, total))
+    )
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((target / "model.safetensors.index.json").read_text())
@@ -80,7 +90,9 @@ def test_transformers_loads_bf16_as_bf16(model: Path, tmp_path: Path) -> None:
     wanted = tensors_of(model)
     state = loaded.state_dict()
     assert all(torch.equal(state[name], value.bfloat16()) for name, value in wanted.items())
-    assert AutoTokenizer.from_pretrained(target).apply_chat_template([{"role": "user", "content": "1+1="}])
+    assert AutoTokenizer.from_pretrained(target).apply_chat_template(
+        [{"role": "user", "content": "1+1="}]
+    )
 
 
 def test_twice_is_once(job: Path, model: Path) -> None:
@@ -124,7 +136,8 @@ def test_a_failing_disk_leaves_nothing(job: Path, model: Path) -> None:
 def test_another_model_is_refused_by_name(job: Path, tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", "qwen3", tied=True, **(SHAPE | {"ffn": 96}))
     with pytest.raises(
-        Mismatch, match=r"6 of another shape, like model\.layers\.0\.mlp\.gate_proj\.weight is \[64, 48\]"
+        Mismatch,
+        match=r"6 of another shape, like model\.layers\.0\.mlp\.gate_proj\.weight is \[64, 48\]",
     ):
         run(job, wide, job / "hf")
     untied = write_model(tmp_path / "untied", "qwen3", tied=False, **SHAPE)
@@ -161,7 +174,9 @@ def test_everything_is_durable_before_the_name(job: Path, model: Path) -> None:
     disk = Recorder()
     run(job, model, job / "out" / "hf", disk=disk)
     at = disk.calls.index("rename hf")
-    assert {call.removeprefix("sync ") for call in disk.calls[: at - 1]} == {p.name for p in (job / "out/hf").iterdir()}
+    assert {call.removeprefix("sync ") for call in disk.calls[: at - 1]} == {
+        p.name for p in (job / "out/hf").iterdir()
+    }
     assert disk.calls[at - 1] == "sync hf/"
     assert disk.calls[at + 1 :] == ["sync out/", f"sync {job.name}/"]
 
@@ -197,7 +212,11 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_as_a_command(job: Path, model: Path) -> None:
     checkpoint = job / "checkpoints" / "step_00000003"
-    assert command(checkpoint, model, job / "hf").returncode == 0
+    made = command(checkpoint, model, job / "hf")
+    assert made.returncode == 0 and len(made.stdout) >= len(
+        load_file(job / "hf" / "model.safetensors")
+    )
+    assert made.stdout.strip() == "", "empty lines tell the agent that it goes on"
     assert (job / "hf" / "model.safetensors").exists()
     for arguments, words in (
         ((checkpoint.with_name("step_00000004"), model, job / "no"), "step_00000004/MANIFEST.json"),
@@ -210,7 +229,9 @@ def test_as_a_command(job: Path, model: Path) -> None:
 
 
 def test_it_dies_with_the_agent(job: Path, tmp_path: Path) -> None:
-    """The export waits for its config.json, a pipe that nobody writes, when the process that started it is killed."""
+    """The export waits for its config.json, a pipe that nobody writes, when the process that
+    started it is killed.
+    """
     source = tmp_path / "source"
     source.mkdir()
     os.mkfifo(source / "config.json")
@@ -222,7 +243,9 @@ def test_it_dies_with_the_agent(job: Path, tmp_path: Path) -> None:
         str(source),
         str(job / "hf"),
     ]
-    starter = f"import subprocess; p = subprocess.Popen({words!r}); print(p.pid, flush=True); p.wait()"
+    starter = (
+        f"import subprocess; p = subprocess.Popen({words!r}); print(p.pid, flush=True); p.wait()"
+    )
     agent = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     export_process = os.pidfd_open(int(agent.stdout.readline()))
@@ -239,5 +262,8 @@ def test_it_dies_with_the_agent(job: Path, tmp_path: Path) -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, rft.checkpoint.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, rft.checkpoint.export; sys.exit('torch' in sys.modules or 'transformers' "
+        "in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

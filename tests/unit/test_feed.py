@@ -7,11 +7,11 @@ import pytest
 from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, TrainerConfig
-from rft.control import QueueSource
-from rft.experience import Batch, Experience, encode
-from rft.feed import Feed
-from rft.packing import Cost, Cut, Packed
-from rft.rank import cut_of
+from rft.data.packing import Cost, Cut, Packed
+from rft.ground.experience import Batch, Experience, encode
+from rft.run.sources import cut_of
+from rft.trainer.control import QueueSource
+from rft.trainer.feed import Feed
 
 LENGTHS = [9, 3, 7, 5]
 
@@ -31,7 +31,9 @@ class Alone:
 
 class Rows:
     def take(self, step: int) -> Batch:
-        rows = [Experience(tokens=[1] * n, prompt_length=1, action_mask=[1] * (n - 1)) for n in LENGTHS]
+        rows = [
+            Experience(tokens=[1] * n, prompt_length=1, action_mask=[1] * (n - 1)) for n in LENGTHS
+        ]
         return Batch(step=step, experiences=rows)
 
     def consumed(self, step: int) -> None: ...
@@ -47,11 +49,21 @@ class Rows:
     ("keys", "cut", "bounds"),
     [
         ({}, Cut(), [[0, 9, 12, 19, 24]]),
-        ({"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3}, Cut(rows=3), [[0, 9, 16, 21], [0, 3]]),
-        ({"balance_batch": False, "use_remove_padding": False}, Cut(balance=False, pad=True), [[0, 9, 18, 27], [0, 5]]),
+        (
+            {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3},
+            Cut(rows=3),
+            [[0, 9, 16, 21], [0, 3]],
+        ),
+        (
+            {"balance_batch": False, "use_remove_padding": False},
+            Cut(balance=False, pad=True),
+            [[0, 9, 18, 27], [0, 5]],
+        ),
     ],
 )
-def test_microbatches_are_what_the_config_asks_for(keys: dict[str, Any], cut: Cut, bounds: list[list[int]]) -> None:
+def test_microbatches_are_what_the_config_asks_for(
+    keys: dict[str, Any], cut: Cut, bounds: list[list[int]]
+) -> None:
     assert cut_of(TrainerConfig(**keys)) == cut
     recipe = AlgorithmConfig(algorithm_type="sft", loss_agg_mode="token-mean")
     feed = Feed(Rows(), Alone(), recipe, 30, 1, Cost(), cut_of(TrainerConfig(**keys)))
@@ -66,8 +78,8 @@ def test_the_buffer_is_told_from_which_version_on_groups_are_taken(
     asked = []
 
     class Asked(QueueSource):
-        def _call(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
-            asked.append((method, *arguments))
+        def _call(self, method: Any, *arguments: Any, timeout: float = 0.0) -> Any:
+            asked.append((method.__name__, *arguments))
             return encode(Delivery(step=step))
 
     assert Asked(None, 1.0, age).take(step).experiences == []
@@ -93,7 +105,9 @@ def test_a_reward_that_failed_trains_nothing_and_moves_no_baseline(outcome: Any)
                 ]
                 return Batch(step=step, experiences=made)
 
-        recipe = AlgorithmConfig(algorithm_type="grpo", advantage_fn="grpo", loss_agg_mode="token-mean")
+        recipe = AlgorithmConfig(
+            algorithm_type="grpo", advantage_fn="grpo", loss_agg_mode="token-mean"
+        )
         found = Feed(Group(), Alone(), recipe, 30, 1, Cost()).next(0, stopping=False)
         assert found is not None
         (part,) = found.part
@@ -101,10 +115,14 @@ def test_a_reward_that_failed_trains_nothing_and_moves_no_baseline(outcome: Any)
         return part
 
     failed: dict[int, float] = {}
-    with_it, without = step((1.0, "ok"), (0.5, "ok"), (0.0, outcome)), step((1.0, "ok"), (0.5, "ok"))
+    with_it, without = (
+        step((1.0, "ok"), (0.5, "ok"), (0.0, outcome)),
+        step((1.0, "ok"), (0.5, "ok")),
+    )
     assert with_it.tokens.tolist() == without.tokens.tolist() == [1, 0, 1, 1]
     assert (
-        with_it.advantage.tolist() == without.advantage.tolist() and with_it.weight.tolist() == without.weight.tolist()
+        with_it.advantage.tolist() == without.advantage.tolist()
+        and with_it.weight.tolist() == without.weight.tolist()
     )
     assert failed == {3: pytest.approx(1 / 3), 2: 0.0}
 
@@ -112,8 +130,16 @@ def test_a_reward_that_failed_trains_nothing_and_moves_no_baseline(outcome: Any)
 def test_a_group_whose_greedy_response_has_no_reward_is_left_out() -> None:
     def one(group: int, outcome: Any, **info: Any) -> Experience:
         return Experience(
-            tokens=[1, 2], prompt_length=1, action_mask=[1], group=group, reward_outcome=outcome, info=info
+            tokens=[1, 2],
+            prompt_length=1,
+            action_mask=[1],
+            group=group,
+            reward_outcome=outcome,
+            info=info,
         )
 
-    kept, lost = [one(0, "ok"), one(0, "ok", baseline=True)], [one(1, "ok"), one(1, "timeout", baseline=True)]
+    kept, lost = (
+        [one(0, "ok"), one(0, "ok", baseline=True)],
+        [one(1, "ok"), one(1, "timeout", baseline=True)],
+    )
     assert credit.scored([*kept, *lost, one(0, "error")]) == kept

@@ -1,4 +1,6 @@
-"""Dialogues, tools and judges: real prompts, ids and cells; the engine, the reward function and the judge answer by script."""
+"""Dialogues, tools and judges: real prompts, ids and cells; the engine, the reward function and the
+judge answer by script.
+"""
 
 import asyncio
 import json
@@ -12,7 +14,14 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig
-from rft.experience import Completion, Experience, GenerateRequest, Sampling, Task, VersionSpan
+from rft.ground.experience import (
+    Completion,
+    Experience,
+    GenerateRequest,
+    Sampling,
+    Task,
+    VersionSpan,
+)
 from rft.rollout import rewards, sandbox, workflows
 from rft.rollout.access import Served
 from rft.rollout.context import Context, Limits
@@ -30,14 +39,22 @@ def ids(text: str) -> list[int]:
 
 
 class Scripted(Context):
-    """Says `lines` in turn, `per` of them to each run, from a version that grows with every turn."""
+    """Says `lines` in turn, `per` of them to each run, from a
+    version that grows with every turn.
+    """
 
-    def __init__(self, *lines: str, judge: Callable[[str], str] | None = None, room: int = 4000) -> None:
+    def __init__(
+        self, *lines: str, judge: Callable[[str], str] | None = None, room: int = 4000
+    ) -> None:
         shared: Any = SimpleNamespace(
-            tokenizer=TOKENIZER, model=SimpleNamespace(custom_chat_template=None, enable_prompt_truncation=False),
-            limits=Limits(600, room), seed=None,
-            stop_token=ids(END)[0], count=lambda *_: None, served=Served(ExplorerConfig()),
-        )  # fmt: skip
+            tokenizer=TOKENIZER,
+            model=SimpleNamespace(custom_chat_template=None, enable_prompt_truncation=False),
+            limits=Limits(600, room),
+            seed=None,
+            stop_token=ids(END)[0],
+            count=lambda *_: None,
+            served=Served(ExplorerConfig()),
+        )
         self.lines, self.judge = list(lines), judge
         self.asked: list[GenerateRequest] = []
         self.scored: list[tuple[str, int]] = []
@@ -61,7 +78,9 @@ class Scripted(Context):
         self.scored += [(response, tokens) for _, response, tokens in items]
         return [RewardResult(reward=float("42" in response)) for _, response, _ in items]
 
-    async def ask(self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None) -> str:
+    async def ask(
+        self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None
+    ) -> str:
         assert self.judge is not None
         self.questions.append(messages[0]["content"])
         return self.judge(messages[0]["content"])
@@ -69,9 +88,16 @@ class Scripted(Context):
 
 def task(workflow: str, repeat_times: int = 1, **more: Any) -> Task:
     return Task(
-        id="t/0/0", taskset="t", row=0, prompt="6*7=", truth="42", workflow=workflow, repeat_times=repeat_times,
-        sampling=Sampling(temperature=0.7), **more,
-    )  # fmt: skip
+        id="t/0/0",
+        taskset="t",
+        row=0,
+        prompt="6*7=",
+        truth="42",
+        workflow=workflow,
+        repeat_times=repeat_times,
+        sampling=Sampling(temperature=0.7),
+        **more,
+    )
 
 
 @pytest.fixture
@@ -105,12 +131,17 @@ def test_a_dialogue_goes_on_from_the_ids_that_were_sampled(run: Any) -> None:
     prompt = ids("<|user|>6*7=<|end|><|assistant|>")
     heard = ids("<|user|>higher 1<|end|><|assistant|>")
     assert made.tokens == [*prompt, *ids(f"7{END}"), *heard, *ids(f"42{END}")]
-    assert ctx.asked[1].prompt == made.tokens[: -len(ids(f"42{END}"))], "nothing was tokenized again"
+    assert ctx.asked[1].prompt == made.tokens[: -len(ids(f"42{END}"))], (
+        "nothing was tokenized again"
+    )
     assert made.prompt_length == len(prompt)
     assert made.action_mask == [1, 1, *[0] * len(heard), 1, 1, 1]
     assert made.logprobs == [-0.5 if mask else 0.0 for mask in made.action_mask]
     at = 2 + len(heard)
-    assert made.versions == [VersionSpan(version=1, start=0, end=2), VersionSpan(version=2, start=at, end=at + 3)]
+    assert made.versions == [
+        VersionSpan(version=1, start=0, end=2),
+        VersionSpan(version=2, start=at, end=at + 3),
+    ]
     assert (made.reward, made.reward_outcome, made.metrics["turns"]) == (1.0, "ok", 2.0)
     assert ctx.scored == [("42", 5)], "the last answer, and how many tokens the model sampled"
 
@@ -145,7 +176,11 @@ def test_turns_are_bounded_and_the_argument_wins(run: Any, more: dict, turns: in
 
 
 def test_a_dialogue_ends_where_the_context_or_an_answer_does(run: Any) -> None:
-    full = len(ids("<|user|>6*7=<|end|><|assistant|>")) + 2 + len(ids("<|user|>higher 1<|end|><|assistant|>"))
+    full = (
+        len(ids("<|user|>6*7=<|end|><|assistant|>"))
+        + 2
+        + len(ids("<|user|>higher 1<|end|><|assistant|>"))
+    )
     ctx = Scripted(f"7{END}", f"42{END}", room=full)
     (made,) = run(Guess, ctx)
     assert (len(ctx.asked), made.stop, made.metrics["turns"]) == (1, "length", 1.0)
@@ -188,7 +223,9 @@ class Stepping(StepWiseReward):
         return None if answer == "42" else [{"role": "user", "content": "no"}]
 
     async def reward(self, answer: str) -> Any:  # type: ignore[override]
-        return {"7": 0.25, "8": float("nan"), "9": {"form": 0.5, "sum": 1.0}}.get(answer) or 1 / (answer != "0")
+        return {"7": 0.25, "8": float("nan"), "9": {"form": 0.5, "sum": 1.0}}.get(answer) or 1 / (
+            answer != "0"
+        )
 
 
 def test_each_turn_has_its_own_reward_and_failures_are_outcomes(run: Any) -> None:
@@ -197,7 +234,10 @@ def test_each_turn_has_its_own_reward_and_failures_are_outcomes(run: Any) -> Non
     assert [e.reward for e in made] == [0.25, 0.0, 1.5, 0.0, 1.0]
     assert [e.reward_outcome for e in made] == ["ok", "error", "ok", "error", "ok"]
     assert made[2].metrics == {"form": 0.5, "sum": 1.0, "turns": 5.0}
-    assert "finite" in made[1].info["reward_message"] and "ZeroDivisionError" in made[3].info["reward_message"]
+    assert (
+        "finite" in made[1].info["reward_message"]
+        and "ZeroDivisionError" in made[3].info["reward_message"]
+    )
     whole = ids("<|user|>6*7=<|end|><|assistant|>7<|end|><|user|>no<|end|><|assistant|>")
     assert made[1].tokens == [*whole, *ids(f"8{END}")] and made[1].action_mask == [1, 1]
 
@@ -279,15 +319,20 @@ def test_what_a_plain_function_raises_is_raised(run: Any) -> None:
     [
         ("just text", []),
         ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [Call("f", {"a": 1})]),
-        ('a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "g", "arguments": "{\\"x\\": 2}"}</tool_call>',
-         [Call("f"), Call("g", {"x": 2})]),
+        (
+            (
+                'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "g", "arguments": '
+                '"{\\"x\\": 2}"}</tool_call>'
+            ),
+            [Call("f"), Call("g", {"x": 2})],
+        ),
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
         ("<tool_call>{name: f}</tool_call>", "no JSON"),
         ('<tool_call>[{"name": "f"}]</tool_call>', "must be an object"),
         ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', "must be an object"),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be an object"),
     ],
-)  # fmt: skip
+)
 def test_calls_are_read_as_hermes_and_qwen_write_them(text: str, found: Any) -> None:
     if isinstance(found, str):
         (call,) = calls(text)
@@ -297,7 +342,9 @@ def test_calls_are_read_as_hermes_and_qwen_write_them(text: str, found: Any) -> 
 
 
 def called_with(code: str) -> str:
-    return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>{END}"
+    return (
+        f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>{END}"
+    )
 
 
 @pytest.mark.skipif(sandbox.obstacle() is not None, reason="no cells on this machine")
@@ -305,7 +352,9 @@ def test_a_model_uses_python_and_what_it_says_is_not_trained(run: Any) -> None:
     ctx = Scripted(called_with("print(6*7)"), called_with("1/0"), f"it is 42{END}")
     (made,) = run("tool_use", ctx)
     text = TOKENIZER.decode(made.tokens, skip_special_tokens=False)
-    assert '"name": "python"' in text.partition("6*7=")[0], "the tools are described before the question"
+    assert '"name": "python"' in text.partition("6*7=")[0], (
+        "the tools are described before the question"
+    )
     said = ids("<|tool|>42\n<|end|><|assistant|>")
     at = made.prompt_length + len(ids(called_with("print(6*7)")))
     assert made.tokens[at : at + len(said)] == said
@@ -323,7 +372,9 @@ def test_a_machine_that_cannot_run_programs_is_no_fault_of_the_models(
     with pytest.raises(sandbox.CellError, match="no cell for a program could be made: .*nowhere"):
         run("tool_use", Scripted(called_with("print(6*7)"), f"42{END}"))
     with pytest.raises(sandbox.CellError):
-        rewards.resolve("code_tests")("print(1)", json.dumps({"inputs": [""], "outputs": ["1"]}), task("tool_use"))
+        rewards.resolve("code_tests")(
+            "print(1)", json.dumps({"inputs": [""], "outputs": ["1"]}), task("tool_use")
+        )
 
 
 def test_tools_of_ones_own_and_calls_that_cannot_be_made(run: Any) -> None:
@@ -335,8 +386,16 @@ def test_tools_of_ones_own_and_calls_that_cannot_be_made(run: Any) -> None:
             return [Tool("look", "Looks a word up.", look), Tool("plain", "Fails.", lambda: 1 / 0)]
 
     lines = [
-        '<tool_call>{"name": "look", "arguments": {"word": "ab"}}</tool_call><tool_call>{"name": "plain"}</tool_call>',
-        '<tool_call>{"name": "lok"}</tool_call><tool_call>{"name": "look", "arguments": {"wrd": 1}}</tool_call>',
+        (
+            '<tool_call>{"name": "look", "arguments": {"word": '
+            '"ab"}}</tool_call><tool_call>{"name": '
+            '"plain"}</tool_call>'
+        ),
+        (
+            '<tool_call>{"name": "lok"}</tool_call><tool_call>{"name": "look", "arguments": '
+            '{"wrd": '
+            "1}}</tool_call>"
+        ),
     ]
     (made,) = run(Own, Scripted(*(line + END for line in lines), f"42{END}", room=100_000))
     text = TOKENIZER.decode(made.tokens, skip_special_tokens=False)
@@ -373,7 +432,9 @@ def test_a_rubric_is_weighed_and_what_is_no_verdict_is_an_error(
 ) -> None:
     ctx = Scripted(f"42{END}", judge=lambda question: said)
     (made,) = run("rubric_judge", ctx, workflow_args=RUBRIC)
-    assert made.reward == pytest.approx(reward) and made.reward_outcome == ("error" if problem else "ok")
+    assert made.reward == pytest.approx(reward) and made.reward_outcome == (
+        "error" if problem else "ok"
+    )
     assert problem in made.info.get("reward_message", "")
     assert '"is right"' in ctx.questions[0] and '"42"' in ctx.questions[0]
 
@@ -387,10 +448,14 @@ def test_the_rows_own_rubric_wins(run: Any) -> None:
 
 
 def test_ruler_asks_once_for_the_group(run: Any) -> None:
-    ctx = Scripted(f"41{END}", f"42{END}", f'a"]{END}', judge=lambda question: '{"scores": [0.2, 1, 0]}')
+    ctx = Scripted(
+        f"41{END}", f"42{END}", f'a"]{END}', judge=lambda question: '{"scores": [0.2, 1, 0]}'
+    )
     made = run("ruler", ctx, repeat_times=3)
     assert [e.reward for e in made] == [0.2, 1.0, 0.0] and len(ctx.questions) == 1
-    assert json.dumps(["41", "42", 'a"]']) in ctx.questions[0], "what a response says cannot pass for another"
+    assert json.dumps(["41", "42", 'a"]']) in ctx.questions[0], (
+        "what a response says cannot pass for another"
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,7 +469,9 @@ def test_ruler_asks_once_for_the_group(run: Any) -> None:
         (None, "TimeoutError: too late"),
     ],
 )
-def test_a_ruler_that_cannot_be_read_fails_the_whole_group(run: Any, said: str | None, problem: str) -> None:
+def test_a_ruler_that_cannot_be_read_fails_the_whole_group(
+    run: Any, said: str | None, problem: str
+) -> None:
     def judge(question: str) -> str:
         if said is None:
             raise TimeoutError("too late")
@@ -440,4 +507,4 @@ def test_what_the_page_shows_runs(
 def test_the_page_lists_every_name() -> None:
     for name in (*workflows.WORKFLOWS, *rewards.REWARDS):
         assert f"| `{name}` |" in PAGE, name
-    assert "from rft.plugins import register" in EXAMPLES["plugins/mine.py"]
+    assert "from rft.ground.plugins import register" in EXAMPLES["plugins/mine.py"]

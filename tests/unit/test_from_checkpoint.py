@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from states import State, managed, save
 
 from rft.checkpoint.commit import read_manifest
 from rft.checkpoint.storage import open_storage
-from rft.sync import saved_versions
-from rft.sync.from_checkpoint import SavedWeights
-from rft.sync.saved_versions import Refusal, Saved, SavedVersions, find
-from rft.sync.wire import Refused
+from rft.ground.rounds import InSave, Round
+from rft.sync import stored_versions
+from rft.sync.connection import PeerRefused
+from rft.sync.readers import SavedWeights
+from rft.sync.stored_versions import Refusal, Saved, SavedVersions, find
 from rft.tools.toy import write_model
 
 SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
@@ -39,47 +41,51 @@ def saved(root: Path, tensors: dict[str, torch.Tensor], *steps: int, epoch: int 
             save(manager, step, state, full=False, weights=True)
 
 
-def update_of(root: Path, step: int) -> dict:
+def round_of(root: Path, step: int) -> Round:
     path = f"weights/v_{step:08d}"
-    return {
-        "digest": read_manifest(open_storage(root), path).seal, "version": step,
-        "origin": {"root": str(root), "path": path},
-    }  # fmt: skip
+    seal = read_manifest(open_storage(root), path).seal
+    return Round(version=step, digest=seal, location=InSave(root=str(root), path=path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_worker_gets_every_tensor_as_it_was_saved(model: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_worker_gets_every_tensor_as_it_was_saved(
+    model: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
     wanted = tensors_of(model, dtype)
     saved(tmp_path / "root", wanted, 3, 4)
     reader = SavedWeights(str(model), torch.device("cpu"))
     for step in (3, 4):
-        found = reader.stage(update_of(tmp_path / "root", step))
+        found = reader.stage(round_of(tmp_path / "root", step))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], value + step) for name, value in wanted.items())
-    again = reader.stage(update_of(tmp_path / "root", 3))
-    assert all(again[name].data_ptr() == found[name].data_ptr() for name in found), "the memory is kept"
+    again = reader.stage(round_of(tmp_path / "root", 3))
+    assert all(again[name].data_ptr() == found[name].data_ptr() for name in found), (
+        "the memory is kept"
+    )
 
 
 def test_what_is_not_the_announced_save_is_refused_by_name(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved(root, tensors_of(model), 1, 2)
     reader = SavedWeights(str(model), torch.device("cpu"))
-    with pytest.raises(Refused, match="is save .* of version 2, not the one that was announced as version 2"):
-        reader.stage({**update_of(root, 2), "digest": update_of(root, 1)["digest"]})
+    with pytest.raises(
+        PeerRefused, match="is save .* of version 2, not the one that was announced as version 2"
+    ):
+        reader.stage(replace(round_of(root, 2), digest=round_of(root, 1).digest))
     (file,) = (root / "weights" / "v_00000002").glob("*.bin")
     data = bytearray(file.read_bytes())
     data[17] ^= 1
     file.write_bytes(data)
-    with pytest.raises(Refused, match=r"v_00000002/r00000.bin was changed: chunk 0"):
-        reader.stage(update_of(root, 2))
-    gone = update_of(root, 1)
+    with pytest.raises(PeerRefused, match=r"v_00000002/r00000.bin was changed: chunk 0"):
+        reader.stage(round_of(root, 2))
+    gone = round_of(root, 1)
     shutil.rmtree(root / "weights" / "v_00000001")
-    with pytest.raises(Refused, match="v_00000001"):
+    with pytest.raises(PeerRefused, match="v_00000001"):
         reader.stage(gone)
     other = write_model(tmp_path / "other", "qwen3", **{**SHAPE, "ffn": 32})
     saved(tmp_path / "another", tensors_of(other), 5)
-    with pytest.raises(Refused, match="is of another model"):
-        reader.stage(update_of(tmp_path / "another", 5))
+    with pytest.raises(PeerRefused, match="is of another model"):
+        reader.stage(round_of(tmp_path / "another", 5))
 
 
 class Engines:
@@ -99,7 +105,9 @@ def looks(root: Path, engines: Engines) -> SavedVersions:
     return SavedVersions(str(root), engines.publish, patience=1.0)
 
 
-def test_the_newest_version_is_published_once_and_a_bad_one_never(model: Path, tmp_path: Path) -> None:
+def test_the_newest_version_is_published_once_and_a_bad_one_never(
+    model: Path, tmp_path: Path
+) -> None:
     root, tensors = tmp_path / "root", tensors_of(model)
     engines = Engines()
     watch = looks(root, engines)
@@ -116,13 +124,17 @@ def test_the_newest_version_is_published_once_and_a_bad_one_never(model: Path, t
     assert engines.took == [(1, 2), (3, 2)], "a trainer that went back is newer"
 
 
-def test_the_one_before_serves_at_the_start_when_the_newest_is_bad(model: Path, tmp_path: Path) -> None:
+def test_the_one_before_serves_at_the_start_when_the_newest_is_bad(
+    model: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     saved(root, tensors_of(model), 1, 2)
     assert [save.version for save in find(str(root))] == [2, 1]
     engines = Engines(bad={2})
     assert asyncio.run(looks(root, engines).first()) == 1 and engines.took == [(1, 1)]
-    with pytest.raises(RuntimeError, match="none can be served: version 2 is damaged; version 1 is damaged"):
+    with pytest.raises(
+        RuntimeError, match="none can be served: version 2 is damaged; version 1 is damaged"
+    ):
         asyncio.run(looks(root, Engines(bad={1, 2})).first())
 
 
@@ -132,18 +144,22 @@ def test_a_medium_that_is_silent_for_too_long_ends_the_run(monkeypatch: pytest.M
         raise OSError("no route to host")
 
     asked: list[str] = []
-    monkeypatch.setattr(saved_versions, "LOOK_S", 0.0)
-    monkeypatch.setattr(saved_versions, "find", silent)
+    monkeypatch.setattr(stored_versions, "LOOK_S", 0.0)
+    monkeypatch.setattr(stored_versions, "find", silent)
     with pytest.raises(TimeoutError, match="has not answered for 0.05 s: no route to host"):
         asyncio.run(SavedVersions("s3://bucket", Engines().publish, patience=0.05).follow())
     assert len(asked) > 1, "it is asked again before that"
 
 
-def test_engines_that_take_too_long_are_not_mistaken_for_a_silent_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_take_too_long_are_not_mistaken_for_a_silent_medium(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def late(saved: Saved) -> None:
         raise TimeoutError("engine_0 is staging")
 
-    monkeypatch.setattr(saved_versions, "LOOK_S", 0.0)
-    monkeypatch.setattr(saved_versions, "find", lambda root: [Saved(1, 1, "weights/v_00000001", "seal")])
+    monkeypatch.setattr(stored_versions, "LOOK_S", 0.0)
+    monkeypatch.setattr(
+        stored_versions, "find", lambda root: [Saved(1, 1, "weights/v_00000001", "seal")]
+    )
     with pytest.raises(TimeoutError, match="engine_0 is staging"):
         asyncio.run(SavedVersions("s3://bucket", late, patience=100.0).follow())

@@ -1,30 +1,37 @@
-"""Weights through the object store without Ray: packed by trainer ranks, handed over as a file, taken by an engine worker."""
+"""Weights through the object store without Ray: packed by trainer ranks, handed over as a file,
+taken by an engine worker.
+"""
 
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from rft.protocols import Block
+from rft.ground.protocols import Block
+from rft.ground.rounds import InFile, Round, TrainerInfo
 from rft.sync import plan as plans
-from rft.sync.deposits import Deposits
-from rft.sync.from_memory import HandedBuckets
-from rft.sync.plan import Plan
-from rft.sync.publisher_memory import Leaving, packed
-from rft.sync.wire import Lost
+from rft.sync.connection import PeerLost
+from rft.sync.origins import DepositThread, packed
+from rft.sync.plan import StreamPlan
+from rft.sync.readers import HandedBuckets
+from rft.sync.stored_versions import Deposits
 
 SHAPES = {"rows": (30, 7), "columns": (9, 16), "vector": (13,), "half": (6, 5)}
-CUTS = {"rows": (0, 11), "columns": (1, 4), "vector": (0, 13), "half": (0, 2)}  # dim, and where rank 1's part begins
+# dim, and where rank 1's part begins
+CUTS = {"rows": (0, 11), "columns": (1, 4), "vector": (0, 13), "half": (0, 2)}
 LIMIT = 256  # bytes of a bucket: most blocks are cut over several
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     dtypes = {"half": torch.bfloat16}
-    return {n: torch.randn(shape, generator=generator).to(dtypes.get(n, torch.float32)) for n, shape in SHAPES.items()}
+    return {
+        n: torch.randn(shape, generator=generator).to(dtypes.get(n, torch.float32))
+        for n, shape in SHAPES.items()
+    }
 
 
 class Half:
@@ -36,7 +43,14 @@ class Half:
             dim, cut = CUTS[name]
             start, stop = (0, cut) if rank == 0 else (cut, value.shape[dim])
             if start < stop:
-                block = Block(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), dim, start, stop)
+                block = Block(
+                    name,
+                    str(value.dtype).removeprefix("torch."),
+                    tuple(value.shape),
+                    dim,
+                    start,
+                    stop,
+                )
                 self.parts.append((block, value.narrow(dim, start, stop - start).contiguous()))
 
     def blocks(self) -> list[Block]:
@@ -46,12 +60,12 @@ class Half:
         return (tensor for _, tensor in self.parts)
 
 
-def plan_of(whole: dict[str, torch.Tensor]) -> Plan:
+def plan_of(whole: dict[str, torch.Tensor]) -> StreamPlan:
     return plans.build([Half(whole, rank).blocks() for rank in range(2)], LIMIT)
 
 
-def handed(file: Path, plan: Plan, version: int) -> dict[str, Any]:
-    """The update that a worker gets, with its file."""
+def handed(file: Path, plan: StreamPlan, version: int) -> Round:
+    """The round that a worker gets, with its file."""
     streams, at = [], 0
     with file.open("wb") as out:
         for index in range(len(plan.streams)):
@@ -60,13 +74,14 @@ def handed(file: Path, plan: Plan, version: int) -> dict[str, Any]:
                 out.write(data)
                 streams[-1].append((at, len(data), digest))
                 at += len(data)
-    return {"digest": plan.digest, "epoch": 3, "version": version, "origin": {"path": str(file), "streams": streams}}
+    location = InFile(path=str(file), streams=streams)
+    return Round(version=version, epoch=3, digest=plan.digest, location=location)
 
 
 @pytest.fixture
 def worker() -> HandedBuckets:
     made = HandedBuckets(torch.device("cpu"))
-    made.connect({"plan": plans.encode(plan_of(tensors(1))), "epoch": 3})
+    made.connect(TrainerInfo(plan=plans.encode(plan_of(tensors(1))), epoch=3, timeout=30.0))
     return made
 
 
@@ -74,24 +89,26 @@ def test_every_tensor_comes_together_again(worker: HandedBuckets, tmp_path: Path
     plan = plan_of(tensors(1))
     assert all(len(stream.buckets) > 2 for stream in plan.streams)
     for version in (1, 2):
-        update = handed(tmp_path / "file", plan, version)
-        worker.check(update)
-        found = worker.stage(update)
+        coming = handed(tmp_path / "file", plan, version)
+        worker.check(coming)
+        found = worker.stage(coming)
         assert found.keys() == SHAPES.keys()
         assert all(torch.equal(found[name], value) for name, value in tensors(version).items())
 
 
 def test_a_flipped_bit_and_another_version_are_named(worker: HandedBuckets, tmp_path: Path) -> None:
-    update = handed(tmp_path / "file", plan_of(tensors(1)), 7)
-    with pytest.raises(Lost, match="checksum of bucket 0 of stream 0 .* not those of version 8"):
-        worker.stage({**update, "version": 8})
+    coming = handed(tmp_path / "file", plan_of(tensors(1)), 7)
+    with pytest.raises(
+        PeerLost, match="checksum of bucket 0 of stream 0 .* not those of version 8"
+    ):
+        worker.stage(replace(coming, version=8))
     data = bytearray((tmp_path / "file").read_bytes())
-    data[update["origin"]["streams"][1][1][0]] ^= 1
+    data[coming.location.streams[1][1][0]] ^= 1
     (tmp_path / "file").write_bytes(data)
-    with pytest.raises(Lost, match="checksum of bucket 1 of stream 1"):
-        worker.stage(update)
+    with pytest.raises(PeerLost, match="checksum of bucket 1 of stream 1"):
+        worker.stage(coming)
     with pytest.raises(ValueError, match="round follows plan 00 of epoch 3"):
-        worker.check({**update, "digest": "00"})
+        worker.check(replace(coming, digest="00"))
 
 
 def test_a_version_is_complete_when_every_stream_is_there() -> None:
@@ -101,13 +118,16 @@ def test_a_version_is_complete_when_every_stream_is_there() -> None:
         await deposits.put((3, 1), 1, 1, "c")
         with pytest.raises(
             TimeoutError,
-            match="version 1: after 0.01 s there are 0 of 1 buckets of stream 0, 1 of 2 buckets of stream 1",
+            match=(
+                "version 1: after 0.01 s there are 0 of 1 buckets of stream 0, 1 of 2 buckets of "
+                "stream 1"
+            ),
         ):
             await deposits.complete((3, 1), 0.01)
         waiting = asyncio.create_task(deposits.complete((3, 1), 20.0))
         await deposits.put((3, 1), 0, 0, "a")
         await deposits.put((3, 1), 1, 0, "b")
-        assert (await waiting)["origin"]["streams"] == [["a"], ["b", "c"]]
+        assert (await waiting).streams == [["a"], ["b", "c"]]
 
     asyncio.run(scene())
 
@@ -117,4 +137,4 @@ def test_what_a_rank_could_not_leave_is_raised_to_it() -> None:
         raise OSError("no room")
 
     with pytest.raises(RuntimeError, match="could not be left in the object store: no room"):
-        Leaving(fails).wait(20.0)
+        DepositThread(fails).wait(20.0)

@@ -1,4 +1,6 @@
-"""The journal keeps what it acknowledged: through kill -9, torn tails and compaction; damage is refused."""
+"""The journal keeps what it acknowledged: through kill -9, torn
+tails and compaction; damage is refused.
+"""
 
 import asyncio
 import logging
@@ -80,7 +82,9 @@ def test_a_second_writer_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 7, 40, 55])
-def test_a_torn_tail_is_cut_off_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: int) -> None:
+def test_a_torn_tail_is_cut_off_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: int
+) -> None:
     (log,) = written(tmp_path, [b"a" * 40, b"b" * 40])
     os.truncate(log, log.stat().st_size - lost)
     with caplog.at_level(logging.WARNING):
@@ -100,14 +104,19 @@ def test_zeros_behind_the_last_record_are_a_torn_tail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_flipped_byte_in_the_middle_is_refused_with_file_and_offset(tmp_path: Path, seed: int) -> None:
+def test_a_flipped_byte_in_the_middle_is_refused_with_file_and_offset(
+    tmp_path: Path, seed: int
+) -> None:
     (log,) = written(tmp_path, [b"a" * 40] * 5)
     frame = 40 + HEADER.size
-    broken = random.Random(seed).randrange(4 * frame)  # in the header or the body of any but the last record
+    # in the header or the body of any but the last record
+    broken = random.Random(seed).randrange(4 * frame)
     data = bytearray(log.read_bytes())
     data[broken] ^= 0x10
     log.write_bytes(data)
-    with pytest.raises(JournalError, match=f"{log.name} is damaged at byte {broken // frame * frame} "):
+    with pytest.raises(
+        JournalError, match=f"{log.name} is damaged at byte {broken // frame * frame} "
+    ):
         Journal(tmp_path)
     assert log.read_bytes() == bytes(data), "a refused file stays as it is"
 
@@ -177,7 +186,9 @@ def test_a_commit_waits_for_an_fsync_that_began_after_its_append(
     asyncio.run(main())
 
 
-def test_after_a_failed_fsync_nothing_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_fsync_nothing_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         journal = Journal(tmp_path)
         real = os.fsync
@@ -199,7 +210,9 @@ def test_after_a_failed_fsync_nothing_is_acknowledged(tmp_path: Path, monkeypatc
     asyncio.run(main())
 
 
-def test_a_failed_write_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_half_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path)
     journal.append([b"whole"])
     real = os.write
@@ -279,7 +292,9 @@ def test_a_segment_is_synced_before_the_next_one_begins(tmp_path: Path) -> None:
 def test_all_acknowledged_records_survive_kill_9(tmp_path: Path) -> None:
     acknowledged: set[int] = set()
     for kill in range(5):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
+        )
         assert process.stdout is not None
         for _ in range(40 + 37 * kill):
             acknowledged.add(int(process.stdout.readline()))
@@ -292,3 +307,40 @@ def test_all_acknowledged_records_survive_kill_9(tmp_path: Path) -> None:
         assert there == list(range(len(there))), "no gaps and no repeats"
         assert acknowledged <= set(there)
     assert len(acknowledged) > 400
+
+
+def test_a_kernel_that_gives_less_than_asked_takes_nothing_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [os.urandom(n) for n in (0, 5000, 1, 300)]
+    written(tmp_path, records)
+    real = os.pread
+    monkeypatch.setattr(
+        journal_module.os, "pread", lambda fd, size, offset: real(fd, min(size, 7), offset)
+    )
+    journal = Journal(tmp_path)
+    assert payloads(journal) == records == list(journal_module.payloads(tmp_path))
+    assert [journal.read(position) for position, _ in journal.records()] == records
+    journal.close()
+
+
+@pytest.mark.verify
+def test_a_base_of_more_than_two_gibibytes_opens(tmp_path: Path) -> None:
+    """Linux gives at most 0x7ffff000 bytes in one call.
+
+    Nine records of zeros, which lie in holes of the file.
+    """
+    length, count = 2**28, 9
+    zeros = bytes(length)
+    header = journal_module.frame(zeros)[: HEADER.size]
+    size = count * (HEADER.size + length)
+    with open(tmp_path / f"{size:020d}.base", "wb") as file:
+        for number in range(count):
+            file.seek(number * (HEADER.size + length))
+            file.write(header)
+        file.truncate(size)
+    journal = Journal(tmp_path)
+    assert journal.position == size
+    assert [payload == zeros for _, payload in journal.records()] == [True] * count
+    assert journal.read(size - length - HEADER.size) == zeros
+    journal.close()

@@ -1,4 +1,6 @@
-"""How a stage ends: which of several failures is the cause, what a killed rank's peers do not hide, and that nobody is left."""
+"""How a stage ends: which of several failures is the cause, what a killed rank's peers do not hide,
+and that nobody is left.
+"""
 
 import json
 import os
@@ -11,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft import launch, ranks
-from rft.actors import start_patiently
-from rft.launch import EXIT_CODES, Event, kind, root_cause
+from rft.run import elastic, launch, supervisor
+from rft.run.ray_cluster import start_patiently
+from rft.run.supervisor import EXIT_CODES, Event, kind, root_cause
 
 
 def failed(part: str) -> Event:
@@ -32,8 +34,10 @@ def failed(part: str) -> Event:
         (["synchronizer", "trainer launcher"], "synchronizer"),
     ],
 )
-def test_the_part_that_died_first_is_named(monkeypatch: pytest.MonkeyPatch, order: list[str], cause: str) -> None:
-    monkeypatch.setattr(launch, "SETTLE_S", 0.05)
+def test_the_part_that_died_first_is_named(
+    monkeypatch: pytest.MonkeyPatch, order: list[str], cause: str
+) -> None:
+    monkeypatch.setattr(supervisor, "SETTLE_S", 0.05)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     first, *rest = map(failed, order)
     for event in (*rest, Event("ranks"), Event("user", signal=signal.SIGTERM)):
@@ -44,7 +48,9 @@ def test_the_part_that_died_first_is_named(monkeypatch: pytest.MonkeyPatch, orde
 
 def record(directory: Path, number: int, cause: str, time: int) -> None:
     path = directory / f"failure_rank_{number}.json"
-    path.write_text(json.dumps({"part": f"trainer rank {number}", "phase": "train", "cause": cause}))
+    path.write_text(
+        json.dumps({"part": f"trainer rank {number}", "phase": "train", "cause": cause})
+    )
     os.utime(path, (time, time))
 
 
@@ -53,22 +59,25 @@ def test_a_killed_rank_is_the_cause_whatever_its_peers_met(tmp_path: Path) -> No
     (tmp_path / "phase_rank_1").write_text("wait_batch".ljust(64))
     ended = {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM, 3: -signal.SIGABRT}
     expected = {"part": "trainer rank 1", "phase": "wait_batch", "cause": "killed by SIGKILL"}
-    assert ranks.root_cause(tmp_path, ended) == expected
+    assert elastic.root_cause(tmp_path, ended) == expected
 
 
 def test_of_ranks_that_raised_the_first_is_the_cause(tmp_path: Path) -> None:
     record(tmp_path, 0, "Connection closed by peer", time=2)
     record(tmp_path, 1, "KeyError: 'x'", time=1)
-    assert ranks.root_cause(tmp_path, {0: 1, 1: 1, 2: -signal.SIGABRT})["cause"] == "KeyError: 'x'"
+    assert (
+        elastic.root_cause(tmp_path, {0: 1, 1: 1, 2: -signal.SIGABRT})["cause"] == "KeyError: 'x'"
+    )
 
 
 def test_a_rank_that_says_nothing_is_still_named(tmp_path: Path) -> None:
     expected = {"part": "trainer rank 2", "phase": "starting", "cause": "ended with exit code 3"}
-    assert ranks.root_cause(tmp_path, {2: 3, 3: 1}) == expected
+    assert elastic.root_cause(tmp_path, {2: 3, 3: 1}) == expected
 
 
 DAEMON = (
-    "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()"
+    "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print(os.getpid(), "
+    "flush=True); signal.pause()"
 )
 
 
@@ -76,15 +85,18 @@ def test_nobody_is_left_behind() -> None:
     """A process in a session of its own, deaf to SIGTERM, whose parent is gone."""
     code = f"""
 import os, subprocess, sys
-from rft.processes import adopt_orphans, end_descendants
+from rft.run.processes import adopt_orphans, end_descendants
 adopt_orphans()
 read, write = os.pipe()
-middle = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=int(sys.argv[2]), pass_fds=[])"
+middle = "import subprocess, sys; " \
+    "subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=int(sys.argv[2]), pass_fds=[])"
 subprocess.run([sys.executable, "-c", middle, {DAEMON!r}, str(write)], pass_fds=[write], check=True)
 print(os.read(read, 100).decode().strip(), flush=True)
 end_descendants()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert not psutil.pid_exists(int(done.stdout))
 
 
@@ -92,16 +104,19 @@ end_descendants()
 def test_a_short_exit_leaves_nothing_out_but_pythons_own_end(says: str, code: int) -> None:
     program = f"""
 import atexit, logging, threading
-from rft.processes import ShortExit
+from rft.run.processes import ShortExit
 end = ShortExit()
 class Module:
     def __del__(self): print("taken apart")
 kept = Module()
 atexit.register(print, "the last that registers is the first, and nothing is lost", end="")
-threading.Thread(target=lambda: threading.Event().wait(0.05) or print("threads are waited for")).start()
+last = lambda: threading.Event().wait(0.05) or print("threads are waited for")
+threading.Thread(target=last).start()
 {says}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     lines = ["threads are waited for", "the last that registers is the first, and nothing is lost"]
     assert (done.returncode, done.stdout.splitlines()) == (code, lines)
     assert ("KeyError" in done.stderr) == says.startswith("raise")
@@ -113,7 +128,9 @@ def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() 
     def start(**settings: object) -> None:
         tries.append("tried")
         if len(tries) < 3:
-            raise Exception("The current node timed out during startup. This could happen because ...")
+            raise Exception(
+                "The current node timed out during startup. This could happen because ..."
+            )
 
     start_patiently(start, num_cpus=1)
     assert len(tries) == 3

@@ -1,4 +1,6 @@
-"""What a user's job scripts promise: they parse, decide nothing about learning, name no place, and say what is missing."""
+"""What a user's job scripts promise: they parse, decide nothing about learning, name no place, and
+say what is missing.
+"""
 
 import os
 import re
@@ -8,22 +10,29 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rft.config import ConfigError, known_keys
-from rft.preflight import grace_of, ray_of
+from rft.config import ConfigError, grace_of, known_keys
+from rft.preflight.fill import ray_of
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 MANIFESTS = sorted((LAUNCH / "kubernetes").glob("*.yaml"))
 PLACES = {  # where a run is, and what it gets: all that a template may decide
-    "cluster.ray_address", "trainer.num_ranks", "shutdown_grace_s", "checkpoint_root_dir", "name", "experiment",
-}  # fmt: skip
+    "cluster.ray_address",
+    "trainer.num_ranks",
+    "shutdown_grace_s",
+    "checkpoint_root_dir",
+    "name",
+    "experiment",
+}
 KEY = re.compile(r"(?<![\w$./-])([a-z_]+(?:\.[a-z_]+)*)=")
 
 
 def code(path: Path) -> str:
     """Without comments."""
     return "\n".join(
-        line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if not line.lstrip().startswith("#")
     )
 
 
@@ -51,10 +60,17 @@ def test_template_sets_no_hyper_parameter(template: Path) -> None:
     assert not re.search(r"(?<![\w/])(?:/home|/work|/root|\.\./|configs/)", code(template))
 
 
-def run(script: str, directory: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run(
+    script: str, directory: Path, *arguments: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     known = {"PATH": os.environ["PATH"]} | environment
     return subprocess.run(
-        [LAUNCH / script, *arguments], cwd=directory, env=known, capture_output=True, text=True, timeout=60
+        [LAUNCH / script, *arguments],
+        cwd=directory,
+        env=known,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -69,7 +85,9 @@ def run(script: str, directory: Path, *arguments: str, **environment: str) -> "s
         ("ray_job.sh", {"RAY_API": "http://h:1"}, "RANKS"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, script: str, environment: dict[str, str], missing: str) -> None:
+def test_what_is_missing_is_named(
+    tmp_path: Path, script: str, environment: dict[str, str], missing: str
+) -> None:
     done = run(script, tmp_path, **environment)
     assert done.returncode != 0 and f"set {missing} to" in done.stderr
 
@@ -84,17 +102,38 @@ def recorder(directory: Path) -> str:
 
 def test_torchrun_from_any_directory_passes_words_as_they_are(tmp_path: Path) -> None:
     done = run(
-        "torchrun.sh", tmp_path, "name=a b", "model.lora_configs=[{lora_rank: 4}]", RANKS="4", PYTHON=recorder(tmp_path)
+        "torchrun.sh",
+        tmp_path,
+        "name=a b",
+        "model.lora_configs=[{lora_rank: 4}]",
+        RANKS="4",
+        PYTHON=recorder(tmp_path),
     )
     words = done.stdout.splitlines()
-    assert words[:3] == ["-m", "torch.distributed.run", "--standalone"]
-    assert words[-5:] == ["-m", "rft.train", "trainer.num_ranks=4", "name=a b", "model.lora_configs=[{lora_rank: 4}]"]
+    assert words[:2] == ["-m", "rft.run.loopback"]
+    assert words[-5:] == [
+        "-m",
+        "rft.train",
+        "trainer.num_ranks=4",
+        "name=a b",
+        "model.lora_configs=[{lora_rank: 4}]",
+    ]
 
 
 def test_ranks_of_all_nodes_are_counted(tmp_path: Path) -> None:
-    environment = {"RANKS": "4", "NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "h", "PYTHON": recorder(tmp_path)}
+    environment = {
+        "RANKS": "4",
+        "NNODES": "3",
+        "NODE_RANK": "2",
+        "MASTER_ADDR": "h",
+        "PYTHON": recorder(tmp_path),
+    }
     words = run("torchrun.sh", tmp_path, **environment).stdout.splitlines()
-    assert "trainer.num_ranks=12" in words and {"--nnodes=3", "--node-rank=2", "--master-addr=h"} <= set(words)
+    assert "trainer.num_ranks=12" in words and {
+        "--nnodes=3",
+        "--node-rank=2",
+        "--master-addr=h",
+    } <= set(words)
 
 
 def test_the_cluster_of_a_submitted_job() -> None:

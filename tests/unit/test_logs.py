@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rft.config import LogConfig
 from rft.monitor import logs
-from rft.skips import SkippedSteps
+from rft.trainer.skips import SkippedSteps
 
 SIBLING = """
 import os, sys, signal
@@ -33,12 +33,15 @@ logs.ask_stacks_of_siblings()
 """
 PARENT = """
 import subprocess, sys
-sibling = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-deaf = subprocess.Popen([sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"],
+pipe = subprocess.PIPE
+sibling = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+sibling = subprocess.Popen(sibling, stdin=pipe, stdout=pipe)
+listens = "import sys; print('here', flush=True); sys.stdin.read()"
+deaf = subprocess.Popen([sys.executable, "-c", listens],
                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 sibling.stdout.readline(), deaf.stdout.readline()
 subprocess.run([sys.executable, "-c", sys.argv[3]], check=True)
-assert deaf.poll() is None and sibling.poll() is None, "the signal ends a process that does not listen to it"
+assert deaf.poll() is None and sibling.poll() is None, "the signal ends one that does not listen"
 deaf.stdin.close(), sibling.stdin.close()
 deaf.wait(), sibling.wait()
 """
@@ -53,7 +56,10 @@ def test_a_log_that_is_too_long_turns_over_and_its_writers_go_on(tmp_path: Path)
     assert logs.turn_over(path, limit=400)
     os.write(file, b"new")
     os.close(file)
-    assert path.read_bytes() == b"new" and (tmp_path / "engine_0.log.1").read_bytes() == b"old " * 100 + b"more"
+    assert (
+        path.read_bytes() == b"new"
+        and (tmp_path / "engine_0.log.1").read_bytes() == b"old " * 100 + b"more"
+    )
 
 
 def test_logs_can_lie_in_a_directory_per_node(tmp_path: Path) -> None:
@@ -71,7 +77,11 @@ logging.getLogger("x").info("said")
 
 
 def test_attempts_are_numbered_and_the_latest_is_linked(tmp_path: Path) -> None:
-    assert [logs.new_attempt(tmp_path).name for _ in range(3)] == ["attempt_1", "attempt_2", "attempt_3"]
+    assert [logs.new_attempt(tmp_path).name for _ in range(3)] == [
+        "attempt_1",
+        "attempt_2",
+        "attempt_3",
+    ]
     assert (tmp_path / "logs" / "latest").resolve().name == "attempt_3"
 
 
@@ -81,7 +91,9 @@ def test_a_rank_that_fails_asks_its_siblings_for_their_stacks(tmp_path: Path) ->
     assert "in hangs_here" in log.read_text()
 
 
-def test_a_rank_that_is_stopped_says_where_it_was_and_then_does_what_it_does(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_says_where_it_was_and_then_does_what_it_does(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "rank_1.log"
     with subprocess.Popen(
         [sys.executable, "-c", SIBLING, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -93,10 +105,12 @@ def test_a_rank_that_is_stopped_says_where_it_was_and_then_does_what_it_does(tmp
 
 
 def test_the_batch_of_a_step_that_fails_is_kept(tmp_path: Path) -> None:
-    from rft.experience import Batch, Experience, decode
+    from rft.ground.experience import Batch, Experience, decode
 
     skips = SkippedSteps(tmp_path, 0, lead=True, barrier=lambda what: None)
     batch = Batch(step=4, experiences=[Experience(tokens=[1, 2], prompt_length=1, action_mask=[1])])
     path = skips.keep(batch)
     assert path == tmp_path / "step_00000005.msgpack", "named like its metrics would have been"
-    assert json.dumps([e.tokens for e in decode(path.read_bytes(), Batch).experiences]) == "[[1, 2]]"
+    assert (
+        json.dumps([e.tokens for e in decode(path.read_bytes(), Batch).experiences]) == "[[1, 2]]"
+    )

@@ -1,6 +1,8 @@
-"""Every policy loss against its formula written out here for single numbers, and its slope against finite differences of it.
+"""Every policy loss against its formula written out here for single numbers, and its slope against
+finite differences of it.
 
-What a formula holds constant (stop-gradient) is a number of its own here, so the slopes say what is differentiated, and what not.
+What a formula holds constant (stop-gradient) is a number of its own here, so the slopes say what is
+differentiated, and what not.
 """
 
 from dataclasses import replace
@@ -11,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm.correction import Correction
+from rft.algorithm.fields import Fields
 from rft.algorithm.kl import Coefficient
-from rft.algorithm.losses import LOSSES, Fields, token_loss
-from rft.algorithm.losses.correction import Correction
+from rft.algorithm.losses import LOSSES, token_loss
 from rft.config import AlgorithmConfig
-from rft.models import Nearness
+from rft.trainer.models import Nearness
 
 LENGTHS = [5, 1, 4]  # of the responses in one microbatch; two tokens of padding behind
 RNG = np.random.default_rng(4)
@@ -35,7 +38,10 @@ def given(**more: Any) -> Fields:
 
 
 def mean_of_sequence(values: np.ndarray) -> np.ndarray:
-    means = {s: values[(s == SEQUENCE) & MASK].mean() if ((s == SEQUENCE) & MASK).any() else 0.0 for s in set(SEQUENCE)}
+    means = {
+        s: values[(s == SEQUENCE) & MASK].mean() if ((s == SEQUENCE) & MASK).any() else 0.0
+        for s in set(SEQUENCE)
+    }
     return np.array([means[s] for s in SEQUENCE])
 
 
@@ -80,14 +86,24 @@ def sppo(x: float, t: int) -> float:
     return -ADVANTAGE[t] * (x - OLD[t]) if 1 / 1.3 <= exp(NEW[t] - OLD[t]) <= 1.3 else 0.0
 
 
-def rec(x: float, t: int, mode: str, weight: str = "none", k2: float = 0.0, forward: float = 0.0) -> float:
+def rec(
+    x: float, t: int, mode: str, weight: str = "none", k2: float = 0.0, forward: float = 0.0
+) -> float:
     a, r, s = ADVANTAGE[t], exp(NEW[t] - OLD[t]), exp(GAP[t])
     one_side = {True: lambda x: x <= 1.2, False: lambda x: x >= 0.8}[a >= 0]
     inside = {
-        "none": True, "one-side": one_side(r), "gspo-one-side": one_side(s), "two-side": 0.8 <= r <= 1.2,
+        "none": True,
+        "one-side": one_side(r),
+        "gspo-one-side": one_side(s),
+        "two-side": 0.8 <= r <= 1.2,
         "ring": 0.8 <= r <= 1.2 or (a >= 0 and r <= 0.4) or (a <= 0 and r >= 3.0),
-    }[mode]  # fmt: skip
-    w = {"none": 1.0, "importance_sampling": r, "gspo_importance_sampling": s, "advantage": exp(a / 0.5)}[weight]
+    }[mode]
+    w = {
+        "none": 1.0,
+        "importance_sampling": r,
+        "gspo_importance_sampling": s,
+        "advantage": exp(a / 0.5),
+    }[weight]
     return (-a * w * x if inside else 0.0) + k2 * (x - OLD[t]) ** 2 - forward * x
 
 
@@ -99,26 +115,54 @@ CASES = [
     ("gspo", {}, gspo),
     ("gspo", {"clip_range_low": 0.5, "clip_range_high": 0.5}, lambda x, t: gspo(x, t, 0.5, 0.5)),
     ("cispo", {}, cispo),
-    ("cispo", {"enable_mask": True, "mask_clip_range_low": 0.3, "mask_clip_range_high": 0.3}, lambda x, t: cispo(x, t, True)),
+    (
+        "cispo",
+        {"enable_mask": True, "mask_clip_range_low": 0.3, "mask_clip_range_high": 0.3},
+        lambda x, t: cispo(x, t, True),
+    ),
     ("sapo", {}, sapo),
     ("opmd", {"tau": 3.0}, lambda x, t: -ADVANTAGE[t] * x / 4),
     ("topr", {}, topr),
     ("sppo", {}, sppo),
     ("importance_sampling", {}, lambda x, t: -ADVANTAGE[t] * exp(x - OLD[t])),
-    *[("rec", {"clip_mode": mode}, lambda x, t, mode=mode: rec(x, t, mode))
-      for mode in ("none", "one-side", "gspo-one-side", "two-side", "ring")],
-    *[("rec", {"weight": weight, "temp": 0.5}, lambda x, t, weight=weight: rec(x, t, "none", weight))
-      for weight in ("importance_sampling", "gspo_importance_sampling", "advantage")],
-    ("rec", {"regularizer": "k2", "regularizer_coef": 0.3, "clip_mode": "two-side"}, lambda x, t: rec(x, t, "two-side", k2=0.3)),
-    ("rec", {"regularizer": "forward-kl", "regularizer_coef": 0.3}, lambda x, t: rec(x, t, "none", forward=0.3)),
+    *[
+        ("rec", {"clip_mode": mode}, lambda x, t, mode=mode: rec(x, t, mode))
+        for mode in ("none", "one-side", "gspo-one-side", "two-side", "ring")
+    ],
+    *[
+        (
+            "rec",
+            {"weight": weight, "temp": 0.5},
+            lambda x, t, weight=weight: rec(x, t, "none", weight),
+        )
+        for weight in ("importance_sampling", "gspo_importance_sampling", "advantage")
+    ],
+    (
+        "rec",
+        {"regularizer": "k2", "regularizer_coef": 0.3, "clip_mode": "two-side"},
+        lambda x, t: rec(x, t, "two-side", k2=0.3),
+    ),
+    (
+        "rec",
+        {"regularizer": "forward-kl", "regularizer_coef": 0.3},
+        lambda x, t: rec(x, t, "none", forward=0.3),
+    ),
     ("sft", {}, lambda x, t: -x),
     ("sft_is", {}, lambda x, t: -exp(NEW[t]) * x),
-    ("sft_phi", {"cutoff_prob": 0.5}, lambda x, t: -exp(NEW[t]) * (1 - exp(NEW[t])) * min(x, log(0.5))),
-]  # fmt: skip
+    (
+        "sft_phi",
+        {"cutoff_prob": 0.5},
+        lambda x, t: -exp(NEW[t]) * (1 - exp(NEW[t])) * min(x, log(0.5)),
+    ),
+]
 
 
-@pytest.mark.parametrize(("name", "arguments", "formula"), CASES, ids=[f"{c[0]}-{'-'.join(c[1])}" for c in CASES])
-def test_value_and_slope_of_every_trained_token(name: str, arguments: dict[str, Any], formula: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "formula"), CASES, ids=[f"{c[0]}-{'-'.join(c[1])}" for c in CASES]
+)
+def test_value_and_slope_of_every_trained_token(
+    name: str, arguments: dict[str, Any], formula: Any
+) -> None:
     logprobs = torch.tensor(NEW, requires_grad=True)
     losses, metrics = LOSSES[name](logprobs, given(), **arguments)
     losses[torch.tensor(MASK)].sum().backward()
@@ -142,7 +186,9 @@ def test_every_loss_has_a_case_here() -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "topr", "importance_sampling"])
 def test_on_policy_the_gradient_is_the_plain_one(name: str) -> None:
-    """Where nothing has moved, d loss / d logprobs = -A; so for SAPO (W51) too, whose gate then is steepest."""
+    """Where nothing has moved, d loss / d logprobs = -A; so for SAPO
+    (W51) too, whose gate then is steepest.
+    """
     logprobs = torch.tensor(OLD, requires_grad=True)
     LOSSES[name](logprobs, given())[0].sum().backward()
     assert logprobs.grad is not None and logprobs.grad.numpy() == pytest.approx(-ADVANTAGE)
@@ -157,11 +203,13 @@ def test_sapo_damps_large_ratios() -> None:
         assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(-slope, abs=1e-4)
 
 
-# --- sums over a response ---------------------------------------------------------------------------------------------
+# --- sums over a response -------------------------------------------------------------------------
 
 
 def test_sums_of_a_response_and_their_gradient() -> None:
-    """`sums` is differentiable: every trained token of a response has a part in what any of its tokens sees."""
+    """`sums` is differentiable: every trained token of a response has a part in what any of its
+    tokens sees.
+    """
 
     def seen(values: torch.Tensor) -> torch.Tensor:
         return given().mean(values**2)[torch.tensor(MASK)]
@@ -170,10 +218,12 @@ def test_sums_of_a_response_and_their_gradient() -> None:
     total, count = given().sums(torch.tensor(NEW), torch.ones(TOKENS, dtype=torch.float64))
     for s, wanted in enumerate([4, 1, 3]):
         at = s == SEQUENCE
-        assert count[at].tolist() == [wanted] * at.sum() and total[at].numpy() == pytest.approx(NEW[at & MASK].sum())
+        assert count[at].tolist() == [wanted] * at.sum() and total[at].numpy() == pytest.approx(
+            NEW[at & MASK].sum()
+        )
 
 
-# --- off-policy corrections -------------------------------------------------------------------------------------------
+# --- off-policy corrections -----------------------------------------------------------------------
 
 BEHAVIOUR = OLD - [0.05, -0.05, 9.0, 0.02, 0.0, 0.9, 0.9, 9.0, -0.8, 0.1, 0.0, 0.0]
 RHO = np.exp(OLD - BEHAVIOUR)
@@ -185,18 +235,28 @@ WEIGHTS = [
     (Correction(mask="token", lower=0.5, upper=2.0), (RHO >= 0.5) & (RHO <= 2.0)),
     (Correction(mask="sequence", lower=0.9, upper=1.2), (PRODUCT >= 0.9) & (PRODUCT <= 1.2)),
     (Correction(mask="geometric", lower=0.9, upper=1.2), (GEOMETRIC >= 0.9) & (GEOMETRIC <= 1.2)),
-    (Correction("token", 5.0, "token", 0.8, 5.0), np.where((RHO >= 0.8) & (RHO <= 5.0), np.minimum(RHO, 5.0), 0)),
-    (Correction(veto=0.5), np.array([(RHO[(s == SEQUENCE) & MASK] >= 0.5).all() for s in SEQUENCE])),
+    (
+        Correction("token", 5.0, "token", 0.8, 5.0),
+        np.where((RHO >= 0.8) & (RHO <= 5.0), np.minimum(RHO, 5.0), 0),
+    ),
+    (
+        Correction(veto=0.5),
+        np.array([(RHO[(s == SEQUENCE) & MASK] >= 0.5).all() for s in SEQUENCE]),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("correction", "weight"), WEIGHTS)
 @pytest.mark.parametrize("name", ["ppo", "gspo", "sapo", "rec"])
-def test_a_correction_weighs_any_loss(name: str, correction: Correction, weight: np.ndarray) -> None:
+def test_a_correction_weighs_any_loss(
+    name: str, correction: Correction, weight: np.ndarray
+) -> None:
     fields = given(behaviour=BEHAVIOUR, proximal=OLD, reference=OLD - 0.1)
     logprobs = torch.tensor(NEW, requires_grad=True)
     plain, _ = token_loss(name, {})(logprobs, fields)
-    corrected, metrics = token_loss(name, {}, kl="k2", kl_coef=0.5, correction=correction)(logprobs, fields)
+    corrected, metrics = token_loss(name, {}, kl="k2", kl_coef=0.5, correction=correction)(
+        logprobs, fields
+    )
     wanted = plain.detach().numpy() * weight + 0.5 * (NEW - OLD + 0.1) ** 2 / 2
     assert corrected.detach().numpy()[MASK] == pytest.approx(wanted[MASK])
     assert metrics["importance/mean"].numpy()[MASK] == pytest.approx((weight * 1.0)[MASK])
@@ -204,13 +264,15 @@ def test_a_correction_weighs_any_loss(name: str, correction: Correction, weight:
     assert (0 < left_out < 1) == (correction.mask != "none" or correction.veto is not None)
 
 
-# --- the coefficient of the KL ----------------------------------------------------------------------------------------
+# --- the coefficient of the KL --------------------------------------------------------------------
 
 ADAPTIVE = {"adaptive": True, "target_kl": 0.1, "horizon": 100}
 
 
 def test_an_adaptive_coefficient_moves_towards_its_target() -> None:
-    """Twice the target: as far as it may, in proportion to the responses; W53: no tensor is asked for."""
+    """Twice the target: as far as it may, in proportion to the
+    responses; W53: no tensor is asked for.
+    """
     coefficient = Coefficient(0.01, target=0.1, horizon=100)
     coefficient.after(0.2, responses=50)
     assert coefficient.value == pytest.approx(0.01 * (1 + 0.2 * 0.5))
@@ -232,15 +294,22 @@ def test_a_loss_reads_the_coefficient_of_the_moment() -> None:
 
 def test_both_coefficients_are_checkpointed_where_they_move() -> None:
     moving = AlgorithmConfig(
-        kl_loss_fn="k2", kl_loss_fn_args=ADAPTIVE, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.3}
+        kl_loss_fn="k2",
+        kl_loss_fn_args=ADAPTIVE,
+        kl_penalty_fn="k1",
+        kl_penalty_fn_args={"kl_coef": 0.3},
     )
     nearness = Nearness(moving)
     nearness.responses = 100
-    assert nearness.after_loss({"kl/reference": 0.3, "skipped": 0.0}) == {"kl/reference_coef": 0.001}
+    assert nearness.after_loss({"kl/reference": 0.3, "skipped": 0.0}) == {
+        "kl/reference_coef": 0.001
+    }
     assert nearness.after_loss({"kl/reference": 0.3, "skipped": 1.0}) == {}, "nothing was learned"
     assert nearness.after_penalty({"kl/penalty": 0.3}) == {}
     again = Nearness(replace(moving, kl_penalty_fn_args={"kl_coef": 0.7}))
     again.restore(nearness.state())
-    assert (again.loss.value, again.penalty.value) == (pytest.approx(0.0012), 0.7), "a fixed one is that of the config"
+    assert (again.loss.value, again.penalty.value) == (pytest.approx(0.0012), 0.7), (
+        "a fixed one is that of the config"
+    )
     fixed = Nearness(AlgorithmConfig())
     assert fixed.state() == {}

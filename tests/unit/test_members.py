@@ -1,4 +1,6 @@
-"""Every reachable state of the synchronizer's state machine, for two engines, two trainers and two versions each."""
+"""Every reachable state of the synchronizer's state machine, for two engines, two trainers and two
+versions each.
+"""
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
@@ -13,26 +15,37 @@ from rft.sync.members import COMMITTING, CONNECTING, GONE, IDLE, PATIENCE, STAGI
 class World:
     """The machine, and what the outside really has: bytes in engines, and calls under way."""
 
-    def __init__(self, engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...]) -> None:
+    def __init__(
+        self, engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...]
+    ) -> None:
         self.engines, self.versions, self.epochs = engines, versions, epochs
         self.members = Members()
-        self.calls: dict[str, tuple[str, int, Mark | None]] = {}  # engine -> what its task is doing: step, epoch, mark
+        # engine -> what its task is doing: step, epoch, mark
+        self.calls: dict[str, tuple[str, int, Mark | None]] = {}
         self.real: dict[str, Mark | None] = {}  # what an engine's memory holds; None: nothing whole
         self.joins = dict.fromkeys(engines, 0)
 
     def copy(self) -> "World":
         world, state = World(self.engines, self.versions, self.epochs), self.members
-        world.members = replace(state, all={n: replace(m) for n, m in state.all.items()}, round=set(state.round))
+        world.members = replace(
+            state, all={n: replace(m) for n, m in state.all.items()}, round=set(state.round)
+        )
         world.calls, world.real, world.joins = dict(self.calls), dict(self.real), dict(self.joins)
         return world
 
     def key(self) -> tuple:
         state = self.members
         return (
-            state.epoch, state.offered, state.target, state.published, tuple(sorted(state.round)),
-            tuple((n, astuple(m)[:-1]) for n, m in sorted(state.all.items())), tuple(sorted(self.calls.items())),
-            tuple(sorted(self.real.items())), tuple(self.joins.values()),
-        )  # fmt: skip
+            state.epoch,
+            state.offered,
+            state.target,
+            state.published,
+            tuple(sorted(state.round)),
+            tuple((n, astuple(m)[:-1]) for n, m in sorted(state.all.items())),
+            tuple(sorted(self.calls.items())),
+            tuple(sorted(self.real.items())),
+            tuple(self.joins.values()),
+        )
 
 
 def moves(world: World) -> Iterator[tuple[str, ...]]:
@@ -63,7 +76,12 @@ def moves(world: World) -> Iterator[tuple[str, ...]]:
             if step == "connect":
                 yield from (("connected", name), ("unreachable", name), ("broken", name))
             elif step == "stage":
-                yield from (("staged", name), ("missed", name), ("unreachable", name), ("broken", name))
+                yield from (
+                    ("staged", name),
+                    ("missed", name),
+                    ("unreachable", name),
+                    ("broken", name),
+                )
             else:
                 yield from (("committed", name), ("damaged", name), ("broken", name))
         elif alive and state.next_step(name) in ("connect", "take"):
@@ -80,8 +98,12 @@ def step(world: World, move: tuple) -> None:
     elif what == "conclude":
         before = state.published
         mark = state.conclude()
-        assert before is None or mark[0] > before[0] or mark[1] >= before[1], "published went back within an epoch"
-        holders = [n for n in state.alive() if world.real.get(n) is not None and world.real[n] >= mark]
+        assert before is None or mark[0] > before[0] or mark[1] >= before[1], (
+            "published went back within an epoch"
+        )
+        holders = [
+            n for n in state.alive() if world.real.get(n) is not None and world.real[n] >= mark
+        ]
         assert holders, "published, and nobody holds it"
     elif what == "join":
         state.join(name)
@@ -128,10 +150,16 @@ def finish(world: World, what: str, name: str) -> None:
 def check(world: World) -> None:
     state = world.members
     for name in state.admitted():
-        assert state.published is not None and world.real[name] is not None, f"{name} serves without weights"
-        assert world.real[name] >= state.published, f"{name} serves older weights than those published"
+        assert state.published is not None and world.real[name] is not None, (
+            f"{name} serves without weights"
+        )
+        assert world.real[name] >= state.published, (
+            f"{name} serves older weights than those published"
+        )
     for name, member in state.all.items():
-        assert member.held == world.real[name] or member.held is None, f"{name} is believed to hold what it does not"
+        assert member.held == world.real[name] or member.held is None, (
+            f"{name} is believed to hold what it does not"
+        )
         assert member.state in (IDLE, CONNECTING, STAGING, COMMITTING, GONE)
         assert (member.taking is not None) == (member.state in (STAGING, COMMITTING))
         assert member.connected in (None, state.epoch)
@@ -142,7 +170,10 @@ def check(world: World) -> None:
 
 
 def explore(
-    engines: tuple[str, ...], versions: tuple[int, ...], epochs: tuple[int, ...], serve_start: bool = False
+    engines: tuple[str, ...],
+    versions: tuple[int, ...],
+    epochs: tuple[int, ...],
+    serve_start: bool = False,
 ) -> int:
     """Walk through every state that can be reached; returns how many there are."""
     first = World(engines, versions, epochs)
@@ -188,11 +219,15 @@ def test_two_engines_and_three_trainers_on_random_ways(data: st.DataObject) -> N
 def test_an_older_trainer_cannot_come_back() -> None:
     members = Members()
     members.trainer(3)
-    with pytest.raises(ValueError, match="a trainer of epoch 3 cannot connect: epoch 3 has been here"):
+    with pytest.raises(
+        ValueError, match="a trainer of epoch 3 cannot connect: epoch 3 has been here"
+    ):
         members.trainer(3)
 
 
-def test_an_engine_that_has_just_started_is_not_admitted_before_it_has_the_published_weights() -> None:
+def test_an_engine_that_has_just_started_is_not_admitted_before_it_has_the_published_weights() -> (
+    None
+):
     """W20: after a resume no engine serves what it was started with."""
     members = Members()
     members.join("a")

@@ -1,4 +1,6 @@
-"""Expert rows beside rollouts: how many, how much they weigh, and a gradient that no cut of the batch changes."""
+"""Expert rows beside rollouts: how many, how much they weigh, and a gradient that no cut of the
+batch changes.
+"""
 
 import json
 import math
@@ -10,21 +12,27 @@ import pytest
 import torch
 
 from rft.algorithm import mixing
-from rft.algorithm.losses import Fields, ppo, token_loss
-from rft.buffer.sft_rows import SupervisedRows
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import ppo, token_loss
 from rft.config import AlgorithmConfig, ExperienceBufferConfig, RowFormatConfig
-from rft.experience import Batch, Experience
-from rft.feed import Feed
+from rft.data.packing import Cost
+from rft.data.supervised import SupervisedRows
+from rft.ground.experience import Batch, Experience
 from rft.megatron.metrics import Totals
-from rft.packing import Cost
 from rft.tools.toy import character_tokenizer
+from rft.trainer.feed import Feed
 
 
 def recipe(loss: str = "mix", ratio: float = 0.5, **arguments: Any) -> AlgorithmConfig:
     return AlgorithmConfig(
-        algorithm_type=loss, policy_loss_fn=loss, policy_loss_fn_args=arguments, advantage_fn="grpo", loss_agg_mode="token-mean",
-        sample_strategy="mix", sample_strategy_args={"expert_data_ratio": ratio},
-    )  # fmt: skip
+        algorithm_type=loss,
+        policy_loss_fn=loss,
+        policy_loss_fn_args=arguments,
+        advantage_fn="grpo",
+        loss_agg_mode="token-mean",
+        sample_strategy="mix",
+        sample_strategy_args={"expert_data_ratio": ratio},
+    )
 
 
 def rollout(reward: float, length: int, group: int = 0) -> Experience:
@@ -39,7 +47,9 @@ def rollout(reward: float, length: int, group: int = 0) -> Experience:
 
 
 def expert(length: int) -> Experience:
-    return Experience(tokens=[2] * (3 + length), prompt_length=3, action_mask=[1] * length, expert=True)
+    return Experience(
+        tokens=[2] * (3 + length), prompt_length=3, action_mask=[1] * length, expert=True
+    )
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
@@ -48,8 +58,12 @@ def test_a_batch_has_room_for_its_rollouts_and_the_reference_share_of_experts(ra
         algorithm = recipe(ratio=ratio)
         batch = mixing.batch_for(algorithm, rollouts)
         experts = mixing.expert_rows(algorithm, batch)
-        assert batch - experts == rollouts and abs(experts - ratio * batch) < 1, "ceil(ratio * train_batch_size)"
-    assert mixing.expert_rows(recipe(ratio=0.7), 10) == 7, "0.7 * 10 is a little more than 7 in floating point"
+        assert batch - experts == rollouts and abs(experts - ratio * batch) < 1, (
+            "ceil(ratio * train_batch_size)"
+        )
+    assert mixing.expert_rows(recipe(ratio=0.7), 10) == 7, (
+        "0.7 * 10 is a little more than 7 in floating point"
+    )
 
 
 def test_mu_of_chord_rises_and_falls_by_half_a_cosine() -> None:
@@ -61,7 +75,9 @@ def test_mu_of_chord_rises_and_falls_by_half_a_cosine() -> None:
     assert mixing.share(recipe(mu=0.3), 0) == 0.3
 
 
-def closed_form(loss: str, mu: float, logprobs: list[torch.Tensor], batch: list[Experience]) -> torch.Tensor:
+def closed_form(
+    loss: str, mu: float, logprobs: list[torch.Tensor], batch: list[Experience]
+) -> torch.Tensor:
     """(1 - mu) of the mean surrogate of rollout tokens, mu of the mean loss of expert tokens."""
     rewards = np.array([e.reward for e in batch if not e.expert])
     advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
@@ -81,21 +97,30 @@ def closed_form(loss: str, mu: float, logprobs: list[torch.Tensor], batch: list[
 
 @pytest.mark.parametrize(("loss", "mu"), [("mix", 0.3), ("mix_chord", 0.1)])
 def test_each_kind_is_divided_by_its_own_count(loss: str, mu: float) -> None:
-    """W56: the loss of the reference grows with the microbatch; here it is one number however the rows are cut."""
+    """W56: the loss of the reference grows with the microbatch; here it is one number however the
+    rows are cut.
+    """
     batch = [rollout(1.0, 3), expert(5), rollout(0.0, 4), expert(2)]
     rng = np.random.default_rng(3)
     drawn = [
-        torch.tensor(rng.uniform(-2, -0.1, len(e.action_mask)), dtype=torch.float64).requires_grad_() for e in batch
+        torch.tensor(
+            rng.uniform(-2, -0.1, len(e.action_mask)), dtype=torch.float64
+        ).requires_grad_()
+        for e in batch
     ]
     wanted = closed_form(loss, mu, drawn, batch)
     gradients = torch.autograd.grad(wanted, drawn)
     _, made = mixing.rows(batch, recipe(loss, **({"mu": mu} if loss == "mix" else {})), step=4)
-    bound, total = token_loss(loss, {"mu": mu} if loss == "mix" else {}), torch.zeros((), dtype=torch.float64)
+    bound, total = (
+        token_loss(loss, {"mu": mu} if loss == "mix" else {}),
+        torch.zeros((), dtype=torch.float64),
+    )
     order = [0, 2, 1, 3]  # rollouts first
     for row, place in zip(made, order, strict=True):
         kept = row.trained > 0
         tensors = [
-            torch.from_numpy(a[kept]).double() for a in (row.behaviour, row.advantage, row.weight, row.scores["expert"])
+            torch.from_numpy(a[kept]).double()
+            for a in (row.behaviour, row.advantage, row.weight, row.scores["expert"])
         ]
         fields = Fields(tensors[0], tensors[1], tensors[2], tensors[2] > 0, expert=tensors[3])
         total = total + (bound(drawn[place], fields)[0] * tensors[2]).sum()
@@ -108,13 +133,19 @@ def test_terms_against_the_reference_and_entropy_are_of_rollouts_only() -> None:
     values = {
         name: torch.tensor([a, b], dtype=torch.float64)
         for name, a, b in (
-            ("behaviour", -0.5, 0.0), ("advantage", 0.0, 0.0), ("weight", 1.0, 1.0), ("reference", -1.0, -1.0),
-            ("entropy", 2.0, 2.0), ("expert", 0.0, 1.0),
+            ("behaviour", -0.5, 0.0),
+            ("advantage", 0.0, 0.0),
+            ("weight", 1.0, 1.0),
+            ("reference", -1.0, -1.0),
+            ("entropy", 2.0, 2.0),
+            ("expert", 0.0, 1.0),
         )
-    }  # fmt: skip
+    }
     fields = Fields(mask=values["weight"] > 0, **values)
     logprobs = torch.tensor([-0.5, -0.5], dtype=torch.float64)
-    losses, _ = token_loss("mix", {}, kl="k2", kl_coef=1.0, entropy_coef=1.0, entropy_of="mix")(logprobs, fields)
+    losses, _ = token_loss("mix", {}, kl="k2", kl_coef=1.0, entropy_coef=1.0, entropy_of="mix")(
+        logprobs, fields
+    )
     assert losses.tolist() == pytest.approx([0.125 - 2.0, 0.0])
     losses, _ = token_loss("mix", {}, entropy_coef=1.0)(logprobs, fields)
     assert losses.tolist() == pytest.approx([-2.0, -2.0]), "default: of every row"
@@ -130,18 +161,31 @@ def test_metrics_of_rollouts_are_not_thinned_by_expert_tokens() -> None:
     behaviour = torch.tensor([-0.5, -0.5, 0.0, 0.0])
     mask = torch.tensor([True, True, True, False])
     totals.add(
-        logprobs, Fields(behaviour, same, mask.float(), mask, entropy=same, expert=torch.tensor([0.0, 0.0, 1.0, 1.0]))
+        logprobs,
+        Fields(
+            behaviour,
+            same,
+            mask.float(),
+            mask,
+            entropy=same,
+            expert=torch.tensor([0.0, 0.0, 1.0, 1.0]),
+        ),
     )
     found = totals.reduce(Alone())  # type: ignore[arg-type]
     assert found["num_tokens"] == 3 and found["expert/nll"] == pytest.approx(3.0)
-    assert found["logprob_diff/mean"] == pytest.approx(0.1) and found["logprob_diff/max"] == pytest.approx(0.2)
+    assert found["logprob_diff/mean"] == pytest.approx(0.1) and found[
+        "logprob_diff/max"
+    ] == pytest.approx(0.2)
 
 
 class Rollouts:
     """A source that has forgotten everything but the step."""
 
     def take(self, step: int) -> Batch:
-        return Batch(step=step, experiences=[rollout(1.0, 2, step), rollout(0.0, 3, step)] if step < 9 else [])
+        return Batch(
+            step=step,
+            experiences=[rollout(1.0, 2, step), rollout(0.0, 3, step)] if step < 9 else [],
+        )
 
 
 class Alone:
@@ -155,20 +199,32 @@ class Alone:
 
 
 def feed(path: Path) -> Feed:
-    path.write_text("".join(json.dumps({"prompt": f"{n}=", "response": "7"}) + "\n" for n in range(10)))
-    config = ExperienceBufferConfig("sft_dataset", "file", str(path), format=RowFormatConfig("plaintext"))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}=", "response": "7"}) + "\n" for n in range(10))
+    )
+    config = ExperienceBufferConfig(
+        "sft_dataset", "file", str(path), format=RowFormatConfig("plaintext")
+    )
     algorithm = recipe(ratio=0.5)
-    rows = SupervisedRows(config, character_tokenizer(), mixing.expert_rows(algorithm, 4), 5, 64, expert=True)
+    rows = SupervisedRows(
+        config, character_tokenizer(), mixing.expert_rows(algorithm, 4), 5, 64, expert=True
+    )
     return Feed(Rollouts(), Alone(), algorithm, 1000, 1, Cost(), experts=rows)  # type: ignore[arg-type]
 
 
 def test_a_resume_goes_on_behind_the_expert_rows_that_were_trained(tmp_path: Path) -> None:
-    """F47, W32: the checkpoint's step is the whole read position; nothing is repeated, nothing is left out."""
+    """F47, W32: the checkpoint's step is the whole read position;
+    nothing is repeated, nothing is left out.
+    """
     straight = feed(tmp_path / "rows.jsonl")
     tasks: list[list[str]] = []
     for step in range(9):
         made = straight.next(step, stopping=False)
-        assert made is not None and made.metrics["sample/expert_rows"] == 2 and made.metrics["loss/mu"] == 0.1
+        assert (
+            made is not None
+            and made.metrics["sample/expert_rows"] == 2
+            and made.metrics["loss/mu"] == 0.1
+        )
         assert [e.expert for e in made.experiences] == [False, False, True, True]
         assert made.metrics["response_length/mean"] == 2.5, "of rollouts"
         assert straight.current is not None and len(straight.current.experiences) == 4

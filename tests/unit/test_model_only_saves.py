@@ -11,7 +11,10 @@ from rft.checkpoint.storage import committed, open_storage
 
 
 def state() -> State:
-    return State({"exp_avg/w": torch.zeros(50, 30), "model/w": torch.zeros(50, 30, dtype=torch.bfloat16)}, b"x")
+    return State(
+        {"exp_avg/w": torch.zeros(50, 30), "model/w": torch.zeros(50, 30, dtype=torch.bfloat16)},
+        b"x",
+    )
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["with-a-full-one", "alone"])
@@ -32,7 +35,9 @@ def test_weights_are_a_checkpoint_of_their_own(tmp_path: Path, full: bool) -> No
         values = torch.from_numpy(checkpoint.whole("model/w").view("i2")).view(torch.bfloat16)
         assert torch.equal(values, source.tensors["model/w"])
     if full:
-        assert load(root, loaded := state()) and torch.equal(loaded.tensors["exp_avg/w"], source.tensors["exp_avg/w"])
+        assert load(root, loaded := state()) and torch.equal(
+            loaded.tensors["exp_avg/w"], source.tensors["exp_avg/w"]
+        )
 
 
 def test_damage_to_the_weights_leaves_the_full_checkpoint_alone(tmp_path: Path) -> None:
@@ -43,6 +48,9 @@ def test_damage_to_the_weights_leaves_the_full_checkpoint_alone(tmp_path: Path) 
     data = bytearray(file.read_bytes())
     data[17] ^= 1
     file.write_bytes(data)
-    with Checkpoint(open_storage(root), "weights/v_00000001") as checkpoint, pytest.raises(Damaged, match="chunk 0"):
+    with (
+        Checkpoint(open_storage(root), "weights/v_00000001") as checkpoint,
+        pytest.raises(Damaged, match="chunk 0"),
+    ):
         checkpoint.verify()
     assert load(root, state()) is not None

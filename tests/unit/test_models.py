@@ -1,11 +1,13 @@
-"""The order of a step with two models that learn, and what it reports when one of them could not."""
+"""The order of a step with two models that learn, and what it
+reports when one of them could not.
+"""
 
 import math
 from types import SimpleNamespace
 from typing import Any
 
 from rft.config import AlgorithmConfig
-from rft.models import Models
+from rft.trainer.models import Models
 
 
 class Learning:
@@ -25,19 +27,31 @@ class Learning:
         return metrics | {"lr": 0.1, "skipped": float(not finite), self.name: 1.0}
 
 
-def step(policy_loss: float = 1.0, critic_loss: float = 1.0, warmup: int = 0) -> tuple[list[str], dict[str, float]]:
+def step(
+    policy_loss: float = 1.0, critic_loss: float = 1.0, warmup: int = 0
+) -> tuple[list[str], dict[str, float]]:
     events: list[str] = []
     policy: Any = Learning("policy", events, policy_loss)
     critic: Any = Learning("critic", events, critic_loss)
     policy.mesh = SimpleNamespace()
     models = Models(policy, None, critic, AlgorithmConfig(), warmup)
-    return events, models.train_step([], lambda scores, fields: (scores, {}), lambda: events.append("wait"))
+    return events, models.train_step(
+        [], lambda scores, fields: (scores, {}), lambda: events.append("wait")
+    )
 
 
 def test_weights_change_after_one_wait_and_all_gradients() -> None:
     events, metrics = step()
-    assert events == ["gradients of critic", "gradients of policy", "wait", "update of critic", "update of policy"]
-    assert metrics["policy"] == metrics["critic/critic"] == 1.0 and "critic/num_tokens" not in metrics
+    assert events == [
+        "gradients of critic",
+        "gradients of policy",
+        "wait",
+        "update of critic",
+        "update of policy",
+    ]
+    assert (
+        metrics["policy"] == metrics["critic/critic"] == 1.0 and "critic/num_tokens" not in metrics
+    )
 
 
 def test_while_the_critic_warms_up_the_policy_is_left_alone() -> None:

@@ -66,7 +66,13 @@ def test_a_plain_line_has_progress_and_only_allowed_columns() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console("run", 150, 36, stream, clock)
     clock.now += 2
-    metrics = {"reward/mean": 0.5124, "loss": 0.02134, "staleness/mean": 0.9, "staleness/max": 1.0, "time/step_s": 2.0}
+    metrics = {
+        "reward/mean": 0.5124,
+        "loss": 0.02134,
+        "staleness/mean": 0.9,
+        "staleness/max": 1.0,
+        "time/step_s": 2.0,
+    }
     console.log({**metrics, "reward/secret": 1.0}, 37)
     assert stream.getvalue() == (
         "[ 37/150   24%  eta 3:46]  reward 0.512  loss 0.0213  stale 0.9/1  step 2.00s\n"
@@ -110,7 +116,9 @@ def test_a_maximum_without_its_mean_is_not_shown_as_something_else() -> None:
     assert cells({"reward/mean": 0.5, "staleness/max": 3.0}) == ["reward 0.500"]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (63, "1:03"), (59.6, "1:00"), (7325, "2:02:05")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (63, "1:03"), (59.6, "1:00"), (7325, "2:02:05")]
+)
 def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -126,7 +134,11 @@ def test_on_a_terminal_there_is_a_bar_below_the_lines(monkeypatch: pytest.Monkey
     console = Console("my run", 10, 0, stream)
     console.log({"loss": 0.25, "time/step_s": 1.0}, 4)
     console.close()
-    assert "my run" in stream.getvalue() and "4/10" in stream.getvalue() and "0.2500" in stream.getvalue()
+    assert (
+        "my run" in stream.getvalue()
+        and "4/10" in stream.getvalue()
+        and "0.2500" in stream.getvalue()
+    )
 
 
 # Files
@@ -139,7 +151,9 @@ def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path
     files.log({"loss": 0.5, "bad": math.nan}, 1)
     files.table("rollouts", [{"prompt": "a\nb\u2028c", "reward": 1.0}], 1)
     files.close()
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "time_s": 1.5, "loss": 0.5, "bad": None}]
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "time_s": 1.5, "loss": 0.5, "bad": None}
+    ]
     assert records.read_metrics(tmp_path / "samples.jsonl") == [
         {"step": 1, "table": "rollouts", "prompt": "a\nb\u2028c", "reward": 1.0}
     ]
@@ -162,8 +176,11 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
     again.close()
     found = lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["time_s"], line["loss"]) for line in found] == [
-        (1, 1.0, 1.0), (2, 2.0, 2.0), (3, 3.0, 3.0), (4, 4.0, 40.0)
-    ]  # fmt: skip
+        (1, 1.0, 1.0),
+        (2, 2.0, 2.0),
+        (3, 3.0, 3.0),
+        (4, 4.0, 40.0),
+    ]
     assert [line["step"] for line in lines(tmp_path / "samples.jsonl")] == [2]
 
 
@@ -201,8 +218,13 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
 
 
 def test_reading_merges_a_late_evaluation_into_its_step(tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl").write_text('{"step": 2, "loss": 1}\n{"step": 3, "loss": 2}\n{"step": 2, "eval": 5}\n')
-    assert records.read_metrics(tmp_path / "m.jsonl") == [{"step": 2, "loss": 1, "eval": 5}, {"step": 3, "loss": 2}]
+    (tmp_path / "m.jsonl").write_text(
+        '{"step": 2, "loss": 1}\n{"step": 3, "loss": 2}\n{"step": 2, "eval": 5}\n'
+    )
+    assert records.read_metrics(tmp_path / "m.jsonl") == [
+        {"step": 2, "loss": 1, "eval": 5},
+        {"step": 3, "loss": 2},
+    ]
 
 
 # Building, services
@@ -233,14 +255,19 @@ def test_an_unknown_monitor_type_names_the_nearest_and_touches_nothing(tmp_path:
         ("tensorboard", {"mode": "x"}, "monitor_args.mode is unknown"),
     ],
 )
-def test_wrong_monitor_args_are_refused(kind: str, args: dict, message: str, tmp_path: Path) -> None:
+def test_wrong_monitor_args_are_refused(
+    kind: str, args: dict, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         sinks.build(MonitorConfig(monitor_type=kind, monitor_args=args), tmp_path, "p", "run")
 
 
 @pytest.mark.parametrize(
     ("kind", "module", "install"),
-    [("wandb", "wandb", r"rft\[monitor\]"), ("tensorboard", "torch.utils.tensorboard", "tensorboard")],
+    [
+        ("wandb", "wandb", r"rft\[monitor\]"),
+        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
+    ],
 )
 def test_a_missing_package_is_named_with_what_to_install(
     kind: str, module: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,21 +289,30 @@ def test_tensorboard_gets_scalars_and_purges_what_a_resume_repeats(tmp_path: Pat
             monitor.table("rollouts", [{"prompt": "a|b", "reward": 1.0}], steps[0])
     events = EventAccumulator(str(tmp_path / "monitor" / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1.0), (2, 20.0)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 1.0),
+        (2, 20.0),
+    ]
     assert "rollouts/text_summary" in events.Tags()["tensors"]
 
 
-def test_wandb_runs_offline_inside_the_job_and_writes_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_runs_offline_inside_the_job_and_writes_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     key = "0123456789abcdef" * 3  # longer than the 40 characters that W&B asks for
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "argv", ["train", f"monitor.monitor_args.api_key={key}"])
     job = tmp_path / "job"
-    config = MonitorConfig(monitor_type="wandb", monitor_args={"api_key": key, "base_url": "http://127.0.0.1:9"})
+    config = MonitorConfig(
+        monitor_type="wandb", monitor_args={"api_key": key, "base_url": "http://127.0.0.1:9"}
+    )
     with sinks.build(config, job, "p", "run", 5, 0, io.StringIO()) as monitor:
         monitor.log({"reward/mean": 0.5}, 2)
         monitor.log({"eval/sums/accuracy": 0.5}, 1)
-        monitor.table("rollouts", [{"prompt": "a", "reward": 1.0}, {"prompt": "b", "reward": "none"}], 2)
+        monitor.table(
+            "rollouts", [{"prompt": "a", "reward": 1.0}, {"prompt": "b", "reward": "none"}], 2
+        )
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" and job in path.parents for path in written)
     assert not [path for path in written if key.encode() in path.read_bytes()]
@@ -284,4 +320,7 @@ def test_wandb_runs_offline_inside_the_job_and_writes_no_key(tmp_path: Path, mon
 
 
 def test_a_markdown_table_escapes_what_breaks_it() -> None:
-    assert sinks.markdown([{"a": "x|y", "b": 1}, {"a": "p\nq"}]).splitlines()[2:] == ["| x\\|y | 1 |", "| p<br>q |  |"]
+    assert sinks.markdown([{"a": "x|y", "b": 1}, {"a": "p\nq"}]).splitlines()[2:] == [
+        "| x\\|y | 1 |",
+        "| p<br>q |  |",
+    ]

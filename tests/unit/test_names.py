@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from rft.config import ConfigError, MegatronConfig
-from rft.names import (
+from rft.config.layout import check_layout
+from rft.ground.names import (
     RULES,
     SUPPORTED,
     Dims,
     bind,
-    check_layout,
     hf_names,
     hf_shape,
     is_expert,
@@ -23,10 +23,18 @@ from rft.names import (
 )
 
 HF: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 3,
-    "intermediate_size": 16, "vocab_size": 21, "num_hidden_layers": 4, "tie_word_embeddings": False, "hidden_act": "silu",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "intermediate_size": 16,
+    "vocab_size": 21,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
+}
 
 
 def dims(**changes: Any) -> Dims:
@@ -34,10 +42,20 @@ def dims(**changes: Any) -> Dims:
 
 
 def written(
-    kind: Any, names: tuple[str, ...], whole: list[np.ndarray], d: Dims, rank: int, size: int, rows: int
+    kind: Any,
+    names: tuple[str, ...],
+    whole: list[np.ndarray],
+    d: Dims,
+    rank: int,
+    size: int,
+    rows: int,
 ) -> np.ndarray:
     """The shard that `segments` describes."""
-    shape = (rows, *whole[0].shape[1:]) if kind != "row" else (whole[0].shape[0], whole[0].shape[1] // size)
+    shape = (
+        (rows, *whole[0].shape[1:])
+        if kind != "row"
+        else (whole[0].shape[0], whole[0].shape[1] // size)
+    )
     out = np.full(shape, -1.0)
     for s in segments(kind, names[0], d, rank, size):
         source = np.take(whole[s.part], range(s.start, s.stop), axis=s.dim)
@@ -48,8 +66,13 @@ def written(
     return out
 
 
-LEGAL = [  # (key/value groups, tensor-parallel size): the packed rows must divide, check_layout refuses the others
-    (g, t) for g in (1, 2, 4, 8) for t in (1, 2, 4, 8) if (dims().heads + 2 * g) * dims().head_size % t == 0
+# (key/value groups, tensor-parallel size): the packed rows must divide, check_layout refuses the
+# others
+LEGAL = [
+    (g, t)
+    for g in (1, 2, 4, 8)
+    for t in (1, 2, 4, 8)
+    if (dims().heads + 2 * g) * dims().head_size % t == 0
 ]
 
 
@@ -58,8 +81,13 @@ LEGAL = [  # (key/value groups, tensor-parallel size): the packed rows must divi
 def test_qkv_shards_are_chunks_of_the_packed_groups(groups: int, size: int, bias: bool) -> None:
     d = dims(num_key_value_heads=groups)
     n, hd = d.heads // groups, d.head_size
-    names = bind("decoder.layers.0.self_attention.linear_qkv." + ("bias" if bias else "weight"), 0).hf
-    q, k, v = (np.random.default_rng(i).normal(size=hf_shape("qkv", i, name, d)) for i, name in enumerate(names))
+    names = bind(
+        "decoder.layers.0.self_attention.linear_qkv." + ("bias" if bias else "weight"), 0
+    ).hf
+    q, k, v = (
+        np.random.default_rng(i).normal(size=hf_shape("qkv", i, name, d))
+        for i, name in enumerate(names)
+    )
     parts = [q.reshape(groups, n * hd, -1), k.reshape(groups, hd, -1), v.reshape(groups, hd, -1)]
     packed = np.concatenate(parts, axis=1).reshape(groups * (n + 2) * hd, -1)
     for rank, chunk in enumerate(np.split(packed, size)):
@@ -77,10 +105,16 @@ def test_other_shards_follow_their_equations(size: int) -> None:
     padded = np.concatenate([embedding, np.full((d.padded_vocab(size) - d.vocab, d.hidden), -1.0)])
     for t in range(size):
         wanted = np.concatenate([np.split(gate, size)[t], np.split(up, size)[t]])
-        assert np.array_equal(written("gate_up", ("gate", "up"), [gate, up], d, t, size, len(wanted)), wanted)
-        assert np.array_equal(written("row", ("down_proj",), [down], d, t, size, 0), np.split(down, size, axis=1)[t])
+        assert np.array_equal(
+            written("gate_up", ("gate", "up"), [gate, up], d, t, size, len(wanted)), wanted
+        )
+        assert np.array_equal(
+            written("row", ("down_proj",), [down], d, t, size, 0), np.split(down, size, axis=1)[t]
+        )
         rows = np.split(padded, size)[t]
-        assert np.array_equal(written("vocab", ("embed",), [embedding], d, t, size, len(rows)), rows)
+        assert np.array_equal(
+            written("vocab", ("embed",), [embedding], d, t, size, len(rows)), rows
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -88,9 +122,16 @@ def test_shards_cover_every_element_once(size: int) -> None:
     for groups in (1, 2, 4, 8):
         d = dims(num_key_value_heads=groups, head_dim=4)
         for rule in RULES:
-            if rule.kind == "replicated" or is_expert(rule.hf[0]) or (d.heads + 2 * groups) * d.head_size % size:
+            if (
+                rule.kind == "replicated"
+                or is_expert(rule.hf[0])
+                or (d.heads + 2 * groups) * d.head_size % size
+            ):
                 continue
-            counts = [np.zeros(hf_shape(rule.kind, part, name, d), dtype=int) for part, name in enumerate(rule.hf)]
+            counts = [
+                np.zeros(hf_shape(rule.kind, part, name, d), dtype=int)
+                for part, name in enumerate(rule.hf)
+            ]
             for rank in range(size):
                 for s in segments(rule.kind, rule.hf[0], d, rank, size):
                     counts[s.part][(slice(None),) * s.dim + (slice(s.start, s.stop),)] += 1
@@ -99,8 +140,9 @@ def test_shards_cover_every_element_once(size: int) -> None:
 
 def test_names_bind_with_the_stage_offset_and_for_both_specs() -> None:
     assert bind("decoder.layers.1.mlp.linear_fc1.weight", 2).hf == (
-        "model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight",
-    )  # fmt: skip
+        "model.layers.3.mlp.gate_proj.weight",
+        "model.layers.3.mlp.up_proj.weight",
+    )
     local = bind("decoder.layers.0.pre_mlp_layernorm.weight", 0)
     assert local == bind("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", 0)
     assert bind("decoder.layers.0.input_layernorm.weight", 0) == bind(
@@ -118,8 +160,14 @@ def test_names_bind_with_the_stage_offset_and_for_both_specs() -> None:
 
 def test_every_family_has_its_own_tensors() -> None:
     names = {family: set(hf_names(dims(), family)) for family in SUPPORTED}
-    assert "model.layers.3.self_attn.q_proj.bias" in names["Qwen2ForCausalLM"] - names["LlamaForCausalLM"]
-    assert "model.layers.0.self_attn.q_norm.weight" in names["Qwen3ForCausalLM"] - names["Qwen2ForCausalLM"]
+    assert (
+        "model.layers.3.self_attn.q_proj.bias"
+        in names["Qwen2ForCausalLM"] - names["LlamaForCausalLM"]
+    )
+    assert (
+        "model.layers.0.self_attn.q_norm.weight"
+        in names["Qwen3ForCausalLM"] - names["Qwen2ForCausalLM"]
+    )
     assert "lm_head.weight" in names["LlamaForCausalLM"]
     assert "lm_head.weight" not in hf_names(dims(tie_word_embeddings=True), "LlamaForCausalLM")
 
@@ -133,7 +181,9 @@ def test_every_family_has_its_own_tensors() -> None:
         ({"context_parallel_size": 2, "pipeline_model_parallel_size": 2}, 2, "num_ranks=2"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_by_name(sizes: dict[str, int], ranks: int, text: str) -> None:
+def test_a_layout_that_cannot_be_is_refused_by_name(
+    sizes: dict[str, int], ranks: int, text: str
+) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         check_layout(HF, MegatronConfig(**sizes), ranks)
     assert "trainer." in str(error.value)
@@ -143,7 +193,9 @@ def test_indivisible_groups_and_ffn_are_refused() -> None:
     with pytest.raises(ConfigError, match="30 rows of queries"):
         check_layout(HF | {"num_key_value_heads": 1}, MegatronConfig(4), 4)
     with pytest.raises(ConfigError, match="3 key/value heads"):
-        check_layout(HF | {"num_attention_heads": 12, "num_key_value_heads": 3}, MegatronConfig(2), 2)
+        check_layout(
+            HF | {"num_attention_heads": 12, "num_key_value_heads": 3}, MegatronConfig(2), 2
+        )
     with pytest.raises(ConfigError, match="intermediate_size 15"):
         check_layout(HF | {"intermediate_size": 15}, MegatronConfig(2), 2)
     check_layout(HF, MegatronConfig(4, 2, 2), 16)
@@ -155,7 +207,12 @@ MOE = HF | {"num_experts": 6, "moe_intermediate_size": 12, "architectures": ["Qw
 @pytest.mark.parametrize(
     ("hf", "sizes", "ranks", "text"),
     [
-        (HF, {"expert_model_parallel_size": 2}, 2, "expert_model_parallel_size=2 needs a model with experts"),
+        (
+            HF,
+            {"expert_model_parallel_size": 2},
+            2,
+            "expert_model_parallel_size=2 needs a model with experts",
+        ),
         (HF, {"expert_tensor_parallel_size": 1}, 1, "leave it and expert_tensor_parallel_size out"),
         (
             MOE,
@@ -163,17 +220,41 @@ MOE = HF | {"num_experts": 6, "moe_intermediate_size": 12, "architectures": ["Qw
             4,
             "expert_model_parallel_size=4 does not divide the model's 6 experts",
         ),
-        (MOE, {"expert_model_parallel_size": 2}, 3, "num_ranks=3 is no multiple of expert tensor x expert"),
-        (MOE, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5}, 10, "moe_intermediate_size 12"),
+        (
+            MOE,
+            {"expert_model_parallel_size": 2},
+            3,
+            "num_ranks=3 is no multiple of expert tensor x expert",
+        ),
+        (
+            MOE,
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5},
+            10,
+            "moe_intermediate_size 12",
+        ),
         (MOE, {"tensor_model_parallel_size": 2}, 2, "sequence_parallel=false"),
         (
             MOE,
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "expert_tensor_parallel_size": 1,
+            },
             2,
             "needs expert_model_parallel_size > 1",
         ),
-        (HF, {"virtual_pipeline_model_parallel_size": 2}, 1, "needs pipeline_model_parallel_size > 1"),
-        (HF, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4}, 2, "4 layers"),
+        (
+            HF,
+            {"virtual_pipeline_model_parallel_size": 2},
+            1,
+            "needs pipeline_model_parallel_size > 1",
+        ),
+        (
+            HF,
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+            2,
+            "4 layers",
+        ),
     ],
 )
 def test_layouts_of_experts_and_virtual_stages_that_cannot_be_are_refused(
@@ -194,7 +275,9 @@ def test_layouts_of_experts_and_virtual_stages_that_cannot_be_are_refused(
         ({"hidden_act": "gelu"}, "gelu"),
     ],
 )
-def test_a_model_that_is_not_implemented_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_a_model_that_is_not_implemented_is_refused(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF | changes), encoding="utf-8")
     with pytest.raises(ConfigError, match=text):
         read_hf_config(tmp_path)

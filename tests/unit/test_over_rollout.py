@@ -1,4 +1,6 @@
-"""Steps that go on without their slowest groups, through the real buffer and explorer, on a clock that costs nothing."""
+"""Steps that go on without their slowest groups, through the real buffer and explorer, on a clock
+that costs nothing.
+"""
 
 import asyncio
 from pathlib import Path
@@ -8,10 +10,10 @@ import pytest
 
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
-from rft.buffer.over_rollout import OverRollout
+from rft.buffer.selection import OverRollout
 from rft.config import ExperienceBufferConfig, ExplorerConfig, ModelConfig
-from rft.config_explorer import OverRolloutConfig
-from rft.experience import Experience, Sampling, Task
+from rft.config.explorer import OverRolloutConfig
+from rft.ground.experience import Experience, Sampling, Task
 from rft.rollout import workflows
 from rft.rollout.explorer import Explorer
 from tests.unit.virtual_clock import run
@@ -19,7 +21,9 @@ from tests.unit.virtual_clock import run
 STEPS, TASKS = 4, 4
 
 
-@pytest.mark.parametrize(("ratio", "size", "minimum"), [(0.25, 4, 3), (0.1, 4, 4), (0.3, 10, 7), (0.99, 4, 1)])
+@pytest.mark.parametrize(
+    ("ratio", "size", "minimum"), [(0.25, 4, 3), (0.1, 4, 4), (0.3, 10, 7), (0.99, 4, 1)]
+)
 def test_the_minimum_is_rounded_up(ratio: float, size: int, minimum: int) -> None:
     assert OverRollout(OverRolloutConfig(ratio=ratio), size).minimum == minimum
 
@@ -55,7 +59,9 @@ class Tasks:
     def __next__(self) -> Task:
         row = self.cursor["index"]
         self.cursor = {"epoch": 0, "index": row + 1}
-        return Task(id=f"t/0/{row}", taskset="t", row=row, prompt="p", sampling=Sampling(), repeat_times=2)
+        return Task(
+            id=f"t/0/{row}", taskset="t", row=row, prompt="p", sampling=Sampling(), repeat_times=2
+        )
 
     def seek(self, cursor: dict[str, int]) -> None:
         self.cursor = dict(cursor)
@@ -67,7 +73,9 @@ def buffer_in(directory: Path, over: OverRolloutConfig, staleness: int = 1) -> E
 
 
 async def slow_second(task: Task, context: Any) -> list[Experience]:
-    """Every fourth task, from the second on, takes an hour (its second run, where runs are apart); the others take a second."""
+    """Every fourth task, from the second on, takes an hour (its second run, where runs are apart);
+    the others take a second.
+    """
     is_slow = task.row % 4 == 1 and (task.repeat_times > 1 or context.request.endswith("/r1"))
     await asyncio.sleep(3600 if is_slow else 1 + task.row / 100)
     return [one_token() for _ in range(task.repeat_times)]
@@ -83,7 +91,9 @@ def explorer(buffer: ExperienceBuffer, over: OverRolloutConfig, name: str = "exp
 
 
 async def train(buffer: ExperienceBuffer, first: int, last: int) -> list[list[tuple[int, int]]]:
-    """(group, sample) of every experience of each step, and what the clock says when the step has its batch."""
+    """(group, sample) of every experience of each step, and what the
+    clock says when the step has its batch.
+    """
     found = []
     for step in range(first, last):
         batch = opened(await buffer.take(step))
@@ -112,13 +122,19 @@ def test_a_step_waits_for_its_minimum_then_so_long_and_cuts_the_rest(
         assert groups(first[0]) == [0, 2, 3] and 31 < asyncio.get_running_loop().time() < 32
         rest = await train(buffer, 1, STEPS)
         stats = buffer.stats()
-        assert stats["cut_groups"] == stats["failed"] == exploring.runner.counts["cut_task_count"] >= STEPS - 1
+        assert (
+            stats["cut_groups"]
+            == stats["failed"]
+            == exploring.runner.counts["cut_task_count"]
+            >= STEPS - 1
+        )
         assert stats["over_stale_groups"] == 0 and exploring.failures == 0
         assert asyncio.get_running_loop().time() < 200
         await exploring.shutdown()
         await buffer.shutdown()
 
-        again = buffer_in(tmp_path, over)  # killed at the end: a trainer that resumes gets the same batches
+        # killed at the end: a trainer that resumes gets the same batches
+        again = buffer_in(tmp_path, over)
         await again.attach_trainer(0, 1)
         replayed = await train(again, 0, STEPS)
         await again.shutdown()
@@ -127,10 +143,14 @@ def test_a_step_waits_for_its_minimum_then_so_long_and_cuts_the_rest(
     found, replayed = run(scenario())
     assert found == replayed
     assert all(len(groups(batch)) >= 3 for batch in found)
-    assert len({group for batch in found for group in groups(batch)}) == sum(len(groups(batch)) for batch in found)
+    assert len({group for batch in found for group in groups(batch)}) == sum(
+        len(groups(batch)) for batch in found
+    )
 
 
-def test_finished_runs_of_a_cut_task_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_of_a_cut_task_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workflows, "run", slow_second)
     over = OverRolloutConfig(ratio=0.25, wait_after_min=30.0, return_partial_tasks=True)
 
@@ -149,7 +169,9 @@ def test_finished_runs_of_a_cut_task_are_taken(tmp_path: Path, monkeypatch: pyte
     run(scenario())
 
 
-def test_nothing_is_cut_of_a_step_that_is_soon_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cut_of_a_step_that_is_soon_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def quick(task: Task, context: Any) -> list[Experience]:
         await asyncio.sleep(1 + 10 * (task.row % 4))
         return [one_token()]
@@ -162,7 +184,10 @@ def test_nothing_is_cut_of_a_step_that_is_soon_complete(tmp_path: Path, monkeypa
         await buffer.attach_trainer(0, 0)
         exploring = explorer(buffer, over)
         await exploring.explore()
-        assert [groups(batch) for batch in await train(buffer, 0, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [groups(batch) for batch in await train(buffer, 0, 2)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+        ]
         assert buffer.stats()["cut_groups"] == 0
         await exploring.shutdown()
         await buffer.shutdown()
@@ -170,7 +195,9 @@ def test_nothing_is_cut_of_a_step_that_is_soon_complete(tmp_path: Path, monkeypa
     run(scenario())
 
 
-def test_two_explorers_share_a_buffer_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_explorers_share_a_buffer_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every group is of one of them, every step is filled, and each hears of its own cuts only."""
     monkeypatch.setattr(workflows, "run", slow_second)
     over = OverRolloutConfig(ratio=0.5, wait_after_min=30.0)
@@ -185,7 +212,11 @@ def test_two_explorers_share_a_buffer_by_their_names(tmp_path: Path, monkeypatch
         taken = [group for batch in found for group in groups(batch)]
         assert len(taken) == len(set(taken)) and all(len(groups(batch)) >= 2 for batch in found)
         assert all(one.runner.counts["finished_task_count"] for one in both)
-        assert sum(one.runner.counts["cut_task_count"] for one in both) == buffer.stats()["cut_groups"] > 0
+        assert (
+            sum(one.runner.counts["cut_task_count"] for one in both)
+            == buffer.stats()["cut_groups"]
+            > 0
+        )
         for one in both:
             await one.shutdown()
         await buffer.shutdown()

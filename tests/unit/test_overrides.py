@@ -9,7 +9,9 @@ from rft.megatron import overrides
 from rft.megatron.overrides import DDP, OPTIMIZER, PASSED, TRANSFORMER
 
 
-def trainer(section: str = TRANSFORMER, given: dict[str, Any] | None = None, **keys: Any) -> TrainerConfig:
+def trainer(
+    section: str = TRANSFORMER, given: dict[str, Any] | None = None, **keys: Any
+) -> TrainerConfig:
     return TrainerConfig(megatron=MegatronConfig(**{section: given or {}}), **keys)
 
 
@@ -17,13 +19,24 @@ def test_flags_and_recompute_become_fields_of_megatron() -> None:
     fp8 = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
     config = trainer(given=fp8, dtype="bf16", recompute_granularity="full")
     overrides.check(config, 4)
-    uniform = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    uniform = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     assert overrides.transformer(config) == uniform | fp8
     assert overrides.optimizer(config) == {"fp8_recipe": "blockwise"}
-    config = trainer(DDP, {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True}, recompute_granularity="selective")
+    config = trainer(
+        DDP,
+        {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True},
+        recompute_granularity="selective",
+    )
     overrides.check(config, 4)
     assert overrides.ddp(config) == {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
-    assert overrides.transformer(config) == {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    assert overrides.transformer(config) == {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    }
     assert (
         overrides.transformer(TrainerConfig())
         == overrides.ddp(TrainerConfig())
@@ -45,10 +58,20 @@ REFUSED = [
     (TRANSFORMER, "fp8_param", True, "weights leave"),
     (TRANSFORMER, "hidden_size", 4096, "config.json"),
     (TRANSFORMER, "num_moe_experts", 8, "config.json"),
-    (TRANSFORMER, "tensor_model_parallel_size", 2, "set trainer.megatron.tensor_model_parallel_size"),
+    (
+        TRANSFORMER,
+        "tensor_model_parallel_size",
+        2,
+        "set trainer.megatron.tensor_model_parallel_size",
+    ),
     (TRANSFORMER, "recompute_granularity", "full", "set trainer.recompute_granularity"),
     (TRANSFORMER, "params_dtype", "bf16", "set trainer.dtype"),
-    (TRANSFORMER, "calculate_per_token_loss", False, "always runs with calculate_per_token_loss=True"),
+    (
+        TRANSFORMER,
+        "calculate_per_token_loss",
+        False,
+        "always runs with calculate_per_token_loss=True",
+    ),
     (TRANSFORMER, "hidden_dropout", 0.1, "always runs with hidden_dropout=0.0"),
     (TRANSFORMER, "apply_rope_fusion", "yes", "must be of type bool"),
     (TRANSFORMER, "fp8_margin", True, "must be of type int"),
@@ -68,7 +91,11 @@ REFUSED = [
 def test_refused_by_name(section: str, name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         overrides.check(trainer(section, {name: value}), 4)
-    assert message in str(refused.value) and section in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert (
+        message in str(refused.value)
+        and section in str(refused.value)
+        and len(str(refused.value).splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,10 +107,16 @@ def test_refused_by_name(section: str, name: str, value: Any, message: str) -> N
             {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
             "needs trainer.recompute_granularity=selective",
         ),
-        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "needs trainer.recompute_granularity=full"),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 1},
+            "needs trainer.recompute_granularity=full",
+        ),
         ({"recompute_granularity": "full", "recompute_method": "blocks"}, "did you mean `block`"),
         ({"recompute_granularity": "full", "recompute_num_layers": 5}, "give 1 to 4"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_att"]}, "did you mean `core_attn`"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_att"]},
+            "did you mean `core_attn`",
+        ),
     ],
 )
 def test_recompute_that_cannot_be_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -99,6 +132,8 @@ def test_without_transformer_engine_its_features_are_refused() -> None:
             "recompute_modules=layernorm",
         ),
     ):
-        with pytest.raises(ConfigError, match=f"{key} needs CUDA and Transformer Engine, and this is a desk"):
+        with pytest.raises(
+            ConfigError, match=f"{key} needs CUDA and Transformer Engine, and this is a desk"
+        ):
             overrides.refuse_transformer_engine(config, "this is a desk")
     overrides.refuse_transformer_engine(TrainerConfig(), "this is a desk")

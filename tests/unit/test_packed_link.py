@@ -1,4 +1,6 @@
-"""Buckets that are packed first, as those of a GPU are, between two real processes; only the memory of the card is a stand-in."""
+"""Buckets that are packed first, as those of a GPU are, between two real processes; only the memory
+of the card is a stand-in.
+"""
 
 import multiprocessing
 import socket
@@ -11,10 +13,10 @@ import pytest
 import torch
 from packed_sender import SHAPES, link_of, tensors
 
-from rft.sync.ipc_link import SLOTS
-from rft.sync.links import IPC, NCCL, ask, decide
+from rft.ground.rounds import Round, TrainerInfo
+from rft.sync.connection import PeerConnection, PeerLost
+from rft.sync.links import IPC, NCCL, SLOTS, ask, decide
 from rft.sync.receiver import Receiver
-from rft.sync.wire import Lost, Wire
 
 LONG, SHORT = 60.0, 1.0  # seconds until a wait is given up
 
@@ -25,7 +27,9 @@ class Trainer:
     def __init__(self, timeout: float):
         context = multiprocessing.get_context("spawn")
         self.orders, theirs = context.Pipe()
-        self.process = context.Process(target=packed_sender.serve, args=(theirs, timeout), daemon=True)
+        self.process = context.Process(
+            target=packed_sender.serve, args=(theirs, timeout), daemon=True
+        )
         self.process.start()
         self.plan, self.endpoint = self.orders.recv()
 
@@ -36,7 +40,13 @@ class Trainer:
     def worker(self, timeout: float, number: int = 0) -> Receiver:
         receiver = Receiver(number, torch.device("cpu"), link_of)
         receiver.connect(
-            {"plan": self.plan, "streams": [self.endpoint], "epoch": 1, "timeout": timeout, "engine": "engine_0"}
+            TrainerInfo(
+                plan=self.plan,
+                streams=[self.endpoint],
+                epoch=1,
+                timeout=timeout,
+                engine="engine_0",
+            )
         )
         return receiver
 
@@ -62,11 +72,13 @@ def assert_is(version: int, found: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], expected[name]), name
 
 
-def test_rounds_go_through_two_slots_and_wrong_bits_come_again(trainer: Callable[[float], Trainer]) -> None:
+def test_rounds_go_through_two_slots_and_wrong_bits_come_again(
+    trainer: Callable[[float], Trainer],
+) -> None:
     there = trainer(LONG)
     receiver = there.worker(LONG)
     there.ask("open", 1)
-    assert_is(1, receiver.stage({"version": 1}))
+    assert_is(1, receiver.stage(Round(version=1)))
     assert receiver.again == 0
     there.ask("close")
     there.ask("open", 2)
@@ -77,13 +89,15 @@ def test_rounds_go_through_two_slots_and_wrong_bits_come_again(trainer: Callable
     there.ask("close")
     there.ask("flip", 2)
     there.ask("open", 3)
-    assert_is(3, receiver.stage({"version": 3}))
+    assert_is(3, receiver.stage(Round(version=3)))
     assert receiver.again == 2
     there.ask("close")
     there.ask("flip", 10**6)
     there.ask("open", 4)
-    with pytest.raises(ValueError, match=r"checksum of bucket 0 and \d+ more from trainer rank 0 \(norm .*3 times"):
-        receiver.stage({"version": 4})
+    with pytest.raises(
+        ValueError, match=r"checksum of bucket 0 and \d+ more from trainer rank 0 \(norm .*3 times"
+    ):
+        receiver.stage(Round(version=4))
 
 
 def test_a_sender_that_packs_no_more_is_given_up(trainer: Callable[[float], Trainer]) -> None:
@@ -91,8 +105,8 @@ def test_a_sender_that_packs_no_more_is_given_up(trainer: Callable[[float], Trai
     receiver = there.worker(SHORT)
     there.ask("hang")
     there.ask("open", 1)
-    with pytest.raises((TimeoutError, Lost), match=f"for {SHORT:g} s"):
-        receiver.stage({"version": 1})
+    with pytest.raises((TimeoutError, PeerLost), match=f"for {SHORT:g} s"):
+        receiver.stage(Round(version=1))
 
 
 def test_a_worker_that_reads_no_more_costs_the_trainer_its_deadline_and_nothing_else(
@@ -102,18 +116,20 @@ def test_a_worker_that_reads_no_more_costs_the_trainer_its_deadline_and_nothing_
     stuck, good = there.worker(LONG), there.worker(LONG, 1)
     go_on, link = threading.Event(), stuck._links[0]
     receive = link.receive
-    link.receive = lambda size, use: receive(size, lambda message: use(message) if go_on.wait() else b"")
+    link.receive = lambda size, use: receive(
+        size, lambda message: use(message) if go_on.wait() else b""
+    )
     there.ask("open", 1)
     failed: list[BaseException] = []
     reader = threading.Thread(target=lambda: failed.append(error_of(stuck)))
     reader.start()
-    assert_is(1, good.stage({"version": 1}))
+    assert_is(1, good.stage(Round(version=1)))
     there.ask("close")  # returns: the other one was cut off
     there.ask("open", 2)
-    assert_is(2, good.stage({"version": 2}))
+    assert_is(2, good.stage(Round(version=2)))
     go_on.set()
     reader.join()
-    assert isinstance(failed[0], Lost)
+    assert isinstance(failed[0], PeerLost)
 
 
 def test_a_sender_that_dies_is_an_error_at_once(trainer: Callable[[float], Trainer]) -> None:
@@ -131,19 +147,21 @@ def test_a_sender_that_dies_is_an_error_at_once(trainer: Callable[[float], Train
 
     link.receive = dying
     there.ask("open", 1)
-    with pytest.raises(Lost, match="trainer rank 0"):
-        receiver.stage({"version": 1})
+    with pytest.raises(PeerLost, match="trainer rank 0"):
+        receiver.stage(Round(version=1))
 
 
 def error_of(receiver: Receiver) -> BaseException:
-    with pytest.raises(Lost) as error:
-        receiver.stage({"version": 1})
+    with pytest.raises(PeerLost) as error:
+        receiver.stage(Round(version=1))
     return error.value
 
 
-@pytest.mark.parametrize(("theirs", "kind"), [("this machine GPU-1", IPC), ("this machine GPU-2", NCCL)])
+@pytest.mark.parametrize(
+    ("theirs", "kind"), [("this machine GPU-1", IPC), ("this machine GPU-2", NCCL)]
+)
 def test_both_ends_take_the_same_way(theirs: str, kind: str) -> None:
-    here, there = (Wire(end, "the other end", LONG) for end in socket.socketpair())
+    here, there = (PeerConnection(end, "the other end", LONG) for end in socket.socketpair())
     heard: list[str] = []
     worker = threading.Thread(target=lambda: heard.append(ask(there, theirs)))
     worker.start()

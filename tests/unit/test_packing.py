@@ -1,4 +1,6 @@
-"""Packing loses nothing, invents nothing, crosses no sequence border, balances; context-parallel slices partition it."""
+"""Packing loses nothing, invents nothing, crosses no sequence border, balances; context-parallel
+slices partition it.
+"""
 
 import itertools
 from random import Random
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.packing import (
+from rft.data.packing import (
     Cost,
     Cut,
     Packed,
@@ -22,19 +24,30 @@ from rft.packing import (
     pack,
     slice_cp,
     token_weights,
-)  # fmt: skip
+)
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=30)
 
 
 def make_rows(lengths: list[int]) -> list[Row]:
-    """Tokens are unique over all rows, so that each can be found again; the other fields are functions of the token."""
+    """Tokens are unique over all rows, so that each can be found again; the other fields are
+    functions of the token.
+    """
     rows, first = [], 1
     for number, n in enumerate(lengths):
         tokens = np.arange(first, first + n)
         first += n
         trained = (tokens % 3 > 0).astype(np.float32)
-        rows.append(Row(tokens, trained, -tokens.astype(np.float32), tokens / 7, tokens / 1000, 1.0 + number / 10))
+        rows.append(
+            Row(
+                tokens,
+                trained,
+                -tokens.astype(np.float32),
+                tokens / 7,
+                tokens / 1000,
+                1.0 + number / 10,
+            )
+        )
     return rows
 
 
@@ -62,7 +75,10 @@ def test_every_token_is_in_exactly_one_place_with_its_own_fields(
             seen.append(number)
             assert np.array_equal(packed.tokens[at], row.tokens)
             assert np.array_equal(packed.positions[at], np.arange(len(row.tokens)))
-            assert np.array_equal(packed.labels[at][:-1], row.tokens[1:]) and packed.weight[at][-1] == 0
+            assert (
+                np.array_equal(packed.labels[at][:-1], row.tokens[1:])
+                and packed.weight[at][-1] == 0
+            )
             assert np.allclose(packed.weight[at][:-1], (row.weight * row.trained)[1:])
             assert np.allclose(packed.behaviour[at][:-1], row.behaviour[1:])
             assert np.allclose(packed.advantage[at][:-1], row.advantage[1:])
@@ -85,28 +101,44 @@ def test_slices_partition_a_microbatch(lengths: list[int], size: int, multiple: 
         for name in ("tokens", "labels", "weight", "behaviour", "advantage", "temperature"):
             assert np.array_equal(getattr(part, name)[real], getattr(packed, name)[index[real]])
         assert not np.delete(part.weight, real).any()
-        assert np.array_equal(cp_positions(part.cu_seqlens, rank, size)[real], packed.positions[index[real]])
+        assert np.array_equal(
+            cp_positions(part.cu_seqlens, rank, size)[real], packed.positions[index[real]]
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.integers(8, 128))
-def test_the_sum_of_all_weights_is_that_of_the_rows(lengths: list[int], dp: int, limit: int) -> None:
-    """The weights carry the global counts, so what they sum to must not depend on how the step was cut."""
+def test_the_sum_of_all_weights_is_that_of_the_rows(
+    lengths: list[int], dp: int, limit: int
+) -> None:
+    """The weights carry the global counts, so what they sum to
+    must not depend on how the step was cut.
+    """
     rows = make_rows(lengths)
     packed = [p for part in pack(rows, dp, limit, 4) for p in part]
     wanted = sum(float((row.weight[1:] * row.trained[1:]).sum()) for row in rows)
-    assert sum(float(p.weight.sum(dtype=np.float64)) for p in packed) == pytest.approx(wanted, rel=1e-5)
+    assert sum(float(p.weight.sum(dtype=np.float64)) for p in packed) == pytest.approx(
+        wanted, rel=1e-5
+    )
     targets = sum(int((row.trained[1:] > 0).sum()) for row in rows)
     assert sum(int((p.weight != 0).sum()) for p in packed) == targets
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 12), max_size=30), st.integers(1, 4), st.integers(8, 40), st.randoms())
-def test_the_order_of_the_rows_does_not_matter(lengths: list[int], dp: int, limit: int, random: Random) -> None:
-    """Short lengths, so that many rows tie: which of them goes where may differ, the lengths in every place may not."""
+@given(
+    st.lists(st.integers(1, 12), max_size=30), st.integers(1, 4), st.integers(8, 40), st.randoms()
+)
+def test_the_order_of_the_rows_does_not_matter(
+    lengths: list[int], dp: int, limit: int, random: Random
+) -> None:
+    """Short lengths, so that many rows tie: which of them goes where may differ, the lengths in
+    every place may not.
+    """
 
     def shapes(values: list[int]) -> list[list[list[int]]]:
-        return [[sorted(values[i] for i in bin_) for bin_ in part] for part in assign(values, dp, limit)]
+        return [
+            [sorted(values[i] for i in bin_) for bin_ in part] for part in assign(values, dp, limit)
+        ]
 
     shuffled = list(lengths)
     random.shuffle(shuffled)
@@ -116,7 +148,10 @@ def test_the_order_of_the_rows_does_not_matter(lengths: list[int], dp: int, limi
 
 def costs(lengths: list[int], parts: list[list[list[int]]], cost: Cost) -> list[float]:
     """Of every rank."""
-    return [float(cost(np.array([lengths[i] for bin_ in part for i in bin_], dtype=float)).sum()) for part in parts]
+    return [
+        float(cost(np.array([lengths[i] for bin_ in part for i in bin_], dtype=float)).sum())
+        for part in parts
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,8 +170,12 @@ def test_two_ranks_are_nearly_as_equal_as_they_can_be(lengths: list[int], linear
 
 
 @pytest.mark.parametrize("linear", [600.0, 6144.0, 60000.0])
-def test_long_tailed_ranks_cost_the_same_and_their_microbatches_hold_the_same(linear: float) -> None:
-    """One long row costs as much as many short ones, so equal cost and equal tokens are different aims."""
+def test_long_tailed_ranks_cost_the_same_and_their_microbatches_hold_the_same(
+    linear: float,
+) -> None:
+    """One long row costs as much as many short ones, so equal cost
+    and equal tokens are different aims.
+    """
     cost, rng = Cost(linear, 1.0), np.random.default_rng(1)
     lengths = [int(n) for n in np.clip(rng.lognormal(np.log(400), 1.0, 512), 1, 8192)]
     parts = assign(lengths, 4, 16384, cost)
@@ -160,17 +199,26 @@ def test_no_more_microbatches_than_big_rows_need() -> None:
 
 
 def test_equal_cost_does_not_cost_a_microbatch() -> None:
-    """39 against 33, 20 and 13 would be the more equal ranks, and one of them too large for one microbatch of 60."""
+    """39 against 33, 20 and 13 would be the more equal ranks, and one of them too large for one
+    microbatch of 60.
+    """
     parts = assign([39, 20, 13, 33], 2, 60, Cost(0.1, 1.0))
     assert [len(part) for part in parts] == [1, 1]
 
 
 def test_cost_counts_the_multiplications_of_a_model() -> None:
-    """A forward pass spelled out matrix by matrix: 2 FLOPs per multiply-add, half of the query-key pairs."""
+    """A forward pass spelled out matrix by matrix: 2 FLOPs per
+    multiply-add, half of the query-key pairs.
+    """
     hf = {
-        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 96, "vocab_size": 1000,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 1000,
+    }
     n = 10
     matrices = [(64, 128), (64, 32), (64, 32), (128, 64), (64, 96), (64, 96), (96, 64)]
     linear = 3 * sum(2 * n * rows * columns for rows, columns in matrices) + 2 * n * 64 * 1000
@@ -194,7 +242,11 @@ def test_another_cut_keeps_every_token_and_weight(
     seen = []
     for packed in (p for part in parts for p in part):
         bounds = packed.cu_seqlens
-        assert packed.length % multiple == 0 and packed.length > 0 and not packed.weight[bounds[-1] :].any()
+        assert (
+            packed.length % multiple == 0
+            and packed.length > 0
+            and not packed.weight[bounds[-1] :].any()
+        )
         if cut.rows:
             assert len(packed.rows) <= cut.rows
         else:
@@ -205,13 +257,17 @@ def test_another_cut_keeps_every_token_and_weight(
             row, n = rows[number], len(rows[number].tokens)
             seen.append(number)
             assert np.array_equal(packed.tokens[at][:n], row.tokens)
-            assert np.array_equal(packed.positions[at], np.arange(at.stop - at.start)), "positions go on behind the row"
+            assert np.array_equal(packed.positions[at], np.arange(at.stop - at.start)), (
+                "positions go on behind the row"
+            )
             assert np.allclose(packed.weight[at][: n - 1], (row.weight * row.trained)[1:])
             assert not packed.weight[at][n - 1 :].any() and not packed.tokens[at][n:].any()
             assert (packed.temperature[at] > 0).all()
     assert sorted(seen) == list(range(len(rows)))
     if not cut.balance:
-        in_order = [[number for packed in part for number in packed.rows.tolist()] for part in parts]
+        in_order = [
+            [number for packed in part for number in packed.rows.tolist()] for part in parts
+        ]
         assert [number for part in in_order for number in part] == list(range(len(rows)))
         assert max(map(len, in_order)) - min(map(len, in_order)) <= 1
 
@@ -219,8 +275,14 @@ def test_another_cut_keeps_every_token_and_weight(
 def test_microbatches_of_so_many_rows_are_balanced_over_ranks_by_cost() -> None:
     rng = np.random.default_rng(3)
     lengths = [int(n) for n in np.clip(rng.lognormal(np.log(400), 1.0, 256), 1, 8192)]
-    balanced, in_order = (divide(lengths, 4, 0, Cut(rows=8, balance=balance)) for balance in (True, False))
-    assert {len(bin_) for part in balanced for bin_ in part} == {8} == {len(bin_) for part in in_order for bin_ in part}
+    balanced, in_order = (
+        divide(lengths, 4, 0, Cut(rows=8, balance=balance)) for balance in (True, False)
+    )
+    assert (
+        {len(bin_) for part in balanced for bin_ in part}
+        == {8}
+        == {len(bin_) for part in in_order for bin_ in part}
+    )
     assert max(costs(lengths, balanced, Cost())) < 1.005 * sum(costs(lengths, balanced, Cost())) / 4
     assert max(costs(lengths, in_order, Cost())) > 1.05 * sum(costs(lengths, in_order, Cost())) / 4
 
@@ -238,7 +300,11 @@ def test_padded_microbatches_hold_rows_of_similar_length() -> None:
 
 def test_a_row_longer_than_the_limit_travels_alone() -> None:
     parts = pack(make_rows([50, 5, 5]), 1, 20, 1)
-    assert [sorted(map(int, p.rows)) for p in parts[0]] in ([[0], [1, 2]], [[1, 2], [0]], [[0], [1], [2]])
+    assert [sorted(map(int, p.rows)) for p in parts[0]] in (
+        [[0], [1, 2]],
+        [[1, 2], [0]],
+        [[0], [1], [2]],
+    )
 
 
 def test_without_rows_every_rank_gets_padding() -> None:
@@ -262,7 +328,9 @@ def test_weights_make_the_aggregates(losses: list[list[float]]) -> None:
     }
     for mode, value in wanted.items():
         weights = token_weights(lengths, mode, longest=7)
-        assert sum(w * sum(row) for w, row in zip(weights, losses, strict=True)) == pytest.approx(value, abs=1e-9)
+        assert sum(w * sum(row) for w, row in zip(weights, losses, strict=True)) == pytest.approx(
+            value, abs=1e-9
+        )
 
 
 def test_an_unknown_aggregate_is_refused() -> None:

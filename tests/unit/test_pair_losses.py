@@ -1,4 +1,6 @@
-"""The loss of pairs: exact in fp64 against autograd through the closed form, wherever packing puts the two responses (W50)."""
+"""The loss of pairs: exact in fp64 against autograd through the closed form, wherever packing puts
+the two responses (W50).
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +14,12 @@ from torch.nn.functional import logsigmoid
 
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.credit import judge, rows
-from rft.algorithm.losses import Fields, token_loss
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import token_loss
 from rft.algorithm.pairs import credited
 from rft.config import AlgorithmConfig
-from rft.experience import Experience
-from rft.packing import Cut, Packed, pack
+from rft.data.packing import Cut, Packed, pack
+from rft.ground.experience import Experience
 
 LENGTHS = [5, 9, 3, 12, 7, 4, 6, 6]  # of responses; four pairs
 PROMPT, VOCAB = 2, 11
@@ -26,20 +29,26 @@ def experiences() -> list[Experience]:
     rng = np.random.default_rng(0)
     return [
         Experience(
-            tokens=rng.integers(0, VOCAB, PROMPT + n).tolist(), prompt_length=PROMPT, action_mask=[1] * (n - 1) + [n % 2],
+            tokens=rng.integers(0, VOCAB, PROMPT + n).tolist(),
+            prompt_length=PROMPT,
+            action_mask=[1] * (n - 1) + [n % 2],
         )
         for n in LENGTHS
-    ]  # fmt: skip
+    ]
 
 
 class Table:
     """A policy that is one table of logits by token: log-probabilities of the next one, in fp64."""
 
     def __init__(self, seed: int) -> None:
-        self.logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(VOCAB, VOCAB))).requires_grad_()
+        self.logits = torch.from_numpy(
+            np.random.default_rng(seed).normal(size=(VOCAB, VOCAB))
+        ).requires_grad_()
 
     def __call__(self, tokens: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-        return torch.log_softmax(self.logits, -1)[torch.from_numpy(tokens), torch.from_numpy(labels)]
+        return torch.log_softmax(self.logits, -1)[
+            torch.from_numpy(tokens), torch.from_numpy(labels)
+        ]
 
 
 def closed_form(policy: Table, reference: Table, beta: float, smoothing: float) -> torch.Tensor:
@@ -74,12 +83,18 @@ class World:
 def step_in_parts(
     policy: Table, reference: Table, parts: list[list[Packed]], arguments: dict[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """As the ranks do it: score, sum over all of them, then each its own microbatches. Gradients add up in the table."""
+    """As the ranks do it: score, sum over all of them, then each its own microbatches.
+
+    Gradients add up in the table.
+    """
     scored = [[_scored(policy, reference, packed) for packed in part] for part in parts]
     world, beta = World(len(parts)), arguments.get("beta", 0.1)
     with ThreadPoolExecutor(len(parts)) as ranks:
         found = list(
-            ranks.map(lambda rank: credited(scored[rank], beta, True, partial(world.summed, rank)), range(len(parts)))
+            ranks.map(
+                lambda rank: credited(scored[rank], beta, True, partial(world.summed, rank)),
+                range(len(parts)),
+            )
         )
     bound, total = token_loss("dpo", arguments), 0.0
     assert all(metrics == found[0][1] for _, metrics in found)
@@ -108,9 +123,14 @@ def _fields(packed: Packed) -> Fields:
     sequence = np.repeat(np.arange(len(bounds)), [*np.diff(bounds), packed.length - bounds[-1]])
     scores = {name: torch.from_numpy(values).double() for name, values in packed.scores.items()}
     return Fields(
-        weight, torch.from_numpy(packed.advantage), weight, weight != 0, **scores, sequence=torch.from_numpy(sequence),
+        weight,
+        torch.from_numpy(packed.advantage),
+        weight,
+        weight != 0,
+        **scores,
+        sequence=torch.from_numpy(sequence),
         sequences=len(bounds),
-    )  # fmt: skip
+    )
 
 
 def packed_parts(dp: int, limit: int, cut: Cut) -> list[list[Packed]]:
@@ -119,16 +139,25 @@ def packed_parts(dp: int, limit: int, cut: Cut) -> list[list[Packed]]:
 
 
 LAYOUTS = {
-    "one": (1, 1000, Cut()), "a-row-each": (1, 1, Cut()), "three-ranks": (3, 14, Cut()), "in-order": (2, 1000, Cut(3, False)),
+    "one": (1, 1000, Cut()),
+    "a-row-each": (1, 1, Cut()),
+    "three-ranks": (3, 14, Cut()),
+    "in-order": (2, 1000, Cut(3, False)),
     "padded": (2, 1000, Cut(2, pad=True)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arguments", [{}, {"beta": 0.7, "label_smoothing": 0.2}], ids=["default", "smoothed"])
-def test_value_and_gradient_are_those_of_the_mean_over_pairs(layout: str, arguments: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{}, {"beta": 0.7, "label_smoothing": 0.2}], ids=["default", "smoothed"]
+)
+def test_value_and_gradient_are_those_of_the_mean_over_pairs(
+    layout: str, arguments: dict[str, float]
+) -> None:
     policy, reference = Table(1), Table(2)
-    wanted = closed_form(policy, reference, arguments.get("beta", 0.1), arguments.get("label_smoothing", 0.0))
+    wanted = closed_form(
+        policy, reference, arguments.get("beta", 0.1), arguments.get("label_smoothing", 0.0)
+    )
     (gradient,) = torch.autograd.grad(wanted, policy.logits)
     parts = packed_parts(*LAYOUTS[layout])
     assert layout != "a-row-each" or len(parts[0]) == len(LENGTHS), "no pair is together"
@@ -147,7 +176,9 @@ def test_a_batch_is_not_summed_before_the_sigmoid() -> None:
     margins = 0.1 * _margins(policy, reference)
     assert metrics["rewards/margin"] == pytest.approx(margins.mean().item(), rel=1e-6)
     assert metrics["rewards/accuracy"] == float((margins > 0).double().mean())
-    assert metrics["rewards/chosen"] - metrics["rewards/rejected"] == pytest.approx(metrics["rewards/margin"])
+    assert metrics["rewards/chosen"] - metrics["rewards/rejected"] == pytest.approx(
+        metrics["rewards/margin"]
+    )
 
 
 def _margins(policy: Table, reference: Table) -> torch.Tensor:
@@ -177,6 +208,8 @@ def test_ranks_without_scores_take_part_in_the_sums() -> None:
 
 def test_what_dpo_needs() -> None:
     dpo = AlgorithmConfig(algorithm_type="dpo", policy_loss_fn="dpo", kl_loss_fn="none")
-    assert recipe.needs_reference(dpo) and recipe.needs_proximal(dpo) and not recipe.needs_critic(dpo)
+    assert (
+        recipe.needs_reference(dpo) and recipe.needs_proximal(dpo) and not recipe.needs_critic(dpo)
+    )
     assert recipe.pair_beta(dpo) == 0.1
     assert ALGORITHMS["dpo"].repeat_times == 2

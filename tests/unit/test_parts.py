@@ -1,4 +1,6 @@
-"""What each tensor-parallel worker takes of a stream: nothing is lost, nothing comes twice, both ends cut alike, and bytes fit."""
+"""What each tensor-parallel worker takes of a stream: nothing is lost, nothing comes twice, both
+ends cut alike, and bytes fit.
+"""
 
 import dataclasses
 import math
@@ -8,16 +10,17 @@ import msgspec
 import pytest
 import torch
 
-from rft.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
-from rft.protocols import Block
+from rft.ground.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
+from rft.ground.protocols import Block
+from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync import receiver as receivers
-from rft.sync.narrow import WHOLE, Part, Share, needed, obstacle, part_of
-from rft.sync.plan import Plan
+from rft.sync.connection import PeerRefused
+from rft.sync.plan import StreamPlan
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
 from rft.sync.staging import Staging
-from rft.sync.wire import Refused
+from rft.sync.tensor_parallel import WHOLE, Share, StreamPart, needed, obstacle, part_of
 
 DENSE = Dims(hidden=32, heads=8, groups=2, head_size=4, ffn=64, vocab=91, layers=2, tied=True)
 FAMILIES = {
@@ -30,7 +33,9 @@ BUCKET = 512
 
 
 def shares(dims: Dims, workers: int) -> list[Share]:
-    return [Share(worker=worker, workers=workers, kv_heads=dims.groups) for worker in range(workers)]
+    return [
+        Share(worker=worker, workers=workers, kv_heads=dims.groups) for worker in range(workers)
+    ]
 
 
 def blocks_of(dims: Dims, architecture: str, tp: int, etp: int) -> list[list[Block]]:
@@ -74,16 +79,28 @@ def test_workers_together_use_every_element(architecture: str, workers: int) -> 
 @pytest.mark.parametrize(("tp", "etp"), [(1, 1), (2, 2), (4, 1), (2, 4), (8, 2)])
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_parts_bring_what_is_needed_and_nothing_else(architecture: str, workers: int, tp: int, etp: int) -> None:
+def test_parts_bring_what_is_needed_and_nothing_else(
+    architecture: str, workers: int, tp: int, etp: int
+) -> None:
     dims = FAMILIES[architecture]
     plan = plans.build(blocks_of(dims, architecture, tp, etp), BUCKET)
     for share in shares(dims, workers):
-        came = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in hf_names(dims, architecture).items()}
+        came = {
+            name: torch.zeros(shape, dtype=torch.int32)
+            for name, shape in hf_names(dims, architecture).items()
+        }
         for index, stream in enumerate(plan.streams):
             part = part_of(plan, index, share)
-            assert [stream.blocks[number].name for number in part.sources] == [b.name for b in part.stream.blocks]
-            assert all(bucket.nbytes <= max(b.nbytes for b in stream.buckets) for bucket in part.stream.buckets)
-            assert part.payload == sum(4 * math.prod(block.block_shape) for block in part.stream.blocks)
+            assert [stream.blocks[number].name for number in part.sources] == [
+                b.name for b in part.stream.blocks
+            ]
+            assert all(
+                bucket.nbytes <= max(b.nbytes for b in stream.buckets)
+                for bucket in part.stream.buckets
+            )
+            assert part.payload == sum(
+                4 * math.prod(block.block_shape) for block in part.stream.blocks
+            )
             for block in part.stream.blocks:
                 came[block.name].narrow(block.dim, block.start, block.stop - block.start).add_(1)
         for name, count in came.items():
@@ -106,7 +123,9 @@ def test_a_block_that_is_cut_the_other_way_comes_whole() -> None:
     rows = [[Block(name, "float32", (8, 8), 0, 0, 4)], [Block(name, "float32", (8, 8), 0, 4, 8)]]
     plan = plans.build(rows, BUCKET)
     for index, blocks in enumerate(rows):
-        assert part_of(plan, index, Share(worker=1, workers=2, kv_heads=2)).stream.blocks == tuple(blocks)
+        assert part_of(plan, index, Share(worker=1, workers=2, kv_heads=2)).stream.blocks == tuple(
+            blocks
+        )
 
 
 def test_adapters_come_whole() -> None:
@@ -125,7 +144,9 @@ def test_digests_differ_between_streams_and_shares() -> None:
     digests = [part_of(p, 0, share).digest for p in (plan, other) for share in asked]
     assert len(set(digests)) == len(digests)
     across = part_of(plan, 1, Share(worker=0, workers=2, kv_heads=2)).stream.blocks
-    assert {block.name for block in across} == {"model.embed_tokens.weight"}, "which vLLM and Megatron pad differently"
+    assert {block.name for block in across} == {"model.embed_tokens.weight"}, (
+        "which vLLM and Megatron pad differently"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,17 +159,27 @@ def test_digests_differ_between_streams_and_shares() -> None:
             "neither divides nor is a multiple of the model's 4 key/value heads; use 1, 2, 4",
         ),
         ({"ffn": 68}, 8, "does not divide the width 68 of the model's MLPs; use 1, 2, 4"),
-        ({"experts": 8, "expert_ffn": 12}, 8, "does not divide the width 12 of the model's experts; use 1, 2, 4"),
-        ({"heads": 6, "ffn": 96}, 6, "does not divide the model's vocabulary, which vLLM pads to 128 rows; use 1, 2"),
+        (
+            {"experts": 8, "expert_ffn": 12},
+            8,
+            "does not divide the width 12 of the model's experts; use 1, 2, 4",
+        ),
+        (
+            {"heads": 6, "ffn": 96},
+            6,
+            "does not divide the model's vocabulary, which vLLM pads to 128 rows; use 1, 2",
+        ),
         ({"experts": 2, "expert_ffn": 16}, 4, "is more than the model's 2 experts; use 1, 2"),
     ],
 )
-def test_sizes_that_vllm_cannot_cut_are_refused(changes: dict[str, int], workers: int, text: str) -> None:
+def test_sizes_that_vllm_cannot_cut_are_refused(
+    changes: dict[str, int], workers: int, text: str
+) -> None:
     assert obstacle(dataclasses.replace(DENSE, **changes), workers) == text  # type: ignore[arg-type]
     assert obstacle(dataclasses.replace(DENSE, **changes), 2) is None  # type: ignore[arg-type]
 
 
-# --- over the wire -----------------------------------------------------------------------------------------------------
+# --- over the wire --------------------------------------------------------------------------------
 
 
 class Values:
@@ -161,11 +192,18 @@ class Values:
         return self._blocks
 
     def read_blocks(self) -> Iterator[torch.Tensor]:
-        return (self.whole[b.name].narrow(b.dim, b.start, b.stop - b.start).contiguous() for b in self._blocks)
+        return (
+            self.whole[b.name].narrow(b.dim, b.start, b.stop - b.start).contiguous()
+            for b in self._blocks
+        )
 
 
-def received(share: Share, dense: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """A trainer of two ranks, a worker: (what the model is, what the worker has in whole shapes, bytes)."""
+def received(
+    share: Share, dense: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """A trainer of two ranks, a worker: (what the model is, what
+    the worker has in whole shapes, bytes).
+    """
     architecture, dims = "Qwen3MoeForCausalLM", FAMILIES["Qwen3MoeForCausalLM"]
     by_rank = blocks_of(dims, architecture, 2, 2)
     whole = {name: torch.randn(shape) for name, shape in hf_names(dims, architecture).items()}
@@ -176,16 +214,25 @@ def received(share: Share, dense: bool = False) -> tuple[dict[str, torch.Tensor]
         sender.open(1)
     receiver = Receiver(share.worker, torch.device("cpu"), share=share)
     try:
-        receiver.connect({
-            "plan": plans.encode(plan), "streams": [sender.endpoint for sender in senders], "epoch": 1, "timeout": 10.0,
-            "engine": "engine_0",
-        })  # fmt: skip
-        receiver._kept = Staging([part.stream for part in receiver._parts], receiver.device, kept=True, timeout=10.0)
+        receiver.connect(
+            TrainerInfo(
+                plan=plans.encode(plan),
+                streams=[sender.endpoint for sender in senders],
+                epoch=1,
+                timeout=10.0,
+                engine="engine_0",
+            )
+        )
+        receiver._kept = Staging(
+            [part.stream for part in receiver._parts], receiver.device, kept=True, timeout=10.0
+        )
         receiver._kept.dense = dense  # as where host memory is pinned
-        staged = receiver.stage({"version": 1})
+        staged = receiver.stage(Round(version=1))
         held = sum(value.nbytes for value in staged.values())
         found = dict(receiver.whole(staged))
-        assert held == (receiver.payload if dense else sum(value.nbytes for value in found.values()))
+        assert held == (
+            receiver.payload if dense else sum(value.nbytes for value in found.values())
+        )
         for sender in senders:
             sender.close_version()
         assert sum(sender.sent for sender in senders) == receiver.payload
@@ -208,16 +255,18 @@ def test_what_is_needed_arrives_in_its_place(workers: int, dense: bool) -> None:
             assert (name in found) == (start < stop)
             if name in found:
                 assert found[name].shape == value.shape
-                there, wanted = (tensor.narrow(dim, start, stop - start) for tensor in (found[name], value))
+                there, wanted = (
+                    tensor.narrow(dim, start, stop - start) for tensor in (found[name], value)
+                )
                 assert torch.equal(there, wanted), name
     once = sum(value.nbytes for value in whole.values())
     assert once <= total < 1.5 * once
 
 
 def test_ends_that_would_cut_otherwise_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(plan: Plan, index: int, share: Share) -> Part:
+    def other(plan: StreamPlan, index: int, share: Share) -> StreamPart:
         return msgspec.structs.replace(part_of(plan, index, share), digest="0" * 32)
 
     monkeypatch.setattr(receivers, "part_of", other)
-    with pytest.raises(Refused, match="engine_0/1 would cut its part of the blocks otherwise"):
+    with pytest.raises(PeerRefused, match="engine_0/1 would cut its part of the blocks otherwise"):
         received(Share(worker=1, workers=2, kv_heads=2))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rft.protocols import Block
+from rft.ground.protocols import Block
 from rft.sync import plan as plans
 
 
@@ -54,10 +54,23 @@ def test_all_coverage_errors_are_listed_at_once() -> None:
 
 @pytest.mark.parametrize("limit", [1, 16, 64, 100, 128, 1000, 4096])
 def test_buckets_keep_their_limit_and_hold_every_row_once_in_order(limit: int) -> None:
-    blocks = [rows("a", 0, 100, 100), columns("b", 2, 5), columns("b", 0, 2), columns("b", 5, 8), rows("c", 0, 1, 1)]
+    blocks = [
+        rows("a", 0, 100, 100),
+        columns("b", 2, 5),
+        columns("b", 0, 2),
+        columns("b", 5, 8),
+        rows("c", 0, 1, 1),
+    ]
     stream = plans.build([blocks], limit).streams[0]
-    seen = [(piece.block, row) for b in stream.buckets for piece in b.pieces for row in range(piece.start, piece.stop)]
-    assert seen == [(number, row) for number, block in enumerate(blocks) for row in range(block.block_shape[0])]
+    seen = [
+        (piece.block, row)
+        for b in stream.buckets
+        for piece in b.pieces
+        for row in range(piece.start, piece.stop)
+    ]
+    assert seen == [
+        (number, row) for number, block in enumerate(blocks) for row in range(block.block_shape[0])
+    ]
     for bucket in stream.buckets:
         end = 0
         for piece in bucket.pieces:
@@ -72,17 +85,25 @@ def test_buckets_keep_their_limit_and_hold_every_row_once_in_order(limit: int) -
 def test_a_block_that_fits_a_bucket_is_never_cut() -> None:
     blocks = [rows(name, 0, 8) for name in "abcdef"]  # 128 bytes each
     buckets = plans.build([blocks], 300).streams[0].buckets
-    assert [[piece.block for piece in bucket.pieces] for bucket in buckets] == [[0, 1], [2, 3], [4, 5]]
+    assert [[piece.block for piece in bucket.pieces] for bucket in buckets] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
 
 
 def test_digest_changes_with_everything() -> None:
     base = [[rows("a", 0, 4)], [rows("a", 4, 8), rows("b", 0, 8)]]
     other_dtype = [[dataclasses.replace(b, dtype="int32") for b in rank] for rank in base]
     variants = [
-        plans.build(base, 1024), plans.build(base, 64), plans.build([base[0] + base[1]], 1024),
-        plans.build([base[0], base[1][::-1]], 1024), plans.build([base[1], base[0]], 1024), plans.build(other_dtype, 1024),
+        plans.build(base, 1024),
+        plans.build(base, 64),
+        plans.build([base[0] + base[1]], 1024),
+        plans.build([base[0], base[1][::-1]], 1024),
+        plans.build([base[1], base[0]], 1024),
+        plans.build(other_dtype, 1024),
         plans.build([base[0], [], base[1]], 1024),
-    ]  # fmt: skip
+    ]
     assert len({plan.digest for plan in variants}) == len(variants)
     assert plans.build(base, 1024).digest == variants[0].digest
 

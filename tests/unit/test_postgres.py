@@ -19,21 +19,32 @@ from tests.unit.sql_world import buffer, exactly_once, rows
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="rft-postgres-") as root, postgres(Path(root)) as address:
+    with (
+        tempfile.TemporaryDirectory(prefix="rft-postgres-") as root,
+        postgres(Path(root)) as address,
+    ):
         yield address
 
 
-def test_four_writers_and_three_trainers_with_kills_train_every_group_once(url: str, tmp_path: Path) -> None:
+def test_four_writers_and_three_trainers_with_kills_train_every_group_once(
+    url: str, tmp_path: Path
+) -> None:
     exactly_once(url, tmp_path, writers=4, leasers=3, groups=20)
-    with sql.create_engine(url.replace("postgresql:", "postgresql+psycopg:")).connect() as connection:
+    with sql.create_engine(
+        url.replace("postgresql:", "postgresql+psycopg:")
+    ).connect() as connection:
         states = connection.execute(
             sql.text("select state, count(*) from experience_buffer_groups group by state")
         ).all()
-    assert {state for state, _ in states} <= {"stored", "consumed"} and sum(count for _, count in states) == 80
+    assert {state for state, _ in states} <= {"stored", "consumed"} and sum(
+        count for _, count in states
+    ) == 80
 
 
 def test_many_take_at_once_and_none_gets_what_another_has(url: str) -> None:
-    """Without a kill, in one process: the transactions really overlap, on connections of their own."""
+    """Without a kill, in one process: the transactions really
+    overlap, on connections of their own.
+    """
 
     async def test() -> None:
         name = "overlap"
@@ -59,11 +70,15 @@ def test_many_take_at_once_and_none_gets_what_another_has(url: str) -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
-def test_a_lost_server_ends_the_run_and_no_message_has_the_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_server_ends_the_run_and_no_message_has_the_password(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         mine = buffer(url, name="lost")
         watching = asyncio.create_task(mine.watch())
-        with sql.create_engine(url.replace("postgresql:", "postgresql+psycopg:")).begin() as connection:
+        with sql.create_engine(
+            url.replace("postgresql:", "postgresql+psycopg:")
+        ).begin() as connection:
             connection.execute(sql.text("drop table lost_groups"))
         with pytest.raises(JournalError) as failed:
             await mine.stats()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rft.config import ConfigError, TrainerConfig
-from rft.device import Device, choose
-from rft.profiler import Profiler
+from rft.ground.device import Device, choose
+from rft.trainer.profiler import Profiler
 
 
 def profiler(root: Path, rank: int = 0, **keys: object) -> Profiler:
@@ -40,16 +40,25 @@ def test_a_run_that_begins_or_ends_inside_leaves_what_there_was(tmp_path: Path) 
     run(profiler(tmp_path), 3, 9)
     run(profiler(tmp_path, profile_steps=[2, 30]), 1, 4)
     files = {file.name: names(file) for file in (tmp_path / "profile").iterdir()}
-    assert files == {"steps_3_3_rank_0.json": {"work_3"}, "steps_2_4_rank_0.json": {"work_2", "work_3", "work_4"}}
+    assert files == {
+        "steps_3_3_rank_0.json": {"work_3"},
+        "steps_2_4_rank_0.json": {"work_2", "work_3", "work_4"},
+    }
 
 
-@pytest.mark.parametrize(("rank", "keys"), [(1, {}), (0, {"profiler": None}), (0, {"profile_steps": [6, 9]})])
-def test_nothing_is_left_where_nothing_was_asked_for(tmp_path: Path, rank: int, keys: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "keys"), [(1, {}), (0, {"profiler": None}), (0, {"profile_steps": [6, 9]})]
+)
+def test_nothing_is_left_where_nothing_was_asked_for(
+    tmp_path: Path, rank: int, keys: dict[str, object]
+) -> None:
     run(profiler(tmp_path, rank, **keys), 1, 5)
     assert not list(tmp_path.iterdir())
 
 
-def test_nsys_needs_cuda_and_gets_ranges_through_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nsys_needs_cuda_and_gets_ranges_through_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="needs CUDA"):
         profiler(tmp_path, profiler="nsys")
     heard: list[object] = []

@@ -1,4 +1,6 @@
-"""No group is lost or trained twice, none too stale, and the journal rebuilds the state: as a pure fold and as a buffer."""
+"""No group is lost or trained twice, none too stale, and the journal rebuilds the state: as a pure
+fold and as a buffer.
+"""
 
 import asyncio
 import os
@@ -30,11 +32,13 @@ from rft.buffer.progress import (
     decode_record,
 )
 from rft.config import ExperienceBufferConfig
-from rft.experience import Batch, Experience, encode
+from rft.ground.experience import Batch, Experience, encode
 
 
 class Run:
-    """A whole run by value: explorer, trainer, synchronizer and crashes, with its own account of what must hold."""
+    """A whole run by value: explorer, trainer, synchronizer and crashes, with its own account of
+    what must hold.
+    """
 
     def __init__(self, tasks_per_step: int, max_staleness: int) -> None:
         self.tasks_per_step, self.max_staleness = tasks_per_step, max_staleness
@@ -97,7 +101,9 @@ class Run:
             self.taken = self.step
             return
         wanted = self.progress.wanted(self.step, self.tasks_per_step, self.max_staleness)
-        assert len(wanted) <= self.tasks_per_step, "no step is larger unless an earlier one was incomplete"
+        assert len(wanted) <= self.tasks_per_step, (
+            "no step is larger unless an earlier one was incomplete"
+        )
         if len(wanted) == self.tasks_per_step and all(g.stored for g in wanted):
             groups = [g.number for g in wanted]
             for group in groups:
@@ -140,7 +146,9 @@ class Run:
         return progress
 
     def drain(self) -> None:
-        """Run on without crashes until every issued group had its turn, and at least one step was trained."""
+        """Run on without crashes until every issued group had its
+        turn, and at least one step was trained.
+        """
         last = self.progress.next_group
         while (
             any(number < last for number in self.progress.waiting)
@@ -150,7 +158,9 @@ class Run:
             before = len(self.journal), self.published
             for act in (self.restart, self.issue, self.finish, self.train, self.publish):
                 act(0)
-            assert (len(self.journal), self.published) != before or self.taken is not None, "nothing moves any more"
+            assert (len(self.journal), self.published) != before or self.taken is not None, (
+                "nothing moves any more"
+            )
 
 
 ACTIONS = (
@@ -162,14 +172,17 @@ ACTIONS = (
     + ["save"] * 2
     + ["fail", "crash_trainer", "crash_explorer", "crash_all"]
 )
-ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30))  # what happens, and to which of several
+# what happens, and to which of several
+ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30))
 
 
 @settings(max_examples=250, deadline=None)
 @given(
     tasks_per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 3),
-    actions=st.integers(0, 250).flatmap(lambda size: st.lists(ACTION, min_size=size, max_size=size)),
+    actions=st.integers(0, 250).flatmap(
+        lambda size: st.lists(ACTION, min_size=size, max_size=size)
+    ),
 )
 def test_any_history_loses_nothing_repeats_nothing_and_keeps_the_staleness_bound(
     tasks_per_step: int, max_staleness: int, actions: list[tuple[str, int]]
@@ -183,7 +196,9 @@ def test_any_history_loses_nothing_repeats_nothing_and_keeps_the_staleness_bound
     run.drain()
     trained = [group for step in range(run.step) for group in run.batches[step]]
     assert len(trained) == len(set(trained))
-    assert set(trained) | run.failed | set(run.progress.waiting) == set(range(run.progress.next_group))
+    assert set(trained) | run.failed | set(run.progress.waiting) == set(
+        range(run.progress.next_group)
+    )
     assert not set(trained) & run.failed
     assert sorted(trained) == trained, "steps take groups in admission order"
 
@@ -216,7 +231,12 @@ def test_after_an_incomplete_step_the_next_one_takes_what_would_become_too_stale
 
 
 def rows(*rewards: float) -> bytes:
-    return encode([Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=reward) for reward in rewards])
+    return encode(
+        [
+            Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=reward)
+            for reward in rewards
+        ]
+    )
 
 
 def make(
@@ -229,7 +249,13 @@ def make(
 ) -> ExperienceBuffer:
     config = ExperienceBufferConfig(max_read_timeout=timeout)
     return ExperienceBuffer(
-        config, str(directory), tasks_per_step, 1, max_staleness, total_steps, segment_bytes=segment_bytes
+        config,
+        str(directory),
+        tasks_per_step,
+        1,
+        max_staleness,
+        total_steps,
+        segment_bytes=segment_bytes,
     )
 
 
@@ -239,7 +265,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 async def admitted(buffer: ExperienceBuffer, count: int) -> list[int | None]:
     first = buffer.stats()["issued"]
-    return [await buffer.admit("e", b"task %d" % n, {"next": n + 1}) for n in range(first, first + count)]
+    return [
+        await buffer.admit("e", b"task %d" % n, {"next": n + 1})
+        for n in range(first, first + count)
+    ]
 
 
 async def batch(buffer: ExperienceBuffer, step: int) -> Batch:
@@ -252,7 +281,9 @@ def groups_of(taken: Batch) -> list[int]:
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would run in a thread runs at once, so that `turns` is enough for all that does not wait for an event."""
+    """What would run in a thread runs at once, so that `turns` is enough for all that does not wait
+    for an event.
+    """
 
     async def call(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
@@ -277,7 +308,9 @@ def test_admission_waits_for_a_published_version_and_keeps_the_order_of_the_curs
         await buffer.attach_trainer(0, 1)
         assert await early == 0
         assert await admitted(buffer, 3) == [1, 2, 3]
-        later = [asyncio.create_task(buffer.admit("e", b"%d" % n, {"next": n + 1})) for n in (4, 5, 6)]
+        later = [
+            asyncio.create_task(buffer.admit("e", b"%d" % n, {"next": n + 1})) for n in (4, 5, 6)
+        ]
         for group in range(4):
             await buffer.put(group, rows(1))
         await batch(buffer, 0)
@@ -392,14 +425,18 @@ def test_a_timed_out_step_takes_what_is_there_and_loses_nothing(tmp_path: Path) 
         assert buffer.stats()["incomplete_batches"] == 1
         for group in (0, 3, 4, 5):
             await buffer.put(group, rows(1))
-        assert groups_of(await batch(buffer, 1)) == [0, 3, 4, 5], "all of them would be too stale in step 2"
+        assert groups_of(await batch(buffer, 1)) == [0, 3, 4, 5], (
+            "all of them would be too stale in step 2"
+        )
         assert buffer.stats()["over_stale_groups"] == 0
         await buffer.shutdown()
 
     run(test)
 
 
-def test_at_the_end_of_the_input_comes_the_rest_and_then_an_empty_batch(inline: None, tmp_path: Path) -> None:
+def test_at_the_end_of_the_input_comes_the_rest_and_then_an_empty_batch(
+    inline: None, tmp_path: Path
+) -> None:
     async def test() -> None:
         buffer = make(tmp_path)
         await buffer.attach_trainer(0, 1)
@@ -517,10 +554,12 @@ def test_retention_shrinks_the_journal_and_keeps_what_a_checkpoint_needs(tmp_pat
             await buffer.published(step + 1)
             marks[step + 1] = await buffer.position()
             if step >= 10:
-                await buffer.retain(marks[step + 1], step - 4)  # a checkpoint may be read late: the step decides
+                # a checkpoint may be read late: the step decides
+                await buffer.retain(marks[step + 1], step - 4)
         assert buffer.stats()["journal_bytes"] < 0.4 * buffer.stats()["journal_position"]
         await admitted(buffer, 1)
-        with pytest.raises(ValueError, match="keeps batches from step 2[45] on") as refusal:  # cut at whole segments
+        # cut at whole segments
+        with pytest.raises(ValueError, match="keeps batches from step 2[45] on") as refusal:
             await buffer.attach_trainer(20, 2)
         oldest = 24 if "step 24" in str(refusal.value) else 25
         await buffer.shutdown()
@@ -538,7 +577,9 @@ def test_retention_shrinks_the_journal_and_keeps_what_a_checkpoint_needs(tmp_pat
     run(test)
 
 
-def test_retention_without_a_step_keeps_what_was_not_finished_at_the_position(tmp_path: Path) -> None:
+def test_retention_without_a_step_keeps_what_was_not_finished_at_the_position(
+    tmp_path: Path,
+) -> None:
     async def test() -> None:
         buffer = make(tmp_path, segment_bytes=300)
         await buffer.attach_trainer(0, 1)
@@ -600,8 +641,12 @@ def test_close_ends_every_wait(tmp_path: Path) -> None:
     run(test)
 
 
-def test_explorers_ask_for_weights_after_an_interval_or_when_they_may_do_no_more(tmp_path: Path) -> None:
-    """Two groups a step, slots for three steps: an interval of two steps is over at the fourth group since the last version."""
+def test_explorers_ask_for_weights_after_an_interval_or_when_they_may_do_no_more(
+    tmp_path: Path,
+) -> None:
+    """Two groups a step, slots for three steps: an interval of two steps is over at the fourth
+    group since the last version.
+    """
 
     async def test() -> None:
         buffer = make(tmp_path, max_staleness=2)
@@ -616,7 +661,9 @@ def test_explorers_ask_for_weights_after_an_interval_or_when_they_may_do_no_more
         await batch(buffer, 0)
         await buffer.consumed(0)
         await buffer.published(1)
-        assert not await buffer.wants_weights(1), "what was finished before that version came does not count"
+        assert not await buffer.wants_weights(1), (
+            "what was finished before that version came does not count"
+        )
         await admitted(buffer, 2)
         await buffer.put(6, rows(1))
         assert not await buffer.wants_weights(1)
@@ -631,7 +678,9 @@ def test_explorers_ask_for_weights_after_an_interval_or_when_they_may_do_no_more
     run(test)
 
 
-def test_without_a_staleness_limit_an_explore_run_collects_all_and_a_later_one_trains_them(tmp_path: Path) -> None:
+def test_without_a_staleness_limit_an_explore_run_collects_all_and_a_later_one_trains_them(
+    tmp_path: Path,
+) -> None:
     async def test() -> None:
         buffer = make(tmp_path, max_staleness=None)
         for group in await admitted(buffer, 8):
@@ -642,15 +691,24 @@ def test_without_a_staleness_limit_an_explore_run_collects_all_and_a_later_one_t
         buffer = make(tmp_path, max_staleness=0)
         await buffer.attach_trainer(0, 1)
         await buffer.input_done()
-        assert [groups_of(await batch(buffer, step)) for step in range(4)] == [[0, 2], [3, 4], [5, 6], []]
+        assert [groups_of(await batch(buffer, step)) for step in range(4)] == [
+            [0, 2],
+            [3, 4],
+            [5, 6],
+            [],
+        ]
         await buffer.shutdown()
 
     run(test)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_run_with_crashes_at_random_points_trains_every_group_once(tmp_path: Path, seed: int) -> None:
-    """Explorer and trainer as they are, except that work takes a random number of turns; five crashes of everything."""
+def test_a_run_with_crashes_at_random_points_trains_every_group_once(
+    tmp_path: Path, seed: int
+) -> None:
+    """Explorer and trainer as they are, except that work takes a random number of turns; five
+    crashes of everything.
+    """
     chance = random.Random(seed)
     total_steps, tasks_per_step, max_staleness = 12, 3, chance.choice([0, 1, 3])
     started: dict[int, int] = {}

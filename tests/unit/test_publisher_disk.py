@@ -1,4 +1,6 @@
-"""Publication by saves, as the training loop sees it; the engines' side is in tests/e2e/test_sync_methods.py."""
+"""Publication by saves, as the training loop sees it; the engines' side is in
+tests/e2e/test_sync_methods.py.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +13,18 @@ from states import OneRank, State, managed
 from rft.checkpoint.commit import read_manifest
 from rft.checkpoint.records import Failed
 from rft.config import SynchronizerConfig
-from rft.sync.publisher_disk import CheckpointPublisher
+from rft.sync.origins import CheckpointOrigin
+from rft.sync.publisher import Publisher
 
 
-def publisher_of(saves: Any, engines: bool, deadline_s: float = 20.0) -> CheckpointPublisher:
-    made = CheckpointPublisher(OneRank(), saves, None, SynchronizerConfig(), 1, deadline_s, engines=engines)
-    made.connect()
-    return made
+def publisher_of(saves: Any, engines: bool, deadline_s: float = 20.0) -> Publisher:
+    publisher = Publisher(
+        CheckpointOrigin(
+            OneRank(), saves, None, SynchronizerConfig(), 1, deadline_s, engines=engines
+        )
+    )
+    publisher.connect()
+    return publisher
 
 
 def test_a_version_is_there_when_its_save_is_committed(tmp_path: Path) -> None:
@@ -33,11 +40,11 @@ def test_a_version_is_there_when_its_save_is_committed(tmp_path: Path) -> None:
         publisher.start(3, due=False)
         assert publisher.version == 2 and not publisher.claim_save(3)
         seal = read_manifest(manager.storage, "weights/v_00000002").seal
-        assert publisher.digest == seal
+        assert publisher.origin.digest == seal
         publisher.close()
 
 
-def claimed(publisher: CheckpointPublisher, version: int) -> None:
+def claimed(publisher: Publisher, version: int) -> None:
     publisher.start(version)
     assert publisher.claim_save(version)
 
@@ -51,7 +58,9 @@ def test_a_save_that_fails_ends_a_run_whose_engines_wait_for_it_and_no_other() -
         saves.hear(Failed(id="b", step=3, cause="of an earlier one"))
         saves.hear(full)
         if engines:
-            with pytest.raises(RuntimeError, match="weight sync failed: version 4 was not saved: disk full"):
+            with pytest.raises(
+                RuntimeError, match="weight sync failed: version 4 was not saved: disk full"
+            ):
                 publisher.wait()
         else:
             publisher.wait()
@@ -59,7 +68,9 @@ def test_a_save_that_fails_ends_a_run_whose_engines_wait_for_it_and_no_other() -
 
 
 def test_a_save_that_never_ends_is_named() -> None:
-    publisher = publisher_of(SimpleNamespace(storage=None, hear=None), engines=True, deadline_s=0.01)
+    publisher = publisher_of(
+        SimpleNamespace(storage=None, hear=None), engines=True, deadline_s=0.01
+    )
     claimed(publisher, 4)
     with pytest.raises(RuntimeError, match=r"version 4 is not committed after 0.01 s"):
         publisher.wait()

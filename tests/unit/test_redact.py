@@ -1,4 +1,6 @@
-"""Secrets: found by the names of variables and keys, and absent from everything that a run writes."""
+"""Secrets: found by the names of variables and keys, and
+absent from everything that a run writes.
+"""
 
 import asyncio
 import io
@@ -14,10 +16,11 @@ from omegaconf import OmegaConf
 
 from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
-from rft.buffer.taskset import for_journal, from_journal
 from rft.config import Config, ExperienceBufferConfig, MonitorConfig, known_keys
-from rft.experience import Sampling, Task
-from rft.monitor import logs, redact, sinks, trace
+from rft.data.taskset import for_journal, from_journal
+from rft.ground import redact
+from rft.ground.experience import Sampling, Task
+from rft.monitor import logs, sinks, trace
 from rft.rollout.explorer import one_line
 from rft.tools import report, timeline
 
@@ -65,8 +68,14 @@ def test_short_values_and_other_names_are_left_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_records_lose_what_their_keys_say() -> None:
-    found = redact.record({"api_key": "short", "rows": [{"text": TEXT, "tokens": 3}], "max_tokens": 8, "password": ""})
-    assert found["api_key"] == redact.HIDDEN and found["rows"][0]["tokens"] == 3 and found["max_tokens"] == 8
+    found = redact.record(
+        {"api_key": "short", "rows": [{"text": TEXT, "tokens": 3}], "max_tokens": 8, "password": ""}
+    )
+    assert (
+        found["api_key"] == redact.HIDDEN
+        and found["rows"][0]["tokens"] == 3
+        and found["max_tokens"] == 8
+    )
     assert found["password"] == "" and "planted" not in json.dumps(found)
 
 
@@ -92,13 +101,17 @@ def test_a_secret_of_the_config_reaches_the_processes_and_no_file(
     assert "${oc.env:HF_TOKEN}" in text, "one that has a variable already needs no second one"
     assert configs.load(tmp_path / "resolved.yaml") == config
     assert redact.inherited()["RFT_SECRET_MONITOR_MONITOR_ARGS_API_KEY"] == "only-in-the-config"
-    assert redact.text("only-in-the-config") == redact.HIDDEN, "and is a secret like all others from now on"
+    assert redact.text("only-in-the-config") == redact.HIDDEN, (
+        "and is a secret like all others from now on"
+    )
 
 
 def test_the_journal_has_none_and_a_task_that_runs_again_has_them_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One given as a variable, one that only the config had, and one in the message of a task that failed."""
+    """One given as a variable, one that only the config had, and one
+    in the message of a task that failed.
+    """
     only, variable = "only-in-the-config-0007", f"{redact.PASSED_ON}BUFFER_TOKEN"
     monkeypatch.setenv(variable, only)  # as `configs.save` passes it on
     args = {"api_key": SECRETS["HF_TOKEN"], "token": only, "more": [{"url": "http://x", "n": 3}]}
@@ -130,16 +143,26 @@ def test_the_journal_has_none_and_a_task_that_runs_again_has_them_back(
 
     asyncio.run(before())
     assert_clean(tmp_path)
-    assert not any(only.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not any(
+        only.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
     assert asyncio.run(after()) == [made]
     monkeypatch.delenv(variable)
     with pytest.raises(configs.ConfigError, match=f"{variable}, which is not set"):
         asyncio.run(after())
 
 
-def test_a_process_that_lacks_the_variable_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    OmegaConf.save({"name": "x", "model": {"model_path": "m"}, "monitor": {"monitor_args": {"api_key": "${oc.env:NOT_THERE}"}}},
-                   tmp_path / "resolved.yaml")  # fmt: skip
+def test_a_process_that_lacks_the_variable_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OmegaConf.save(
+        {
+            "name": "x",
+            "model": {"model_path": "m"},
+            "monitor": {"monitor_args": {"api_key": "${oc.env:NOT_THERE}"}},
+        },
+        tmp_path / "resolved.yaml",
+    )
     with pytest.raises(configs.ConfigError, match="NOT_THERE"):
         configs.load(tmp_path / "resolved.yaml")
 
@@ -162,7 +185,8 @@ from rft.config import LogConfig
 from rft.monitor import logs
 logs.redirect(Path(sys.argv[1]), LogConfig())
 text = os.environ["HF_TOKEN"]
-print(text); print(text, file=sys.stderr); logging.getLogger("x").error("%s", text); warnings.warn(text)
+print(text); print(text, file=sys.stderr)
+logging.getLogger("x").error("%s", text); warnings.warn(text)
 if len(sys.argv) > 2:
     os.write(2, b"past python: " + text.encode())
 raise RuntimeError(text)
@@ -186,16 +210,22 @@ def test_what_a_library_wrote_past_python_is_overwritten_at_the_end(tmp_path: Pa
     assert (tmp_path / "part.log").stat().st_size == size and redact.scrub(tmp_path) == []
 
 
-def test_sinks_timeline_and_report_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_timeline_and_report_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log_dir = logs.new_attempt(tmp_path)
     monkeypatch.setenv(trace.DIRECTORY, str(log_dir / "trace"))
     with sinks.build(MonitorConfig(), tmp_path, "p", "n", stream=io.StringIO()) as monitor:
         monitor.log({"loss": 1.0}, 1)
-        monitor.table("samples", [{"prompt": TEXT, "response": TEXT, "reward": 1.0, "api_key": "short"}], 1)
+        monitor.table(
+            "samples", [{"prompt": TEXT, "response": TEXT, "reward": 1.0, "api_key": "short"}], 1
+        )
     trace.start("supervisor")
     trace.instant("ending", part="engine_0", phase="serving", cause=TEXT, signal=0)
     trace.stop()
-    (tmp_path / "resolved.yaml").write_text(f"name: x\nmonitor:\n  monitor_args:\n    note: '{TEXT}'\n")
+    (tmp_path / "resolved.yaml").write_text(
+        f"name: x\nmonitor:\n  monitor_args:\n    note: '{TEXT}'\n"
+    )
     report.write(tmp_path)
     (tmp_path / "resolved.yaml").unlink()
     timeline.write(tmp_path)

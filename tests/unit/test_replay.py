@@ -1,4 +1,6 @@
-"""Which groups a replay buffer gives out, how long it keeps them, and that a resume gives out the same."""
+"""Which groups a replay buffer gives out, how long it keeps them,
+and that a resume gives out the same.
+"""
 
 import asyncio
 import random
@@ -13,19 +15,31 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.progress import Group
 from rft.buffer.replay import PRIORITIES, Replay
 from rft.config import ExperienceBufferConfig
-from rft.config_buffer import ReplayBufferConfig
-from rft.experience import Experience, VersionSpan, encode
+from rft.config.buffer import ReplayBufferConfig
+from rft.ground.experience import Experience, VersionSpan, encode
 
 LIMITED = "linear_decay_use_count_control_randomization"
 
 
 def group(number: int, version: int, uses: int = 0, leased_at: float = 0.0) -> Group:
-    return Group(number, "e", b"", None, 0, stored=True, model_version=version, uses=uses, leased_at=leased_at)
+    return Group(
+        number,
+        "e",
+        b"",
+        None,
+        0,
+        stored=True,
+        model_version=version,
+        uses=uses,
+        leased_at=leased_at,
+    )
 
 
 def rows(version: int) -> bytes:
     span = VersionSpan(version=version, start=0, end=1)
-    return encode([Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=1.0, versions=[span])])
+    return encode(
+        [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], reward=1.0, versions=[span])]
+    )
 
 
 class Clock:
@@ -38,7 +52,9 @@ class Clock:
 def make(directory: Path, clock: Clock, seed: int = 0, **replay: object) -> ExperienceBuffer:
     settings = ReplayBufferConfig(enable=True, **replay)  # type: ignore[arg-type]
     config = ExperienceBufferConfig(max_read_timeout=0.3, replay_buffer=settings)
-    return ExperienceBuffer(config, str(directory), 2, 1, None, None, seed=seed, segment_bytes=400, clock=clock)
+    return ExperienceBuffer(
+        config, str(directory), 2, 1, None, None, seed=seed, segment_bytes=400, clock=clock
+    )
 
 
 async def store(buffer: ExperienceBuffer, *versions: int) -> None:
@@ -74,23 +90,36 @@ def test_the_priorities_are_those_of_the_documented_formulas() -> None:
 def test_the_order_is_by_priority_then_age_and_a_full_buffer_drops_the_lowest(seed: int) -> None:
     draw = random.Random(seed)
     replay = Replay(ReplayBufferConfig(reuse_cooldown_time=10.0, capacity=8), 0)
-    groups = [group(n, draw.randrange(4), draw.randrange(3), draw.uniform(0, 20)) for n in range(draw.randrange(1, 20))]
+    groups = [
+        group(n, draw.randrange(4), draw.randrange(3), draw.uniform(0, 20))
+        for n in range(draw.randrange(1, 20))
+    ]
     order = replay.order(groups, 15.0)
-    assert {g.number for g in order} == {g.number for g in groups if g.uses == 0 or g.leased_at <= 5.0}
+    assert {g.number for g in order} == {
+        g.number for g in groups if g.uses == 0 or g.leased_at <= 5.0
+    }
     keys = [(-replay.priority(g), g.number) for g in order]
     assert keys == sorted(keys)
     gone = replay.surplus(groups)
     kept = [g for g in groups if g not in gone]
     assert len(kept) == min(8, len(groups))
     for one in gone:
-        assert all((replay.priority(one), one.number) < (replay.priority(g), g.number) for g in kept)
+        assert all(
+            (replay.priority(one), one.number) < (replay.priority(g), g.number) for g in kept
+        )
 
 
-def test_groups_come_again_after_their_cooldown_until_the_limit_and_the_newest_first(tmp_path: Path) -> None:
+def test_groups_come_again_after_their_cooldown_until_the_limit_and_the_newest_first(
+    tmp_path: Path,
+) -> None:
     async def test() -> None:
         clock = Clock()
         buffer = make(
-            tmp_path, clock, reuse_cooldown_time=60.0, priority_fn=LIMITED, priority_fn_args={"use_count_limit": 2}
+            tmp_path,
+            clock,
+            reuse_cooldown_time=60.0,
+            priority_fn=LIMITED,
+            priority_fn_args={"use_count_limit": 2},
         )
         await buffer.attach_trainer(0, 1)
         await store(buffer, 0, 5, 1)
@@ -112,7 +141,9 @@ def test_groups_come_again_after_their_cooldown_until_the_limit_and_the_newest_f
 
 def test_a_take_that_waits_wakes_when_a_group_has_cooled_down(tmp_path: Path) -> None:
     async def test() -> None:
-        config = ExperienceBufferConfig(replay_buffer=ReplayBufferConfig(enable=True, reuse_cooldown_time=0.05))
+        config = ExperienceBufferConfig(
+            replay_buffer=ReplayBufferConfig(enable=True, reuse_cooldown_time=0.05)
+        )
         buffer = ExperienceBuffer(config, str(tmp_path), 2, 1, None, None)
         await buffer.attach_trainer(0, 1)
         await store(buffer, 0, 0)
@@ -127,14 +158,18 @@ def test_a_take_that_waits_wakes_when_a_group_has_cooled_down(tmp_path: Path) ->
 
 
 def test_a_resume_replays_the_same_batches_and_decides_on_as_before(tmp_path: Path) -> None:
-    """Two histories: one in one go, one that is cut by a restart and a compaction after every step."""
+    """Two histories: one in one go, one that is cut by a restart
+    and a compaction after every step.
+    """
     noisy = {
         "reuse_cooldown_time": 1.0,
         "priority_fn": LIMITED,
         "priority_fn_args": {"sigma": 3.0, "use_count_limit": 3},
     }
 
-    async def history(directory: Path, restarts: bool, seed: int = 5) -> list[list[tuple[int, int]]]:
+    async def history(
+        directory: Path, restarts: bool, seed: int = 5
+    ) -> list[list[tuple[int, int]]]:
         clock, found = Clock(), []
         buffer = make(directory, clock, seed, **noisy)
         await buffer.attach_trainer(0, 1)
@@ -171,7 +206,9 @@ def test_a_full_buffer_evicts_and_an_old_version_is_dropped_when_read(tmp_path: 
         buffer = make(tmp_path, Clock(), reuse_cooldown_time=0.0, capacity=3)
         await buffer.attach_trainer(0, 1)
         await store(buffer, 4, 4, 4, 1)
-        assert buffer.stats()["evicted"] == 1 and buffer.stats()["ready_groups"] == 3, "the new one is the lowest"
+        assert buffer.stats()["evicted"] == 1 and buffer.stats()["ready_groups"] == 3, (
+            "the new one is the lowest"
+        )
         await store(buffer, 6)
         assert [e.group for e in opened(await buffer.take(0)).experiences] == [4, 1], (
             "of the lowest level the oldest went"
@@ -185,7 +222,9 @@ def test_a_full_buffer_evicts_and_an_old_version_is_dropped_when_read(tmp_path: 
     run(test)
 
 
-def test_without_a_replay_buffer_old_groups_are_dropped_too_and_nothing_is_said_of_uses(tmp_path: Path) -> None:
+def test_without_a_replay_buffer_old_groups_are_dropped_too_and_nothing_is_said_of_uses(
+    tmp_path: Path,
+) -> None:
     async def test() -> None:
         buffer = ExperienceBuffer(ExperienceBufferConfig(), str(tmp_path), 2, 1, None, None)
         await buffer.attach_trainer(0, 1)

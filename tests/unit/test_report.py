@@ -1,4 +1,6 @@
-"""The report of a run: what it tells of a recorded one, and that nothing of a run can become markup or load anything."""
+"""The report of a run: what it tells of a recorded one, and that nothing of a run can become markup
+or load anything.
+"""
 
 import json
 import re
@@ -9,7 +11,8 @@ import pytest
 
 from rft.tools import report, report_data, timeline
 
-RECORDED = Path(__file__).with_name("recorded_run")  # 30 steps on a CPU; rank 0 was killed at step 14 and came back
+# 30 steps on a CPU; rank 0 was killed at step 14 and came back
+RECORDED = Path(__file__).with_name("recorded_run")
 
 
 @pytest.fixture
@@ -27,19 +30,41 @@ def data_of(page: Path) -> dict:  # type: ignore[type-arg]
 def test_the_page_tells_of_curves_time_checkpoints_failures_and_config(run: Path) -> None:
     (stage,) = data_of(report.write(run))["stages"]
     charts = {chart["title"]: chart for chart in stage["charts"]}
-    assert {"Evaluation", "Reward", "Loss", "Trainer vs. engine", "Staleness", "Response length", "Entropy"} <= set(
-        charts
-    )
+    assert {
+        "Evaluation",
+        "Reward",
+        "Loss",
+        "Trainer vs. engine",
+        "Staleness",
+        "Response length",
+        "Entropy",
+    } <= set(charts)
     assert [step for step, _ in charts["Reward"]["lines"][0]["points"]] == list(range(1, 31))
-    assert [step for step, _ in charts["Evaluation"]["lines"][0]["points"]] == [0, 5, 10, 15, 20, 25, 30]
+    assert [step for step, _ in charts["Evaluation"]["lines"][0]["points"]] == [
+        0,
+        5,
+        10,
+        15,
+        20,
+        25,
+        30,
+    ]
     assert stage["state"] == "finished" and ["steps", "30 of 30"] in stage["facts"]
     assert len(stage["time"]["bars"]) == 30 and all(
         len(bar) == len(stage["time"]["parts"]) for bar in stage["time"]["bars"]
     )
     assert [save["step"] for save in stage["checkpoints"]] == [4, 8, 12, 16, 20, 24, 28, 30]
-    assert all(save["state"] == "committed" and save["seconds"] > 0 for save in stage["checkpoints"])
-    restarts = [event for event in stage["happened"] if event["kind"] == "restart" and event["part"] == "rank_0"]
-    assert len(restarts) == 1 and restarts[0]["cause"].startswith("the one before ended while it did: ")
+    assert all(
+        save["state"] == "committed" and save["seconds"] > 0 for save in stage["checkpoints"]
+    )
+    restarts = [
+        event
+        for event in stage["happened"]
+        if event["kind"] == "restart" and event["part"] == "rank_0"
+    ]
+    assert len(restarts) == 1 and restarts[0]["cause"].startswith(
+        "the one before ended while it did: "
+    )
     assert ["trainer.save_interval", "4", "0"] in stage["config"]
     assert stage["samples"][-1]["step"] == 30 and stage["samples"][-1]["rows"][0]["prompt"]
     lanes = {lane["name"] for lane in stage["timeline"]["lanes"]}
@@ -74,7 +99,12 @@ def test_a_run_without_a_timeline_or_rollouts_has_a_page_of_what_it_has(run: Pat
     for name in ("samples.jsonl", "result.json"):
         (run / name).unlink()
     (stage,) = data_of(report.write(run))["stages"]
-    assert stage["timeline"] is None and stage["samples"] == [] and stage["happened"] == [] and stage["state"] == "open"
+    assert (
+        stage["timeline"] is None
+        and stage["samples"] == []
+        and stage["happened"] == []
+        and stage["state"] == "open"
+    )
     assert stage["charts"]
 
 
@@ -98,7 +128,10 @@ def test_stages_come_in_order_each_with_its_own(run: Path, tmp_path: Path) -> No
         import os
 
         os.utime(log_dir, (number, number))
-    assert [stage["name"] for stage in data_of(report.write(both))["stages"]] == ["warm_up", "tuned"]
+    assert [stage["name"] for stage in data_of(report.write(both))["stages"]] == [
+        "warm_up",
+        "tuned",
+    ]
     assert {track.title.split()[0] for track in timeline.load(both)} == {"warm_up", "tuned"}
 
 
@@ -108,6 +141,8 @@ def test_long_curves_are_thinned_and_keep_their_end() -> None:
     assert len(thin) <= report_data.POINTS + 1 and thin[0][0] == 0 and thin[-1][0] == 10_000
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err

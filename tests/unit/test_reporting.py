@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rft.config import Config, ExplorerInputConfig, MonitorConfig, TasksetConfig
 from rft.monitor.speed import Speed
-from rft.reporting import StepReporter
+from rft.trainer.reporting import StepReporter
 
 LINES = [
     {"step": 0, "eval/a/accuracy": 0.1},
@@ -23,16 +23,24 @@ LINES = [
 
 def evaluated(job: Path, resumed_at: int, names: tuple[str, ...] = ("a", "b")) -> dict[int, float]:
     """Accuracy on `a` of every version that counts as evaluated."""
-    (job / "metrics.jsonl").write_text("".join(json.dumps(line | {"time_s": 1.0}) + "\n" for line in LINES))
+    (job / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | {"time_s": 1.0}) + "\n" for line in LINES)
+    )
     config = Config(name="x", monitor=MonitorConfig(monitor_type="none"))
-    config.buffer.explorer_input = ExplorerInputConfig(eval_tasksets=[TasksetConfig(name=n, path="-") for n in names])
-    reporter = StepReporter(config, job, resumed_at, tokenizer=None, speed=Speed(sum, 1, None, False), pool=dict)
+    config.buffer.explorer_input = ExplorerInputConfig(
+        eval_tasksets=[TasksetConfig(name=n, path="-") for n in names]
+    )
+    reporter = StepReporter(
+        config, job, resumed_at, tokenizer=None, speed=Speed(sum, 1, None, False), pool=dict
+    )
     reporter.close()
     return {version: found["eval/a/accuracy"] for version, found in reporter.evaluated.items()}
 
 
 def test_evaluations_up_to_the_resumed_step_are_known(tmp_path: Path) -> None:
-    """One that was cut in half is not: all of it is made again; nor what a new start or an older checkpoint drops."""
+    """One that was cut in half is not: all of it is made again; nor what a new start or an older
+    checkpoint drops.
+    """
     assert evaluated(tmp_path, 10) == {0: 0.1, 5: 0.3}
     assert evaluated(tmp_path, 15) == {0: 0.1, 5: 0.3, 15: 0.7}
     assert evaluated(tmp_path, 4) == {0: 0.1}

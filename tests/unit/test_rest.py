@@ -1,10 +1,13 @@
-"""Engines that take turns with the trainer, as the synchronizer leads them: who sleeps when, and who takes weights when."""
+"""Engines that take turns with the trainer, as the synchronizer leads them: who sleeps when, and
+who takes weights when.
+"""
 
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rft.ground.rounds import Installed, Received, Round, TrainerInfo
 from rft.sync.synchronizer import Synchronizer
 
 PLAN = {"digest": "plan", "streams": []}
@@ -20,19 +23,21 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         method: Callable[..., Any] = getattr(type(self), f"do_{name}")
-        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(method(self, *arguments)))
+        return SimpleNamespace(
+            remote=lambda *arguments: asyncio.ensure_future(method(self, *arguments))
+        )
 
     async def do_check_plan(self, plan: dict[str, Any]) -> None: ...
 
-    async def do_init_weights(self, info: dict[str, Any]) -> None:
+    async def do_init_weights(self, info: TrainerInfo) -> None:
         self.asked.append("connect")
 
-    async def do_stage(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
-        return {}
+    async def do_stage(self, coming: Round) -> Received:
+        return Received()
 
-    async def do_commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(f"wake with {version}")
-        return {"version": version, "digest": "plan", "pause_s": 0, "receive_s": 0, "load_s": 0, "bytes": 1, "again": 0}
+    async def do_commit(self, coming: Round) -> Installed:
+        self.asked.append(f"wake with {coming.version}")
+        return Installed(version=coming.version, digest="plan", bytes=1)
 
     async def do_sleep(self, patience: float) -> dict[str, Any]:
         if self.fail is not None:
@@ -66,8 +71,12 @@ def test_engines_sleep_until_the_next_version_wakes_them() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_comes_while_the_trainer_works_sleeps_too_and_takes_the_next_version() -> None:
-    """Waking it with the version that is still offered would take the memory in which the trainer computes."""
+def test_an_engine_that_comes_while_the_trainer_works_sleeps_too_and_takes_the_next_version() -> (
+    None
+):
+    """Waking it with the version that is still offered would take the
+    memory in which the trainer computes.
+    """
 
     async def run() -> None:
         late = Engine()
@@ -98,10 +107,10 @@ def test_a_trainer_that_comes_back_wakes_the_engines_that_slept_for_the_one_befo
 def test_an_engine_that_takes_weights_as_the_others_go_to_sleep_follows_them() -> None:
     async def run() -> None:
         class Slow(Engine):
-            async def do_commit(self, version: int, update: dict[str, Any]) -> dict[str, Any]:
+            async def do_commit(self, coming: Round) -> Installed:
                 begun.set()
                 await rested.wait()
-                return await super().do_commit(version, update)
+                return await super().do_commit(coming)
 
         begun, rested, slow = asyncio.Event(), asyncio.Event(), Slow()
         synchronizer = await connected(a=Engine())
@@ -118,9 +127,13 @@ def test_an_engine_that_takes_weights_as_the_others_go_to_sleep_follows_them() -
 
 def test_an_engine_that_cannot_sleep_is_left_out_and_told_of() -> None:
     async def run() -> None:
-        synchronizer = await connected(good=Engine(), bad=Engine(fail=RuntimeError("no memory to sleep in")))
+        synchronizer = await connected(
+            good=Engine(), bad=Engine(fail=RuntimeError("no memory to sleep in"))
+        )
         await synchronizer.rest()
-        assert await synchronizer.failures() == [("bad", "bad did not sleep: no memory to sleep in")]
+        assert await synchronizer.failures() == [
+            ("bad", "bad did not sleep: no memory to sleep in")
+        ]
         assert list((await synchronizer.members())[1]) == ["good"]
         await synchronizer.publish(1)
         assert await synchronizer.version() == 1

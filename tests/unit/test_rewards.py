@@ -1,4 +1,6 @@
-"""Reward functions by value, and the pool with functions that hang, raise, print, exit and get killed."""
+"""Reward functions by value, and the pool with functions that
+hang, raise, print, exit and get killed.
+"""
 
 import asyncio
 import os
@@ -15,7 +17,7 @@ import psutil
 import pytest
 
 from rft.config import ConfigError
-from rft.experience import Sampling, Task
+from rft.ground.experience import Sampling, Task
 from rft.rollout import rewards
 from rft.rollout.child import Child
 from rft.rollout.reward_pool import RewardPool
@@ -39,7 +41,7 @@ USER_CODE = """
         if response == "hang":
             while True:
                 pass
-        if response == "stuck regex":  # holds the GIL: no signal handler and no thread of the process would run
+        if response == "stuck regex":  # holds the GIL: no signal handler and no thread runs
             import re
             re.match(r"(a+)+$", "a" * 64 + "b")
         if response == "child":
@@ -64,13 +66,21 @@ USER_CODE = """
         if response == "pid":
             return float(os.getpid())
         return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0",
-                "dict": {"accuracy": 1, "format": 0.5}, "bad dict": {"a": 1, "b": None}}.get(response, 1.0)
+                "dict": {"accuracy": 1, "format": 0.5},
+                 "bad dict": {"a": 1, "b": None}}.get(response, 1.0)
 """
 
 
 def task(reward: str = "exact_match", truth: str | None = "42", **args: Any) -> Task:
     return Task(
-        id="t/0/0", taskset="t", row=0, prompt="6*7=", truth=truth, reward=reward, reward_args=args, sampling=Sampling()
+        id="t/0/0",
+        taskset="t",
+        row=0,
+        prompt="6*7=",
+        truth=truth,
+        reward=reward,
+        reward_args=args,
+        sampling=Sampling(),
     )
 
 
@@ -81,7 +91,9 @@ def user_file(tmp_path: Path) -> Path:
     return file
 
 
-def with_pool(body: Callable[[RewardPool], Awaitable[None]], workers: int = 1, timeout_s: float = 30.0) -> None:
+def with_pool(
+    body: Callable[[RewardPool], Awaitable[None]], workers: int = 1, timeout_s: float = 30.0
+) -> None:
     async def run() -> None:
         async with RewardPool(workers, timeout_s) as pool:
             await body(pool)
@@ -118,7 +130,9 @@ def with_pool(body: Callable[[RewardPool], Awaitable[None]], workers: int = 1, t
         ("accuracy", "no idea", "13", {}, 0.0),
     ],
 )
-def test_a_built_in_reward_gives_its_number(name: str, response: str, truth: str, args: dict, expected: float) -> None:
+def test_a_built_in_reward_gives_its_number(
+    name: str, response: str, truth: str, args: dict, expected: float
+) -> None:
     assert rewards.resolve(name)(response, truth, task(name, truth), **args) == expected
 
 
@@ -138,7 +152,9 @@ def test_an_unknown_reward_names_the_nearest() -> None:
         rewards.resolve("math_boxd")
 
 
-def test_a_users_function_is_found_by_module_and_by_file(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_function_is_found_by_module_and_by_file(
+    user_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert rewards.resolve(f"{user_file}:good")("42", "42", task()) == 1.0
     monkeypatch.syspath_prepend(str(user_file.parent))
     assert rewards.resolve("mine:good")("41", "42", task()) == 0.25
@@ -153,11 +169,15 @@ def test_a_wrong_import_path_says_what_is_missing(path: str, user_file: Path) ->
 # Pool
 
 
-def test_a_group_is_scored_in_order_and_a_dict_is_summed_and_kept_as_metrics(user_file: Path) -> None:
+def test_a_group_is_scored_in_order_and_a_dict_is_summed_and_kept_as_metrics(
+    user_file: Path,
+) -> None:
     mine = task(f"{user_file}:by_response")
 
     async def body(pool: RewardPool) -> None:
-        results = await pool.score([(task(), "42"), (task(), "41"), (mine, "dict"), (mine, "anything")])
+        results = await pool.score(
+            [(task(), "42"), (task(), "41"), (mine, "dict"), (mine, "anything")]
+        )
         assert [result.outcome for result in results] == ["ok"] * 4
         assert [result.reward for result in results] == [1.0, 0.0, 1.5, 1.0]
         assert results[2].metrics == {"accuracy": 1.0, "format": 0.5}
@@ -171,7 +191,9 @@ def test_a_hanging_reward_is_a_timeout_and_costs_only_itself(hang: str, user_fil
     mine = task(f"{user_file}:by_response")
 
     async def body(pool: RewardPool) -> None:
-        results = await pool.score([(mine, "a"), (mine, hang), (mine, "b"), (mine, hang), (mine, "c")])
+        results = await pool.score(
+            [(mine, "a"), (mine, hang), (mine, "b"), (mine, hang), (mine, "c")]
+        )
         assert [result.outcome for result in results] == ["ok", "timeout", "ok", "timeout", "ok"]
         assert "longer than 0.5 s" in results[1].message
         assert pool.replaced == 2
@@ -180,7 +202,9 @@ def test_a_hanging_reward_is_a_timeout_and_costs_only_itself(hang: str, user_fil
     with_pool(body, timeout_s=0.5)
 
 
-def test_the_processes_that_a_hanging_reward_started_die_with_it(user_file: Path, tmp_path: Path) -> None:
+def test_the_processes_that_a_hanging_reward_started_die_with_it(
+    user_file: Path, tmp_path: Path
+) -> None:
     mine = task(f"{user_file}:by_response", file=str(tmp_path / "pid"))
 
     async def body(pool: RewardPool) -> None:
@@ -208,7 +232,9 @@ def test_the_processes_that_a_hanging_reward_started_die_with_it(user_file: Path
         ("kill", "its process was killed by SIGKILL"),
     ],
 )
-def test_a_failing_reward_is_an_error_with_its_reason(response: str, message: str, user_file: Path) -> None:
+def test_a_failing_reward_is_an_error_with_its_reason(
+    response: str, message: str, user_file: Path
+) -> None:
     mine = task(f"{user_file}:by_response")
 
     async def body(pool: RewardPool) -> None:
@@ -245,12 +271,18 @@ def test_a_module_that_ends_the_process_at_import_is_an_error_not_a_loop(tmp_pat
     with_pool(body)
 
 
-def test_what_a_reward_prints_does_not_reach_the_frames(user_file: Path, capfd: pytest.CaptureFixture) -> None:
+def test_what_a_reward_prints_does_not_reach_the_frames(
+    user_file: Path, capfd: pytest.CaptureFixture
+) -> None:
     mine = task(f"{user_file}:by_response")
 
     async def body(pool: RewardPool) -> None:
         results = await pool.score([(mine, "print"), (mine, "stdin"), (mine, "dict")])
-        assert [(result.outcome, result.reward) for result in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 1.5)]
+        assert [(result.outcome, result.reward) for result in results] == [
+            ("ok", 1.0),
+            ("ok", 0.0),
+            ("ok", 1.5),
+        ]
 
     with_pool(body)
     captured = capfd.readouterr()
@@ -323,11 +355,14 @@ def test_close_leaves_no_process_even_in_the_middle_of_a_hang(user_file: Path) -
         await pool.start()
         pids = [int((await pool.score([(mine, "pid")]))[0].reward) for _ in range(2)]
         processes = [psutil.Process(pid) for pid in pids]
-        scoring = [asyncio.ensure_future(pool.score([(mine, "hang")])) for _ in range(3)]  # one of them waits in line
+        # one of them waits in line
+        scoring = [asyncio.ensure_future(pool.score([(mine, "hang")])) for _ in range(3)]
         await asyncio.sleep(0)
         await pool.close()
         outcomes = await asyncio.wait_for(asyncio.gather(*scoring, return_exceptions=True), 10)
-        assert all(isinstance(outcome, RuntimeError) and "closed" in str(outcome) for outcome in outcomes), outcomes
+        assert all(
+            isinstance(outcome, RuntimeError) and "closed" in str(outcome) for outcome in outcomes
+        ), outcomes
         with pytest.raises(RuntimeError, match="closed"):
             await pool.score([(mine, "x")])
         return processes
@@ -339,11 +374,12 @@ def test_close_leaves_no_process_even_in_the_middle_of_a_hang(user_file: Path) -
 def test_a_worker_dies_with_its_parent(response: str, user_file: Path) -> None:
     program = f"""
 import asyncio, os, signal
-from rft.experience import Sampling, Task
+from rft.ground.experience import Sampling, Task
 from rft.rollout.reward_pool import RewardPool
 async def main():
     pool = RewardPool(1, 60)
-    t = Task(id="t", taskset="t", row=0, prompt="p", reward="{user_file}:by_response", sampling=Sampling())
+    t = Task(id="t", taskset="t", row=0, prompt="p", reward="{user_file}:by_response",
+             sampling=Sampling())
     print(int((await pool.score([(t, "pid")]))[0].reward), flush=True)
     if "{response}" == "hang":
         asyncio.ensure_future(pool.score([(t, "hang")]))
@@ -351,9 +387,13 @@ async def main():
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    psutil.wait_procs([psutil.Process(pid) for pid in [int(done.stdout)] if psutil.pid_exists(pid)], timeout=10)
+    psutil.wait_procs(
+        [psutil.Process(pid) for pid in [int(done.stdout)] if psutil.pid_exists(pid)], timeout=10
+    )
     assert not psutil.pid_exists(int(done.stdout))
 
 
@@ -361,7 +401,8 @@ def test_a_worker_has_its_own_session_and_writes_no_core(tmp_path: Path) -> None
     (tmp_path / "look.py").write_text(
         "import os, resource\n"
         "def look(response, truth, task):\n"
-        "    return {'session': os.getsid(0) == os.getpid(), 'core': resource.getrlimit(resource.RLIMIT_CORE)[0]}\n"
+        "    return {'session': os.getsid(0) == os.getpid(), 'core': "
+        "resource.getrlimit(resource.RLIMIT_CORE)[0]}\n"
     )
 
     async def body(pool: RewardPool) -> None:

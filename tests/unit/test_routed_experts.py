@@ -1,4 +1,6 @@
-"""The experts that an engine routed each token through: from its completion, through the journal, into the step's batch."""
+"""The experts that an engine routed each token through: from its completion, through the journal,
+into the step's batch.
+"""
 
 import asyncio
 from pathlib import Path
@@ -10,8 +12,16 @@ from rft.algorithm import credit
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExperienceBufferConfig
-from rft.experience import Completion, Experience, RoutedExperts, Sampling, Task, decode, encode
-from rft.packing import pack
+from rft.data.packing import pack
+from rft.ground.experience import (
+    Completion,
+    Experience,
+    RoutedExperts,
+    Sampling,
+    Task,
+    decode,
+    encode,
+)
 from rft.rollout.workflows import experience
 
 LAYERS, TOP_K, PROMPT, RESPONSE = 3, 2, 4, 5
@@ -25,7 +35,11 @@ def routed(dtype: str = "uint8") -> RoutedExperts:
 
 def made(routes: RoutedExperts | None) -> Experience:
     completion = Completion(
-        tokens=[7] * RESPONSE, logprobs=[-0.5] * RESPONSE, versions=[], stop="stop", routed_experts=routes
+        tokens=[7] * RESPONSE,
+        logprobs=[-0.5] * RESPONSE,
+        versions=[],
+        stop="stop",
+        routed_experts=routes,
     )
     task = Task(id="t/0/0", taskset="t", row=0, prompt="?", sampling=Sampling())
     return experience(task, [5] * PROMPT, completion, None)
@@ -55,7 +69,9 @@ def test_they_come_out_of_the_journal_as_they_went_in(tmp_path: Path) -> None:
 
 def test_packing_goes_without_them() -> None:
     def packed(routes: RoutedExperts | None) -> bytes:
-        (found,) = pack(credit.rows(credit.judge([made(routes)], None, {}), "token-mean"), 1, 100, 1)[0]
+        (found,) = pack(
+            credit.rows(credit.judge([made(routes)], None, {}), "token-mean"), 1, 100, 1
+        )[0]
         return found.tokens.tobytes() + found.behaviour.tobytes()
 
     assert packed(routed()) == packed(None)

@@ -1,4 +1,6 @@
-"""Time and retries of one task, on a clock that costs nothing: what a limit says is what it does (W33)."""
+"""Time and retries of one task, on a clock that costs nothing:
+what a limit says is what it does (W33).
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,8 +9,8 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.config_explorer import DynamicTimeoutConfig, OverRolloutConfig
-from rft.experience import Completion, Experience, GenerateRequest, Sampling, Task
+from rft.config.explorer import DynamicTimeoutConfig, OverRolloutConfig
+from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout import workflows
 from rft.rollout.context import Context, Limits, Shared
 from rft.rollout.pool import EnginePool
@@ -33,14 +35,26 @@ class Engine:
 
 
 def made(reward: float = 1.0) -> list[Experience]:
-    return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], reward=reward)]
+    return [
+        Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], reward=reward)
+    ]
 
 
 def task(repeats: int = 1, **fields: Any) -> Task:
-    return Task(id="t/0/0", taskset="t", row=0, prompt="p", sampling=Sampling(), repeat_times=repeats, **fields)
+    return Task(
+        id="t/0/0",
+        taskset="t",
+        row=0,
+        prompt="p",
+        sampling=Sampling(),
+        repeat_times=repeats,
+        **fields,
+    )
 
 
-def runner(monkeypatch: pytest.MonkeyPatch, behaviour: Callable[..., Any], warmup: int = 1, **config: Any) -> Runner:
+def runner(
+    monkeypatch: pytest.MonkeyPatch, behaviour: Callable[..., Any], warmup: int = 1, **config: Any
+) -> Runner:
     monkeypatch.setattr(workflows, "run", behaviour)
     settings = ExplorerConfig(**{"max_retry_times": 2, "max_timeout": 900.0, **config})
     return Runner(settings, Shared(settings, ModelConfig(), {"engine_0": None}, None), warmup)
@@ -51,7 +65,10 @@ def now() -> float:
 
 
 def test_all_attempts_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference gives each of three attempts three times the limit: 8100 s. Here it is 900 s, as written."""
+    """The reference gives each of three attempts three times the limit: 8100 s.
+
+    Here it is 900 s, as written.
+    """
     begun: list[float] = []
 
     async def slow(task: Task, context: Any) -> list[Experience]:
@@ -64,7 +81,10 @@ def test_all_attempts_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TimeoutError, match=r"no result in 900 s \(explorer.max_timeout\)"):
             await runs.run(0, task())
         assert (now(), begun) == (900.0, [0.0, 400.0, 800.0])
-        assert runs.counts == {"retry_count": 2, "timeout_count": 1, "failed_task_count": 1} and not runs.under_way
+        assert (
+            runs.counts == {"retry_count": 2, "timeout_count": 1, "failed_task_count": 1}
+            and not runs.under_way
+        )
 
     run(scenario())
 
@@ -90,7 +110,9 @@ def test_when_time_is_up_the_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch)
     run(scenario())
 
 
-def test_a_workflow_that_will_not_end_is_left_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workflow_that_will_not_end_is_left_without_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
 
     async def stubborn(task: Task, context: Any) -> list[Experience]:
@@ -117,7 +139,9 @@ def test_a_workflow_that_will_not_end_is_left_without_engines(monkeypatch: pytes
     run(scenario())
 
 
-def test_the_dynamic_limit_follows_the_tasks_that_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dynamic_limit_follows_the_tasks_that_succeeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lasts = iter([10.0, 30.0, 1000.0, 5000.0])
 
     async def behaviour(task: Task, context: Any) -> list[Experience]:
@@ -136,7 +160,8 @@ def test_the_dynamic_limit_follows_the_tasks_that_succeeded(monkeypatch: pytest.
         for group in range(2):
             await runs.run(group, task())
             limits.append(runs.limit())
-        assert limits == [2000.0, 2000.0, 60.0]  # 3 x the mean of 10 and 30, once two have succeeded
+        # 3 x the mean of 10 and 30, once two have succeeded
+        assert limits == [2000.0, 2000.0, 60.0]
         began = now()
         with pytest.raises(TimeoutError, match=r"in 60 s \(explorer.dynamic_timeout\)"):
             await runs.run(2, task())
@@ -155,7 +180,10 @@ def test_it_is_never_longer_than_max_timeout(monkeypatch: pytest.MonkeyPatch) ->
 
     async def scenario() -> None:
         runs = runner(
-            monkeypatch, behaviour, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=3.0), max_timeout=100.0
+            monkeypatch,
+            behaviour,
+            dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=3.0),
+            max_timeout=100.0,
         )
         await runs.run(0, task())
         assert runs.limit() == 100.0
@@ -173,7 +201,9 @@ def test_a_cut_group_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.get_running_loop().call_later(7, runs.cut, 4)
         with pytest.raises(Cut, match="over_rollout"):
             await runs.run(4, task())
-        assert now() == 7 and runs.counts["cut_task_count"] == 1 and runs.counts["timeout_count"] == 0
+        assert (
+            now() == 7 and runs.counts["cut_task_count"] == 1 and runs.counts["timeout_count"] == 0
+        )
 
     run(scenario())
 
@@ -203,7 +233,11 @@ async def runs_of(task: Task, context: Any) -> list[Experience]:
     ],
 )
 def test_part_of_a_task(
-    monkeypatch: pytest.MonkeyPatch, partial: bool, name: str, cut_at: float, found: list[int] | None
+    monkeypatch: pytest.MonkeyPatch,
+    partial: bool,
+    name: str,
+    cut_at: float,
+    found: list[int] | None,
 ) -> None:
     monkeypatch.setitem(workflows.WORKFLOWS, "mine", PerRun)  # type: ignore[arg-type]
     monkeypatch.setitem(workflows.WORKFLOWS, "second_fails", PerRun)  # type: ignore[arg-type]
@@ -234,7 +268,11 @@ def test_runs_that_are_compared_are_never_taken_in_part(monkeypatch: pytest.Monk
         return [one for _ in range(task.repeat_times) for one in made()]
 
     async def scenario() -> None:
-        runs = runner(monkeypatch, behaviour, over_rollout=OverRolloutConfig(ratio=0.5, return_partial_tasks=True))
+        runs = runner(
+            monkeypatch,
+            behaviour,
+            over_rollout=OverRolloutConfig(ratio=0.5, return_partial_tasks=True),
+        )
         assert len(await runs.run(0, task(4, workflow="judge"))) == 4
 
     run(scenario())
@@ -284,17 +322,28 @@ def test_a_prompt_that_is_too_long_is_counted_and_cut_only_when_asked(
             return list(range(len(text)))
 
     async def scenario() -> None:
-        shared = Shared(ExplorerConfig(), ModelConfig(enable_prompt_truncation=cuts), {"engine_0": None}, None)
-        shared.tokenizer, shared.limits, shared.stop_token, shared.pool = Tokenizer(), Limits(4, 16), 0, Answers()  # type: ignore[assignment]
+        shared = Shared(
+            ExplorerConfig(), ModelConfig(enable_prompt_truncation=cuts), {"engine_0": None}, None
+        )
+        shared.tokenizer, shared.limits, shared.stop_token, shared.pool = (
+            Tokenizer(),
+            Limits(4, 16),
+            0,
+            Answers(),
+        )  # type: ignore[assignment]
         runs = Runner(ExplorerConfig(), shared)
         context = Context(shared, "r", "s")
-        prompt = context.render(Task(id="t", taskset="t", row=0, prompt="0123456789", sampling=Sampling()))
+        prompt = context.render(
+            Task(id="t", taskset="t", row=0, prompt="0123456789", sampling=Sampling())
+        )
         (answer,) = await context.generate(prompt, 1, Sampling())
         stats = runs.stats()
         if cuts:
             assert (prompt, answer.stop) == ([6, 7, 8, 9], "stop")
         else:
             assert (len(prompt), answer.stop, shared.pool.asked) == (10, "prompt_too_long", [])  # type: ignore[attr-defined]
-        assert (stats["rollout/prompts_cut"], stats["rollout/prompts_too_long"]) == ((1, 0) if cuts else (0, 1))
+        assert (stats["rollout/prompts_cut"], stats["rollout/prompts_too_long"]) == (
+            (1, 0) if cuts else (0, 1)
+        )
 
     run(scenario())

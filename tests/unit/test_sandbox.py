@@ -1,4 +1,6 @@
-"""Programs that misbehave, in real cells: what they reach, what they leave, and how they are said to have ended."""
+"""Programs that misbehave, in real cells: what they reach, what they leave, and how they are said
+to have ended.
+"""
 
 import asyncio
 import json
@@ -11,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft.processes import adopt_orphans
 from rft.rollout import sandbox
 from rft.rollout.sandbox import Limits, Ran
+from rft.run.processes import adopt_orphans
 
-isolated = pytest.mark.skipif(sandbox.obstacle() is not None, reason=f"no cells on this machine: {sandbox.obstacle()}")
+isolated = pytest.mark.skipif(
+    sandbox.obstacle() is not None, reason=f"no cells on this machine: {sandbox.obstacle()}"
+)
 
 
 def run(program: str, stdin: str = "", **limits: object) -> Ran:
@@ -46,11 +50,16 @@ def test_a_program_gets_its_stdin_and_says_how_it_ended(isolate: bool) -> None:
         ("while True: print('x' * 1000)", "output", {}),
         ("import os, time\nif os.fork() == 0: time.sleep(600)", "exit", {}),  # an orphan
         ("import os\nos.fork()\nwhile True: pass", "timeout", {"seconds": 0.5}),
-        ("import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(600)", "exit", {}),  # it detaches itself
+        # it detaches itself
+        ("import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(600)", "exit", {}),
     ],
 )
-def test_what_does_not_end_is_ended_with_its_children(program: str, ending: str, limits: dict, isolate: bool) -> None:
-    """Ended and reaped: this process adopts orphans, as a run does, and would keep their zombies."""
+def test_what_does_not_end_is_ended_with_its_children(
+    program: str, ending: str, limits: dict, isolate: bool
+) -> None:
+    """Ended and reaped: this process adopts orphans, as a run
+    does, and would keep their zombies.
+    """
     adopt_orphans()
     before = offspring()
     ran = run(program, **limits, isolate=isolate)
@@ -65,7 +74,10 @@ def test_what_does_not_end_is_ended_with_its_children(program: str, ending: str,
     [
         ("import os\nwhile True: os.fork()", {"seconds": 3.0}),
         (
-            "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()",
+            (
+                "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
+                "args=(60,)).start()"
+            ),
             {"seconds": 3.0},
         ),
     ],
@@ -85,7 +97,13 @@ def test_memory_is_that_of_all_its_processes() -> None:
 
 @isolated
 def test_it_writes_nowhere_but_into_memory_of_its_own(tmp_path: Path) -> None:
-    marks = [str(tmp_path / "here"), "/usr/here", "/here", str(Path(sys.prefix) / "here"), str(Path.cwd() / "here")]
+    marks = [
+        str(tmp_path / "here"),
+        "/usr/here",
+        "/here",
+        str(Path(sys.prefix) / "here"),
+        str(Path.cwd() / "here"),
+    ]
     program = f"""
 for path in {marks!r}:
     try:
@@ -102,13 +120,16 @@ open("big", "w").write("x" * (64 << 20))
 
 
 @isolated
-def test_it_sees_no_secret_no_process_and_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_sees_no_secret_no_process_and_no_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-a-secret")
     (tmp_path / "netrc").write_text("sk-a-secret")
     program = f"""
 import glob, os, socket
 print(os.environ, os.listdir("/"))
-for path in [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/root/{tmp_path}/netrc"), {str(tmp_path / "netrc")!r}]:
+others = [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/root/{tmp_path}/netrc")]
+for path in [*others, {str(tmp_path / "netrc")!r}]:
     try:
         print(open(path).read())
     except OSError:
@@ -121,7 +142,25 @@ except OSError as error:
 """
     ran = run(program)
     assert ran.well, ran
-    assert "secret" not in ran.out and "2 processes" in ran.out and "Network is unreachable" in ran.out
+    assert (
+        "secret" not in ran.out and "2 processes" in ran.out and "Network is unreachable" in ran.out
+    )
+
+
+@isolated
+def test_a_virtual_environment_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(sys.prefix)
+    asked = json.loads(
+        sandbox.order(
+            f"import os; print(os.readlink({str(tmp_path / 'link')!r}))", "", Limits(seconds=20.0)
+        )
+    )
+    asked["readable"].append(str(tmp_path / "link"))
+    command = [sys.executable, "-I", "-S", sandbox.CELL, "2"]
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, env={}, cwd="/"
+    )
+    assert (done.stdout, done.stderr) == (f"{sys.prefix}\n", '{"ending": "exit", "code": 0}')
 
 
 @isolated
@@ -168,7 +207,8 @@ asyncio.run(main())
 
 @isolated
 @pytest.mark.skipif(
-    os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="the other tests are of who is not root"
+    os.getuid() != 0 or not Path("/usr/bin/python3").exists(),
+    reason="the other tests are of who is not root",
 )
 def test_who_is_not_root_has_cells_too() -> None:
     """Under /usr/bin/python3, which everybody may read."""
@@ -187,7 +227,15 @@ open("own", "w").write("x")
     asked |= {"python": "/usr/bin/python3", "readable": ["/bin", "/lib", "/lib64", "/usr"]}
     command = ["/usr/bin/python3", "-I", "-S", "-c", Path(sandbox.CELL).read_text(), "2"]
     done = subprocess.run(
-        command, input=json.dumps(asked), capture_output=True, text=True, env={}, cwd="/", user=1234, group=1234, extra_groups=[]
-    )  # fmt: skip
+        command,
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env={},
+        cwd="/",
+        user=1234,
+        group=1234,
+        extra_groups=[],
+    )
     assert json.loads(done.stderr) == {"ending": "exit", "code": 0}, done
     assert done.stdout == "65534 2\n"

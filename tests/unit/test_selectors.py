@@ -1,4 +1,6 @@
-"""Which tasks come in which order, what a selector learns, and that a restart forgets nothing of it (W37)."""
+"""Which tasks come in which order, what a selector learns, and that
+a restart forgets nothing of it (W37).
+"""
 
 import asyncio
 import json
@@ -11,12 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rft.buffer import selectors
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
-from rft.buffer.mixture import Mixture
-from rft.buffer.selectors import DifficultyBased
-from rft.buffer.taskset import TaskDefaults, Taskset
 from rft.config import (
     ExperienceBufferConfig,
     ExplorerConfig,
@@ -25,7 +23,10 @@ from rft.config import (
     TaskSelectorConfig,
     TasksetConfig,
 )
-from rft.experience import Experience, Task, decode
+from rft.data import selectors
+from rft.data.selectors import DifficultyBased
+from rft.data.taskset import Mixture, TaskDefaults, Taskset
+from rft.ground.experience import Experience, Task, decode
 from rft.rollout import workflows
 from rft.rollout.context import Context
 from rft.rollout.explorer import Explorer
@@ -39,15 +40,20 @@ ROWS, SIZE = 24, 4
 def taskset(directory: Path, kind: str, name: str = "t", rows: int = ROWS, **given: Any) -> Taskset:
     path = directory / f"{name}.jsonl"
     lines = [
-        {"prompt": f"{name}{n}", "response": "1", "rate": (n * 7 % rows) / rows, "strong": 1.0} for n in range(rows)
+        {"prompt": f"{name}{n}", "response": "1", "rate": (n * 7 % rows) / rows, "strong": 1.0}
+        for n in range(rows)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = {key: given.pop(key) for key in ("feature_keys", "kwargs", "seed") if key in given}
     config = TasksetConfig(
-        name=name, path=str(path), format=FormatConfig(prompt_type="plaintext"),
+        name=name,
+        path=str(path),
+        format=FormatConfig(prompt_type="plaintext"),
         task_selector=TaskSelectorConfig(selector_type=kind, **options),
-    )  # fmt: skip
-    return Taskset(config, DEFAULTS, **{"seed": 3, "epochs": None, "batch_size": SIZE, "lag": 1, **given})
+    )
+    return Taskset(
+        config, DEFAULTS, **{"seed": 3, "epochs": None, "batch_size": SIZE, "lag": 1, **given}
+    )
 
 
 def rows_of(tasks: Any, count: int) -> list[int]:
@@ -57,7 +63,10 @@ def rows_of(tasks: Any, count: int) -> list[int]:
 def test_fixed_orders(tmp_path: Path) -> None:
     assert rows_of(taskset(tmp_path, "sequential"), ROWS + 2) == [*range(ROWS), 0, 1]
     epochs = rows_of(taskset(tmp_path, "shuffle"), 2 * ROWS)
-    assert sorted(epochs[:ROWS]) == sorted(epochs[ROWS:]) == list(range(ROWS)) and epochs[:ROWS] != epochs[ROWS:]
+    assert (
+        sorted(epochs[:ROWS]) == sorted(epochs[ROWS:]) == list(range(ROWS))
+        and epochs[:ROWS] != epochs[ROWS:]
+    )
     assert rows_of(taskset(tmp_path, "shuffle", seed=4), ROWS) != epochs[:ROWS]
     easy = rows_of(taskset(tmp_path, "offline_easy2hard", feature_keys=["rate"]), 2 * ROWS)
     assert easy[:ROWS] == easy[ROWS:] == sorted(range(ROWS), key=lambda n: -(n * 7 % ROWS))
@@ -65,7 +74,10 @@ def test_fixed_orders(tmp_path: Path) -> None:
 
 def test_random_batches_have_no_row_twice_and_are_independent(tmp_path: Path) -> None:
     found = rows_of(taskset(tmp_path, "random"), ROWS)
-    assert all(len(set(found[at : at + SIZE])) == SIZE for at in range(0, ROWS, SIZE)) and len(set(found)) < ROWS
+    assert (
+        all(len(set(found[at : at + SIZE])) == SIZE for at in range(0, ROWS, SIZE))
+        and len(set(found)) < ROWS
+    )
     tasks = taskset(tmp_path, "random")
     ids = [next(tasks).id for _ in range(4 * ROWS)]
     assert len(set(ids)) == len(ids)
@@ -82,11 +94,13 @@ def test_a_cursor_goes_on_with_any_order(tmp_path: Path, kind: str) -> None:
         assert rows_of(pickle.loads(pickle.dumps(second)), 70 - stop) == whole[stop:]
 
 
-# --- learning -------------------------------------------------------------------------------------------------------
+# --- learning -------------------------------------------------------------------------------------
 
 
 def test_the_belief_is_the_counts_that_were_told() -> None:
-    """By hand: 10 trials each; what was believed fades by a half, towards Beta(1, 1), when new trials of the row come."""
+    """By hand: 10 trials each; what was believed fades by a half, towards Beta(1, 1), when new
+    trials of the row come.
+    """
     made = DifficultyBased(4, 2, seed=0, lag=0, m=10, lamb=0.5)
     made.row(0, 0, 0), made.row(0, 1, 1)
     made.tell(0, 2, 0.8)
@@ -99,11 +113,15 @@ def test_the_belief_is_the_counts_that_were_told() -> None:
     np.testing.assert_allclose((made.alpha[3], made.beta[3]), (11, 1))
     made.tell(2, 2, 0.5)
     made.row(0, 0, 6)
-    np.testing.assert_allclose((made.alpha[2], made.beta[2]), (0.5 * 9 + 0.5 + 5, 0.5 * 3 + 0.5 + 5))
+    np.testing.assert_allclose(
+        (made.alpha[2], made.beta[2]), (0.5 * 9 + 0.5 + 5, 0.5 * 3 + 0.5 + 5)
+    )
 
 
 def test_rows_that_were_not_drawn_learn_from_their_features() -> None:
-    """Two rows at 0.35 between (0.1, 0.2) and (0.5, 0.6): halfway between the models, so row 2 is expected at 0.5 too."""
+    """Two rows at 0.35 between (0.1, 0.2) and (0.5, 0.6): halfway between the models, so row 2 is
+    expected at 0.5 too.
+    """
     features = [[0.1, 0.5], [0.2, 0.6], [0.4, 0.6]]
     made = DifficultyBased(3, 2, 0, 0, features, m=10, rho=0.2, lamb=0.0)
     made._update([(0, 0, 0.3), (1, 1, 0.4)])
@@ -131,11 +149,20 @@ async def answer(task: Task, context: Any) -> list[Experience]:
     await context.sleep(task)
     if task.row % 11 == 3:
         raise KeyError("answer")
-    return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], reward=reward_of(task))]
+    return [
+        Experience(
+            tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[0.0], reward=reward_of(task)
+        )
+    ]
 
 
-async def trained(directory: Path, tasks: Any, lasts: Any, first: int, last: int, epoch: int) -> dict[int, int]:
-    """Steps [first, last) of a run on this directory; the row of every draw. Ends like a kill: nothing is told."""
+async def trained(
+    directory: Path, tasks: Any, lasts: Any, first: int, last: int, epoch: int
+) -> dict[int, int]:
+    """Steps [first, last) of a run on this directory; the row of every draw.
+
+    Ends like a kill: nothing is told.
+    """
     drawn: dict[int, int] = {}
 
     class Noting(Actor):
@@ -157,7 +184,9 @@ async def trained(directory: Path, tasks: Any, lasts: Any, first: int, last: int
     )  # small segments: it is compacted on the way
     await buffer.attach_trainer(first, epoch)
     settings = ExplorerConfig(max_retry_times=0, runner_per_model=64)
-    exploring = Explorer(settings, ModelConfig(), tasks, [], {"engine_0": None}, Noting(buffer), SIZE)  # type: ignore[arg-type]
+    exploring = Explorer(
+        settings, ModelConfig(), tasks, [], {"engine_0": None}, Noting(buffer), SIZE
+    )  # type: ignore[arg-type]
     exploring.max_failures = 10**6
 
     async def sleep(self: Any, task: Task) -> None:
@@ -186,7 +215,9 @@ def learning(directory: Path) -> Taskset:
 def test_a_run_that_was_killed_draws_what_an_unbroken_one_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through explorer, buffer and journal, which was cut on the way: the learned beliefs are the same bits, whatever took long."""
+    """Through explorer, buffer and journal, which was cut on the way: the learned beliefs are the
+    same bits, whatever took long.
+    """
     monkeypatch.setattr(workflows, "run", answer)
     whole, first, second = learning(tmp_path), learning(tmp_path), learning(tmp_path)
 
@@ -201,26 +232,36 @@ def test_a_run_that_was_killed_draws_what_an_unbroken_one_draws(
         return unbroken, before | after
 
     unbroken, broken = run(scenario())
-    assert [unbroken[draw] for draw in range(20 * SIZE)] == [broken[draw] for draw in range(20 * SIZE)]
+    assert [unbroken[draw] for draw in range(20 * SIZE)] == [
+        broken[draw] for draw in range(20 * SIZE)
+    ]
     ours, theirs = whole._selector, second._selector
     assert (
         isinstance(ours, DifficultyBased)
         and isinstance(theirs, DifficultyBased)
         and ours.learned == theirs.learned > 15
     )
-    assert ours.alpha.tobytes() == theirs.alpha.tobytes() and ours.beta.tobytes() == theirs.beta.tobytes()
+    assert (
+        ours.alpha.tobytes() == theirs.alpha.tobytes()
+        and ours.beta.tobytes() == theirs.beta.tobytes()
+    )
     assert ours.alpha.max() > 3  # it did learn
 
 
-# --- several sets ---------------------------------------------------------------------------------------------------
+# --- several sets ---------------------------------------------------------------------------------
 
 
 def mixture(directory: Path, kind: str = "shuffle") -> Mixture:
-    sets = [taskset(directory, kind, "small", 6, is_part=True), taskset(directory, kind, "large", 19, is_part=True)]
+    sets = [
+        taskset(directory, kind, "small", 6, is_part=True),
+        taskset(directory, kind, "large", 19, is_part=True),
+    ]
     return Mixture(sets, 3, None, SIZE)
 
 
-def test_an_epoch_of_several_sets_has_every_row_once_but_for_the_short_batch(tmp_path: Path) -> None:
+def test_an_epoch_of_several_sets_has_every_row_once_but_for_the_short_batch(
+    tmp_path: Path,
+) -> None:
     made = mixture(tmp_path)
     assert (len(made), made.name) == (24, "small+large")
     for _ in range(3):
@@ -252,4 +293,10 @@ def test_a_set_of_a_mixture_hears_of_its_own_tasks_only(tmp_path: Path) -> None:
 
 
 def test_every_selector_of_the_reference_is_there() -> None:
-    assert set(selectors.SELECTORS) == {"sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"}
+    assert set(selectors.SELECTORS) == {
+        "sequential",
+        "shuffle",
+        "random",
+        "offline_easy2hard",
+        "difficulty_based",
+    }

@@ -1,4 +1,6 @@
-"""What reaches the services: read back from their own files, and refused or counted where they cannot be reached."""
+"""What reaches the services: read back from their own files, and refused or counted where they
+cannot be reached.
+"""
 
 import io
 import json
@@ -14,15 +16,16 @@ from typing import Any
 import pytest
 
 from rft.config import ConfigError, MonitorConfig
-from rft.experience import Experience, VersionSpan
+from rft.ground.experience import Experience, VersionSpan
 from rft.monitor import mlflow, names, sinks
 from rft.monitor.records import flattened_config
-from rft.reporting import distributions, quantiles
+from rft.trainer.reporting import distributions, quantiles
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")
 RECORDED = Path(__file__).with_name("recorded_run")
 CONFIG = (
-    "name: run\nalgorithm:\n  optimizer:\n    lr: 1.0e-06\n  advantage_fn_args: {}\ntrainer:\n  total_steps: null\n"
+    "name: run\nalgorithm:\n  optimizer:\n    lr: 1.0e-06\n  advantage_fn_args: "
+    "{}\ntrainer:\n  total_steps: null\n"
 )
 
 
@@ -34,21 +37,29 @@ def test_an_offline_run_of_wandb_has_metrics_config_and_tables_at_their_policy_v
     job = tmp_path / "job"
     job.mkdir()
     (job / "resolved.yaml").write_text(CONFIG)
-    with sinks.build(MonitorConfig(monitor_type="wandb"), job, "p", "my run", 5, 0, io.StringIO()) as monitor:
+    with sinks.build(
+        MonitorConfig(monitor_type="wandb"), job, "p", "my run", 5, 0, io.StringIO()
+    ) as monitor:
         monitor.log({"reward/mean": 0.5}, 7)
         monitor.log({"eval/sums/accuracy": 0.25}, 5)
         monitor.table("samples", [{"prompt": "1+1=", "reward": 1.0}], 7)
         monitor.histograms({"reward": [0.0, 1.0, 1.0]}, 7)
     rows, settings, name = written(job)
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [(7, 0.5)]
-    assert [(row["step"], row["eval/sums/accuracy"]) for row in rows if "eval/sums/accuracy" in row] == [(5, 0.25)]
+    assert [
+        (row["step"], row["eval/sums/accuracy"]) for row in rows if "eval/sums/accuracy" in row
+    ] == [(5, 0.25)]
     assert [row["samples"]["_type"] for row in rows if "samples" in row] == ["table-file"]
-    assert [sum(row["histogram/reward"]["values"]) for row in rows if "histogram/reward" in row] == [3]
+    assert [
+        sum(row["histogram/reward"]["values"]) for row in rows if "histogram/reward" in row
+    ] == [3]
     assert settings["algorithm.optimizer.lr"] == "1e-06" and name == "my run"
 
 
 def whole_records(data: bytes) -> Iterator[bytes]:
-    """W&B's file is a log of LevelDB's form: blocks of 32 KiB, records that may go over several, after 7 bytes of its own."""
+    """W&B's file is a log of LevelDB's form: blocks of 32 KiB, records that may go over several,
+    after 7 bytes of its own.
+    """
     at, record = 7, b""
     while at < len(data):
         left = BLOCK - at % BLOCK
@@ -83,7 +94,9 @@ def written(job: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
             rows.append(row)
         if record.HasField("run"):
             name = record.run.display_name
-            settings |= {update.key: json.loads(update.value_json) for update in record.run.config.update}
+            settings |= {
+                update.key: json.loads(update.value_json) for update in record.run.config.update
+            }
     return rows, settings, name
 
 
@@ -102,12 +115,19 @@ def test_tensorboard_gets_histograms(tmp_path: Path) -> None:
 def test_a_detailed_step_has_the_values_behind_its_means() -> None:
     experiences = [
         Experience(
-            tokens=[1, 2, 3, 4], prompt_length=2, action_mask=[1, 0], logprobs=[-1.0, -9.0], reward=float(number), group=0,
+            tokens=[1, 2, 3, 4],
+            prompt_length=2,
+            action_mask=[1, 0],
+            logprobs=[-1.0, -9.0],
+            reward=float(number),
+            group=0,
             versions=[VersionSpan(version=4, start=0, end=2)],
         )
         for number in range(5)
-    ]  # fmt: skip
-    values = distributions([*experiences, Experience(tokens=[1, 2], prompt_length=1, action_mask=[1])], step=5)
+    ]
+    values = distributions(
+        [*experiences, Experience(tokens=[1, 2], prompt_length=1, action_mask=[1])], step=5
+    )
     assert values["reward"] == [0.0, 1.0, 2.0, 3.0, 4.0] and values["staleness"] == [1.0] * 5
     assert values["logprob"] == [-1.0] * 5, "of trained tokens only"
     assert values["response_length"] == [2.0] * 5 + [1.0]
@@ -168,7 +188,11 @@ def test_a_server_that_takes_nothing_costs_its_calls_and_not_the_run(
     with (
         caplog.at_level(logging.WARNING),
         sinks.build(
-            MonitorConfig(monitor_type="mlflow", monitor_args=args), tmp_path, "p", "n", stream=io.StringIO()
+            MonitorConfig(monitor_type="mlflow", monitor_args=args),
+            tmp_path,
+            "p",
+            "n",
+            stream=io.StringIO(),
         ) as m,
     ):
         m.log({"loss": 1.0}, 1)
@@ -176,8 +200,12 @@ def test_a_server_that_takes_nothing_costs_its_calls_and_not_the_run(
     assert "did not take 2 of our calls" in caplog.text and "secret-word" not in caplog.text
     heard = grumpy.heard  # type: ignore[attr-defined]
     assert [body["metrics"][0]["step"] for _, body, _ in heard if "metrics" in body] == [1, 2]
-    assert heard[-1][1]["status"] == "FINISHED" and all(word.startswith("Basic ") for _, _, word in heard)
-    assert b"secret-word" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert heard[-1][1]["status"] == "FINISHED" and all(
+        word.startswith("Basic ") for _, _, word in heard
+    )
+    assert b"secret-word" not in b"".join(
+        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
 
 
 def test_a_server_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -190,17 +218,28 @@ def test_a_server_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> N
 
 
 def test_numbers_that_json_does_not_have_are_words() -> None:
-    assert [mlflow._number(value) for value in (1.5, float("nan"), float("inf"), -float("inf"))] == [
-        1.5, "NaN", "Infinity", "-Infinity",
-    ]  # fmt: skip
+    assert [
+        mlflow._number(value) for value in (1.5, float("nan"), float("inf"), -float("inf"))
+    ] == [
+        1.5,
+        "NaN",
+        "Infinity",
+        "-Infinity",
+    ]
 
 
 # Names
 
 
 def test_what_other_systems_call_ours_are_names_that_a_run_has() -> None:
-    """Of a real run; what needs a critic, a reference or a GPU is not in it, nor what came later, and extremes are of the batch."""
-    recorded = {name for line in (RECORDED / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    """Of a real run; what needs a critic, a reference or a GPU is not in it, nor what came later,
+    and extremes are of the batch.
+    """
+    recorded = {
+        name
+        for line in (RECORDED / "metrics.jsonl").read_text().splitlines()
+        for name in json.loads(line)
+    }
     elsewhere = {"kl/reference", "perf/mfu", "pool/running", "reward/max", "reward/min"}
     later = {"clip_frac_low", "clip_frac_high", "checkpoint/bytes", "checkpoint/behind_steps"}
     assert set(names.ELSEWHERE.values()) - recorded <= elsewhere | later
@@ -208,10 +247,15 @@ def test_what_other_systems_call_ours_are_names_that_a_run_has() -> None:
 
 def test_a_metric_gets_its_other_names_and_keeps_its_own() -> None:
     found = names.with_other_names({"loss": 1.0, "kl/reference": 2.0, "time/train_s": 3.0})
-    assert found["actor/final_loss"] == found["loss"] == 1.0 and found["kl/ref"] == found["actor/kl_loss"] == 2.0
+    assert (
+        found["actor/final_loss"] == found["loss"] == 1.0
+        and found["kl/ref"] == found["actor/kl_loss"] == 2.0
+    )
     assert found["time/train_step"] == 3.0 and "actor/grad_norm" not in found
 
 
 def test_the_page_lists_the_names_of_the_code() -> None:
     page = (Path(names.__file__).parents[2] / "docs" / "observe.md").read_text()
-    assert [other for other, ours in names.ELSEWHERE.items() if f"| `{other}` | `{ours}` |" not in page] == []
+    assert [
+        other for other, ours in names.ELSEWHERE.items() if f"| `{other}` | `{ours}` |" not in page
+    ] == []

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rft.buffer.sft_rows import SupervisedRows, check_supervised
 from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
-from rft.experience import Experience, decode, encode
+from rft.data.supervised import SupervisedRows, check_supervised
+from rft.ground.experience import Experience, decode, encode
 from rft.tools.toy import character_tokenizer
 
 KEY = "buffer.trainer_input.experience_buffer.path"
@@ -20,9 +20,13 @@ def tokenizer() -> Any:
     return character_tokenizer()
 
 
-def write(path: Path, rows: list[dict[str, Any]], prompt_type: str = "plaintext") -> ExperienceBufferConfig:
+def write(
+    path: Path, rows: list[dict[str, Any]], prompt_type: str = "plaintext"
+) -> ExperienceBufferConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return ExperienceBufferConfig(name="rows", storage_type="file", path=str(path), format=RowFormatConfig(prompt_type))
+    return ExperienceBufferConfig(
+        name="rows", storage_type="file", path=str(path), format=RowFormatConfig(prompt_type)
+    )
 
 
 def sums(path: Path, count: int) -> ExperienceBufferConfig:
@@ -36,11 +40,17 @@ def parts(tokenizer: Any, experience: Experience) -> tuple[str, str]:
     return tokenizer.decode(experience.tokens[:split]), tokenizer.decode(experience.tokens[split:])
 
 
-def test_the_loss_is_on_the_response_and_the_end_of_the_turn(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_loss_is_on_the_response_and_the_end_of_the_turn(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     config = sums(tmp_path / "a.jsonl", 1)
     (experience,) = SupervisedRows(config, tokenizer, 1, 0, 64, epochs=1).take(0).experiences
     assert parts(tokenizer, experience) == ("<|user|>0+1=<|end|><|assistant|>", "1<|end|>")
-    assert (experience.group, experience.task, experience.reward_outcome) == (-1, "rows/0/0", "none")
+    assert (experience.group, experience.task, experience.reward_outcome) == (
+        -1,
+        "rows/0/0",
+        "none",
+    )
     assert decode(encode(experience), Experience) == experience
 
 
@@ -67,7 +77,9 @@ def test_of_messages_only_the_last_answer_has_loss(tmp_path: Path, tokenizer: An
 
 def test_every_epoch_takes_every_row_once_in_another_order(tmp_path: Path, tokenizer: Any) -> None:
     rows = SupervisedRows(sums(tmp_path / "a.jsonl", 12), tokenizer, 4, 7, 64, epochs=2)
-    epochs = [[e.task for step in range(at, at + 3) for e in rows.take(step).experiences] for at in (0, 3)]
+    epochs = [
+        [e.task for step in range(at, at + 3) for e in rows.take(step).experiences] for at in (0, 3)
+    ]
     assert all(len(set(tasks)) == 12 for tasks in epochs)
     orders = [[task.split("/")[2] for task in tasks] for tasks in epochs]
     assert orders[0] != orders[1]
@@ -82,7 +94,9 @@ def test_a_resume_at_any_step_goes_on_exactly_there(tmp_path: Path, tokenizer: A
     batches = [straight.take(step) for step in range(9)]
     assert batches[8].experiences == []
     for step in (4, 0, 7, 3, 8):
-        assert SupervisedRows(config, tokenizer, 3, 1, 64, total_steps=8).take(step) == batches[step]
+        assert (
+            SupervisedRows(config, tokenizer, 3, 1, 64, total_steps=8).take(step) == batches[step]
+        )
     other = SupervisedRows(config, tokenizer, 3, 2, 64, total_steps=8)
     assert [other.take(step) for step in range(8)] != batches[:8]
     trained = [e.task for batch in batches for e in batch.experiences]
@@ -101,7 +115,9 @@ def test_rows_that_are_too_long_are_left_out_and_reported_never_cut(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = ["1", "1" * 50, "2", "2" * 60, "123"]
-    config = write(tmp_path / "a.jsonl", [{"prompt": "x", "response": answer} for answer in answers])
+    config = write(
+        tmp_path / "a.jsonl", [{"prompt": "x", "response": answer} for answer in answers]
+    )
     config.shuffle = False
     with caplog.at_level(logging.WARNING):
         rows = SupervisedRows(config, tokenizer, 3, 0, 8)
@@ -110,9 +126,15 @@ def test_rows_that_are_too_long_are_left_out_and_reported_never_cut(
         and "2 have" in caplog.text
         and "more than 8 tokens (the longest 65)" in caplog.text
     )
-    assert [parts(tokenizer, e)[1] for e in rows.take(0).experiences] == ["1<|end|>", "2<|end|>", "123<|end|>"]
+    assert [parts(tokenizer, e)[1] for e in rows.take(0).experiences] == [
+        "1<|end|>",
+        "2<|end|>",
+        "123<|end|>",
+    ]
     assert rows.state()["too_long"] == 2
-    with pytest.raises(ConfigError, match=r"2 rows of at most 7 tokens, fewer than buffer.train_batch_size=3"):
+    with pytest.raises(
+        ConfigError, match=r"2 rows of at most 7 tokens, fewer than buffer.train_batch_size=3"
+    ):
         SupervisedRows(config, tokenizer, 3, 0, 7)
 
 
@@ -123,13 +145,17 @@ def test_rows_that_are_too_long_are_left_out_and_reported_never_cut(
         ({"message": []}, r"experience_buffer\.format\.messages_key: .*did you mean 'message'"),
     ],
 )
-def test_rows_without_an_answer_are_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_rows_without_an_answer_are_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_supervised(write(tmp_path / "a.jsonl", [row], "messages"), KEY)
 
 
 def test_too_few_rows_or_no_path_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 rows, fewer than one step takes \(buffer.train_batch_size=3\)"):
+    with pytest.raises(
+        ConfigError, match=r"2 rows, fewer than one step takes \(buffer.train_batch_size=3\)"
+    ):
         check_supervised(sums(tmp_path / "a.jsonl", 2), KEY, train_batch_size=3)
     with pytest.raises(ConfigError, match=r"experience_buffer\.path: storage_type=file needs"):
         check_supervised(ExperienceBufferConfig(storage_type="file"), KEY)

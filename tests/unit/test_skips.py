@@ -1,18 +1,28 @@
-"""Steps that are not finite: counted over resumes, their batches on disk, and the end of a run that has nothing else."""
+"""Steps that are not finite: counted over resumes, their batches on disk, and the end of a run that
+has nothing else.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from rft.experience import Batch, Experience, decode
-from rft.skips import KEPT, NotFinite, SkippedSteps
+from rft.ground.experience import Batch, Experience, decode
+from rft.trainer.skips import KEPT, NotFinite, SkippedSteps
 
 GOOD = {"loss": 0.5, "grad_norm": 1.0, "skipped": 0.0}
 BAD = {"loss": float("nan"), "grad_norm": float("inf"), "skipped": 1.0}
 
 
 def experiences(step: int) -> list[Experience]:
-    return [Experience(tokens=[1, 2, step], prompt_length=1, action_mask=[1, 1], logprobs=[-0.5, -1.5], reward=0.25)]
+    return [
+        Experience(
+            tokens=[1, 2, step],
+            prompt_length=1,
+            action_mask=[1, 1],
+            logprobs=[-0.5, -1.5],
+            reward=0.25,
+        )
+    ]
 
 
 def skips(root: Path, limit: int = 3, lead: bool = True) -> tuple[SkippedSteps, list[str]]:
@@ -61,4 +71,8 @@ def test_without_a_limit_the_run_goes_on_and_keeps_the_newest(tmp_path: Path) ->
     for step in range(1, KEPT + 4):
         found.after(step, BAD, experiences(step))
     names = sorted(p.name for p in (tmp_path / "failed_batches").iterdir())
-    assert len(names) == KEPT and names[-1] == f"step_{KEPT + 3:08d}.msgpack" and names[0] == "step_00000004.msgpack"
+    assert (
+        len(names) == KEPT
+        and names[-1] == f"step_{KEPT + 3:08d}.msgpack"
+        and names[0] == "step_00000004.msgpack"
+    )

@@ -1,4 +1,6 @@
-"""Several processes share a buffer in a database: nothing is lost, nothing is trained twice, whoever dies when. Here on SQLite."""
+"""Several processes share a buffer in a database: nothing is lost, nothing is trained twice,
+whoever dies when. Here on SQLite.
+"""
 
 import asyncio
 import threading
@@ -42,7 +44,9 @@ def change(url: str, statement: str) -> None:
         connection.execute(sql.text(statement))
 
 
-def test_processes_that_are_killed_lose_nothing_and_repeat_nothing(url: str, tmp_path: Path) -> None:
+def test_processes_that_are_killed_lose_nothing_and_repeat_nothing(
+    url: str, tmp_path: Path
+) -> None:
     exactly_once(url, tmp_path, writers=2, leasers=2, groups=16)
 
 
@@ -106,7 +110,8 @@ def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: st
         await two.published(1)
         assert await two.admit("b", b"t", {}) == 2, "b serves version 1, which covers step 0"
         with pytest.raises(TimeoutError):
-            await one.admit("a", b"t", {})  # a group of version 0 would be trained in step 1, too late
+            # a group of version 0 would be trained in step 1, too late
+            await one.admit("a", b"t", {})
 
     run(test)
 
@@ -118,14 +123,18 @@ def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
             await mine.attach_explorer(name)
             await mine.published(0)
         assert [
-            await mine.admit(name, b"t", {}) for mine, name in ((dead, "dead"), (alive, "alive"), (alive, "alive"))
+            await mine.admit(name, b"t", {})
+            for mine, name in ((dead, "dead"), (alive, "alive"), (alive, "alive"))
         ] == [0, 1, 2]
         await trainer.attach_trainer(0, 1)
         taking = asyncio.create_task(taken(trainer, 0))
         await alive.put(1, rows(1.0))
         await alive.put(2, rows(1.0))
         assert not taking.done(), "group 0 is older, and under way"
-        change(url, "update experience_buffer_explorers set heard = heard - 100 where name = 'p/run/dead'")
+        change(
+            url,
+            "update experience_buffer_explorers set heard = heard - 100 where name = 'p/run/dead'",
+        )
         assert await taking == [1, 2]
         again = buffer(url, max_staleness=1)
         assert (await again.attach_explorer("dead"))["reissue"] == [(0, b"t")]
@@ -148,11 +157,19 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url:
         await silent.saved(1)
         assert await taken(silent, 1) == [2, 3]
         assert await taken(other, 0) == [4, 5], "nobody is silent yet"
-        change(url, "update experience_buffer_trainers set heard = heard - 1000 where name like 'p/silent%'")
+        change(
+            url,
+            (
+                "update experience_buffer_trainers set heard = heard - 1000 where name like "
+                "'p/silent%'"
+            ),
+        )
         assert await taken(other, 1) == [2, 3]
         with pytest.raises(Lost, match="another trainer has it"):
             await silent.consumed(1)
-        assert (await silent.attach_trainer(0, 2))["replay"] == [0], "what its checkpoint holds stays its own"
+        assert (await silent.attach_trainer(0, 2))["replay"] == [0], (
+            "what its checkpoint holds stays its own"
+        )
 
     run(test)
 
@@ -201,7 +218,12 @@ def test_what_cannot_be_trained_on_is_counted_and_never_shrinks_a_batch(url: str
             await mine.put(group, rows(0.0))
         await mine.put(groups[4], rows(1.0, version=5))
         found = await mine.stats()
-        assert (found["failed"], found["bad_rewards"], found["oversized_groups"], found["duplicate_puts"]) == (
+        assert (
+            found["failed"],
+            found["bad_rewards"],
+            found["oversized_groups"],
+            found["duplicate_puts"],
+        ) == (
             2,
             1,
             1,
@@ -252,7 +274,10 @@ def test_a_password_in_the_url_is_in_no_file_and_reaches_the_processes_of_the_ru
     monkeypatch.delenv(name, raising=False)
     configs.save(config, tmp_path / "resolved.yaml")
     assert "sesame" not in (tmp_path / "resolved.yaml").read_text()
-    assert configs.load(tmp_path / "resolved.yaml").buffer.trainer_input.experience_buffer.path == address
+    assert (
+        configs.load(tmp_path / "resolved.yaml").buffer.trainer_input.experience_buffer.path
+        == address
+    )
     assert "sesame" not in shown(address)
     monkeypatch.delenv(name)
 

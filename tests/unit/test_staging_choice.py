@@ -8,7 +8,9 @@ from rft.checkpoint import staging
 
 
 @pytest.mark.parametrize(("lazy", "eager"), [(3.0, 2.0), (2.0, 3.0)])
-def test_auto_takes_what_was_quicker(monkeypatch: pytest.MonkeyPatch, lazy: float, eager: float) -> None:
+def test_auto_takes_what_was_quicker(
+    monkeypatch: pytest.MonkeyPatch, lazy: float, eager: float
+) -> None:
     now = [0.0]
     monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
     choice = staging.Choice("auto")

@@ -1,4 +1,7 @@
-"""Sweeps: every trial once, a failed one as failed, a killed sweep going on. Real processes, runs that take no time."""
+"""Sweeps: every trial once, a failed one as failed, a killed sweep going on.
+
+Real processes, runs that take no time.
+"""
 
 import json
 import os
@@ -12,9 +15,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rft.config import ConfigError
-from rft.config_sweep import SweepConfig
-from rft.sweep import arguments, job, objective, records
+from rft.config import ConfigError, SweepConfig
+from rft.extras.sweep import arguments, job, objective, records
+from rft.ground import durable
 from rft.tools.toy import write_arithmetic, write_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,17 +39,33 @@ class Sweep:
         self.root, self.directory = root, root / "rft" / "wide" / "sweep"
         rows = assets / "train.jsonl"
         self.command = [
-            sys.executable, "-m", "rft.train", "-m", "experiment=sft", "name=wide", f"checkpoint_root_dir={root}", "device=cpu",
-            "monitor=none", f"model.model_path={assets / 'model'}", f"buffer.trainer_input.experience_buffer.path={rows}",
-            "prepare=sweep_trial:prepare", "sweep.objective=loss", "trainer.total_steps=2",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "rft.train",
+            "-m",
+            "experiment=sft",
+            "name=wide",
+            f"checkpoint_root_dir={root}",
+            "device=cpu",
+            "monitor=none",
+            f"model.model_path={assets / 'model'}",
+            f"buffer.trainer_input.experience_buffer.path={rows}",
+            "prepare=sweep_trial:prepare",
+            "sweep.objective=loss",
+            "trainer.total_steps=2",
+        ]
 
     def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
         paths = os.pathsep.join([HERE, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
-            [*self.command, *arguments], cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": paths} | environment,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [*self.command, *arguments],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": paths} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
@@ -69,18 +88,27 @@ def sweep(tmp_path: Path, assets: Path) -> Sweep:
 def test_a_failed_trial_fails_and_the_others_run_once(sweep: Sweep) -> None:
     code, told, errors = sweep.run("seed=1,13,2", "sweep.value=best")
     assert code == 1 and "trial 1 failed with exit code 2" in errors and "Traceback" not in errors
-    assert "sweep: trial 0 finished: loss=0.5\n" in told and "sweep: trial 2 finished: loss=0.5\n" in told
+    assert (
+        "sweep: trial 0 finished: loss=0.5\n" in told
+        and "sweep: trial 2 finished: loss=0.5\n" in told
+    )
     assert sweep.states() == ["finished", "failed", "finished"]
     code, told, _ = sweep.run("seed=1,13,2", "sweep.value=last")
-    assert code == 1 and "sweep: trial 0 finished: loss=-0.75\n" in told, "judged anew, not run anew"
+    assert code == 1 and "sweep: trial 0 finished: loss=-0.75\n" in told, (
+        "judged anew, not run anew"
+    )
     assert sweep.attempts() == ["1 1", "13 1", "2 1", "13 1"]
     code, told, _ = sweep.run("seed=0,1,2")
-    assert code == 0 and "sweep: trial 3 finished" in told, "a wider grid takes up the trials there are"
+    assert code == 0 and "sweep: trial 3 finished" in told, (
+        "a wider grid takes up the trials there are"
+    )
     assert sweep.attempts()[4:] == ["0 1"]
 
 
 def hold(sweep: Sweep, seed: int) -> Path:
-    """A trial of this seed waits here until it is killed, for the test never closes its end of the pipe before that."""
+    """A trial of this seed waits here until it is killed, for the test never closes its end of the
+    pipe before that.
+    """
     pipe = sweep.root / f"hold_{seed}"
     os.mkfifo(pipe)
     return pipe
@@ -108,15 +136,24 @@ def test_a_signal_is_passed_on_and_ends_the_sweep_with_its_code(sweep: Sweep) ->
     process.terminate()
     _, errors = process.communicate(timeout=60)
     os.close(writer)
-    assert process.returncode == 128 + signal.SIGTERM and "sweep stopped by SIGTERM in trial 0" in errors
-    assert sweep.states() == ["stopped"] and sweep.attempts() == ["1 1"], "the next trial has not begun"
+    assert (
+        process.returncode == 128 + signal.SIGTERM
+        and "sweep stopped by SIGTERM in trial 0" in errors
+    )
+    assert sweep.states() == ["stopped"] and sweep.attempts() == ["1 1"], (
+        "the next trial has not begun"
+    )
 
 
 @pytest.mark.parametrize(
     ("argument", "environment", "words"),
     [
         ("seed=1,2", {"RANK": "0", "WORLD_SIZE": "2"}, "-m cannot run under torchrun"),
-        ("seed=1,2", {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "-m cannot run under slurm"),
+        (
+            "seed=1,2",
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            "-m cannot run under slurm",
+        ),
         ("name=a,b", {}, "name is where the whole sweep is kept"),
         ("+monitor.monitor_args.api_key=planted", {}, "give this one in the environment"),
         ("seeed=1,2", {}, "did you mean `seed`"),
@@ -126,16 +163,22 @@ def test_what_cannot_be_a_sweep_is_refused_in_one_line(
     sweep: Sweep, argument: str, environment: dict[str, str], words: str
 ) -> None:
     code, _, errors = sweep.run(argument, **environment)
-    assert code == 2 and errors.startswith("rft: config refused: ") and errors.count("\n") == 1 and words in errors
+    assert (
+        code == 2
+        and errors.startswith("rft: config refused: ")
+        and errors.count("\n") == 1
+        and words in errors
+    )
     assert not sweep.directory.exists() and "planted" not in errors
 
 
 def test_a_launcher_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(arguments.LAUNCHERS, "parallel", "hydra_no_such_launcher")
     with pytest.raises(
-        ConfigError, match=r"hydra/launcher=parallel needs hydra-no-such-launcher: pip install 'rft\[sweep\]'"
+        ConfigError,
+        match=r"hydra/launcher=parallel needs hydra-no-such-launcher: pip install 'rft\[sweep\]'",
     ):
-        arguments.check(["-m", "hydra/launcher=parallel"])
+        arguments.check(["-m", "hydra/launcher=parallel"], None)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +192,16 @@ def test_a_launcher_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
         ("continue_from_checkpoint", False, "to begin anew give it another name"),
     ],
 )
-def test_a_trial_lives_under_the_sweeps_own_name(tmp_path: Path, key: str, value: object, words: str) -> None:
+def test_a_trial_lives_under_the_sweeps_own_name(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
     raw = OmegaConf.create(
-        {"checkpoint_root_dir": str(tmp_path), "project": "rft", "name": "wide", "continue_from_checkpoint": True}
+        {
+            "checkpoint_root_dir": str(tmp_path),
+            "project": "rft",
+            "name": "wide",
+            "continue_from_checkpoint": True,
+        }
     )
     directory = tmp_path / "rft" / "wide" / "sweep" / "3"
     assert job.of_trial(raw, directory).name == "wide/sweep/3" and raw.name == "wide"
@@ -160,7 +210,7 @@ def test_a_trial_lives_under_the_sweeps_own_name(tmp_path: Path, key: str, value
         job.of_trial(raw, directory)
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def test_a_trial_is_known_by_its_overrides_in_any_order(tmp_path: Path) -> None:
@@ -197,7 +247,7 @@ def test_a_trial_that_an_earlier_sweep_left_is_waited_for(tmp_path: Path) -> Non
     lock = records.lock(trial.directory, 0.0)
     assert lock is not None
     left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
-    records.hold(lock, left.pid)
+    durable.sign(lock, str(left.pid))
     os.close(lock)
     assert records.is_running(trial.directory)
     with ThreadPoolExecutor(1) as pool:
@@ -206,7 +256,7 @@ def test_a_trial_that_an_earlier_sweep_left_is_waited_for(tmp_path: Path) -> Non
         assert waiting.result() is not None
 
 
-# --- objective -------------------------------------------------------------------------------------------------------
+# --- objective ------------------------------------------------------------------------------------
 
 
 def trial_with(directory: Path, **stages: list[dict[str, float | None]]) -> records.Trial:
@@ -214,15 +264,24 @@ def trial_with(directory: Path, **stages: list[dict[str, float | None]]) -> reco
     trial.stages = list(stages)
     for stage, rows in stages.items():
         (trial.directory / stage).mkdir()
-        (trial.directory / stage / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (trial.directory / stage / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return trial
 
 
 def test_the_objective_is_of_the_last_stage_that_has_it(tmp_path: Path) -> None:
     warmup = [{"step": 1, "loss": 3.0, "entropy": 9.0}, {"step": 2, "loss": 2.0}]
-    tuned = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.4}, {"step": 3, "loss": 0.2}, {"step": 4, "loss": None}]
+    tuned = [
+        {"step": 1, "loss": 0.1},
+        {"step": 2, "loss": 0.4},
+        {"step": 3, "loss": 0.2},
+        {"step": 4, "loss": None},
+    ]
     trial = trial_with(tmp_path, warmup=warmup, tuned=tuned)
-    assert objective.value(trial, SweepConfig("loss")) == 0.2, "a value that is no number is not the last"
+    assert objective.value(trial, SweepConfig("loss")) == 0.2, (
+        "a value that is no number is not the last"
+    )
     assert objective.value(trial, SweepConfig("loss", "best")) == 0.4
     assert objective.value(trial, SweepConfig("loss", "best", "minimize")) == 0.1
     assert objective.value(trial, SweepConfig("entropy")) == 9.0
@@ -233,7 +292,8 @@ def test_the_objective_is_of_the_last_stage_that_has_it(tmp_path: Path) -> None:
 def test_a_metric_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
     trial = trial_with(tmp_path, run=[{"step": 1, "eval/held_out/accuracy": 0.5}])
     with pytest.raises(
-        ConfigError, match="sweep.objective=eval/accuracy: trial 0 .*did you mean `eval/held_out/accuracy`"
+        ConfigError,
+        match="sweep.objective=eval/accuracy: trial 0 .*did you mean `eval/held_out/accuracy`",
     ):
         objective.value(trial, SweepConfig("eval/accuracy"))
     with pytest.raises(ConfigError, match="sweep.value=first is unknown. Known: last, best"):

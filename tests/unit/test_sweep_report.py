@@ -1,4 +1,6 @@
-"""The report of a sweep: what differs between trials, no number for a trial that has not finished, and a picture of the rest."""
+"""The report of a sweep: what differs between trials, no number for a trial that has not finished,
+and a picture of the rest.
+"""
 
 import csv
 import json
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.sweep import records
+from rft.extras.sweep import records
 from rft.tools import sweep_report
 
 
@@ -17,15 +19,26 @@ def sweep_dir(tmp_path: Path) -> Path:
     states = ["finished", "failed", "finished", "running", "finished"]
     for number, state in enumerate(states):
         trial = records.claim(
-            tmp_path / "sweep", ["experiment=sft", f"lr=1e-{number + 2}", f"seed={number % 2}", "sweep=grid"]
+            tmp_path / "sweep",
+            ["experiment=sft", f"lr=1e-{number + 2}", f"seed={number % 2}", "sweep=grid"],
         )
-        trial.state, trial.code, trial.stages, trial.seconds = state, 10 if state == "failed" else 0, [""], 61.4
+        trial.state, trial.code, trial.stages, trial.seconds = (
+            state,
+            10 if state == "failed" else 0,
+            [""],
+            61.4,
+        )
         trial.attempts = 1
         trial.write()
         accuracy = [1 - math.exp(-step / (10 + 5 * number)) for step in range(1, 31)]
-        rows = [{"step": step, "loss": 3 - value, "accuracy": value} for step, value in enumerate(accuracy, start=1)]
+        rows = [
+            {"step": step, "loss": 3 - value, "accuracy": value}
+            for step, value in enumerate(accuracy, start=1)
+        ]
         shown = rows[: 30 if state == "finished" else 12]
-        (trial.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+        (trial.directory / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in shown)
+        )
     return tmp_path / "sweep"
 
 
@@ -35,15 +48,25 @@ def test_one_table_and_one_picture(sweep_dir: Path, capsys: pytest.CaptureFixtur
     assert "experiment=sft" not in told, "what all trials share tells nothing"
     assert "best     trial 0: accuracy=0.950213 with lr=1e-2 seed=0" in told
     rows = list(csv.DictReader((sweep_dir / "sweep.csv").open()))
-    assert [row["state"] for row in rows] == ["finished", "failed (10)", "finished", "interrupted", "finished"]
+    assert [row["state"] for row in rows] == [
+        "finished",
+        "failed (10)",
+        "finished",
+        "interrupted",
+        "finished",
+    ]
     assert [row["accuracy"] for row in rows] == ["0.9502", "-", "0.7769", "-", "0.6321"]
-    assert [row["steps"] for row in rows] == ["30", "12", "30", "12", "30"] and rows[1]["overrides"] == "lr=1e-3 seed=1"
+    assert [row["steps"] for row in rows] == ["30", "12", "30", "12", "30"] and rows[1][
+        "overrides"
+    ] == "lr=1e-3 seed=1"
     page = (sweep_dir / "sweep.md").read_text().splitlines()
     assert len(page) == 7 and all(line.count(" | ") == 6 for line in page)
     assert (sweep_dir / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_judged_by_another_metric_another_trial_is_best(sweep_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_judged_by_another_metric_another_trial_is_best(
+    sweep_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     smallest = [
         "--objective",
         "accuracy",
@@ -56,7 +79,9 @@ def test_judged_by_another_metric_another_trial_is_best(sweep_dir: Path, capsys:
     ]
     assert sweep_report.main([str(sweep_dir), *smallest]) == 0
     assert "best     trial 4" in capsys.readouterr().out
-    assert (sweep_dir.parent / "out" / "sweep.png").exists() and not (sweep_dir / "sweep.png").exists()
+    assert (sweep_dir.parent / "out" / "sweep.png").exists() and not (
+        sweep_dir / "sweep.png"
+    ).exists()
 
 
 def test_without_an_objective_it_still_tells_how_the_sweep_stands(
@@ -67,6 +92,8 @@ def test_without_an_objective_it_still_tells_how_the_sweep_stands(
     assert "objective" in told and "interrupted" in told and "best " not in told
 
 
-def test_a_directory_that_is_no_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_sweep_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sweep_report.main([str(tmp_path)]) == 2
     assert "has no trials: give the directory of a sweep" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Searches by Optuna, and launchers of other packages: a search that was killed goes on as if it had not been."""
+"""Searches by Optuna, and launchers of other packages: a search that was killed goes on as if it
+had not been.
+"""
 
 import json
 from pathlib import Path
@@ -6,14 +8,12 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_sweep import Sweep, assets, sweep  # noqa: F401  fixtures
 
-from rft import train
-from rft.config import Config, ConfigError
-from rft.config_sweep import SweepConfig
-from rft.sweep import records, search
+from rft.config import ConfigError, SweepConfig
+from rft.config.compose import CONFIG_DIR, register_schema
+from rft.extras.sweep import records, search
 
 pytest.importorskip("optuna", reason="optional: pip install 'rft[sweep]'")
 RANGES = [
@@ -36,7 +36,9 @@ def run(directory: Path, trial_overrides: list[str], state: str = "finished") ->
     trial.write()
     params = space().params(trial)
     assert params is not None
-    (trial.directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "score": -abs(params["lr"] - 1e-4)}) + "\n")
+    (trial.directory / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "score": -abs(params["lr"] - 1e-4)}) + "\n"
+    )
     return trial
 
 
@@ -48,26 +50,41 @@ def next_params(directory: Path, count: int = 1) -> list[dict[str, Any]]:
 def test_ranges_are_kept_and_trials_are_read_back_exactly(tmp_path: Path) -> None:
     for number in range(15):
         (params,) = next_params(tmp_path)
-        trial = run(tmp_path, space().overrides(params), "failed" if number % 5 == 4 else "finished")
+        trial = run(
+            tmp_path, space().overrides(params), "failed" if number % 5 == 4 else "finished"
+        )
         assert space().params(trial) == params, "as text and back"
-        assert 1e-6 <= params["lr"] <= 1e-2 and params["repeat"] in (2, 4, 6, 8) and params["loss"] in ("ppo", "gspo")
+        assert (
+            1e-6 <= params["lr"] <= 1e-2
+            and params["repeat"] in (2, 4, 6, 8)
+            and params["loss"] in ("ppo", "gspo")
+        )
         assert 0.5 <= params["clip"] <= 2 and "name=run" in trial.overrides
 
 
 def test_a_search_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
-    """Each call makes its study from the directories alone, so asking twice is being killed in between."""
+    """Each call makes its study from the directories alone, so
+    asking twice is being killed in between.
+    """
     for _ in range(14):
         assert next_params(tmp_path) == next_params(tmp_path)
         run(tmp_path, space().overrides(next_params(tmp_path)[0]))
     suggested = [space().params(trial) for trial in records.trials(tmp_path)]
-    assert len({json.dumps(params) for params in suggested}) == 14, "no start repeats what another one tried"
+    assert len({json.dumps(params) for params in suggested}) == 14, (
+        "no start repeats what another one tried"
+    )
 
 
 def test_trials_of_another_command_are_none_of_this_search(tmp_path: Path) -> None:
     run(tmp_path, space().overrides(next_params(tmp_path)[0]))
     records.claim(tmp_path, ["lr=0.001", "repeat=2", "clip=1.0", "loss=ppo", "name=other"])
-    records.claim(tmp_path, ["lr=0.5", "repeat=2", "clip=1.0", "loss=ppo", "name=run"])  # outside the range
-    assert [space().params(trial) is not None for trial in records.trials(tmp_path)] == [True, False, False]
+    # outside the range
+    records.claim(tmp_path, ["lr=0.5", "repeat=2", "clip=1.0", "loss=ppo", "name=run"])
+    assert [space().params(trial) is not None for trial in records.trials(tmp_path)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_small_space_ends(tmp_path: Path) -> None:
@@ -83,7 +100,7 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
         search.study_of(space(), [], SweepConfig("score"), "tpee", 0)
 
 
-# --- whole sweeps, with the runs of test_sweep -----------------------------------------------------------------------
+# --- whole sweeps, with the runs of test_sweep ----------------------------------------------------
 
 
 def test_optuna_runs_what_it_was_asked_for_once(sweep: Sweep) -> None:  # noqa: F811
@@ -114,7 +131,9 @@ def test_trials_side_by_side_by_joblib(sweep: Sweep) -> None:  # noqa: F811
 
 @pytest.mark.verify
 def test_trials_as_jobs_by_submitit(sweep: Sweep) -> None:  # noqa: F811
-    """submitit's own executor on this machine: the same launcher as for Slurm, with another way to start a process."""
+    """submitit's own executor on this machine: the same launcher as for Slurm, with another way to
+    start a process.
+    """
     pytest.importorskip("submitit", reason="optional: pip install 'rft[sweep]'")
     code, _, errors = sweep.run("hydra/launcher=slurm_here", "seed=1,2")
     assert code == 0, errors
@@ -124,21 +143,31 @@ def test_trials_as_jobs_by_submitit(sweep: Sweep) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("choice", "target"),
     [
-        ("hydra/launcher=parallel", "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"),
-        ("hydra/launcher=slurm", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"),
-        ("hydra/launcher=slurm_here", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher"),
+        (
+            "hydra/launcher=parallel",
+            "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
+        ),
+        (
+            "hydra/launcher=slurm",
+            "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+        ),
+        (
+            "hydra/launcher=slurm_here",
+            "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
+        ),
         ("sweep=optuna", "hydra_plugins.rft_optuna.OptunaSweeper"),
         ("sweep=grid", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"),
     ],
 )
 def test_every_preset_composes(choice: str, target: str) -> None:
-    ConfigStore.instance().store(name="rft_schema", node=Config)
-    with initialize_config_dir(train.CONFIG_DIR, version_base="1.3"):
+    register_schema()
+    with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
         found = compose("train", ["experiment=quickstart", choice], return_hydra_config=True)
     assert target in (found.hydra.launcher._target_, found.hydra.sweeper._target_)
     if "sweep=" in choice:
         assert found.sweep.objective == "reward/mean"
     elif "slurm" in choice:
-        assert found.hydra.launcher.name == "quickstart" and found.hydra.launcher.submitit_folder.startswith(
-            "runs/rft/quickstart/sweep/"
+        assert (
+            found.hydra.launcher.name == "quickstart"
+            and found.hydra.launcher.submitit_folder.startswith("runs/rft/quickstart/sweep/")
         )

@@ -1,4 +1,6 @@
-"""A policy and engines at a service: the public `tinker` client against the service in miniature of `tinker_service.py`."""
+"""A policy and engines at a service: the public `tinker` client against the service in miniature of
+`tinker_service.py`.
+"""
 
 import asyncio
 import copy
@@ -11,27 +13,34 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.losses import Fields, token_loss
+from rft.algorithm.fields import Fields
+from rft.algorithm.losses import token_loss
 from rft.checkpoint.records import Committed, Retained
 from rft.config import AlgorithmConfig, ConfigError, ModelConfig, OptimizerConfig, TinkerConfig
-from rft.experience import Completion, GenerateRequest, Sampling, decode, encode
-from rft.models import Models
-from rft.packing import Row, pack
-from rft.rollout.engine import EngineUnavailable, RoundFailed
-from rft.tinker.alone import Alone
-from rft.tinker.engine import SamplerEngine
-from rft.tinker.policy import RemotePolicy, RemoteReference
-from rft.tinker.saves import Damaged, RemoteCheckpoints
-from rft.tinker.service import Service, ServiceFailed, end_tokens
+from rft.data.packing import Row, pack
+from rft.extras.tinker.alone import Alone
+from rft.extras.tinker.engine import SamplerEngine
+from rft.extras.tinker.policy import RemotePolicy, RemoteReference
+from rft.extras.tinker.saves import Damaged, RemoteCheckpoints
+from rft.extras.tinker.service import Service, ServiceFailed, end_tokens
+from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.rounds import AtPath, Round, RoundFailed
+from rft.rollout.engine import EngineUnavailable
+from rft.trainer.models import Models
 from tests.unit import tinker_service
 from tests.unit.test_config import grpo
 from tests.unit.tinker_service import BASE, CHUNK, KEY, Trainee
 
-LENGTHS = (9, 5, 12, 7, 6)  # of the rows of a step: more than a request takes, in several microbatches
+# of the rows of a step: more than a request takes, in several microbatches
+LENGTHS = (9, 5, 12, 7, 6)
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.01)
 STEPS = 10
 GRPO = "buffer.explorer_input.taskset"
-REMOTE = ["model.tinker.enable=true", f"model.tinker.base_model={BASE}", "trainer.save_hf_checkpoint=never"]
+REMOTE = [
+    "model.tinker.enable=true",
+    f"model.tinker.base_model={BASE}",
+    "trainer.save_hf_checkpoint=never",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,9 @@ def served(assets: Path) -> Iterator[tuple[tinker_service.Service, str]]:
 
 
 @pytest.fixture
-def fake(served: tuple[tinker_service.Service, str], monkeypatch: pytest.MonkeyPatch) -> tinker_service.Service:
+def fake(
+    served: tuple[tinker_service.Service, str], monkeypatch: pytest.MonkeyPatch
+) -> tinker_service.Service:
     """What has been asked of it starts from nothing."""
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
@@ -52,8 +63,12 @@ def fake(served: tuple[tinker_service.Service, str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def model(fake: tinker_service.Service, served: tuple[tinker_service.Service, str], assets: Path) -> ModelConfig:
-    tinker = TinkerConfig(enable=True, base_model=BASE, base_url=served[1], rank=4, seed=3, timeout=30)
+def model(
+    fake: tinker_service.Service, served: tuple[tinker_service.Service, str], assets: Path
+) -> ModelConfig:
+    tinker = TinkerConfig(
+        enable=True, base_model=BASE, base_url=served[1], rank=4, seed=3, timeout=30
+    )
     return ModelConfig(model_path=str(assets / "model"), tinker=tinker, max_model_len=64)
 
 
@@ -76,23 +91,33 @@ def policy(service: Service, model: ModelConfig) -> RemotePolicy:
 
 
 def a_step(seed: int = 0, temperature: float = 1.0) -> list[Any]:
-    """Two prompt tokens each, random ids, advantages of both signs, and weights that are no mean of anything."""
+    """Two prompt tokens each, random ids, advantages of both signs,
+    and weights that are no mean of anything.
+    """
     random, rows = np.random.default_rng(seed), []
     for length in LENGTHS:
         trained = (np.arange(length) >= 2).astype(np.float32)
         rows.append(
             Row(
-                random.integers(5, 40, length), trained, -trained * random.uniform(3.5, 5, length).astype(np.float32),
-                trained * np.float32(random.normal()), trained * np.float32(random.uniform(0.01, 0.1)), temperature,
+                random.integers(5, 40, length),
+                trained,
+                -trained * random.uniform(3.5, 5, length).astype(np.float32),
+                trained * np.float32(random.normal()),
+                trained * np.float32(random.uniform(0.01, 0.1)),
+                temperature,
             )
-        )  # fmt: skip
+        )
     (part,) = pack(rows, 1, 20, 1)
     assert len(part) > 1 and len(rows) > CHUNK
     return part
 
 
-def independent(trainee: Trainee, part: list[Any], loss: Any) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradient in double precision, straight through the model, one microbatch after another."""
+def independent(
+    trainee: Trainee, part: list[Any], loss: Any
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradient in double precision, straight through the
+    model, one microbatch after another.
+    """
     model, total = copy.deepcopy(trainee.model).double(), torch.zeros((), dtype=torch.float64)
     model.zero_grad()
     for packed in part:
@@ -104,17 +129,26 @@ def independent(trainee: Trainee, part: list[Any], loss: Any) -> tuple[float, di
             scores = scores.index_add(0, index, found[torch.arange(len(ids) - 1), ids[1:]])
         fields = Fields.of(
             packed,
-            lambda array: torch.from_numpy(array).double() if array.dtype.kind == "f" else torch.from_numpy(array),
+            lambda array: (
+                torch.from_numpy(array).double()
+                if array.dtype.kind == "f"
+                else torch.from_numpy(array)
+            ),
         )
         losses, _ = loss(scores, fields)
         total = total + (losses * fields.weight).sum()
     total.backward()
-    return float(total.detach()), {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()), {
+        n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sft"])
-def test_the_gradient_is_that_of_our_own_loss(fake: tinker_service.Service, policy: RemotePolicy, name: str) -> None:
-    policy.train_step(a_step(1), token_loss("sft", {}), lambda: None)  # or half of the adapter has no gradient
+def test_the_gradient_is_that_of_our_own_loss(
+    fake: tinker_service.Service, policy: RemotePolicy, name: str
+) -> None:
+    # or half of the adapter has no gradient
+    policy.train_step(a_step(1), token_loss("sft", {}), lambda: None)
     (trainee,) = list(fake.trainees.values())[-1:]
     part, loss, seen = a_step(2), token_loss(name, {}), {}
     expected, gradient = independent(trainee, part, loss)
@@ -122,7 +156,13 @@ def test_the_gradient_is_that_of_our_own_loss(fake: tinker_service.Service, poli
 
     def look(found: Trainee) -> None:
         order.append("update")
-        seen.update({n: p.grad.clone().numpy() for n, p in found.model.named_parameters() if p.grad is not None})
+        seen.update(
+            {
+                n: p.grad.clone().numpy()
+                for n, p in found.model.named_parameters()
+                if p.grad is not None
+            }
+        )
 
     fake.before_update = look
     metrics = policy.train_step(part, loss, lambda: order.append("released"))
@@ -132,13 +172,17 @@ def test_the_gradient_is_that_of_our_own_loss(fake: tinker_service.Service, poli
     for path, found in gradient.items():
         np.testing.assert_allclose(seen[path], found, atol=2e-5 * largest)
     norm = math.sqrt(sum(float((found**2).sum()) for found in gradient.values()))
-    assert metrics["loss"] == pytest.approx(expected, abs=1e-6) and metrics["grad_norm"] == pytest.approx(
-        norm, rel=1e-5
-    )
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-6) and metrics[
+        "grad_norm"
+    ] == pytest.approx(norm, rel=1e-5)
     assert metrics["num_tokens"] == sum(LENGTHS) - 2 * len(LENGTHS) and metrics["skipped"] == 0
     assert metrics["lr"] == pytest.approx(1e-2 * (1 - 1 / STEPS)), "the schedule is ours"
     (group,) = trainee.optimizer.param_groups
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (metrics["lr"], (0.9, 0.999), 0.01)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (
+        metrics["lr"],
+        (0.9, 0.999),
+        0.01,
+    )
 
 
 def test_tokens_are_scored_by_the_adapter_and_by_the_model_that_it_began_as(
@@ -150,7 +194,9 @@ def test_tokens_are_scored_by_the_adapter_and_by_the_model_that_it_began_as(
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     policy.train_step(part, token_loss("sft", {}), lambda: None)
     (trainee,) = list(fake.trainees.values())[-1:]
-    for packed, ours, old, theirs in zip(part, policy.score(part), before, reference.score(part), strict=True):
+    for packed, ours, old, theirs in zip(
+        part, policy.score(part), before, reference.score(part), strict=True
+    ):
         for start, stop in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True):
             ids = torch.from_numpy(packed.tokens[start:stop])
             judged = tinker_service.logprobs_of(trainee.model, ids[:-1], ids[1:]).detach()
@@ -160,7 +206,9 @@ def test_tokens_are_scored_by_the_adapter_and_by_the_model_that_it_began_as(
         np.testing.assert_allclose(theirs, old, atol=1e-5)
 
 
-def test_a_step_that_is_not_finite_sends_nothing(fake: tinker_service.Service, policy: RemotePolicy) -> None:
+def test_a_step_that_is_not_finite_sends_nothing(
+    fake: tinker_service.Service, policy: RemotePolicy
+) -> None:
     part = a_step()
     part[0].advantage[part[0].weight != 0] = np.nan
     metrics = policy.train_step(part, token_loss("ppo", {}), lambda: None)
@@ -173,7 +221,7 @@ def test_another_temperature_is_refused_by_name(policy: RemotePolicy) -> None:
         policy.score(a_step(temperature=0.5))
 
 
-# --- saves ---------------------------------------------------------------------------------------------------------------
+# --- saves ----------------------------------------------------------------------------------------
 
 
 def saves_of(root: Path, policy: RemotePolicy, keep: int = 2, reach: int = 0) -> RemoteCheckpoints:
@@ -197,12 +245,17 @@ def saved(checkpoints: RemoteCheckpoints, step: int) -> list[Any]:
 
 def train(policy: RemotePolicy, steps: int) -> list[float]:
     return [
-        policy.train_step(a_step(policy.step), token_loss("sft", {}), lambda: None)["loss"] for _ in range(steps)
-    ]  # fmt: skip
+        policy.train_step(a_step(policy.step), token_loss("sft", {}), lambda: None)["loss"]
+        for _ in range(steps)
+    ]
 
 
 def test_a_run_goes_on_from_its_newest_record_exactly(
-    fake: tinker_service.Service, service: Service, model: ModelConfig, policy: RemotePolicy, tmp_path: Path
+    fake: tinker_service.Service,
+    service: Service,
+    model: ModelConfig,
+    policy: RemotePolicy,
+    tmp_path: Path,
 ) -> None:
     new = policy_of(service, model)
     assert saves_of(tmp_path, new).load(models_of(new)) is None, "there never was one"
@@ -214,14 +267,22 @@ def test_a_run_goes_on_from_its_newest_record_exactly(
     whole = train(policy, 2)  # what a killed run has trained behind its last save
     again = policy_of(service, model)
     resumed, models = saves_of(tmp_path, again), models_of(again)
-    assert resumed.load(models) == {"step": 2, "journal": 102} and again.step == 2 and resumed.requested == 2
+    assert (
+        resumed.load(models) == {"step": 2, "journal": 102}
+        and again.step == 2
+        and resumed.requested == 2
+    )
     assert models.nearness.loss.value == 2.5
     assert train(again, 2) == whole, "weights, moments and learning rate are those of step 2"
     assert fake.saved[again.saved("state", 4).result(30)]["updates"] == 4
 
 
 def test_weights_of_a_step_are_saved_once(
-    fake: tinker_service.Service, service: Service, model: ModelConfig, policy: RemotePolicy, tmp_path: Path
+    fake: tinker_service.Service,
+    service: Service,
+    model: ModelConfig,
+    policy: RemotePolicy,
+    tmp_path: Path,
 ) -> None:
     checkpoints = saves_of(tmp_path, policy)
     train(policy, 1)
@@ -231,7 +292,10 @@ def test_weights_of_a_step_are_saved_once(
     again = policy_of(service, model)
     saves_of(tmp_path, again).load(models_of(again))
     assert again.saved("sampler", 1).result(30) == path, "nor again after a resume"
-    assert [call for call in fake.calls if call.startswith("save")] == ["save_weights_for_sampler", "save_weights"]
+    assert [call for call in fake.calls if call.startswith("save")] == [
+        "save_weights_for_sampler",
+        "save_weights",
+    ]
 
 
 def test_older_records_go_before_the_weights_that_they_name(
@@ -240,7 +304,8 @@ def test_older_records_go_before_the_weights_that_they_name(
     checkpoints = saves_of(tmp_path, policy, keep=2, reach=1)
     for step in range(1, 6):
         train(policy, 1)
-        policy.saved("sampler", step).result(30)  # every step is published, every second one is saved
+        # every step is published, every second one is saved
+        policy.saved("sampler", step).result(30)
         reports = saved(checkpoints, step) if step % 2 else []
         checkpoints.tidy(step)
     assert checkpoints.records.steps() == [3, 5] and reports[-1].oldest["step"] == 3
@@ -282,9 +347,12 @@ def test_a_record_that_is_not_as_it_was_written_stops_the_run_by_name(
     path = tmp_path / "remote" / "step_00000001.json"
     data = path.read_bytes()
     damaged = {
-        "": b"", "half": data[: len(data) // 2], "more": data + b"{}", "edited": data.replace(b'"journal":101', b'"journal":901'),
+        "": b"",
+        "half": data[: len(data) // 2],
+        "more": data + b"{}",
+        "edited": data.replace(b'"journal":101', b'"journal":901'),
         "moved": (tmp_path / "remote" / "step_00000000.json").read_bytes(),
-    }[damage]  # fmt: skip
+    }[damage]
     assert damaged != data
     path.write_bytes(damaged)
     with pytest.raises(Damaged) as refused:
@@ -292,27 +360,33 @@ def test_a_record_that_is_not_as_it_was_written_stops_the_run_by_name(
     assert str(path) in str(refused.value) and "delete it to go on of step 0" in str(refused.value)
 
 
-def test_a_record_of_another_adapter_is_refused(service: Service, policy: RemotePolicy, tmp_path: Path) -> None:
+def test_a_record_of_another_adapter_is_refused(
+    service: Service, policy: RemotePolicy, tmp_path: Path
+) -> None:
     saved(saves_of(tmp_path, policy), 0)
     policy.config = TinkerConfig(base_model=BASE, rank=8)
     with pytest.raises(ValueError, match="toy with rank 4, model.tinker says toy with rank 8"):
         saves_of(tmp_path, policy).load(models_of(policy))
 
 
-# --- engines -------------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 def asked(n: int = 1, tokens: int = 6, **more: Any) -> bytes:
     prompt = more.pop("prompt", [10, 11, 12])
     return encode(
         GenerateRequest(
-            request_id="one", prompt=prompt, n=n, sampling=Sampling(max_tokens=tokens, seed=7), **more
+            request_id="one",
+            prompt=prompt,
+            n=n,
+            sampling=Sampling(max_tokens=tokens, seed=7),
+            **more,
         )
-    )  # fmt: skip
+    )
 
 
-def update(path: str) -> dict[str, Any]:
-    return {"origin": {"path": path}, "digest": path, "timeout": 30.0}
+def round_of(version: int, path: str) -> Round:
+    return Round(version=version, digest=path, timeout=30.0, location=AtPath(path=path))
 
 
 def test_every_token_has_the_version_that_sampled_it(
@@ -329,28 +403,39 @@ def test_every_token_has_the_version_that_sampled_it(
             await engine.generate(asked())
         found = []
         for version, path in zip((0, 3), paths, strict=True):
-            await engine.stage(version, update(path))
+            await engine.stage(round_of(version, path))
             assert await engine.weight_version() == 0, "until the commit the older one serves"
-            report = await engine.commit(version, update(path))
-            assert (report["version"], report["digest"]) == (version, path)
+            report = await engine.commit(round_of(version, path))
+            assert (report.version, report.digest) == (version, path)
             found.append(decode(await engine.generate(asked(n=2)), list[Completion]))
         with pytest.raises(RoundFailed) as failed:
-            await engine.stage(4, update("tinker://nobody:train:0/sampler_weights/step_00000004"))
-        assert failed.value.kind == "broken" and "engine_0: version 4 is not at tinker://nobody" in str(failed.value)
-        assert (await engine.stats())["tokens"] == sum(len(one.tokens) for made in found for one in made)
+            await engine.stage(round_of(4, "tinker://nobody:train:0/sampler_weights/step_00000004"))
+        assert (
+            failed.value.kind == "broken"
+            and "engine_0: version 4 is not at tinker://nobody" in str(failed.value)
+        )
+        assert (await engine.stats())["tokens"] == sum(
+            len(one.tokens) for made in found for one in made
+        )
         await engine.shutdown()
         return found
 
-    for (version, path), made in zip(zip((0, 3), paths, strict=True), asyncio.run(run()), strict=True):
+    for (version, path), made in zip(
+        zip((0, 3), paths, strict=True), asyncio.run(run()), strict=True
+    ):
         judge = tinker_service.adapted(fake.base, fake.saved[path]["lora"])
         judge.load_state_dict(fake.saved[path]["adapter"], strict=False)
         assert len(made) == 2
         for one in made:
-            assert [(s.version, s.start, s.end) for s in one.versions] == [(version, 0, len(one.tokens))]
+            assert [(s.version, s.start, s.end) for s in one.versions] == [
+                (version, 0, len(one.tokens))
+            ]
             ids = torch.tensor([10, 11, 12, *one.tokens])
             expected = tinker_service.logprobs_of(judge, ids[:-1], ids[1:])[2:].detach()
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
-            assert one.stop == ("stop" if one.tokens[-1] in end_tokens(model.model_path) else "length")
+            assert one.stop == (
+                "stop" if one.tokens[-1] in end_tokens(model.model_path) else "length"
+            )
 
 
 def test_requests_end_where_they_must(
@@ -360,14 +445,20 @@ def test_requests_end_where_they_must(
 
     async def run() -> None:
         await engine.start()
-        await engine.stage(0, update(path))
-        await engine.commit(0, update(path))
-        (made,) = decode(await engine.generate(asked(prompt=[10] * 12, tokens=50)), list[Completion])
+        await engine.stage(round_of(0, path))
+        await engine.commit(round_of(0, path))
+        (made,) = decode(
+            await engine.generate(asked(prompt=[10] * 12, tokens=50)), list[Completion]
+        )
         assert len(made.tokens) <= 4, "the context is full"
         (none,) = decode(await engine.generate(asked(prompt=[10] * 16)), list[Completion])
         assert (none.stop, none.tokens) == ("prompt_too_long", [])
-        (first,) = decode(await engine.generate(asked(stop_token_ids=list(range(100)))), list[Completion])
-        assert first.stop == "stop" and len(first.tokens) == 1, "the token that ends a response is in it"
+        (first,) = decode(
+            await engine.generate(asked(stop_token_ids=list(range(100)))), list[Completion]
+        )
+        assert first.stop == "stop" and len(first.tokens) == 1, (
+            "the token that ends a response is in it"
+        )
         with pytest.raises(ValueError, match="give stop_token_ids instead of stop"):
             await engine.generate(asked(stop=["\n"]))
         held = asyncio.create_task(engine.generate(asked(prompt=[10, 11])))
@@ -380,10 +471,12 @@ def test_requests_end_where_they_must(
     asyncio.run(run())
 
 
-# --- what cannot work ----------------------------------------------------------------------------------------------------
+# --- what cannot work -----------------------------------------------------------------------------
 
 
-def test_the_service_is_asked_at_the_start(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_is_asked_at_the_start(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model.tinker.base_model = "another"
     with pytest.raises(ServiceFailed, match="model.tinker.base_model=another: the service has toy"):
         Service(model.tinker)
@@ -399,22 +492,38 @@ def test_an_answer_that_does_not_come_is_an_error(service: Service) -> None:
     from concurrent.futures import Future
 
     service.config.timeout = 0.01
-    with pytest.raises(ServiceFailed, match="saving: no answer in 0.01 s, which model.tinker.timeout allows"):
+    with pytest.raises(
+        ServiceFailed, match="saving: no answer in 0.01 s, which model.tinker.timeout allows"
+    ):
         service.answer(Future(), "saving")
 
 
-def test_one_switch_turns_everything(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_switch_turns_everything(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     (config,) = grpo(assets, tmp_path, *REMOTE)
-    assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == ("tinker", "tinker")
-    assert (config.synchronizer.sync_method, config.device, config.trainer.num_ranks) == ("checkpoint", "cpu", 1)
+    assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == (
+        "tinker",
+        "tinker",
+    )
+    assert (config.synchronizer.sync_method, config.device, config.trainer.num_ranks) == (
+        "checkpoint",
+        "cpu",
+        1,
+    )
     (other,) = grpo(assets, tmp_path, "trainer.trainer_type=tinker", *REMOTE[1:])
     assert other == config
     (config,) = grpo(assets, tmp_path)
-    assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == ("megatron", "vllm")
+    assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == (
+        "megatron",
+        "vllm",
+    )
 
 
-def test_a_key_is_needed_and_weights_are_not(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_needed_and_weights_are_not(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="set the variable TINKER_API_KEY"):

@@ -1,4 +1,6 @@
-"""GAE against the sum it stands for, in fp64; KL estimators against exact KLs; a step's advantages however it was cut."""
+"""GAE against the sum it stands for, in fp64; KL estimators against exact KLs; a step's advantages
+however it was cut.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,22 +10,28 @@ import pytest
 import torch
 
 from rft.algorithm import credit, token_credit
-from rft.algorithm.advantages.gae import gae, whitened
+from rft.algorithm.correction import Correction
+from rft.algorithm.fields import Fields
 from rft.algorithm.kl import ESTIMATORS, estimate
-from rft.algorithm.losses import LOSSES, Correction, Fields, clipped_value, token_loss
+from rft.algorithm.losses import LOSSES, clipped_value, token_loss
+from rft.algorithm.token_advantages import gae, whitened
 from rft.config import AlgorithmConfig
-from rft.experience import Experience
-from rft.packing import Packed, Row, decode_part, encode_part, pack, slice_cp
+from rft.data.packing import Packed, Row, decode_part, encode_part, pack, slice_cp
+from rft.ground.experience import Experience
 
 PENALTY = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.2}}
 
 
 def closed_form(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """A_t = sum_k (gamma lam)^k delta_t+k of one sequence that is all trained (arXiv:1506.02438, eq. 16)."""
+    """A_t = sum_k (gamma lam)^k delta_t+k of one sequence that is
+    all trained (arXiv:1506.02438, eq. 16).
+    """
     following = np.append(values[1:], 0.0)
     deltas = rewards + gamma * following - values
     n = len(rewards)
-    return np.array([sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)])
+    return np.array(
+        [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+    )
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (1.0, 0.3)])
@@ -44,7 +52,9 @@ def test_gae_is_the_decayed_sum_of_what_was_not_expected(gamma: float, lam: floa
 
 
 def test_gae_without_decay_is_reward_to_come_less_the_value() -> None:
-    advantages, returns = gae(np.array([0, 0, 2.0]), np.array([0.5, 1.0, -1.0]), np.ones(3), np.array([0, 3]))
+    advantages, returns = gae(
+        np.array([0, 0, 2.0]), np.array([0.5, 1.0, -1.0]), np.ones(3), np.array([0, 3])
+    )
     assert returns == pytest.approx([2, 2, 2]) and advantages == pytest.approx([1.5, 1, 3])
 
 
@@ -59,7 +69,9 @@ def test_whitening_spares_what_is_not_trained() -> None:
 
 
 def test_estimators_are_those_of_the_two_distributions() -> None:
-    """k1, k3 and corrected_k3 average to the exact KL over the policy's own samples; k2's gradient to the KL's gradient."""
+    """k1, k3 and corrected_k3 average to the exact KL over the policy's own samples; k2's gradient
+    to the KL's gradient.
+    """
     logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.log_softmax(torch.tensor([0.0, 0.4, -0.5], dtype=torch.float64), 0)
     policy = torch.log_softmax(logits, 0)
@@ -67,25 +79,43 @@ def test_estimators_are_those_of_the_two_distributions() -> None:
     exact = (p * (policy - reference)).sum()
     (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
     for name in ("k1", "k3", "low_var_kl", "corrected_k3"):
-        assert float((p * estimate(name, policy, reference, policy)).sum()) == pytest.approx(float(exact)), name
-    (found,) = torch.autograd.grad((p.detach() * estimate("k2", policy, reference, policy)).sum(), logits)
+        assert float((p * estimate(name, policy, reference, policy)).sum()) == pytest.approx(
+            float(exact)
+        ), name
+    (found,) = torch.autograd.grad(
+        (p.detach() * estimate("k2", policy, reference, policy)).sum(), logits
+    )
     assert found.numpy() == pytest.approx(wanted.numpy())
 
 
 def test_estimators_by_hand() -> None:
     new, reference, old = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, -1.5, -2.0))
     k3 = np.exp(-0.5) + 0.5 - 1
-    wanted = {"k1": 0.5, "k2": 0.125, "k3": k3, "low_var_kl": k3, "abs": 0.5, "corrected_k3": 2.0 * k3}
+    wanted = {
+        "k1": 0.5,
+        "k2": 0.125,
+        "k3": k3,
+        "low_var_kl": k3,
+        "abs": 0.5,
+        "corrected_k3": 2.0 * k3,
+    }
     assert set(wanted) | {"none"} == set(ESTIMATORS)
-    assert {name: estimate(name, new, reference, old).item() for name in wanted} == pytest.approx(wanted)
-    assert estimate("low_var_kl", torch.tensor(-15.0), torch.tensor(0.0), torch.tensor(0.0)).item() == 10.0
+    assert {name: estimate(name, new, reference, old).item() for name in wanted} == pytest.approx(
+        wanted
+    )
+    assert (
+        estimate("low_var_kl", torch.tensor(-15.0), torch.tensor(0.0), torch.tensor(0.0)).item()
+        == 10.0
+    )
 
 
 def fields(**given: list[float]) -> Fields:
     tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
     count = len(next(iter(tensors.values())))
     ones = torch.ones(count, dtype=torch.float64)
-    return Fields(**({"behaviour": ones, "advantage": ones, "weight": ones, "mask": ones > 0} | tensors))
+    return Fields(
+        **({"behaviour": ones, "advantage": ones, "weight": ones, "mask": ones > 0} | tensors)
+    )
 
 
 def test_the_ratio_is_to_the_proximal_policy_where_there_is_one() -> None:
@@ -96,7 +126,9 @@ def test_the_ratio_is_to_the_proximal_policy_where_there_is_one() -> None:
     assert metrics["logprob_diff/mean"].tolist() == pytest.approx([0.5, 1.5]), (
         "the engine is still what is compared with"
     )
-    weighed, metrics = token_loss("ppo", {}, correction=Correction("token", cap=2.0))(logprobs, fields(**given))
+    weighed, metrics = token_loss("ppo", {}, correction=Correction("token", cap=2.0))(
+        logprobs, fields(**given)
+    )
     assert metrics["importance/mean"].tolist() == pytest.approx([np.exp(0.4), 2.0])
     assert weighed.tolist() == pytest.approx([-np.exp(0.1) * np.exp(0.4), -np.exp(0.1) * 2])
     clipped, _ = LOSSES["ppo"](logprobs, fields(**given | {"proximal": [-1.0, -1.0]}))
@@ -109,7 +141,9 @@ def test_kl_and_entropy_terms_join_the_loss() -> None:
     given = replace(fields(behaviour=[-1.0], advantage=[0.0], reference=[-1.5]), entropy=entropy)
     loss, metrics = token_loss("ppo", {}, kl="k2", kl_coef=0.1, entropy_coef=0.01)(logprobs, given)
     assert loss.item() == pytest.approx(0.1 * 0.125 - 0.01 * 0.7)
-    assert (metrics["kl/reference"].item(), metrics["entropy/mean"].item()) == pytest.approx((0.125, 0.7))
+    assert (metrics["kl/reference"].item(), metrics["entropy/mean"].item()) == pytest.approx(
+        (0.125, 0.7)
+    )
     slopes = torch.autograd.grad(loss.sum(), [logprobs, entropy])
     assert [slope.item() for slope in slopes] == pytest.approx([0.1 * 0.5, -0.01])
 
@@ -136,17 +170,28 @@ def experiences(count: int = 9) -> list[Experience]:
     for number in range(count):
         n = int(rng.integers(2, 9))
         mask = [1, *rng.integers(0, 2, n - 1).tolist()]
-        found.append(Experience(
-            tokens=rng.integers(5, 90, 3 + n).tolist(), prompt_length=3, action_mask=mask, group=number,
-            logprobs=rng.uniform(-2, -0.1, n).tolist(), reward=float(rng.normal()), reward_outcome="ok",
-        ))  # fmt: skip
+        found.append(
+            Experience(
+                tokens=rng.integers(5, 90, 3 + n).tolist(),
+                prompt_length=3,
+                action_mask=mask,
+                group=number,
+                logprobs=rng.uniform(-2, -0.1, n).tolist(),
+                reward=float(rng.normal()),
+                reward_outcome="ok",
+            )
+        )
     return found
 
 
 def said(packed: Packed) -> Packed:
-    """With values and reference log-probabilities that are functions of the label alone, so that no cut changes them."""
+    """With values and reference log-probabilities that are functions of the label alone, so that no
+    cut changes them.
+    """
     found = {"value": np.sin(packed.labels), "reference": -1 - np.cos(packed.labels) ** 2}
-    return replace(packed, scores=packed.scores | {name: a.astype(np.float32) for name, a in found.items()})
+    return replace(
+        packed, scores=packed.scores | {name: a.astype(np.float32) for name, a in found.items()}
+    )
 
 
 def by_label(parts: list[list[Packed]], name: str) -> list[tuple[int, float]]:
@@ -159,11 +204,16 @@ def by_label(parts: list[list[Packed]], name: str) -> list[tuple[int, float]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def credited(rows: list[Row], dp: int, limit: int, algorithm: AlgorithmConfig) -> tuple[list[list[Packed]], Any]:
-    """Every rank in turn; sums over ranks are those of a first pass, as an all-reduce would give them."""
+def credited(
+    rows: list[Row], dp: int, limit: int, algorithm: AlgorithmConfig
+) -> tuple[list[list[Packed]], Any]:
+    """Every rank in turn; sums over ranks are those of a first
+    pass, as an all-reduce would give them.
+    """
     parts = [[said(packed) for packed in part] for part in pack(rows, dp, limit, 1)]
     totals: list[list[float]] = []
-    for calls in (0, 1, 2):  # the first pass learns the first sums, the second, with these, the second sums
+    # the first pass learns the first sums, the second, with these, the second sums
+    for calls in (0, 1, 2):
         seen: list[list[list[float]]] = []
         found = []
         for part in parts:
@@ -183,27 +233,35 @@ def credited(rows: list[Row], dp: int, limit: int, algorithm: AlgorithmConfig) -
 
 @pytest.mark.parametrize("penalty", [{}, PENALTY], ids=["plain", "kl_penalty"])
 def test_advantages_of_a_step_do_not_depend_on_how_it_is_cut(penalty: dict[str, Any]) -> None:
-    algorithm = AlgorithmConfig(advantage_fn="ppo", advantage_fn_args={"gamma": 0.9, "lam": 0.8}, **penalty)
+    algorithm = AlgorithmConfig(
+        advantage_fn="ppo", advantage_fn_args={"gamma": 0.9, "lam": 0.8}, **penalty
+    )
     rows = credit.rows(credit.judge(experiences(), "ppo", {}), "token-mean")
     whole, moments = credited(rows, 1, 10**6, algorithm)
     cut, same = credited(rows, 3, 12, algorithm)
     assert sum(len(part) for part in cut) > 3
     assert same == pytest.approx(moments)
     for name in ("advantage", "returns"):
-        assert np.array(by_label(cut, name)) == pytest.approx(np.array(by_label(whole, name)), abs=1e-5)
+        assert np.array(by_label(cut, name)) == pytest.approx(
+            np.array(by_label(whole, name)), abs=1e-5
+        )
     values = np.array([value for _, value in by_label(whole, "advantage")])
     assert (values.mean(), values.std(ddof=1)) == pytest.approx((0.0, 1.0), abs=1e-5)
 
 
 def test_the_penalty_is_taken_off_the_reward_of_every_token() -> None:
-    (packed,) = pack(credit.rows(credit.judge(experiences(1), "ppo", {}), "token-mean"), 1, 100, 1)[0]
+    (packed,) = pack(credit.rows(credit.judge(experiences(1), "ppo", {}), "token-mean"), 1, 100, 1)[
+        0
+    ]
     packed = said(packed)
     trained = packed.weight != 0
     algorithm = AlgorithmConfig(advantage_fn="ppo", **PENALTY)
     ([found], moments) = token_credit.credited([packed], algorithm, True, lambda numbers: numbers)
     k1 = (packed.behaviour - packed.scores["reference"])[trained]
     wanted = packed.scores["reward"][trained] - 0.2 * k1
-    assert found.scores["returns"][trained] == pytest.approx(np.cumsum(wanted[::-1])[::-1], abs=1e-5)
+    assert found.scores["returns"][trained] == pytest.approx(
+        np.cumsum(wanted[::-1])[::-1], abs=1e-5
+    )
     assert moments["kl/penalty"] == pytest.approx(k1.mean())
     proximal = replace(packed, scores=packed.scores | {"proximal": packed.scores["reference"]})
     ([found], moments) = token_credit.credited([proximal], algorithm, True, lambda numbers: numbers)
@@ -211,18 +269,26 @@ def test_the_penalty_is_taken_off_the_reward_of_every_token() -> None:
 
 
 def test_a_rank_without_scores_takes_part_in_the_sums() -> None:
-    (packed,) = pack(credit.rows(credit.judge(experiences(2), "ppo", {}), "token-mean"), 1, 100, 1)[0]
+    (packed,) = pack(credit.rows(credit.judge(experiences(2), "ppo", {}), "token-mean"), 1, 100, 1)[
+        0
+    ]
     asked: list[list[float]] = []
 
     def summed(numbers: list[float]) -> list[float]:
         asked.append(numbers)
         return [4.0, 8.0, 2.0, 1.0, 0.0] if len(asked) == 1 else [3.0, 1.0, 0.5]
 
-    part, moments = token_credit.credited([packed], AlgorithmConfig(advantage_fn="ppo"), True, summed)
+    part, moments = token_credit.credited(
+        [packed], AlgorithmConfig(advantage_fn="ppo"), True, summed
+    )
     assert part == [packed] and asked == [[0.0] * 5, [0.0] * 3]
     assert moments == {
-        "advantage/mean": 2.0, "advantage/std": 1.0, "returns/mean": 0.5, "value/mean": 0.25, "value/explained": 0.5
-    }  # fmt: skip
+        "advantage/mean": 2.0,
+        "advantage/std": 1.0,
+        "returns/mean": 0.5,
+        "value/mean": 0.25,
+        "value/explained": 0.5,
+    }
 
 
 def test_a_step_without_trained_tokens_is_credited_too() -> None:
@@ -233,7 +299,9 @@ def test_a_step_without_trained_tokens_is_credited_too() -> None:
 
 
 def test_the_reward_is_that_of_the_last_trained_token() -> None:
-    one = Experience(tokens=[5, 6, 7, 8, 9], prompt_length=2, action_mask=[1, 1, 0], group=0, reward=2.5)
+    one = Experience(
+        tokens=[5, 6, 7, 8, 9], prompt_length=2, action_mask=[1, 1, 0], group=0, reward=2.5
+    )
     (row,) = credit.rows(credit.judge([one], "ppo", {}), "token-mean")
     assert row.scores["reward"].tolist() == [0, 0, 0, 2.5, 0] and not row.advantage.any()
     (plain,) = credit.rows(credit.judge([one], "grpo", {}), "token-mean")
@@ -249,4 +317,6 @@ def test_scores_travel_and_are_cut_like_every_other_field() -> None:
         for rank in range(2):
             sliced = slice_cp(copied, rank, 2, 4)
             assert np.array_equal(sliced.scores["reward"], sliced.weight)
-    assert sum(float(p.scores["reward"].sum()) for p in part) == pytest.approx(sum(e.reward for e in experiences()))
+    assert sum(float(p.scores["reward"].sum()) for p in part) == pytest.approx(
+        sum(e.reward for e in experiences())
+    )

@@ -1,4 +1,6 @@
-"""The timeline: what processes record survives their death, joins into one file, and costs nothing where it is off."""
+"""The timeline: what processes record survives their death, joins into one file, and costs nothing
+where it is off.
+"""
 
 import json
 import os
@@ -53,7 +55,9 @@ def test_spans_of_a_process_come_out_in_order_with_their_arguments(recording: Pa
     assert ("i", "version 4") in names(recording)
 
 
-def test_the_file_of_a_process_opens_in_a_viewer_although_its_array_is_open(recording: Path) -> None:
+def test_the_file_of_a_process_opens_in_a_viewer_although_its_array_is_open(
+    recording: Path,
+) -> None:
     trace.start("rank_0")
     with trace.span("train"):
         text = trace._recorder.path.read_text()  # type: ignore[union-attr]
@@ -64,7 +68,9 @@ def test_the_file_of_a_process_opens_in_a_viewer_although_its_array_is_open(reco
 
 
 def test_a_process_that_is_killed_leaves_what_it_did_and_was_doing(recording: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"inside\n"
         process.send_signal(signal.SIGKILL)
     (track,) = timeline.load(recording)
@@ -90,7 +96,10 @@ def test_overlapping_things_of_one_thread_keep_apart(recording: Path) -> None:
     for context in (first, second):
         context.__exit__(None, None, None)
     (track,) = timeline.load(recording)
-    assert [(args["version"], done) for _, _, _, args, done in track.spans()] == [(1, True), (2, True)]
+    assert [(args["version"], done) for _, _, _, args, done in track.spans()] == [
+        (1, True),
+        (2, True),
+    ]
 
 
 def test_threads_write_whole_lines(recording: Path) -> None:
@@ -119,7 +128,9 @@ def test_a_file_turns_over_and_the_one_before_is_kept(recording: Path) -> None:
     (track,) = timeline.load(recording)
     told = [event["name"] for event in track.events if event["ph"] == "i"]
     assert (
-        told[-1] == "event 29" and told == [f"event {number}" for number in range(30)][-len(told) :] and len(told) > 10
+        told[-1] == "event 29"
+        and told == [f"event {number}" for number in range(30)][-len(told) :]
+        and len(told) > 10
     )
 
 
@@ -131,7 +142,9 @@ def test_a_busy_counter_is_thinned_out_but_its_end_is_told(recording: Path) -> N
     assert [event["args"]["requests"] for event in track.events if event["ph"] == "C"] == [1, 0]
 
 
-def test_where_nobody_turned_it_on_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_turned_it_on_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(trace.DIRECTORY, "x")
     trace.turn_on(tmp_path, wanted=False)
     trace.start("rank_0")
@@ -139,22 +152,44 @@ def test_where_nobody_turned_it_on_nothing_is_written(tmp_path: Path, monkeypatc
         trace.instant("version 1")
     assert trace.environment() == {} and list(tmp_path.iterdir()) == []
     trace.turn_on(tmp_path)
-    assert os.environ[trace.DIRECTORY] == trace.environment()[trace.DIRECTORY] == str(tmp_path / "trace")
+    assert (
+        os.environ[trace.DIRECTORY]
+        == trace.environment()[trace.DIRECTORY]
+        == str(tmp_path / "trace")
+    )
 
 
-def test_attempts_and_processes_become_tracks_of_their_own_in_a_readable_order(tmp_path: Path) -> None:
-    for attempt, part in ((1, "engine_0-77"), (1, "rank_0-77"), (2, "rank_0-77"), (2, "checkpoint_agent_0-9")):
+def test_attempts_and_processes_become_tracks_of_their_own_in_a_readable_order(
+    tmp_path: Path,
+) -> None:
+    for attempt, part in (
+        (1, "engine_0-77"),
+        (1, "rank_0-77"),
+        (2, "rank_0-77"),
+        (2, "checkpoint_agent_0-9"),
+    ):
         path = tmp_path / "logs" / f"attempt_{attempt}" / "trace" / f"{part}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'[\n{{"name":"x","ph":"i","ts":{1e6 * attempt},"pid":77,"tid":1,"s":"p"}},\n')
-    titles = ["rank_0 (attempt 1)", "engine_0 (attempt 1)", "rank_0 (attempt 2)", "checkpoint_agent_0 (attempt 2)"]
+        path.write_text(
+            f'[\n{{"name":"x","ph":"i","ts":{1e6 * attempt},"pid":77,"tid":1,"s":"p"}},\n'
+        )
+    titles = [
+        "rank_0 (attempt 1)",
+        "engine_0 (attempt 1)",
+        "rank_0 (attempt 2)",
+        "checkpoint_agent_0 (attempt 2)",
+    ]
     assert [track.title for track in timeline.load(tmp_path)] == titles
     events = json.loads(timeline.write(tmp_path).read_text())["traceEvents"]
     happened = [(event["pid"], event["ts"]) for event in events if event["ph"] == "i"]
-    assert happened == [(1, 0.0), (2, 0.0), (3, 1e6), (4, 1e6)], "one clock, from the first event on"
+    assert happened == [(1, 0.0), (2, 0.0), (3, 1e6), (4, 1e6)], (
+        "one clock, from the first event on"
+    )
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert timeline.main([str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
     (tmp_path / "logs" / "attempt_1").mkdir(parents=True)

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from rft.config import SynchronizerConfig, TrainerConfig
-from rft.device import choose
-from rft.feed import StepInput
+from rft.ground.device import choose
 from rft.monitor import trace
 from rft.monitor.logs import new_attempt
-from rft.profiler import Profiler
-from rft.skips import SkippedSteps
 from rft.sync.style import Cadence
 from rft.tools import timeline
-from rft.trainer import Trainer
+from rft.trainer.feed import StepInput
+from rft.trainer.profiler import Profiler
+from rft.trainer.skips import SkippedSteps
+from rft.trainer.trainer import Trainer
 
 STEPS = 5
 
@@ -23,7 +23,9 @@ STEPS = 5
 class Parts:
     """All of the trainer's parts; each notes what is asked of it."""
 
-    def __init__(self, alone: bool = False, evaluated: int | None = None, by_saves: bool = False) -> None:
+    def __init__(
+        self, alone: bool = False, evaluated: int | None = None, by_saves: bool = False
+    ) -> None:
         self.events: list[str] = []
         self.asked: list[int] = []
         self.unsaved: dict[int, bool] = {}
@@ -31,9 +33,11 @@ class Parts:
         self.mesh = SimpleNamespace(broadcast=lambda item: item)
         self.models = SimpleNamespace(score=self.score, train_step=self.train_step)
         self.feed = SimpleNamespace(
-            next=lambda step, stopping: StepInput([], {}, []), consumed=lambda step: note(f"consumed {step}"),
-            mark=lambda: 0, retain=lambda loop: None,
-        )  # fmt: skip
+            next=lambda step, stopping: StepInput([], {}, []),
+            consumed=lambda step: note(f"consumed {step}"),
+            mark=lambda: 0,
+            retain=lambda loop: None,
+        )
         self.publisher = SimpleNamespace(
             start=self.publish,
             rest=lambda: note("rest"),
@@ -44,13 +48,22 @@ class Parts:
             claim_save=lambda step: by_saves and self.unsaved.pop(step, False),
         )
         self.checkpoints = SimpleNamespace(
-            requested=None, save=self.save, before_update=lambda: note("copied"), poll=list,
-            wait=lambda step: None, wait_exports=lambda: None, metrics=dict, newest=None,
-        )  # fmt: skip
+            requested=None,
+            save=self.save,
+            before_update=lambda: note("copied"),
+            poll=list,
+            wait=lambda step: None,
+            wait_exports=lambda: None,
+            metrics=dict,
+            newest=None,
+        )
         self.evaluations = SimpleNamespace(
-            alone=alone, at_startup=lambda version: None, at_end=lambda version: None,
-            is_due=lambda version: version == evaluated, if_due=lambda version: note(f"evaluate {version}"),
-        )  # fmt: skip
+            alone=alone,
+            at_startup=lambda version: None,
+            at_end=lambda version: None,
+            is_due=lambda version: version == evaluated,
+            if_due=lambda version: note(f"evaluate {version}"),
+        )
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -82,15 +95,23 @@ class Parts:
 def trained(parts: Parts, **sync: Any) -> list[str]:
     """What the parts are asked for while the trainer makes STEPS steps."""
     trainer = Trainer(
-        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"), mesh=parts.mesh,
-        models=parts.models, feed=parts.feed, publisher=parts.publisher, checkpoints=parts.checkpoints,
+        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"),
+        mesh=parts.mesh,
+        models=parts.models,
+        feed=parts.feed,
+        publisher=parts.publisher,
+        checkpoints=parts.checkpoints,
         cadence=Cadence(SynchronizerConfig(**{"max_staleness": 9, **sync}), ask=parts.ask),
-        evaluations=parts.evaluations, skips=SkippedSteps(Path(), 1, True, parts.note),
+        evaluations=parts.evaluations,
+        skips=SkippedSteps(Path(), 1, True, parts.note),
         profiler=Profiler(TrainerConfig(), 0, choose("cpu"), Path()),
         log_step=lambda step, metrics, experiences: parts.note(f"log {step}"),
-        token_loss=None, run_epoch=1, stopping=lambda: False, on_phase=lambda phase: None,
+        token_loss=None,
+        run_epoch=1,
+        stopping=lambda: False,
+        on_phase=lambda phase: None,
         export=lambda step: None,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
     assert trainer.fit(0) == STEPS
     return parts.events
 
@@ -101,7 +122,9 @@ def second(events: list[str]) -> list[str]:
 
 
 def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
-    """A process killed between the two would resume behind the step, and nobody would ever tell of it."""
+    """A process killed between the two would resume behind the
+    step, and nobody would ever tell of it.
+    """
     assert second(trained(Parts())) == [
         "rest",
         "score",
@@ -118,7 +141,13 @@ def test_what_a_step_tells_is_written_before_its_checkpoint_can_exist() -> None:
 
 def test_a_deterministic_run_evaluates_the_version_it_has_published() -> None:
     found = second(trained(Parts(alone=True)))
-    assert found[found.index("publish 2") + 1 :] == ["consumed 1", "log 2", "save 2 full", "published", "evaluate 2"]
+    assert found[found.index("publish 2") + 1 :] == [
+        "consumed 1",
+        "log 2",
+        "save 2 full",
+        "published",
+        "evaluate 2",
+    ]
 
 
 def publications(events: list[str]) -> list[int]:
@@ -139,9 +168,16 @@ def test_what_is_evaluated_is_published_first() -> None:
 
 
 def test_explorers_are_asked_after_every_step_in_the_one_style_that_does() -> None:
-    """Also after a step that is published for another reason: the answer is a collective of all ranks."""
+    """Also after a step that is published for another reason: the
+    answer is a collective of all ranks.
+    """
     parts = Parts(evaluated=3)
-    assert publications(trained(parts, sync_style="dynamic_by_explorer", sync_interval=7)) == [0, 3, 4, 5]
+    assert publications(trained(parts, sync_style="dynamic_by_explorer", sync_interval=7)) == [
+        0,
+        3,
+        4,
+        5,
+    ]
     assert parts.asked == [7] * STEPS
     parts = Parts()
     trained(parts, sync_style="fully_async")
@@ -153,15 +189,34 @@ def saves(events: list[str]) -> list[str]:
 
 
 def test_weights_for_engines_and_a_checkpoint_of_one_step_are_one_save() -> None:
-    """Row P18. What is due is saved before anybody waits for the engines to have it: they take it from there."""
+    """Row P18.
+
+    What is due is saved before anybody waits for the engines to have it: they take it from there.
+    """
     events = trained(Parts(by_saves=True, alone=True), sync_interval=2)
-    assert saves(events) == ["0 weights", "1 full", "2 full weights", "3 full", "4 full weights", "5 full", "5 weights"]
+    assert saves(events) == [
+        "0 weights",
+        "1 full",
+        "2 full weights",
+        "3 full",
+        "4 full weights",
+        "5 full",
+        "5 weights",
+    ]
     assert events.index("save 0 weights") < events.index("published")
     assert events[events.index("save 2 full weights") :][1] == "published"
-    assert saves(trained(Parts(by_saves=False), sync_interval=2)) == ["1 full", "2 full", "3 full", "4 full", "5 full"]
+    assert saves(trained(Parts(by_saves=False), sync_interval=2)) == [
+        "1 full",
+        "2 full",
+        "3 full",
+        "4 full",
+        "5 full",
+    ]
 
 
-def test_every_phase_of_a_step_is_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_phase_of_a_step_is_on_the_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log_dir = new_attempt(tmp_path)
     monkeypatch.setenv(trace.DIRECTORY, str(log_dir / "trace"))
     trace.start("rank_0")
@@ -170,7 +225,8 @@ def test_every_phase_of_a_step_is_on_the_timeline(tmp_path: Path, monkeypatch: p
     (track,) = timeline.load(tmp_path)
     done = [name for name, *_ in track.spans()]
     assert {
-        name: done.count(name) for name in ("wait_batch", "score", "train", "sync_wait", "staging_wait")
+        name: done.count(name)
+        for name in ("wait_batch", "score", "train", "sync_wait", "staging_wait")
     } == dict.fromkeys(("wait_batch", "score", "train", "sync_wait", "staging_wait"), STEPS)
     versions = [event["name"] for event in track.events if event["name"].startswith("version ")]
     assert versions == [f"version {step}" for step in range(STEPS + 1)]

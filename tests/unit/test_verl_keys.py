@@ -1,14 +1,16 @@
-"""Every documented key of a veRL trainer config does here what the table says: set a key of ours, pass, or be refused by name."""
+"""Every documented key of a veRL trainer config does here what the table says: set a key of ours,
+pass, or be refused by name.
+"""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from rft import config as configs
-from rft import verl_keys
-from rft.config import Config, ConfigError, TrainerConfig
-from rft.verl_keys import KEYS
+from rft.config import Config, ConfigError, TrainerConfig, get
+from rft.config import verl as verl_keys
+from rft.config.verl import KEYS
 
 A, M, R, C = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.ref", "critic"
 REQUIRED = {"name": "run", "model": {"model_path": "somewhere"}}
@@ -63,7 +65,8 @@ FSDP: list[tuple[str, Any, Any]] = [  # what passes, what is refused
     ("fsdp_size", -1, 8),
     ("forward_prefetch", False, True),
 ]
-ONLY: list[tuple[str, Any, Any, str]] = [  # key, a value that says what we do, one that does not, what is said of it
+# key, a value that says what we do, one that does not, what is said of it
+ONLY: list[tuple[str, Any, Any, str]] = [
     ("actor_rollout_ref.hybrid_engine", True, False, "always parts of one run"),
     (f"{M}.external_lib", None, "my_lib", "without libraries"),
     (f"{M}.override_config", {}, {"rope_theta": 1e6}, "edit that of model.model_path"),
@@ -94,7 +97,7 @@ ONLY: list[tuple[str, Any, Any, str]] = [  # key, a value that says what we do, 
     (f"{C}.ulysses_sequence_parallel_size", 1, 2, "trainer.megatron.context_parallel_size"),
     (f"{C}.ppo_epochs", 1, 2, "buffer.total_epochs"),
     (f"{C}.shuffle", False, True, "one update"),
-]  # fmt: skip
+]
 
 
 def merged(*given: tuple[str, Any], **trainer: Any) -> Config:
@@ -108,10 +111,6 @@ def merged(*given: tuple[str, Any], **trainer: Any) -> Config:
     config = configs.to_config(REQUIRED | {"trainer": {"trainer_config": block, **trainer}})
     verl_keys.merge(config)
     return config
-
-
-def get(config: Config, key: str) -> Any:
-    return OmegaConf.select(OmegaConf.structured(config), key)
 
 
 def test_every_row_is_here() -> None:
@@ -134,20 +133,27 @@ def test_accepted_or_refused(name: str, good: Any, bad: Any, message: str) -> No
     assert found == plain
     with pytest.raises(ConfigError) as refused:
         merged((name, bad))
-    assert str(refused.value).startswith(f"trainer.trainer_config.{name}={bad} is refused: ") and message in str(
-        refused.value
-    )
+    assert str(refused.value).startswith(
+        f"trainer.trainer_config.{name}={bad} is refused: "
+    ) and message in str(refused.value)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean `trainer.trainer_config.actor_rollout_ref.actor.grad_clip`"):
+    with pytest.raises(
+        ConfigError, match="did you mean `trainer.trainer_config.actor_rollout_ref.actor.grad_clip`"
+    ):
         merged((f"{A}.grad_clp", 1.0))
-    with pytest.raises(ConfigError, match="unknown key `trainer.trainer_config.reward_model`; see docs/verl.md"):
+    with pytest.raises(
+        ConfigError, match="unknown key `trainer.trainer_config.reward_model`; see docs/verl.md"
+    ):
         merged(("reward_model", {}))
 
 
 def test_an_empty_section_says_nothing() -> None:
-    assert merged((R, None)).trainer.ppo_micro_batch_size_per_gpu == TrainerConfig().ppo_micro_batch_size_per_gpu
+    assert (
+        merged((R, None)).trainer.ppo_micro_batch_size_per_gpu
+        == TrainerConfig().ppo_micro_batch_size_per_gpu
+    )
 
 
 def test_two_words_for_one_key_must_agree() -> None:
@@ -157,7 +163,10 @@ def test_two_words_for_one_key_must_agree() -> None:
     with pytest.raises(ConfigError, match="both are trainer.max_checkpoints_to_keep"):
         merged(("trainer.max_actor_ckpt_to_keep", 5), ("trainer.max_critic_ckpt_to_keep", 3))
     with pytest.raises(ConfigError, match="both are trainer.recompute_granularity"):
-        merged((f"{M}.enable_gradient_checkpointing", False), (f"{C}.model.enable_gradient_checkpointing", True))
+        merged(
+            (f"{M}.enable_gradient_checkpointing", False),
+            (f"{C}.model.enable_gradient_checkpointing", True),
+        )
 
 
 def test_a_value_of_the_wrong_type_is_refused() -> None:
@@ -167,7 +176,7 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
 
 def test_merging_twice_changes_nothing() -> None:
     config = merged(*((name, value) for name, value, *_ in SET[:6]))
-    again = configs.to_config(OmegaConf.structured(config))
+    again = configs.to_config(asdict(config))
     verl_keys.merge(again)
     assert again == config
 

@@ -5,17 +5,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rft.buffer import reading
 from rft.buffer.journal import Journal
 from rft.buffer.progress import Stored
+from rft.buffer.store import read_experiences
 from rft.config import ConfigError
-from rft.experience import Experience, VersionSpan, encode
+from rft.ground.experience import Experience, VersionSpan, encode
 from rft.tools.view import View, tokenizer_of
 
 
 def made(reward: float, answer: list[int], **more: object) -> Experience:
     count = len(answer)
-    given = {"logprobs": [-0.5] * count, "action_mask": [1] * count, "task": "sums/0/1", "reward_outcome": "ok"} | more
+    given = {
+        "logprobs": [-0.5] * count,
+        "action_mask": [1] * count,
+        "task": "sums/0/1",
+        "reward_outcome": "ok",
+    } | more
     return Experience(tokens=[5, 6, 7, *answer], prompt_length=3, reward=reward, **given)
 
 
@@ -23,9 +28,12 @@ def made(reward: float, answer: list[int], **more: object) -> Experience:
 def view(assets: Path) -> View:
     spans = [VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=2)]
     found = [
-        made(0.0, [8, 9]), made(1.0, [9], reward_outcome="timeout"),
-        made(0.5, [10, 11, 12], versions=spans, action_mask=[1, 1, 0], token_rewards=[0.0, 0.5, 0.0]),
-    ]  # fmt: skip
+        made(0.0, [8, 9]),
+        made(1.0, [9], reward_outcome="timeout"),
+        made(
+            0.5, [10, 11, 12], versions=spans, action_mask=[1, 1, 0], token_rewards=[0.0, 0.5, 0.0]
+        ),
+    ]
     return View(found, tokenizer_of(assets, str(assets / "model")))
 
 
@@ -39,8 +47,12 @@ def test_a_queue_in_use_is_read_up_to_its_last_whole_record(tmp_path: Path) -> N
     with next(queue.glob("*.log")).open("ab") as log:
         log.write(b"torn")
     before = sorted((path.name, path.stat().st_size) for path in queue.iterdir())
-    found = list(reading.experiences(tmp_path))
-    assert [one.group for one in found] == [0, 0, 1] and [one.reward for one in found] == [0.0, 1.0, 0.5]
+    found = list(read_experiences(tmp_path))
+    assert [one.group for one in found] == [0, 0, 1] and [one.reward for one in found] == [
+        0.0,
+        1.0,
+        0.5,
+    ]
     assert before == sorted((path.name, path.stat().st_size) for path in queue.iterdir())
     journal.close()
 
@@ -48,29 +60,41 @@ def test_a_queue_in_use_is_read_up_to_its_last_whole_record(tmp_path: Path) -> N
 def test_a_file_of_experiences_is_read_exactly(tmp_path: Path) -> None:
     one = made(0.25, [8, 9], metrics={"right": 0.25})
     (tmp_path / "a.jsonl").write_bytes(msgspec.json.encode(one) + b"\n")
-    assert list(reading.experiences(tmp_path / "a.jsonl")) == [one]
+    assert list(read_experiences(tmp_path / "a.jsonl")) == [one]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "fix"), [("gone", None, "neither"), ("bad.jsonl", "{\n", "line 1"), ("dir", "", "no queue")]
+    ("name", "text", "fix"),
+    [("gone", None, "neither"), ("bad.jsonl", "{\n", "line 1"), ("dir", "", "no queue")],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | None, fix: str) -> None:
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, name: str, text: str | None, fix: str
+) -> None:
     if text == "":
         (tmp_path / name).mkdir()
     elif text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=fix):
-        list(reading.experiences(tmp_path / name))
+        list(read_experiences(tmp_path / name))
 
 
 @pytest.mark.parametrize(
     ("wanted", "numbers"),
-    [({}, [0, 1, 2]), ({"least": 0.5}, [1, 2]), ({"most": 0.5}, [0, 2]), ({"outcome": "timeout"}, [1]),
-     ({"words": "SUMS"}, [0, 1, 2]),
-     ({"words": "nothing like it"}, []), ({"order": "newest"}, [2, 1, 0]), ({"order": "reward"}, [1, 2, 0]),
-     ({"order": "length"}, [2, 0, 1])],
-)  # fmt: skip
-def test_the_list_is_what_was_asked_for(view: View, wanted: dict[str, object], numbers: list[int]) -> None:
+    [
+        ({}, [0, 1, 2]),
+        ({"least": 0.5}, [1, 2]),
+        ({"most": 0.5}, [0, 2]),
+        ({"outcome": "timeout"}, [1]),
+        ({"words": "SUMS"}, [0, 1, 2]),
+        ({"words": "nothing like it"}, []),
+        ({"order": "newest"}, [2, 1, 0]),
+        ({"order": "reward"}, [1, 2, 0]),
+        ({"order": "length"}, [2, 0, 1]),
+    ],
+)
+def test_the_list_is_what_was_asked_for(
+    view: View, wanted: dict[str, object], numbers: list[int]
+) -> None:
     found = view.listed({"wanted": wanted})
     assert [row["number"] for row in found["rows"]] == numbers
     assert found["matching"] == len(numbers) and found["total"] == 3

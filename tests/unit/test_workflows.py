@@ -7,13 +7,23 @@ from typing import Any
 import pytest
 
 from rft.config import ConfigError
-from rft.experience import Completion, Experience, Sampling, Task, VersionSpan, decode, encode
+from rft.ground.experience import (
+    Completion,
+    Experience,
+    Sampling,
+    Task,
+    VersionSpan,
+    decode,
+    encode,
+)
 from rft.rollout import workflows
 from rft.rollout.reward_worker import RewardResult
 
 
 class FakeContext:
-    """Answers with the given completions; scores a response by its last token; remembers what it was asked."""
+    """Answers with the given completions; scores a response by its
+    last token; remembers what it was asked.
+    """
 
     def __init__(self, completions: list[Completion]) -> None:
         self.completions = completions
@@ -30,10 +40,15 @@ class FakeContext:
     def decode(self, tokens: list[int]) -> str:
         return "".join(map(chr, tokens))
 
-    async def score(self, task: Task, responses: list[str], tokens: list[int] | None = None) -> list[RewardResult]:
+    async def score(
+        self, task: Task, responses: list[str], tokens: list[int] | None = None
+    ) -> list[RewardResult]:
         self.scored.append((task.reward, responses))
         slow = RewardResult(outcome="timeout", message="slow")
-        return [slow if text == "hang" else RewardResult(reward=len(text), metrics={"l": 1}) for text in responses]
+        return [
+            slow if text == "hang" else RewardResult(reward=len(text), metrics={"l": 1})
+            for text in responses
+        ]
 
 
 def completion(text: str, stop: Any = "stop", version: int = 3) -> Completion:
@@ -47,9 +62,16 @@ def completion(text: str, stop: Any = "stop", version: int = 3) -> Completion:
 
 def task(repeat_times: int, workflow: str = "single_turn", reward: str = "exact_match") -> Task:
     return Task(
-        id="t/0/7", taskset="t", row=7, prompt="6*7=", truth="42", workflow=workflow, reward=reward,
-        repeat_times=repeat_times, sampling=Sampling(temperature=0.7),
-    )  # fmt: skip
+        id="t/0/7",
+        taskset="t",
+        row=7,
+        prompt="6*7=",
+        truth="42",
+        workflow=workflow,
+        reward=reward,
+        repeat_times=repeat_times,
+        sampling=Sampling(temperature=0.7),
+    )
 
 
 def run(of: Task, ctx: FakeContext) -> list[Experience]:
@@ -65,7 +87,12 @@ def test_single_turn_keeps_exact_ids_logprobs_versions_and_asks_once() -> None:
     assert first.tokens == [*prompt, ord("4"), ord("2")] and first.prompt_length == 4
     assert (first.action_mask, first.logprobs) == ([1, 1], [-0.5, -1.5])
     assert first.versions == [VersionSpan(version=5, start=0, end=2)] and first.oldest_version == 5
-    assert (first.reward, first.reward_outcome, first.stop, first.metrics) == (2, "ok", "stop", {"l": 1})
+    assert (first.reward, first.reward_outcome, first.stop, first.metrics) == (
+        2,
+        "ok",
+        "stop",
+        {"l": 1},
+    )
     assert (first.temperature, first.task, first.sample, second.sample) == (0.7, "t/0/7", 0, 1)
     assert (second.reward, second.reward_outcome, second.stop) == (0, "timeout", "length")
     assert second.info == {"reward_message": "slow"}
@@ -84,11 +111,17 @@ def test_a_prompt_that_is_too_long_is_not_scored() -> None:
     ctx = FakeContext([completion("", stop="prompt_too_long"), completion("42")])
     too_long, answered = run(task(2), ctx)
     assert ctx.scored == [("exact_match", ["42"])]
-    assert (too_long.reward_outcome, too_long.stop, too_long.response_length) == ("none", "prompt_too_long", 0)
+    assert (too_long.reward_outcome, too_long.stop, too_long.response_length) == (
+        "none",
+        "prompt_too_long",
+        0,
+    )
     assert (answered.reward_outcome, answered.reward) == ("ok", 2)
 
 
-@pytest.mark.parametrize("completions", [[completion("4", stop="abort"), completion("42")], [completion("42")]])
+@pytest.mark.parametrize(
+    "completions", [[completion("4", stop="abort"), completion("42")], [completion("42")]]
+)
 def test_part_of_a_group_is_an_error(completions: list[Completion]) -> None:
     with pytest.raises(RuntimeError, match="asked for 2 responses"):
         run(task(2), FakeContext(completions))
@@ -102,7 +135,7 @@ def test_the_math_workflow_scores_with_math_unless_told_otherwise(named: str, us
 
 
 USER_WORKFLOWS = """
-from rft.experience import Experience, VersionSpan
+from rft.ground.experience import Experience, VersionSpan
 class Mine:
     async def run(self, task, ctx):
         return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], logprobs=[-1.0])]
@@ -113,7 +146,8 @@ async def empty(task, ctx):
 async def short_mask(task, ctx):
     return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1], logprobs=[-1.0, -1.0])]
 async def short_rewards(task, ctx):
-    return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1], logprobs=[0.0, 0.0], token_rewards=[1.0])]
+    return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1], logprobs=[0.0, 0.0],
+                       token_rewards=[1.0])]
 async def no_logprobs(task, ctx):
     return [Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[1, 1])]
 async def long_span(task, ctx):
@@ -172,11 +206,21 @@ def test_an_unknown_workflow_names_the_nearest() -> None:
 
 def test_runs_that_say_nothing_are_numbered_by_place_and_numbers_given_are_kept() -> None:
     def made(*places: tuple[int, int]) -> list[Experience]:
-        return [Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], sample=s, turn=t) for s, t in places]
+        return [
+            Experience(tokens=[1, 2], prompt_length=1, action_mask=[1], sample=s, turn=t)
+            for s, t in places
+        ]
 
     silent, told = made((0, 0), (0, 0), (0, 0)), made((0, 0), (0, 1), (1, 0))
     workflows.numbered(task(3), silent)
     workflows.numbered(task(2), told)
-    assert [(e.sample, e.turn) for e in silent + told] == [(0, 0), (1, 0), (2, 0), (0, 0), (0, 1), (1, 0)]
+    assert [(e.sample, e.turn) for e in silent + told] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
     with pytest.raises(ValueError, match="two experiences with sample 1 and turn 0"):
         workflows.numbered(task(2), made((0, 0), (1, 0), (1, 0)))

@@ -1,10 +1,12 @@
-"""A service in miniature that speaks Tinker's API: what the public client asks for in a run, on a toy model that really learns.
+"""A service in miniature that speaks Tinker's API: what the public client asks for in a run, on a
+toy model that really learns.
 
     python tests/unit/tinker_service.py MODEL_DIR [PORT]       (its name there: "toy")
 
-In: HTTP requests of the public `tinker` client. Out: futures that the client retrieves. The service itself cannot be had in a test,
-so this one stands for it; the client is the real one. Requests of a model are done in the order of their `seq_id`, in whatever
-order they arrive, as the service does them. Weights are those of adapters (LoRA) on a frozen Hugging Face model.
+In: HTTP requests of the public `tinker` client. Out: futures that the client retrieves. The service
+itself cannot be had in a test, so this one stands for it; the client is the real one. Requests of a
+model are done in the order of their `seq_id`, in whatever order they arrive, as the service does
+them. Weights are those of adapters (LoRA) on a frozen Hugging Face model.
 """
 
 import contextlib
@@ -28,7 +30,10 @@ BASE = "toy"
 KEY = "tml-key-of-nobody"
 POLL_S = 2.0  # that a client waits for a future at a time
 CHUNK = 3  # datums of one request: small, so that a step is several
-PARTS = {"train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "train_mlp": ("gate_proj", "up_proj", "down_proj")}
+PARTS = {
+    "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "train_mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 SCALE = 32.0  # an adapter is scaled by this / rank
 DTYPES = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64}
 
@@ -37,7 +42,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
         super().__init__()
         self.base, self.scale = base, SCALE / rank
-        self.a = nn.Parameter(torch.randn(rank, base.in_features, generator=generator) / base.in_features**0.5)
+        self.a = nn.Parameter(
+            torch.randn(rank, base.in_features, generator=generator) / base.in_features**0.5
+        )
         self.b = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +53,10 @@ class Adapted(nn.Module):
 
 def adapted(base: nn.Module, lora: dict[str, Any]) -> nn.Module:
     """A copy of the frozen model with new adapters."""
-    model, generator = copy.deepcopy(base).requires_grad_(False), torch.Generator().manual_seed(lora["seed"] or 0)
+    model, generator = (
+        copy.deepcopy(base).requires_grad_(False),
+        torch.Generator().manual_seed(lora["seed"] or 0),
+    )
     names = [name for key, parts in PARTS.items() if lora[key] for name in parts]
     names += ["lm_head"] if lora["train_unembed"] else []
     for path, module in list(model.named_modules()):
@@ -57,7 +67,11 @@ def adapted(base: nn.Module, lora: dict[str, Any]) -> nn.Module:
 
 
 def adapter(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters() if name.endswith((".a", ".b"))}
+    return {
+        name: value.detach().clone()
+        for name, value in model.named_parameters()
+        if name.endswith((".a", ".b"))
+    }
 
 
 def logprobs_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
@@ -79,8 +93,13 @@ class Trainee:
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(
-            {"lora": self.lora, "adapter": adapter(self.model), "optimizer": self.optimizer.state_dict(), "updates": self.updates}
-        )  # fmt: skip
+            {
+                "lora": self.lora,
+                "adapter": adapter(self.model),
+                "optimizer": self.optimizer.state_dict(),
+                "updates": self.updates,
+            }
+        )
 
     def take(self, saved: dict[str, Any], optimizer: bool) -> None:
         self.model.load_state_dict(saved["adapter"], strict=False)
@@ -97,12 +116,17 @@ class Trainee:
 
 
 class Service:
-    """`calls`: what was asked for, in order. `failing`: words to refuse the next request of a kind with."""
+    """`calls`: what was asked for, in order.
+
+    `failing`: words to refuse the next request of a kind with.
+    """
 
     def __init__(self, model_dir: str):
         import transformers
 
-        self.base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.base = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32
+        ).eval()
         self.calls: list[str] = []
         self.failing: dict[str, str] = {}
         self.trainees: dict[str, Trainee] = {}
@@ -113,10 +137,14 @@ class Service:
         self._done = threading.Condition()
         self._numbers = itertools.count()
 
-    # --- futures ------------------------------------------------------------------------------------------------
+    # --- futures ----------------------------------------------------------------------------------
 
     def promise(
-        self, kind: str, work: Callable[[], Any], trainee: Trainee | None = None, seq: int | None = None
+        self,
+        kind: str,
+        work: Callable[[], Any],
+        trainee: Trainee | None = None,
+        seq: int | None = None,
     ) -> dict[str, Any]:
         """Do it in its turn; the client asks for the outcome later."""
         identity = f"{kind}-{next(self._numbers)}"
@@ -127,7 +155,11 @@ class Service:
                 if kind in self.failing:
                     raise ValueError(self.failing.pop(kind))
                 outcome = work()
-                found = ("application/x-protobuf", outcome) if isinstance(outcome, bytes) else as_json(outcome)
+                found = (
+                    ("application/x-protobuf", outcome)
+                    if isinstance(outcome, bytes)
+                    else as_json(outcome)
+                )
             except Exception as error:
                 found = as_json({"error": f"{type(error).__name__}: {error}", "category": "user"})
             with self._done:
@@ -144,7 +176,9 @@ class Service:
         identity = asked["request_id"]
         with self._done:
             if not self._done.wait_for(lambda: identity in self._futures, POLL_S):
-                return as_json({"type": "try_again", "request_id": identity, "queue_state": "active"})
+                return as_json(
+                    {"type": "try_again", "request_id": identity, "queue_state": "active"}
+                )
             return self._futures[identity]
 
     def await_deletions(self, count: int) -> None:
@@ -152,7 +186,7 @@ class Service:
         with self._done:
             assert self._done.wait_for(lambda: self.calls.count("delete") >= count, 30)
 
-    # --- training -----------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def create_model(self, asked: dict[str, Any]) -> dict[str, Any]:
         def work() -> dict[str, Any]:
@@ -177,9 +211,13 @@ class Service:
     def get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
         rank = self.trainees[asked["model_id"]].lora["rank"]
         return {
-            "type": "get_info", "model_data": {"arch": "toy", "model_name": BASE}, "model_id": asked["model_id"], "is_lora": True,
-            "lora_rank": rank, "model_name": BASE,
-        }  # fmt: skip
+            "type": "get_info",
+            "model_data": {"arch": "toy", "model_name": BASE},
+            "model_id": asked["model_id"],
+            "is_lora": True,
+            "lora_rank": rank,
+            "model_name": BASE,
+        }
 
     def forward_backward(self, asked: wire.ForwardBackwardRequest) -> dict[str, Any]:
         trainee = self.trainees[asked.model_id]
@@ -192,9 +230,16 @@ class Service:
         total, found = torch.zeros(()), []
         with torch.set_grad_enabled(not asked.forward_only):
             for datum in asked.data:
-                ids = np.concatenate([np.frombuffer(c.encoded_text.tokens, dtype=np.int32) for c in datum.model_input])
+                ids = np.concatenate(
+                    [
+                        np.frombuffer(c.encoded_text.tokens, dtype=np.int32)
+                        for c in datum.model_input
+                    ]
+                )
                 inputs = {name: tensor_of(value) for name, value in datum.loss_fn_inputs.items()}
-                logprobs = logprobs_of(trainee.model, torch.from_numpy(ids.astype(np.int64)), inputs["target_tokens"])
+                logprobs = logprobs_of(
+                    trainee.model, torch.from_numpy(ids.astype(np.int64)), inputs["target_tokens"]
+                )
                 total = total - (logprobs * inputs["weights"]).sum()
                 found.append(logprobs.detach().numpy())
         if not asked.forward_only:
@@ -205,7 +250,9 @@ class Service:
         record.num_datums = len(found)
         record.fields["logprobs"].dtype = wire.DTYPE_FLOAT32
         record.fields["logprobs"].data = np.concatenate(found).astype(np.float32).tobytes()
-        record.fields["logprobs"].offsets = (4 * np.cumsum([0, *map(len, found)])).astype(np.int64).tobytes()
+        record.fields["logprobs"].offsets = (
+            (4 * np.cumsum([0, *map(len, found)])).astype(np.int64).tobytes()
+        )
         return told.SerializeToString()
 
     def optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -217,9 +264,11 @@ class Service:
             norm = nn.utils.clip_grad_norm_(weights, params["grad_clip_norm"] or torch.inf)
             for group in trainee.optimizer.param_groups:
                 group |= {
-                    "lr": params["learning_rate"], "betas": (params["beta1"], params["beta2"]), "eps": params["eps"],
+                    "lr": params["learning_rate"],
+                    "betas": (params["beta1"], params["beta2"]),
+                    "eps": params["eps"],
                     "weight_decay": params["weight_decay"],
-                }  # fmt: skip
+                }
             trainee.optimizer.step()
             trainee.optimizer.zero_grad()
             trainee.updates += 1
@@ -228,7 +277,10 @@ class Service:
         return self.promise("optim_step", work, trainee, asked["seq_id"])
 
     def save(self, kind: str, segment: str, asked: dict[str, Any]) -> dict[str, Any]:
-        trainee, path = self.trainees[asked["model_id"]], f"tinker://{asked['model_id']}/{segment}/{asked['path']}"
+        trainee, path = (
+            self.trainees[asked["model_id"]],
+            f"tinker://{asked['model_id']}/{segment}/{asked['path']}",
+        )
 
         def work() -> dict[str, Any]:
             if path in self.saved:
@@ -238,7 +290,7 @@ class Service:
 
         return self.promise(kind, work, trainee, asked["seq_id"])
 
-    # --- sampling -----------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     def create_sampling_session(self, asked: dict[str, Any]) -> dict[str, Any]:
         identity = f"{asked['session_id']}:sample:{asked['sampling_session_seq_id']}"
@@ -257,9 +309,11 @@ class Service:
     def asample(self, asked: dict[str, Any]) -> dict[str, Any]:
         model, count = self.samplers[asked["sampling_session_id"]], asked["num_samples"]
         promised = self.promise("asample", lambda: sampled(model, asked))
-        return promised | {"sample_sequence_ids": [f"{promised['request_id']}/{i}" for i in range(count)]}
+        return promised | {
+            "sample_sequence_ids": [f"{promised['request_id']}/{i}" for i in range(count)]
+        }
 
-    # --- over HTTP ----------------------------------------------------------------------------------------------
+    # --- over HTTP --------------------------------------------------------------------------------
 
     def answer(self, path: str, body: bytes) -> tuple[str, bytes]:
         if path == "forward_backward":
@@ -284,17 +338,28 @@ class Service:
             "create_session": lambda asked: {"session_id": f"session-{next(self._numbers)}"},
             "session_heartbeat": lambda asked: {},
             "telemetry": lambda asked: {"status": "accepted"},
-            "create_model": self.create_model, "load_weights": self.load_weights, "get_info": self.get_info,
-            "optim_step": self.optim_step, "asample": self.asample, "create_sampling_session": self.create_sampling_session,
+            "create_model": self.create_model,
+            "load_weights": self.load_weights,
+            "get_info": self.get_info,
+            "optim_step": self.optim_step,
+            "asample": self.asample,
+            "create_sampling_session": self.create_sampling_session,
             "save_weights": lambda asked: self.save("save_weights", "weights", asked),
-            "save_weights_for_sampler": lambda asked: self.save("save_weights_for_sampler", "sampler_weights", asked),
-        }  # fmt: skip
+            "save_weights_for_sampler": lambda asked: self.save(
+                "save_weights_for_sampler", "sampler_weights", asked
+            ),
+        }
         return as_json(simple[path](asked))
 
 
 def sampled(model: nn.Module, asked: dict[str, Any]) -> bytes:
-    """A `SampleResponse`: what was sampled, and log-probabilities of the prompt where they are asked for."""
-    params, prompt = asked["sampling_params"], [t for chunk in asked["prompt"]["chunks"] for t in chunk["tokens"]]
+    """A `SampleResponse`: what was sampled, and log-probabilities of
+    the prompt where they are asked for.
+    """
+    params, prompt = (
+        asked["sampling_params"],
+        [t for chunk in asked["prompt"]["chunks"] for t in chunk["tokens"]],
+    )
     told = wire.SampleResponse()
     with torch.no_grad():
         if asked.get("prompt_logprobs"):
@@ -322,7 +387,11 @@ def one_response(
     while len(tokens) < params["max_tokens"]:
         logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
         found = (logits / (temperature or 1.0)).log_softmax(-1)
-        token = int(torch.multinomial(found.exp(), 1, generator=generator)) if temperature else int(found.argmax())
+        token = (
+            int(torch.multinomial(found.exp(), 1, generator=generator))
+            if temperature
+            else int(found.argmax())
+        )
         tokens.append(token)
         logprobs.append(float(found[token]))
         if token in params.get("stop", []):
@@ -389,7 +458,10 @@ class Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(model_dir: str, port: int = 0) -> Iterator[tuple[Service, str]]:
-    """The service and its address, until the block is left. What it computes is too small for more than one thread."""
+    """The service and its address, until the block is left.
+
+    What it computes is too small for more than one thread.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     service = Service(model_dir)

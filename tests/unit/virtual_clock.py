@@ -1,4 +1,6 @@
-"""An event loop whose clock only moves when nothing else is left to do: hours of timeouts pass in no time, in their order."""
+"""An event loop whose clock only moves when nothing else is left to do: hours of timeouts pass in
+no time, in their order.
+"""
 
 import asyncio
 from collections.abc import Coroutine

@@ -2,7 +2,7 @@
 
 import random
 
-from rft.experience import Task
+from rft.ground.experience import Task
 
 
 def coin(response: str, truth: str | None, task: Task) -> float:

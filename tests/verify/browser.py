@@ -1,4 +1,7 @@
-"""A headless Chromium that a test can type into, by way of the WebDriver protocol: Debian's chromium and chromium-driver."""
+"""A headless Chromium that a test can type into, by way of the WebDriver protocol:
+
+Debian's chromium and chromium-driver.
+"""
 
 import base64
 import contextlib
@@ -20,15 +23,22 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's own word for a
 
 
 def program(name: str) -> str:
-    """Path of the browser or its driver; installed where this is Debian and we may, else the test is skipped with the reason."""
+    """Path of the browser or its driver; installed where this is Debian and we may, else the test
+    is skipped with the reason.
+    """
     if found := shutil.which(name):
         return found
     if os.geteuid() or not shutil.which("apt-get"):
         pytest.skip(f"no {name} here, and it cannot be installed: not root on a Debian")
-    for arguments in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", PACKAGES[name]]):
+    for arguments in (
+        ["update", "-qq"],
+        ["install", "-y", "-qq", "--no-install-recommends", PACKAGES[name]],
+    ):
         done = subprocess.run(["apt-get", *arguments], capture_output=True, text=True)
     if not (found := shutil.which(name)):
-        pytest.skip(f"{name} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        pytest.skip(
+            f"{name} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
+        )
     return found
 
 
@@ -40,7 +50,9 @@ class Browser:
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read())["value"]
 
@@ -51,7 +63,9 @@ class Browser:
         return self.ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def find(self, selector: str) -> str:
-        found: str = self.ask("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
+        found: str = self.ask("POST", "/element", {"using": "css selector", "value": selector})[
+            ELEMENT
+        ]
         return found
 
     def click(self, selector: str) -> None:
@@ -79,17 +93,32 @@ class Browser:
 @contextlib.contextmanager
 def browsing(width: int, height: int) -> Iterator[Browser]:
     driver = subprocess.Popen(
-        [program("chromedriver"), "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [program("chromedriver"), "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         assert driver.stdout is not None
-        port = next(line.split("port ")[1].strip(" .\n") for line in driver.stdout if "started successfully" in line)
+        port = next(
+            line.split("port ")[1].strip(" .\n")
+            for line in driver.stdout
+            if "started successfully" in line
+        )
         root = Browser(f"http://127.0.0.1:{port}")
         options = {
             "binary": program("chromium"),
-            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"],
-        }  # fmt: skip
-        made = root.ask("POST", "/session", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}})
+            "args": [
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                f"--window-size={width},{height}",
+            ],
+        }
+        made = root.ask(
+            "POST", "/session", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
+        )
         window = Browser(f"{root.url}/session/{made['sessionId']}")
         try:
             yield window

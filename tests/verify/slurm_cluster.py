@@ -1,7 +1,9 @@
-"""A real Slurm on this host for a test: munge, slurmctld and three slurmd, ended with the block; nothing outside `root` is written.
+"""A real Slurm on this host for a test: munge, slurmctld and three slurmd, ended with the block;
+nothing outside `root` is written.
 
-In: an empty directory, root, and Debian's packages (installed when they are missing). Out: `Slurm`, whose `environment` makes
-sbatch, squeue and scontrol talk to this Slurm and to no other. Every node is this host, and believes in eight CPUs.
+In: an empty directory, root, and Debian's packages (installed when they are missing). Out: `Slurm`,
+whose `environment` makes sbatch, squeue and scontrol talk to this Slurm and to no other. Every node
+is this host, and believes in eight CPUs.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft.processes import adopt_orphans
+from rft.run.processes import adopt_orphans
 
 PACKAGES = ("slurm-wlm", "munge")
 DAEMONS = ("slurmctld", "slurmd", "munged")
@@ -60,15 +62,21 @@ class Slurm:
         self.environment = os.environ | {"SLURM_CONF": str(root / "slurm.conf")}
 
     def ask(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
     def submit(self, directory: Path, *command: str, **environment: str) -> int:
         """sbatch with `directory` as the working directory; returns the job's number."""
         done = subprocess.run(
-            ["sbatch", "--parsable", *command], cwd=directory, env=self.environment | environment, capture_output=True, text=True
-        )  # fmt: skip
+            ["sbatch", "--parsable", *command],
+            cwd=directory,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         self.jobs.append(int(done.stdout))
         return self.jobs[-1]
@@ -94,8 +102,12 @@ class Slurm:
         deadline = time.monotonic() + timeout
         while read(log).count(text) < count:
             state = self.state(job)
-            assert state in ("PENDING", "RUNNING", "COMPLETING"), f"job {job} is {state} without {text!r}:\n{read(log)}"
-            assert time.monotonic() < deadline, f"job {job} ({state}) has not said {text!r}:\n{read(log)}"
+            assert state in ("PENDING", "RUNNING", "COMPLETING"), (
+                f"job {job} is {state} without {text!r}:\n{read(log)}"
+            )
+            assert time.monotonic() < deadline, (
+                f"job {job} ({state}) has not said {text!r}:\n{read(log)}"
+            )
             time.sleep(LOOK_S)
 
 
@@ -129,17 +141,31 @@ def running(root: Path) -> Iterator[Slurm]:
     def start(name: str, *arguments: str) -> None:
         with open(root / f"{name}.out", "ab") as out:
             path = shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
-            daemons.append(subprocess.Popen([str(path), *arguments], env=slurm.environment, stdout=out, stderr=out))
+            daemons.append(
+                subprocess.Popen(
+                    [str(path), *arguments], env=slurm.environment, stdout=out, stderr=out
+                )
+            )
 
     try:
-        munge = {"key-file": "munge.key", "socket": "munge/socket", "pid-file": "munge/pid", "log-file": "munge/log"}
-        paths = [f"--{option}={root / name}" for option, name in (munge | {"seed-file": "munge/seed"}).items()]
+        munge = {
+            "key-file": "munge.key",
+            "socket": "munge/socket",
+            "pid-file": "munge/pid",
+            "log-file": "munge/log",
+        }
+        paths = [
+            f"--{option}={root / name}"
+            for option, name in (munge | {"seed-file": "munge/seed"}).items()
+        ]
         start("munged", "--foreground", "--force", *paths)
         await_true(lambda: (root / "munge" / "socket").exists(), "munged has no socket")
         start("slurmctld", "-D")
         for node in NODES:
             start("slurmd", "-D", "-N", node)
-        await_true(lambda: ready(slurm), f"the nodes are not idle: {read(root / 'slurmctld.log')[-2000:]}")
+        await_true(
+            lambda: ready(slurm), f"the nodes are not idle: {read(root / 'slurmctld.log')[-2000:]}"
+        )
         yield slurm
     finally:
         for daemon in reversed(daemons):
@@ -152,7 +178,9 @@ def family() -> set[psutil.Process]:
 
 
 def end_all(but: set[psutil.Process]) -> None:
-    """Whatever was started since `but` was taken: daemons, the steps that detach themselves from them, and what those run."""
+    """Whatever was started since `but` was taken: daemons, the steps that detach themselves from
+    them, and what those run.
+    """
     psutil.wait_procs(family() - but, timeout=ENDING_S)
     while alive := family() - but:
         for process in alive:
@@ -176,7 +204,11 @@ def write_files(root: Path) -> None:
 
 def ready(slurm: Slurm) -> bool:
     done = subprocess.run(
-        ["sinfo", "--noheader", "--format=%T %D"], env=slurm.environment, capture_output=True, text=True, timeout=60
+        ["sinfo", "--noheader", "--format=%T %D"],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     return done.stdout.strip() == f"idle {len(NODES)}"
 

@@ -1,4 +1,6 @@
-"""A real agent framework, openai-agents, against the endpoint: its tool loop, and a run that it trains. It is as it comes."""
+"""A real agent framework, openai-agents, against the endpoint: its tool loop, and a run that it
+trains. It is as it comes.
+"""
 
 import asyncio
 import importlib.util
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_agent_loop import ROOM, TOLERANCE, experiences
 
-from rft.experience import Sampling, Task
+from rft.ground.experience import Sampling, Task
 from tests.unit.scripted import TOKENIZER, Pool, listening
 from tests.unit.test_endpoint import TOOLS, exact
 
@@ -23,13 +25,16 @@ pytestmark = [
     pytest.mark.verify,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        not FRAMEWORK.is_dir(), reason="`make .venv/agents` fetches it, as pinned in requirements/agents.txt"
+        not FRAMEWORK.is_dir(),
+        reason="`make .venv/agents` fetches it, as pinned in requirements/agents.txt",
     ),
 ]
 
 
 def test_its_tool_loop_is_one_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs the tool that the model calls, and every answer goes on from the ids of the one before."""
+    """It runs the tool that the model calls, and every answer
+    goes on from the ids of the one before.
+    """
     monkeypatch.syspath_prepend(FRAMEWORK)
     specification = importlib.util.spec_from_file_location("framework_agent", FILE)
     assert specification and specification.loader
@@ -42,14 +47,19 @@ def test_its_tool_loop_is_one_sequence(tmp_path: Path, monkeypatch: pytest.Monke
         async with asyncio.timeout(60), listening(pool, tmp_path, template=TOOLS) as endpoint:
             session = endpoint.registry.open()
             task = Task(id="t", taskset="t", row=0, prompt="rain?", sampling=Sampling())
-            await module.agent(task, endpoint.base_url(session.id), endpoint.registry.key(session.id), max_tokens=200)
+            await module.agent(
+                task,
+                endpoint.base_url(session.id),
+                endpoint.registry.key(session.id),
+                max_tokens=200,
+            )
             [one] = session.experiences()
             exact(one, pool)
             assert len(session.calls) == 3
             said = TOKENIZER.decode(one.tokens)
             assert (
-                f"<|assistant|>I ask. {call}<|end|><|user|>t:dry in Bern<|end|><|assistant|>it is dry<|end|><|user|>sure?"
-                in said
+                f"<|assistant|>I ask. {call}<|end|><|user|>t:dry in Bern<|end|><|assistant|>it is "
+                "dry<|end|><|user|>sure?" in said
             )
 
     asyncio.run(scenario())
@@ -59,9 +69,14 @@ def test_it_trains_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FRAMEWORK), *sys.path]))
     assets = write_assets(tmp_path / "assets")
     arguments = overrides(
-        tmp_path, "framework", assets, *ROOM, "buffer.explorer_input.default_workflow_type=agent",
-        f"+buffer.explorer_input.taskset.workflow_args.agent={FILE}:agent", f"trainer.total_steps={STEPS}",
-    )  # fmt: skip
+        tmp_path,
+        "framework",
+        assets,
+        *ROOM,
+        "buffer.explorer_input.default_workflow_type=agent",
+        f"+buffer.explorer_input.taskset.workflow_args.agent={FILE}:agent",
+        f"trainer.total_steps={STEPS}",
+    )
     with train(*arguments) as run:
         assert (run.end(), run.errors()) == (0, "")
     job = tmp_path / "rft" / "framework"

@@ -1,9 +1,11 @@
-"""Every command of README and docs/*.md is run: its keys, files, tools and exit code are those that a reader meets.
+"""Every command of README and docs/*.md is run: its keys, files, tools and exit code are those that
+a reader meets.
 
-In: the shell blocks and transcripts of the pages. What a page leaves to the reader (a model, task files, `...`) is put there by
-PLACES; a run is made small by `smaller`, which adds keys and changes none that the page gives. A command that reads a run
-has the one that its page makes (MADE_BY); one that serves is asked once and interrupted. Invariant: a command is run here, or
-ELSEWHERE names who runs it, or why nobody can.
+In: the shell blocks and transcripts of the pages. What a page leaves to the reader (a model, task
+files, `...`) is put there by PLACES; a run is made small by `smaller`, which adds keys and changes
+none that the page gives. A command that reads a run has the one that its page makes (MADE_BY); one
+that serves is asked once and interrupted. Invariant: a command is run here, or ELSEWHERE names who
+runs it, or why nobody can.
 """
 
 import os
@@ -49,23 +51,31 @@ MADE_BY = (  # what a command reads, and the command that makes it
     ("out/torch_dist ", "rft ckpt export runs/rft/demo@20 out/torch_dist"),
     ("runs/rft/demo", "python -m rft.train experiment=sft name=demo"),
     ("name=offline", "python -m rft.train experiment=grpo name=rollouts"),
-    ("name=collected mode=train", "python -m rft.train experiment=grpo name=collected mode=explore"),
+    (
+        "name=collected mode=train",
+        "python -m rft.train experiment=grpo name=collected mode=explore",
+    ),
     ("runs/rft/quickstart_debug", "rft debug experiment=quickstart"),
     ("runs/rft/quickstart/rft", "python -m rft.train experiment=quickstart debug=fast"),
     ("sqlite:///shared.db", "python -m rft.train experiment=grpo name=shared"),
 )
 UNSAID = (  # runs that a page shows the checkpoints or experiences of, without the command
-    "python -m rft.train experiment=sft name=demo model.model_path=DIR trainer.total_steps=20 trainer.save_interval=10 "
+    "python -m rft.train experiment=sft name=demo model.model_path=DIR trainer.total_steps=20 "
+    "trainer.save_interval=10 "
     "buffer.trainer_input.experience_buffer.path=FILE",
     "python -m rft.train experiment=grpo name=shared model.model_path=DIR "
-    "buffer.explorer_input.taskset.path=FILE buffer.trainer_input.experience_buffer.storage_type=sql "
+    "buffer.explorer_input.taskset.path=FILE "
+    "buffer.trainer_input.experience_buffer.storage_type=sql "
     "buffer.trainer_input.experience_buffer.path=sqlite:///$PWD/shared.db",
 )
 DIFFERS = re.compile(r"^rft ckpt diff ")  # its exit code says so
 SERVES = re.compile(r"^rft (studio|view)|experiment=serve")  # until it is interrupted
 UNDER_WAY = re.compile(r"^rft engines ")  # of the run of two engines in docs/quickstart.md
 ELSEWHERE = (  # command, who runs it or why it cannot be run here
-    (r"^make (setup|lint|verify)$", "tests: what `make verify`, which runs this test, is or does first"),
+    (
+        r"^make (setup|lint|verify)$",
+        "tests: what `make verify`, which runs this test, is or does first",
+    ),
     (r"^make test", "tests: the suite that this test belongs to, or a part of it"),
     (r"^make bench$", "bench: hours, and a quiet machine"),
     (r"^make quickstart$", "tests/verify/test_quickstart.py"),
@@ -76,15 +86,28 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"NNODES=2 ", "tests/verify/test_torchrun_nodes.py"),
     (r"^export HEAD|^for node|^ssh |^done$|^wait$", "tests/verify/test_ray_launch.py"),
     (r"launch/ray_job\.sh|^ray job stop", "tests/verify/test_ray_launch.py"),
-    (r"^kubectl ", "tests/verify/test_kubernetes.py: no cluster here, the files and their scripts are checked"),
+    (
+        r"^kubectl ",
+        "tests/verify/test_kubernetes.py: no cluster here, the files and their scripts are checked",
+    ),
     (r"monitor=mlflow", "tests/verify/test_mlflow.py"),
-    (r"monitor_args\.mode=online", "tests/unit/test_services.py: offline, for online wants W&B's service"),
+    (
+        r"monitor_args\.mode=online",
+        "tests/unit/test_services.py: offline, for online wants W&B's service",
+    ),
     (
         r"storage=s3:",
-        "tests/e2e/test_sync_methods.py tests/unit/test_ckpt_objects.py: the two halves, without S3 between",
+        (
+            "tests/e2e/test_sync_methods.py tests/unit/test_ckpt_objects.py: the two halves, "
+            "without "
+            "S3 between"
+        ),
     ),
     (r"^kill -9 ", "tests/e2e/test_pool.py"),
-    (r"experiment=tinker|^export TINKER_API_KEY|tinker_service\.py", "tests/e2e/test_tinker_run.py"),
+    (
+        r"experiment=tinker|^export TINKER_API_KEY|tinker_service\.py",
+        "tests/e2e/test_tinker_run.py",
+    ),
     (r"postgresql://", "tests/unit/test_postgres.py tests/e2e/test_sql_run.py"),
 )
 
@@ -107,7 +130,11 @@ def completed(line: str) -> str:
     """The command with what the page leaves to the reader."""
     for pattern, there in PLACES:
         line = re.sub(pattern, there, line).strip()
-    return f"{line} {' '.join(smaller(line))}".strip() if STARTS_A_RUN.search(line) or "rft doctor e" in line else line
+    return (
+        f"{line} {' '.join(smaller(line))}".strip()
+        if STARTS_A_RUN.search(line) or "rft doctor e" in line
+        else line
+    )
 
 
 def smaller(line: str) -> list[str]:
@@ -133,7 +160,9 @@ def smaller(line: str) -> list[str]:
     return [key for key in keys if key.partition("=")[0] not in given]
 
 
-MINE = [(page, line) for page, line in lines() if not elsewhere(line) and not UNDER_WAY.search(line)]
+MINE = [
+    (page, line) for page, line in lines() if not elsewhere(line) and not UNDER_WAY.search(line)
+]
 HERE = [(page, line) for page, line in MINE if not SERVES.search(line)]
 SERVERS = [(page, line) for page, line in MINE if SERVES.search(line)]
 
@@ -152,18 +181,27 @@ def write_what_pages_name(shared: Path) -> None:
     for page in PAGES:
         for text, name in NAMED_FILE.findall(page.read_text(encoding="utf-8")):
             (shared / name).parent.mkdir(exist_ok=True)
-            (shared / name).write_text(text.replace("/models/Qwen3-0.6B", "model"), encoding="utf-8")
+            (shared / name).write_text(
+                text.replace("/models/Qwen3-0.6B", "model"), encoding="utf-8"
+            )
     rows = dict(NAMED_ROWS.findall((ROOT / "docs" / "data.md").read_text(encoding="utf-8")))
     (shared / "pairs.jsonl").write_text(rows["text_pairs"] * 8, encoding="utf-8")
     (shared / "text.jsonl").write_text(rows["text"] * 8, encoding="utf-8")
-    mine = {"model.model_path": shared / "model", "buffer.explorer_input.taskset.path": shared / "train.jsonl"}
-    made = studio.examine("grpo", {"device": "cpu", **{key: str(path) for key, path in mine.items()}})
+    mine = {
+        "model.model_path": shared / "model",
+        "buffer.explorer_input.taskset.path": shared / "train.jsonl",
+    }
+    made = studio.examine(
+        "grpo", {"device": "cpu", **{key: str(path) for key, path in mine.items()}}
+    )
     assert made["ready"], made["problems"]
     (shared / "gsm8k.yaml").write_text(made["yaml"], encoding="utf-8")
 
 
 class Desk:
-    """Runs a completed command once, in a directory of its own or in that of the command that made what it reads."""
+    """Runs a completed command once, in a directory of its own or in that of the command that made
+    what it reads.
+    """
 
     def __init__(self, factory: pytest.TempPathFactory):
         self.factory = factory
@@ -203,7 +241,9 @@ def environment(place: Path) -> dict[str, str]:
 
 def call(line: str, place: Path) -> str:
     command = ["bash", "-c", line]
-    ended = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True, timeout=RUN_S)
+    ended = subprocess.run(
+        command, cwd=place, env=environment(place), capture_output=True, text=True, timeout=RUN_S
+    )
     assert ended.returncode == (1 if DIFFERS.search(line) else 0), (
         f"{line}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     )
@@ -216,10 +256,14 @@ def started(line: str, place: Path) -> Run:
 
 
 def test_every_command_has_a_place() -> None:
-    """One that is run, and nothing that only looks so: what is run elsewhere names a file, and no pattern has gone stale."""
+    """One that is run, and nothing that only looks so: what is run elsewhere names a file, and no
+    pattern has gone stale.
+    """
     assert len(HERE) > 30
     for pattern, who in ELSEWHERE:
-        assert any(re.search(pattern, line) for _, line in lines()), f"{pattern}: no page says so any more"
+        assert any(re.search(pattern, line) for _, line in lines()), (
+            f"{pattern}: no page says so any more"
+        )
         assert all((ROOT / path).exists() for path in who.partition(":")[0].split()), who
     for _, line in MINE:
         assert "..." not in completed(line) and "DIR" not in completed(line), completed(line)
@@ -230,23 +274,31 @@ def test_it_runs(desk: Desk, page: str, line: str) -> None:
     place, printed = desk.perform(completed(line))
     assert printed.strip(), "it said nothing"
     if STARTS_A_RUN.search(line) and "mode=explore" not in line:
-        assert any("loss" in path.read_text() for path in place.rglob("metrics.jsonl")), "no step was trained"
+        assert any("loss" in path.read_text() for path in place.rglob("metrics.jsonl")), (
+            "no step was trained"
+        )
 
 
-@pytest.mark.parametrize(("page", "line"), SERVERS, ids=[f"{page}: {line}" for page, line in SERVERS])
+@pytest.mark.parametrize(
+    ("page", "line"), SERVERS, ids=[f"{page}: {line}" for page, line in SERVERS]
+)
 def test_it_serves(desk: Desk, page: str, line: str) -> None:
     """It says where, answers there, and ends when it is interrupted."""
     place = desk.place(completed(line))
     with started(completed(line), place) as run:
         address = run.wait_for(r"http://127\.0\.0\.1:\d+")[0]
-        with urllib.request.urlopen(f"{address}/health" if "serve" in line else address, timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"{address}/health" if "serve" in line else address, timeout=60
+        ) as answer:
             assert answer.status == 200
         run.process.send_signal(signal.SIGINT)
         assert (run.end(), "Traceback" in run.errors()) == (0, False), run.errors()
 
 
 def test_commands_of_a_run_under_way(tmp_path: Path) -> None:
-    """`rft engines` of all pages, in their order, against the run of docs/quickstart.md with two engines."""
+    """`rft engines` of all pages, in their order, against the run of
+    docs/quickstart.md with two engines.
+    """
     (start,) = (line for page, line in HERE if "engine_num=2" in line and page == "quickstart.md")
     asked = [line for _, line in lines() if UNDER_WAY.search(line)]
     assert len(asked) >= 4

@@ -1,4 +1,6 @@
-"""All injected faults: at least 10,000, none accepted wrong, the newest good one always found, no acknowledged commit lost."""
+"""All injected faults: at least 10,000, none accepted wrong, the newest good one always found, no
+acknowledged commit lost.
+"""
 
 import json
 import subprocess

@@ -1,6 +1,7 @@
 """The Kubernetes files against the published schemas of the API, and that their pods fit together.
 
-`make verify` fetches the schemas, as pinned in requirements/kubernetes-schemas.txt, into a directory of their own.
+`make verify` fetches the schemas, as pinned in requirements/kubernetes-schemas.txt, into a
+directory of their own.
 """
 
 import subprocess
@@ -23,7 +24,9 @@ def validate(path: Path, version: str) -> "subprocess.CompletedProcess[str]":
     if not SCHEMAS.exists():
         pytest.skip(f"{SCHEMAS} is missing; `make {SCHEMAS.relative_to(ROOT)}` fetches it")
     command = [sys.executable, "-m", "kubernetes_validate", "--strict", "-k", version, str(path)]
-    return subprocess.run(command, env={"PYTHONPATH": str(SCHEMAS)}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env={"PYTHONPATH": str(SCHEMAS)}, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -34,13 +37,19 @@ def test_file_is_valid(path: Path, version: str) -> None:
 
 
 def test_a_misspelt_field_would_be_found(tmp_path: Path) -> None:
-    text = FILES[0].read_text(encoding="utf-8").replace("terminationGracePeriodSeconds", "terminationGraceSeconds")
+    text = (
+        FILES[0]
+        .read_text(encoding="utf-8")
+        .replace("terminationGracePeriodSeconds", "terminationGraceSeconds")
+    )
     (tmp_path / "wrong.yaml").write_text(text, encoding="utf-8")
     assert validate(tmp_path / "wrong.yaml", VERSIONS[-1]).returncode != 0
 
 
 def parts() -> dict[str, dict[str, Any]]:
-    found = [part for path in FILES for part in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+    found = [
+        part for path in FILES for part in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
     return {part["kind"]: part for part in found}
 
 
@@ -51,7 +60,10 @@ def test_engines_find_the_trainer() -> None:
     address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     assert f"--address={address}" in engine["command"][2]
     assert trainer["env"] == engine["env"] and trainer["volumeMounts"] == engine["volumeMounts"]
-    assert engines["spec"]["selector"]["matchLabels"] == engines["spec"]["template"]["metadata"]["labels"]
+    assert (
+        engines["spec"]["selector"]["matchLabels"]
+        == engines["spec"]["template"]["metadata"]["labels"]
+    )
 
 
 def test_the_scripts_in_them_parse() -> None:

@@ -1,4 +1,6 @@
-"""A real run with planted secrets, a rank that is killed, and a browser that looks at its report without a network."""
+"""A real run with planted secrets, a rank that is killed, and a browser that looks at its report
+without a network.
+"""
 
 import json
 import re
@@ -10,12 +12,15 @@ from pathlib import Path
 import browser
 import pytest
 
-from rft.monitor import redact
+from rft.ground import redact
 from rft.tools import report, timeline
 
 import runs
 
-PLANTED = {"WANDB_API_KEY": "planted-wandb-0123456789abcdef", "MY_SERVICE_TOKEN": "planted-service-0123456789"}
+PLANTED = {
+    "WANDB_API_KEY": "planted-wandb-0123456789abcdef",
+    "MY_SERVICE_TOKEN": "planted-service-0123456789",
+}
 IN_CONFIG = "planted-in-the-config-42"
 PLAIN = "format: {prompt_type: plaintext}"
 WIDTH, HEIGHT = 1360, 2800
@@ -41,15 +46,25 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name, value in PLANTED.items():
             patch.setenv(name, value)
         arguments = runs.overrides(
-            root, "seen", assets, "trainer.total_steps=12", "trainer.save_interval=3", "trainer.max_restarts=1",
-            "monitor=tensorboard", "monitor.detailed=true", "explorer.eval_interval=6",
+            root,
+            "seen",
+            assets,
+            "trainer.total_steps=12",
+            "trainer.save_interval=3",
+            "trainer.max_restarts=1",
+            "monitor=tensorboard",
+            "monitor.detailed=true",
+            "explorer.eval_interval=6",
             f"buffer.explorer_input.default_reward_fn_type={root / 'rewards.py'}:reward",
             f"+buffer.explorer_input.taskset.reward_fn_args.api_key={IN_CONFIG}",
-            f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: {assets / 'eval.jsonl'}, {PLAIN}}}]",
-        )  # fmt: skip
+            (
+                f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: "
+                f"{assets / 'eval.jsonl'}, {PLAIN}}}]"
+            ),
+        )
         with runs.train(*arguments) as run:
             run.wait_step(5)
-            run.find("rft.rank ").kill()
+            run.find("rft.run.rank ").kill()
             assert run.end() == 0, run.errors()
             printed = "\n".join(run.lines) + run.errors()
         report.write(root / "rft" / "seen")
@@ -62,7 +77,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_no_secret_is_in_any_file_of_the_run(job: Path) -> None:
     files = [path for path in job.rglob("*") if path.is_file()]
     named = {path.name for path in files}
-    assert {"resolved.yaml", "report.html", "timeline.json", "rank_0.log", "explorer.log", "supervisor.log"} <= named
+    assert {
+        "resolved.yaml",
+        "report.html",
+        "timeline.json",
+        "rank_0.log",
+        "explorer.log",
+        "supervisor.log",
+    } <= named
     secrets = [value.encode() for value in (*PLANTED.values(), IN_CONFIG)]
     found = [path for path in files if any(secret in path.read_bytes() for secret in secrets)]
     assert any(job / "buffer" in path.parents for path in files), "the journal among them"
@@ -77,7 +99,9 @@ def test_the_careless_reward_was_really_called_with_it(job: Path) -> None:
 
 def test_the_timeline_has_every_part_and_the_rank_that_was_killed(job: Path) -> None:
     events = json.loads((job / "timeline.json").read_text())["traceEvents"]
-    parts = {event["args"]["name"].split()[0] for event in events if event["name"] == "process_name"}
+    parts = {
+        event["args"]["name"].split()[0] for event in events if event["name"] == "process_name"
+    }
     assert {
         "supervisor",
         "rank_0",
@@ -98,15 +122,29 @@ def test_the_timeline_has_every_part_and_the_rank_that_was_killed(job: Path) -> 
         "evaluate",
         "requests",
     } <= done
-    assert sum(event["name"] == "process_name" and "rank_0 " in event["args"]["name"] for event in events) == 2
+    assert (
+        sum(
+            event["name"] == "process_name" and "rank_0 " in event["args"]["name"]
+            for event in events
+        )
+        == 2
+    )
 
 
 def browse(page: Path, profile: Path, *arguments: str) -> str:
     command = [
-        browser.program("chromium"), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={profile}", "--virtual-time-budget=4000", "--proxy-server=127.0.0.1:9", "--enable-logging=stderr",
-        *arguments, page.as_uri(),
-    ]  # fmt: skip
+        browser.program("chromium"),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+        "--virtual-time-budget=4000",
+        "--proxy-server=127.0.0.1:9",
+        "--enable-logging=stderr",
+        *arguments,
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"CONSOLE.*(Uncaught|Refused|Error)", done.stderr), done.stderr
@@ -116,8 +154,16 @@ def browse(page: Path, profile: Path, *arguments: str) -> str:
 def test_a_browser_without_a_network_draws_the_page(job: Path, tmp_path: Path) -> None:
     dom = browse(job / "report.html", tmp_path / "a", "--dump-dom")
     drawn = dom[dom.index("<main") : dom.index("</main>")]
-    for words in ("Evaluation", "Where the time went", "The last steps, process by process", "Checkpoints", "Rollouts",
-                  "rank_0 was started again", "trainer.save_interval", ">finished<"):  # fmt: skip
+    for words in (
+        "Evaluation",
+        "Where the time went",
+        "The last steps, process by process",
+        "Checkpoints",
+        "Rollouts",
+        "rank_0 was started again",
+        "trainer.save_interval",
+        ">finished<",
+    ):
         assert words in drawn, words
     assert drawn.count("<svg") >= 10 and drawn.count("<path") >= 10 and drawn.count("<rect") >= 50
     assert "NaN" not in drawn and "undefined" not in drawn
@@ -125,7 +171,12 @@ def test_a_browser_without_a_network_draws_the_page(job: Path, tmp_path: Path) -
 
 def test_the_picture_is_not_empty(job: Path, tmp_path: Path) -> None:
     picture = tmp_path / "report.png"
-    browse(job / "report.html", tmp_path / "b", f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={picture}")
+    browse(
+        job / "report.html",
+        tmp_path / "b",
+        f"--window-size={WIDTH},{HEIGHT}",
+        f"--screenshot={picture}",
+    )
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (WIDTH, HEIGHT)
     assert len(data) > 100_000, "a page without curves is a quarter of that"

@@ -1,4 +1,6 @@
-"""The quickstart's claims, at full size: it learns for each of three seeds, within ten minutes, and from the reward."""
+"""The quickstart's claims, at full size: it learns for each of three seeds, within ten minutes, and
+from the reward.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""`launch/ray.sh` and `launch/ray_job.sh` on a Ray of two nodes: the first trains, the second serves engines, all ends together."""
+"""`launch/ray.sh` and `launch/ray_job.sh` on a Ray of two nodes: the first trains, the second
+serves engines, all ends together.
+"""
 
 import os
 import re
@@ -43,9 +45,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def environment() -> dict[str, str]:
     return {
-        "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32), "CPUS": "8", "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(REPOSITORY),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "CPUS": "8",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 def check(job: Path, second: Node, log: Path) -> None:
@@ -57,12 +63,15 @@ def arguments(root: Path, name: str) -> list[str]:
     return overrides(root, name, root / "assets", f"trainer.total_steps={STEPS}")
 
 
-def test_the_same_command_on_every_node(nodes: list[Node], root: Path, environment: dict[str, str]) -> None:
+def test_the_same_command_on_every_node(
+    nodes: list[Node], root: Path, environment: dict[str, str]
+) -> None:
     command = [str(LAUNCH / "ray.sh"), *arguments(root, "symmetric")]
     settings = environment | {"HEAD": nodes[0].address, "NODES": "2"}
     logs = [root / "first.log", root / "second.log"]
     first, second = (
-        node.start(*command, directory=root, log=log, **settings) for node, log in zip(nodes, logs, strict=True)
+        node.start(*command, directory=root, log=log, **settings)
+        for node, log in zip(nodes, logs, strict=True)
     )
     assert first.wait(RUN_S) == 0, "\n".join(log.read_text() for log in logs)
     check(root / "rft" / "symmetric", nodes[1], logs[0])
@@ -73,10 +82,20 @@ def test_the_same_command_on_every_node(nodes: list[Node], root: Path, environme
 def cluster(nodes: list[Node], root: Path, environment: dict[str, str]) -> tuple[Node, Node]:
     """A Ray that is there: the head, where jobs run, and the node that serves engines."""
     head, other = nodes
-    words = ["--head", f"--node-ip-address={head.address}", "--num-cpus=1", "--include-dashboard=true"]
+    words = [
+        "--head",
+        f"--node-ip-address={head.address}",
+        "--num-cpus=1",
+        "--include-dashboard=true",
+    ]
     patient = environment | {"RAY_JOB_STOP_WAIT_TIME_S": "120"}
     started = subprocess.run(
-        head.command(*RAY, "start", *words), cwd=root, env=patient, capture_output=True, text=True, timeout=READY_S
+        head.command(*RAY, "start", *words),
+        cwd=root,
+        env=patient,
+        capture_output=True,
+        text=True,
+        timeout=READY_S,
     )
     assert started.returncode == 0, started.stderr
     joined = [*RAY, "start", f"--address={head.address}:6379", "--num-cpus=8", "--block"]
@@ -85,16 +104,20 @@ def cluster(nodes: list[Node], root: Path, environment: dict[str, str]) -> tuple
     return head, other
 
 
-def submit(head: Node, environment: dict[str, str], root: Path, log: Path, *words: str) -> "subprocess.Popen[bytes]":
+def submit(
+    head: Node, environment: dict[str, str], root: Path, log: Path, *words: str
+) -> "subprocess.Popen[bytes]":
     settings = environment | {"RAY_API": API, "RANKS": "0", "JOB_PYTHON": sys.executable}
     return head.start(str(LAUNCH / "ray_job.sh"), *words, directory=root, log=log, **settings)
 
 
-def test_a_job_of_a_cluster_that_is_there(cluster: tuple[Node, Node], root: Path, environment: dict[str, str]) -> None:
+def test_a_job_of_a_cluster_that_is_there(
+    cluster: tuple[Node, Node], root: Path, environment: dict[str, str]
+) -> None:
     head, other = cluster
-    assert submit(head, environment, root, root / "job.log", *arguments(root, "job")).wait(RUN_S) == 0, (
-        root / "job.log"
-    ).read_text()
+    assert (
+        submit(head, environment, root, root / "job.log", *arguments(root, "job")).wait(RUN_S) == 0
+    ), (root / "job.log").read_text()
     check(root / "rft" / "job", other, root / "job.log")
 
 
@@ -110,7 +133,9 @@ def test_a_job_that_is_stopped_saves_leaves_nothing_and_goes_on(
     number = re.search(r"raysubmit_\w+", log.read_text())
     assert number is not None
     stop = head.command(*RAY, "job", "stop", "--address", API, number[0])
-    subprocess.run(stop, cwd=root, env=os.environ | environment, check=True, capture_output=True, timeout=RUN_S)
+    subprocess.run(
+        stop, cwd=root, env=os.environ | environment, check=True, capture_output=True, timeout=RUN_S
+    )
     submitted.wait(LATER_S)
     assert "rft: stopped by SIGTERM; run the same command again" in log.read_text()
     reached = step_rows(job)[-1]["step"]
@@ -120,12 +145,15 @@ def test_a_job_that_is_stopped_saves_leaves_nothing_and_goes_on(
             node.command("ps", "-e", "-o", "args="), capture_output=True, text=True, check=True
         ).stdout
         assert not re.search(
-            r"rft\.(train|rank|checkpoint)|EngineCore|ray::(RolloutEngine|Explorer|Synchronizer)", left
+            r"rft\.(train|rank|checkpoint)|EngineCore|ray::(RolloutEngine|Explorer|Synchronizer)",
+            left,
         ), left
     again = root / "again.log"
     assert submit(head, environment, root, again, *words).wait(RUN_S) == 0, again.read_text()
     assert [row["step"] for row in step_rows(job)] == list(range(1, MANY + 1))
-    assert re.search(rf"\[ *{reached + 1}/", again.read_text()) and not re.search(rf"\[ *{reached}/", again.read_text())
+    assert re.search(rf"\[ *{reached + 1}/", again.read_text()) and not re.search(
+        rf"\[ *{reached}/", again.read_text()
+    )
     History(job / "buffer" / "experience_buffer").check_exactly_once(MANY)
 
 

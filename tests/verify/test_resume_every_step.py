@@ -1,4 +1,6 @@
-"""Exact resume at full size: 20 steps, a kill -9 after every one, with a checkpoint at each step and at every third."""
+"""Exact resume at full size: 20 steps, a kill -9 after every one, with a checkpoint at each step
+and at every third.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(root: Path) -> Path:
-    run_whole(deterministic(root, "whole", write_assets(root / "assets"), f"trainer.total_steps={STEPS}"))
+    run_whole(
+        deterministic(root, "whole", write_assets(root / "assets"), f"trainer.total_steps={STEPS}")
+    )
     return root / "rft" / "whole"
 
 
@@ -30,7 +34,9 @@ def test_an_uninterrupted_run_repeats_itself(root: Path, reference: Path) -> Non
 
 
 @pytest.mark.parametrize("save_interval", [1, 3])
-def test_killed_after_every_step_it_is_the_same_run(root: Path, reference: Path, save_interval: int) -> None:
+def test_killed_after_every_step_it_is_the_same_run(
+    root: Path, reference: Path, save_interval: int
+) -> None:
     name = f"killed_{save_interval}"
     settings = [f"trainer.total_steps={STEPS}", f"trainer.save_interval={save_interval}"]
     run_killed(deterministic(root, name, root / "assets", *settings), KILLS)

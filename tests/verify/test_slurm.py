@@ -1,5 +1,7 @@
-"""`launch/slurm.sh` and `launch/slurm_sweep.sh` on a real Slurm of three nodes: a job finishes; another is preempted, requeued,
-and ends as if it had not been; so does one whose ranks are tasks of Slurm's; an array runs one trial per line."""
+"""`launch/slurm.sh` and `launch/slurm_sweep.sh` on a real Slurm of three nodes: a job finishes;
+another is preempted, requeued, and ends as if it had not been; so does one whose ranks are tasks of
+Slurm's; an array runs one trial per line.
+"""
 
 import shutil
 import sys
@@ -39,20 +41,32 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def arguments(root: Path, name: str, *more: str) -> list[str]:
     workflow = REPOSITORY / "tests" / "e2e" / "two_turns.py"
     return deterministic(
-        root, name, root / "assets", f"trainer.total_steps={STEPS}",
+        root,
+        name,
+        root / "assets",
+        f"trainer.total_steps={STEPS}",
         f"buffer.explorer_input.taskset.default_workflow_type={workflow}:run",
-        f"+buffer.explorer_input.taskset.workflow_args.gate={root / 'gate'}", *more,
-    )  # fmt: skip
+        f"+buffer.explorer_input.taskset.workflow_args.gate={root / 'gate'}",
+        *more,
+    )
 
 
-def submit(slurm: Slurm, root: Path, command: list[str], *options: str, **environment: str) -> tuple[int, Path]:
+def submit(
+    slurm: Slurm, root: Path, command: list[str], *options: str, **environment: str
+) -> tuple[int, Path]:
     """The job's number and its log."""
-    job = slurm.submit(root, *options, str(REPOSITORY / "launch" / "slurm.sh"), *command, **PACKAGE, **environment)
+    job = slurm.submit(
+        root, *options, str(REPOSITORY / "launch" / "slurm.sh"), *command, **PACKAGE, **environment
+    )
     return job, root / f"rft-{job}.log"
 
 
-def preempted(slurm: Slurm, root: Path, command: list[str], *options: str, **environment: str) -> int:
-    """Submit, let it come to GATED, send what Slurm sends before it takes the nodes away, and see it finish after all."""
+def preempted(
+    slurm: Slurm, root: Path, command: list[str], *options: str, **environment: str
+) -> int:
+    """Submit, let it come to GATED, send what Slurm sends before it takes the nodes away, and see
+    it finish after all.
+    """
     gate = root / "gate"
     gate.write_text(str(GATED))
     job, log = submit(slurm, root, command, *options, **environment)
@@ -78,7 +92,9 @@ def test_preempted_and_requeued_it_is_the_same_run(root: Path, slurm: Slurm) -> 
 
 def test_ranks_of_srun_on_two_nodes(root: Path, slurm: Slurm) -> None:
     """Every process of a step may get the signal, and only the ranks may act on it."""
-    command = arguments(root, "ranks", "trainer.megatron.tensor_model_parallel_size=2", "trainer.max_restarts=0")
+    command = arguments(
+        root, "ranks", "trainer.megatron.tensor_model_parallel_size=2", "trainer.max_restarts=0"
+    )
     preempted(slurm, root, command, "--nodes=3", TRAINER_NODES="2", RANKS_PER_NODE="1")
     job = root / "rft" / "ranks"
     assert [row["step"] for row in step_rows(job)] == list(range(1, STEPS + 1))

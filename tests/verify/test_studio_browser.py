@@ -1,4 +1,6 @@
-"""The config studio as a user meets it: a real browser, a real server, and a file that `rft train --config` takes."""
+"""The config studio as a user meets it: a real browser, a real server, and a file that `rft train
+--config` takes.
+"""
 
 import struct
 import subprocess
@@ -29,7 +31,16 @@ def address() -> Iterator[str]:
 
 
 def test_a_config_is_put_together(address: str, tmp_path: Path) -> None:
-    write_model(tmp_path / "model", hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64)
+    write_model(
+        tmp_path / "model",
+        hidden=64,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn=128,
+        context=64,
+    )
     write_arithmetic(tmp_path, num_eval=16)
     with browser.browsing(WIDTH, HEIGHT) as page:
         page.open(address)
@@ -38,9 +49,12 @@ def test_a_config_is_put_together(address: str, tmp_path: Path) -> None:
         for key, text in (
             ("model.model_path", str(tmp_path / "model")),
             ("buffer.explorer_input.taskset.path", str(tmp_path / "train.jsonl")),
-            ("model.max_prompt_tokens", "16"), ("model.max_response_tokens", "8"), ("cluster.gpu_per_node", "8"),
-            ("explorer.rollout_model.engine_num", "2"), ("checkpoint_root_dir", str(tmp_path / "runs")),
-        ):  # fmt: skip
+            ("model.max_prompt_tokens", "16"),
+            ("model.max_response_tokens", "8"),
+            ("cluster.gpu_per_node", "8"),
+            ("explorer.rollout_model.engine_num", "2"),
+            ("checkpoint_root_dir", str(tmp_path / "runs")),
+        ):
             page.type(f"input[name='{key}']", text)
             page.until(SETTLED, key, text)
         page.until("return state.answer.ready && !document.getElementById('save').disabled")
@@ -48,20 +62,30 @@ def test_a_config_is_put_together(address: str, tmp_path: Path) -> None:
         assert "1 x 8 = 8: 2 for engines, 6 for the trainer" in shown and "memory per rank" in shown
         beginner = page.picture(tmp_path / "beginner.png")
         file = tmp_path / "made.yaml"
-        file.write_text(page.run("return document.getElementById('yaml').textContent"), encoding="utf-8")
+        file.write_text(
+            page.run("return document.getElementById('yaml').textContent"), encoding="utf-8"
+        )
         page.type("input[name='buffer.batch_size']", "0")
         page.until("return state.answer.problems.length === 1")
-        assert page.run("return document.querySelector('[data-key=\"buffer.batch_size\"] .said').textContent")
+        assert page.run(
+            "return document.querySelector('[data-key=\"buffer.batch_size\"] .said').textContent"
+        )
         assert page.run("return document.getElementById('save').disabled")
         page.click("#expert")
         page.type("#find", "recompute_granularity")
         assert page.run("return document.querySelectorAll('.field').length") == 1
-        page.run("document.getElementById('find').value = ''; state.part = 'Explorer & Synchronizer'; draw()")
+        page.run(
+            "document.getElementById('find').value = ''; state.part = 'Explorer & Synchronizer'; "
+            "draw()"
+        )
         expert = page.picture(tmp_path / "expert.png")
     for data in (beginner, expert):
         assert struct.unpack(">I", data[16:20])[0] == WIDTH and len(data) > 50_000
     told = subprocess.run(
-        [sys.executable, "-c", CONFIG, "--config", str(file)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", CONFIG, "--config", str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "engine_num: 2" in told.stdout
 
@@ -72,7 +96,10 @@ def test_the_recipe_changes_what_is_asked(address: str) -> None:
         page.until(FIRST)
         assert not page.run("return visible('critic.optim.lr')")
         page.run(
-            "const one = document.getElementById('recipe'); one.value = 'ppo'; one.dispatchEvent(new Event('change'))"
+            "const one = document.getElementById('recipe'); one.value = 'ppo'; "
+            "one.dispatchEvent(new Event('change'))"
         )
-        page.until("return state.answer !== null && state.answer.now['algorithm.algorithm_type'] === 'ppo'")
+        page.until(
+            "return state.answer !== null && state.answer.now['algorithm.algorithm_type'] === 'ppo'"
+        )
         assert page.run("return visible('critic.optim.lr')")

@@ -1,4 +1,6 @@
-"""`launch/torchrun.sh` on two nodes: the same command on both, tensor parallelism over the cable between them."""
+"""`launch/torchrun.sh` on two nodes: the same command on both, tensor parallelism over the cable
+between them.
+"""
 
 import sys
 from pathlib import Path
@@ -17,16 +19,28 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 def test_the_same_command_on_two_nodes(tmp_path: Path) -> None:
     assets = write_assets(tmp_path / "assets")
     command = [
-        str(REPOSITORY / "launch" / "torchrun.sh"), "experiment=sft", "name=run", "device=cpu", "monitor=none",
-        f"checkpoint_root_dir={tmp_path}", f"model.model_path={assets / 'model'}", "buffer.train_batch_size=8",
-        f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}", f"trainer.total_steps={STEPS}",
+        str(REPOSITORY / "launch" / "torchrun.sh"),
+        "experiment=sft",
+        "name=run",
+        "device=cpu",
+        "monitor=none",
+        f"checkpoint_root_dir={tmp_path}",
+        f"model.model_path={assets / 'model'}",
+        "buffer.train_batch_size=8",
+        f"buffer.trainer_input.experience_buffer.path={assets / 'train.jsonl'}",
+        f"trainer.total_steps={STEPS}",
         "trainer.megatron.tensor_model_parallel_size=2",
-    ]  # fmt: skip
+    ]
     with two_nodes() as nodes:
         settings = {
-            "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "RANKS": "1", "NNODES": "2", "MASTER_ADDR": nodes[0].address,
-            "GLOO_SOCKET_IFNAME": "cable",  # as on any machine whose name is not that of the interface
-        }  # fmt: skip
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(REPOSITORY),
+            "RANKS": "1",
+            "NNODES": "2",
+            "MASTER_ADDR": nodes[0].address,
+            # as on any machine whose name is not that of the interface
+            "GLOO_SOCKET_IFNAME": "cable",
+        }
         logs = [tmp_path / f"node_{number}.log" for number in range(2)]
         started = [
             node.start(*command, directory=tmp_path, log=log, NODE_RANK=str(number), **settings)

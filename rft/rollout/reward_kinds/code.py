@@ -1,13 +1,18 @@
-"""Code against tests: a program in a response and the tests of its task in, the share that passes out.
+"""Code against tests: a program in a response and the tests of its task in, the share that passes
+out.
 
 The reference answer is JSON (or the row's column `tests` is the object itself), one of
 
-    {"inputs": [...], "outputs": [...]}                       whole programs: stdin, and what they must print
-    {"fn_name": "f", "inputs": [[...], ...], "outputs": [...]}   calls of a function, and what it must return
+    {"inputs": [...], "outputs": [...]}                       whole programs: stdin, and what they
+                                                              must print
+    {"fn_name": "f", "inputs": [[...], ...], "outputs": [...]}
+            calls of a function, and what it must return
     ["assert f(1) == 2", ...]                                 statements behind the program
 
-Every test is a program of its own in a cell (`rft.rollout.sandbox`). Invariant: what the program does wrong, a hang included, is a
-failed test; only a machine that cannot make a cell, or tests that cannot be read, are errors.
+Every test is a program of its own in a cell (`rft.rollout.sandbox`). Invariants: what the program
+does wrong, a hang included, is a failed test; only a machine that cannot make a cell, or tests that
+cannot be read, are errors. What a program should print or return is never in its cell, and is
+compared here, as plain data; in statements, what they compare with constants (see `asserts`).
 """
 
 import asyncio
@@ -19,15 +24,13 @@ from typing import Any
 
 import msgspec
 
-from rft.experience import Task
+from rft.ground.experience import Task
 from rft.rollout.answers import needed
+from rft.rollout.reward_kinds.asserts import Asserts, Unreadable
 from rft.rollout.sandbox import Limits, run
 
 FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-ENDED = """
-import sys as _sys
-print(_sys.stdin.readline().strip(), flush=True)
-"""  # reached only behind the last statement; the word comes from outside, so no program knows it
+REPORTED = 2**22  # bytes of output with the values that assert statements ask for
 RETURNED = """
 import json as _json, sys as _sys
 _word, _given = _json.loads(_sys.stdin.readline())
@@ -47,9 +50,12 @@ def code_tests(
     memory_mb: int = 1024,
     isolate: bool = True,
 ) -> float:
-    """1 when every test passes (`partial`: the share that does). `seconds` for all of them together; those that do not get to
-    run have failed. Keep it below explorer.reward_timeout."""
-    tests = read_tests(task.raw["tests"] if task.raw.get("tests") else needed(truth, task), task)[:max_tests]
+    """1 when every test passes (`partial`: the share that does). `seconds` for all of them
+    together; those that do not get to run have failed. Keep it below explorer.reward_timeout.
+    """
+    tests = read_tests(task.raw["tests"] if task.raw.get("tests") else needed(truth, task), task)[
+        :max_tests
+    ]
     blocks = FENCED.findall(response)
     program = blocks[-1] if blocks else response
     limits = Limits(seconds=per_test, memory_mb=memory_mb, isolate=isolate)
@@ -63,18 +69,31 @@ def read_tests(given: Any, task: Task) -> list[dict[str, Any]]:
     except ValueError:
         told = [given]  # statements as they stand
     if isinstance(told, list) and told and all(isinstance(one, str) for one in told):
-        return [{"statement": one} for one in told]
-    if isinstance(told, dict) and told.get("inputs") and len(told["inputs"]) == len(told.get("outputs", ())):
+        try:
+            return [{"statement": Asserts(one)} for one in told]
+        except Unreadable as error:
+            raise ValueError(f"task {task.id} has a test that is no Python: {error}") from error
+    if (
+        isinstance(told, dict)
+        and told.get("inputs")
+        and len(told["inputs"]) == len(told.get("outputs", ()))
+    ):
         name = told.get("fn_name")
         if name is not None and not str(name).isidentifier():
             raise ValueError(f"task {task.id}: fn_name={name!r} is no name of a function")
-        return [{"name": name, "in": i, "out": o} for i, o in zip(told["inputs"], told["outputs"], strict=True)]
+        return [
+            {"name": name, "in": i, "out": o}
+            for i, o in zip(told["inputs"], told["outputs"], strict=True)
+        ]
     raise ValueError(
-        f"task {task.id} has no tests that code_tests reads: give inputs and outputs of one length, or a list of assert statements"
+        f"task {task.id} has no tests that code_tests reads: give inputs and outputs of one "
+        "length, or a list of assert statements"
     )
 
 
-async def _passed(program: str, tests: list[dict[str, Any]], limits: Limits, seconds: float, partial: bool) -> int:
+async def _passed(
+    program: str, tests: list[dict[str, Any]], limits: Limits, seconds: float, partial: bool
+) -> int:
     deadline, passed = time.monotonic() + seconds, 0
     for test in tests:
         left = deadline - time.monotonic()
@@ -91,15 +110,24 @@ async def _passed(program: str, tests: list[dict[str, Any]], limits: Limits, sec
 async def _passes(program: str, test: dict[str, Any], limits: Limits) -> bool:
     word = secrets.token_hex(8)
     if "statement" in test:
-        ran = await run(f"{program}\n{test['statement']}\n{ENDED}", f"{word}\n", limits)
-        return ran.well and ran.out.rstrip().endswith(word)
+        limits = msgspec.structs.replace(limits, output=REPORTED)
+        ran = await run(test["statement"].behind(program, word), "", limits)
+        return ran.well and test["statement"].hold(_behind(word, ran.out))
     if test["name"]:
         asked = json.dumps([word, test["in"]])
         ran = await run(program + RETURNED.format(name=test["name"]), f"{asked}\n", limits)
-        _, found, told = ran.out.rpartition(f"\n{word}")
-        return ran.well and bool(found) and _same(json.loads(told), test["out"])
+        return ran.well and _same(_behind(word, ran.out), test["out"])
     ran = await run(program, str(test["in"]), limits)
     return ran.well and _words(ran.out) == _words(str(test["out"]))
+
+
+def _behind(word: str, out: str) -> str:
+    """What our own code printed behind the program.
+
+    The word only tells it from what the program prints.
+    """
+    _, found, told = out.rpartition(f"\n{word}")
+    return told if found else ""
 
 
 def _words(text: str) -> list[list[str]]:
@@ -107,6 +135,10 @@ def _words(text: str) -> list[list[str]]:
     return [line.split() for line in text.rstrip().splitlines()]
 
 
-def _same(found: Any, expected: Any) -> bool:
+def _same(told: str, expected: Any) -> bool:
     """As JSON, where tuples are lists. Some data sets wrap the one output into a list."""
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        return False
     return bool(found == expected or [found] == expected)

@@ -1,7 +1,9 @@
-"""A judge behind an OpenAI-compatible HTTP address: a response in, the number that the judge gives it out.
+"""A judge behind an OpenAI-compatible HTTP address: a response in, the number that the judge gives
+it out.
 
-Invariant: a judge that does not answer in time, or not in the form asked for, raises: the outcome is an error with its reason, and
-never a number. The key comes from the environment, by the name of its variable, and stands in no message.
+Invariant: a judge that does not answer in time, or not in the form asked for, raises: the outcome
+is an error with its reason, and never a number. The key comes from the environment, by the name of
+its variable, and stands in no message.
 """
 
 import http.client
@@ -11,11 +13,13 @@ import time
 import urllib.error
 import urllib.request
 
-from rft.experience import Task
+from rft.ground.experience import Task
 from rft.rollout.verdict import entry, share
 
-PROMPT = """Judge a response to a task. {{"task": {task}, "reference": {truth}, "response": {response}}}
-End with one JSON object and nothing behind it: {{"score": a number from 0 (useless) to 1 (perfect)}}"""
+PROMPT = """Judge a response to a task. {{"task": {task}, "reference": {truth}, "response": \
+{response}}}
+End with one JSON object and nothing behind it: {{"score": a number from 0 (useless) to 1 \
+(perfect)}}"""
 AGAIN_S = (0.5, 1.0, 2.0)  # before another try
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 MOST = 2**20  # bytes of an answer
@@ -33,11 +37,14 @@ def remote_judge(
     retries: int = 2,
     max_tokens: int = 512,
 ) -> float:
-    """The judge's `score`, 0 to 1. `url`: like http://127.0.0.1:8000/v1. `seconds`: for all tries together; keep it below
-    explorer.reward_timeout."""
+    """The judge's `score`, 0 to 1. `url`: like http://127.0.0.1:8000/v1. `seconds`: for all tries
+    together; keep it below explorer.reward_timeout.
+    """
     if not url or not model:
         raise ValueError("remote_judge needs reward_fn_args.url and reward_fn_args.model")
-    question = prompt.format(task=json.dumps(task.prompt), truth=json.dumps(truth), response=json.dumps(response))
+    question = prompt.format(
+        task=json.dumps(task.prompt), truth=json.dumps(truth), response=json.dumps(response)
+    )
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -46,15 +53,26 @@ def remote_judge(
     }
     return share(
         entry(
-            _asked(f"{url.rstrip('/')}/chat/completions", body, os.environ.get(key_variable, ""), seconds, retries),
+            _asked(
+                f"{url.rstrip('/')}/chat/completions",
+                body,
+                os.environ.get(key_variable, ""),
+                seconds,
+                retries,
+            ),
             "score",
         )
     )
 
 
 def _asked(url: str, body: dict[str, object], key: str, seconds: float, retries: int) -> str:
-    """The text that the model answers. Tries again what may pass: no connection, too many requests, a server's own fault."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    """The text that the model answers.
+
+    Tries again what may pass: no connection, too many requests, a server's own fault.
+    """
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     deadline, problem = time.monotonic() + seconds, ""
     for wait in (*AGAIN_S, *[AGAIN_S[-1]] * retries)[: retries + 1]:
@@ -69,7 +87,9 @@ def _asked(url: str, body: dict[str, object], key: str, seconds: float, retries:
         except (OSError, http.client.HTTPException) as error:
             problem = str(getattr(error, "reason", error)) or type(error).__name__
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"the judge at {url} gave no chat completion: {type(error).__name__}") from error
+            raise ValueError(
+                f"the judge at {url} gave no chat completion: {type(error).__name__}"
+            ) from error
         if time.monotonic() + wait >= deadline:
             break
         time.sleep(wait)

@@ -1,11 +1,13 @@
 """Foreign programs in a cell of their own: Python text in, what it printed and how it ended out.
 
-    run(program) ──► cell.py: namespaces, limits ──► process 1 of the cell (ours: watches) ──► the program
+    run(program) ──► cell.py: namespaces, limits ──► process 1 of the cell (ours: watches)
+            ──► the program
                      deadline, size of the output, counted here as well
 
-The program sees no variable, file, process or network of this machine but Python and its packages, which it may only read; it
-may write below its own directory in memory. Invariant: when `run` returns, or is cancelled, or this process is killed, no process
-of the cell is left: they all end with process 1 of theirs, and that one ends with its parent.
+The program sees no variable, file, process or network of this machine but Python and its packages,
+which it may only read; it may write below its own directory in memory. Invariant: when `run`
+returns, or is cancelled, or this process is killed, no process of the cell is left: they all end
+with process 1 of theirs, and that one ends with its parent.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from rft.experience import Record
+from rft.ground.experience import Record
 
 CELL = str(Path(__file__).with_name("cell.py"))
 LATE_S = 5.0  # for the cell to report a program that it ended
@@ -28,7 +30,10 @@ EMPTY = {"PATH": "/usr/bin:/bin"}  # nothing of this process's environment goes 
 
 
 class Limits(Record, frozen=True, forbid_unknown_fields=True):
-    """What one program may use. `isolate=False`: these limits alone, with the files and the network of this user."""
+    """What one program may use.
+
+    `isolate=False`: these limits alone, with the files and the network of this user.
+    """
 
     seconds: float = 5.0
     memory_mb: int = 1024  # of all its processes together
@@ -74,9 +79,18 @@ async def run(program: str, stdin: str = "", limits: Limits = USUAL) -> Ran:
     read, write = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", CELL, str(write), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=EMPTY, pass_fds=[write], cwd="/",
-        )  # fmt: skip
+            sys.executable,
+            "-I",
+            "-S",
+            CELL,
+            str(write),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=EMPTY,
+            pass_fds=[write],
+            cwd="/",
+        )
     except BaseException:
         os.close(read)
         raise
@@ -90,7 +104,12 @@ async def run(program: str, stdin: str = "", limits: Limits = USUAL) -> Ran:
 
 
 def order(program: str, stdin: str, limits: Limits) -> bytes:
-    asked = {"program": program, "stdin": stdin, "python": sys.executable, "readable": list(readable())}
+    asked = {
+        "program": program,
+        "stdin": stdin,
+        "python": sys.executable,
+        "readable": list(readable()),
+    }
     fields = {name: getattr(limits, name) for name in Limits.__struct_fields__}
     return json.dumps(asked | fields).encode()
 
@@ -98,15 +117,27 @@ def order(program: str, stdin: str, limits: Limits) -> bytes:
 @functools.cache
 def readable() -> tuple[str, ...]:
     """Directories that a Python program needs."""
-    wanted = [sys.prefix, sys.base_prefix, *filter(None, map(sysconfig.get_path, ("stdlib", "purelib")))]
-    found = {"/usr", "/lib", "/lib64", "/bin", *(os.path.realpath(path) for path in wanted), sys.prefix}
+    wanted = [
+        sys.prefix,
+        sys.base_prefix,
+        *filter(None, map(sysconfig.get_path, ("stdlib", "purelib"))),
+    ]
+    found = {
+        "/usr",
+        "/lib",
+        "/lib64",
+        "/bin",
+        *(os.path.realpath(path) for path in wanted),
+        sys.prefix,
+    }
     kept = [path for path in sorted(found) if os.path.isdir(path)]
     return tuple(p for p in kept if not any(p.startswith(f"{other}/") for other in kept))
 
 
 async def _ended(process: Any, told: Any, asked: bytes, limits: Limits) -> Ran:
     outputs = [
-        asyncio.ensure_future(_kept(process, stream, limits.output)) for stream in (process.stdout, process.stderr)
+        asyncio.ensure_future(_kept(process, stream, limits.output))
+        for stream in (process.stdout, process.stderr)
     ]
     late = False
     try:
@@ -127,7 +158,9 @@ async def _ended(process: Any, told: Any, asked: bytes, limits: Limits) -> Ran:
         report = {"ending": "timeout"}
     found = Ran(out=out, err=err, ending=report.get("ending", "failed"), code=report.get("code", 0))
     if found.ending == "failed":
-        raise CellError(f"no cell for a program could be made: {err.strip()[-300:] or 'its process was killed'}")
+        raise CellError(
+            f"no cell for a program could be made: {err.strip()[-300:] or 'its process was killed'}"
+        )
     return found
 
 
@@ -166,9 +199,14 @@ def obstacle() -> str | None:
     """Why this machine cannot isolate a program; None where it can. Tries it."""
     with tempfile.TemporaryFile() as report:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", CELL, str(report.fileno())], input=order("", "", Limits(seconds=30.0)),
-            capture_output=True, env=EMPTY, pass_fds=[report.fileno()], cwd="/", check=False,
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", CELL, str(report.fileno())],
+            input=order("", "", Limits(seconds=30.0)),
+            capture_output=True,
+            env=EMPTY,
+            pass_fds=[report.fileno()],
+            cwd="/",
+            check=False,
+        )
         report.seek(0)
         if json.loads(report.read() or b"{}").get("ending") == "exit":
             return None

@@ -1,10 +1,13 @@
-"""The process that makes a cell and runs one program in it: `python -I -S cell.py <file descriptor of the report>`.
+"""The process that makes a cell and runs one program in it: `python -I -S cell.py <file descriptor
+of the report>`.
 
-In: an order as JSON on stdin (program, its stdin, limits, directories that it may read). Out: the program's own stdout and
-stderr, and a report `{"ending", "code"}`. It needs nothing but the standard library. Three processes: this one, outside; process
-1 of the cell, which watches time and memory; and the program, without rights, whose user nobody else has where we are root.
-Invariant: the program starts only when all of this is in force; whatever cannot be made ends the cell with a report of "failed".
-SIGTERM ends the cell: this process is the last to go, and has reaped all others.
+In: an order as JSON on stdin (program, its stdin, limits, directories that it may read). Out: the
+program's own stdout and stderr, and a report `{"ending", "code"}`. It needs nothing but the
+standard library. Three processes: this one, outside; process 1 of the cell, which watches time and
+memory; and the program, without rights, whose user nobody else has where we are root. Invariant:
+the program starts only when all of this is in force; whatever cannot be made ends the cell with a
+report of "failed". SIGTERM ends the cell: this process is the last to go, and has reaped all
+others.
 """
 
 import contextlib
@@ -24,8 +27,10 @@ RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 0x1, 0x2, 0x4, 0x20, 0x1000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 NOBODY = 65534
-PLACES = ("/mnt", "/media", "/srv", "/tmp", "/var", "/home")  # one of them is hidden, for the cell only, by its root
-PRIVATE_USERS = 1 << 30  # a user whom no other process of the machine has: its limit of processes is its own
+# one of them is hidden, for the cell only, by its root
+PLACES = ("/mnt", "/media", "/srv", "/tmp", "/var", "/home")
+# a user whom no other process of the machine has: its limit of processes is its own
+PRIVATE_USERS = 1 << 30
 PROGRAM = 63  # file descriptor that its text is read from
 LOOK_S = 0.02
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -38,7 +43,9 @@ def call(name: str, *arguments: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind)]
     call("mount", *texts, ctypes.c_ulong(flags), None if data is None else data.encode())
 
@@ -77,7 +84,9 @@ def guarded(body: Callable[[], None]) -> None:
 
 
 def separate() -> None:
-    """Namespaces of its own for what follows; who is not root becomes the one user of a namespace of users."""
+    """Namespaces of its own for what follows; who is not root becomes
+    the one user of a namespace of users.
+    """
     user, group = os.getuid(), os.getgid()
     call("unshare", NEWNS | NEWIPC | NEWPID | NEWNET | (NEWUSER if user else 0))
     if user:
@@ -91,7 +100,10 @@ def separate() -> None:
 
 
 def watch(asked: dict[str, Any], report: int) -> None:
-    """Process 1 of the cell: furnish it, start the program, and say how that ended. All others end with it."""
+    """Process 1 of the cell: furnish it, start the program, and say how that ended.
+
+    All others end with it.
+    """
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     given = {place: in_memory(asked[name]) for place, name in ((0, "stdin"), (PROGRAM, "program"))}
     if asked["isolate"]:
@@ -114,10 +126,15 @@ def watch(asked: dict[str, Any], report: int) -> None:
 def furnish(directories: list[str], megabytes: int) -> None:
     """A root in memory with what a Python program reads, and one directory that it may write to."""
     mount(None, "/", None, REC | PRIVATE)
-    root = next(p for p in PLACES if os.path.isdir(p) and not any(f"{d}/".startswith(f"{p}/") for d in directories))
+    root = next(
+        p
+        for p in PLACES
+        if os.path.isdir(p) and not any(f"{d}/".startswith(f"{p}/") for d in directories)
+    )
     mount("cell", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     for directory in directories:
         if os.path.islink(directory):
+            os.makedirs(os.path.dirname(root + directory), exist_ok=True)
             os.symlink(os.readlink(directory), root + directory)
             continue
         os.makedirs(root + directory, exist_ok=True)
@@ -131,15 +148,25 @@ def furnish(directories: list[str], megabytes: int) -> None:
     os.mkdir(f"{root}/proc")
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV)
     os.mkdir(f"{root}/cell")
-    mount("cell", f"{root}/cell", "tmpfs", NOSUID | NODEV, f"size={megabytes}m,nr_inodes=4096,mode=777")
+    mount(
+        "cell",
+        f"{root}/cell",
+        "tmpfs",
+        NOSUID | NODEV,
+        f"size={megabytes}m,nr_inodes=4096,mode=777",
+    )
     mount(None, root, None, REMOUNT | RDONLY | NOSUID | NODEV)
     os.chroot(root)
 
 
 def read_only(directory: str, at: str) -> None:
-    """With all that is mounted below it; kernels before 5.12 can do so only with the directory itself."""
+    """With all that is mounted below it; kernels before 5.12 can
+    do so only with the directory itself.
+    """
     attributes = struct.pack("QQQQ", RDONLY, 0, 0, 0)
-    if libc.syscall(MOUNT_SETATTR, AT_FDCWD, at.encode(), AT_RECURSIVE, attributes, len(attributes)):
+    if libc.syscall(
+        MOUNT_SETATTR, AT_FDCWD, at.encode(), AT_RECURSIVE, attributes, len(attributes)
+    ):
         mount(None, at, None, BIND | REMOUNT | RDONLY | locked(directory))
 
 
@@ -170,12 +197,21 @@ def begin(asked: dict[str, Any], given: dict[int, int], started: int) -> None:
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         memory, files = asked["memory_mb"] << 20, asked["files_mb"] << 20
         for kind, limit in (
-            (resource.RLIMIT_CPU, int(asked["seconds"]) + 1), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, files),
-            (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0),
-            *([(resource.RLIMIT_NPROC, asked["processes"])] if asked["isolate"] else []),  # of this user: not only these
-        ):  # fmt: skip
+            (resource.RLIMIT_CPU, int(asked["seconds"]) + 1),
+            (resource.RLIMIT_AS, memory),
+            (resource.RLIMIT_FSIZE, files),
+            (resource.RLIMIT_NOFILE, 64),
+            (resource.RLIMIT_CORE, 0),
+            # of this user: not only these
+            *([(resource.RLIMIT_NPROC, asked["processes"])] if asked["isolate"] else []),
+        ):
             resource.setrlimit(kind, (limit, limit))
-        here = {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        here = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": os.getcwd(),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         os.execve(asked["python"], [asked["python"], "-I", f"/proc/self/fd/{PROGRAM}"], here)
     except BaseException as error:
         os.write(started, f"{type(error).__name__}: {error}".encode())
@@ -194,7 +230,10 @@ def become_nobody() -> None:
 
 
 def wait(program: int, seconds: float, memory: int, isolated: bool) -> tuple[str, int]:
-    """Until the program ends, or has to be ended. Orphans of it are ours to bury, and end with us."""
+    """Until the program ends, or has to be ended.
+
+    Orphans of it are ours to bury, and end with us.
+    """
     deadline = time.monotonic() + seconds
     while True:
         found, status = os.waitpid(-1, os.WNOHANG)
@@ -230,7 +269,10 @@ def resident() -> int:
 
 
 def end_children() -> None:
-    """Kill and reap what is left. The children of each become ours, wherever they have detached themselves to."""
+    """Kill and reap what is left.
+
+    The children of each become ours, wherever they have detached themselves to.
+    """
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):

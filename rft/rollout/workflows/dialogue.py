@@ -1,18 +1,21 @@
-"""Workflows of several turns: the model speaks, an environment answers, until it has nothing more to say.
+"""Workflows of several turns: the model speaks, an environment answers, until it has nothing more
+to say.
 
-    prompt ids ──► model ── text ──► step ── messages ──► ids behind the turn ──► model ──► ...      one such run per repeat
+    prompt ids ──► model ── text ──► step ── messages ──► ids behind the turn ──► model ──► ...
+            one such run per repeat
                                       └── None: over
 
-In: a task; what the subclass writes is `step`, and `reward` where the task's own reward function does not judge it. Out: one
-experience per run, or per turn. Invariant: what was sampled is never tokenized again: a turn's ids go on from the ids before it,
-those of the environment have action mask 0 and log-probability 0, and version spans cover the model's tokens only.
+In: a task; what the subclass writes is `step`, and `reward` where the task's own reward function
+does not judge it. Out: one experience per run, or per turn. Invariant: what was sampled is never
+tokenized again: a turn's ids go on from the ids before it, those of the environment have action
+mask 0 and log-probability 0, and version spans cover the model's tokens only.
 """
 
 from typing import Any
 
 import msgspec
 
-from rft.experience import Completion, Experience, Task, VersionSpan
+from rft.ground.experience import Completion, Experience, Task, VersionSpan
 from rft.rollout.reward_worker import RewardResult, failure, judged
 from rft.rollout.workflows.base import WorkflowContext, experience, rewarded
 from rft.rollout.workflows.threads import called, together
@@ -36,7 +39,10 @@ class Dialogue:
         """The model's turn."""
         self.turns.append(experience(self.task, self.ids, made, None, self.sample, len(self.turns)))
         at = len(self.mask)
-        moved = [VersionSpan(version=s.version, start=s.start + at, end=s.end + at) for s in made.versions]
+        moved = [
+            VersionSpan(version=s.version, start=s.start + at, end=s.end + at)
+            for s in made.versions
+        ]
         self.versions += moved
         self.ids += made.tokens
         self.mask += [1] * len(made.tokens)
@@ -44,7 +50,10 @@ class Dialogue:
         self.stop = made.stop
 
     def hear(self, ids: list[int]) -> None:
-        """What the environment adds. `ids` begin with the end of the model's turn, which it may have said itself."""
+        """What the environment adds.
+
+        `ids` begin with the end of the model's turn, which it may have said itself.
+        """
         new = ids[1:] if ids and self.ids[-1] == ids[0] else ids
         self.ids += new
         self.mask += [0] * len(new)
@@ -53,15 +62,26 @@ class Dialogue:
     def whole(self) -> Experience:
         last = self.turns[-1]
         return msgspec.structs.replace(
-            last, tokens=self.ids, prompt_length=len(self.prompt), action_mask=self.mask, logprobs=self.logprobs,
-            versions=self.versions, stop=self.stop, turn=0, routed_experts=None, metrics={}, info={},
-        )  # fmt: skip
+            last,
+            tokens=self.ids,
+            prompt_length=len(self.prompt),
+            action_mask=self.mask,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            stop=self.stop,
+            turn=0,
+            routed_experts=None,
+            metrics={},
+            info={},
+        )
 
 
 class MultiTurn:
-    """One experience per run of the task, scored at its end. Made anew for every run, so `self` is the environment.
+    """One experience per run of the task, scored at its end. Made anew for every run, so `self` is
+    the environment.
 
-    `max_step_num` turns at most; `workflow_args` of the same name wins. `per_turn`: an experience per turn, each with that reward.
+    `max_step_num` turns at most; `workflow_args` of the same name wins. `per_turn`: an experience
+    per turn, each with that reward.
     """
 
     max_step_num = 8
@@ -75,7 +95,9 @@ class MultiTurn:
         raise NotImplementedError(f"{type(self).__name__} has no `step(self, answer)`")
 
     def reward(self, answer: str) -> float | dict[str, float] | None:
-        """Of the run, after its last answer; None: what the task's reward function says of that answer. May be async."""
+        """Of the run, after its last answer; None: what the task's reward function says of that
+        answer. May be async.
+        """
         return None
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
@@ -136,14 +158,18 @@ class MultiTurn:
 
 
 class StepWiseReward(MultiTurn):
-    """One experience per turn, each with its own reward: the subclass writes `step` and `reward`, which is asked every turn."""
+    """One experience per turn, each with its own reward: the subclass writes `step` and `reward`,
+    which is asked every turn.
+    """
 
     per_turn = True
 
     async def after(self, talk: Dialogue, answer: str) -> None:
         result = await self.rewarding(answer)
         if result is None:
-            raise TypeError(f"{type(self).__name__}.reward must give each turn a number, or a dict of them")
+            raise TypeError(
+                f"{type(self).__name__}.reward must give each turn a number, or a dict of them"
+            )
         rewarded(talk.turns[-1], result)
 
     async def finished(self, talk: Dialogue, answer: str) -> list[Experience]:

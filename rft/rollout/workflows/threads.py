@@ -1,8 +1,10 @@
-"""User code of either kind, from one event loop: a coroutine is awaited, a plain function gets a thread of its own.
+"""User code of either kind, from one event loop: a coroutine is awaited, a plain function gets a
+thread of its own.
 
-In: a function and its arguments. Out: what it returns or raises. A context among the arguments of a plain function becomes one
-whose methods wait. Invariant: when the caller is cancelled (the task's timeout), the thread is over: its next call of the context
-raises, and so does the next line of Python that it runs. Only a call into C that never returns outlives that, in a daemon thread.
+In: a function and its arguments. Out: what it returns or raises. A context among the arguments of a
+plain function becomes one whose methods wait. Invariant: when the caller is cancelled (the task's
+timeout), the thread is over: its next call of the context raises, and so does the next line of
+Python that it runs. Only a call into C that never returns outlives that, in a daemon thread.
 """
 
 import asyncio
@@ -15,17 +17,25 @@ from typing import Any
 
 
 class Abandoned(BaseException):
-    """Raised in the thread of a function that nobody waits for any more. No Exception: user code must not catch it."""
+    """Raised in the thread of a function that nobody waits for any more.
+
+    No Exception: user code must not catch it.
+    """
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, awaited if it is a coroutine function, else in a thread that ends with the caller's patience."""
+    """`function(*arguments)`, awaited if it is a coroutine function, else in a thread that ends
+    with the caller's patience.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
     waiting = Waiting(loop)
-    given = [waiting.context(one) if hasattr(one, "generate") and hasattr(one, "score") else one for one in arguments]
+    given = [
+        waiting.context(one) if hasattr(one, "generate") and hasattr(one, "score") else one
+        for one in arguments
+    ]
 
     def settle(value: Any, error: BaseException | None) -> None:
         if answer.done():
@@ -42,22 +52,29 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
             if inspect.iscoroutine(value):
                 value.close()
             if inspect.isawaitable(value):
-                raise TypeError(f"{function!r} returned something to be awaited: make it an async function")
+                raise TypeError(
+                    f"{function!r} returned something to be awaited: make it an async function"
+                )
         except Exception as raised:
             error = raised
-        except BaseException as raised:  # sys.exit of user code, too, must not end anything but this call
+        # sys.exit of user code, too, must not end anything but this call
+        except BaseException as raised:
             error = RuntimeError(f"{function!r} raised {type(raised).__name__}: {raised}")
         with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends
             loop.call_soon_threadsafe(settle, value, error)
 
-    thread = threading.Thread(target=body, daemon=True, name=getattr(function, "__name__", "user code"))
+    thread = threading.Thread(
+        target=body, daemon=True, name=getattr(function, "__name__", "user code")
+    )
     thread.start()
     try:
         return await answer
     finally:
         waiting.over()
         if thread.is_alive() and answer.cancelled():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Abandoned))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Abandoned)
+            )
 
 
 class Waiting:

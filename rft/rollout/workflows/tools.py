@@ -1,11 +1,14 @@
-"""A model that calls tools: text with <tool_call> in, what the tools said out, until it answers without one.
+"""A model that calls tools: text with <tool_call> in, what the tools said out, until it answers
+without one.
 
-    answer ── calls ──► python (in a cell) or a function of yours ── text ──► message of role `tool` ──► next turn
+    answer ── calls ──► python (in a cell) or a function of yours ── text
+            ──► message of role `tool` ──► next turn
 
-In: a task; the tools are described in its system message, in the form that Hermes and Qwen models were trained on, so that any
-chat template will do. Out: experiences of `MultiTurn`: what a tool said has action mask 0. Invariant: a call that cannot be
-read, that names no tool, that fails or takes too long is told to the model as such, and counted. Only a machine that cannot run
-programs fails the task.
+In: a task; the tools are described in its system message, in the form that Hermes and Qwen models
+were trained on, so that any chat template will do. Out: experiences of `MultiTurn`: what a tool
+said has action mask 0. Invariant: a call that cannot be read, that names no tool, that fails or
+takes too long is told to the model as such, and counted. Only a machine that cannot run programs
+fails the task.
 """
 
 import inspect
@@ -17,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from rft.experience import Experience, Task
+from rft.ground.experience import Experience, Task
 from rft.rollout import sandbox
 from rft.rollout.sandbox import Limits
 from rft.rollout.workflows.dialogue import Dialogue, Messages, MultiTurn
@@ -37,7 +40,10 @@ To call one, write a JSON object with its name and its arguments, like this:
 
 @dataclass(frozen=True)
 class Tool:
-    """What a model may call. `run` gets the arguments by name, may be async, and returns text; what it raises is told."""
+    """What a model may call.
+
+    `run` gets the arguments by name, may be async, and returns text; what it raises is told.
+    """
 
     name: str
     description: str
@@ -87,7 +93,10 @@ def python_tool(limits: Limits) -> Tool:
 
     schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
     return Tool(
-        "python", "Runs a Python program and returns what it prints. Nothing is kept between calls.", run, schema
+        "python",
+        "Runs a Python program and returns what it prints. Nothing is kept between calls.",
+        run,
+        schema,
     )
 
 
@@ -109,21 +118,32 @@ class ToolUse(MultiTurn):
 
     def opening(self, task: Task) -> Task:
         told = SYSTEM.format(tools="\n".join(tool.described() for tool in self.known.values()))
-        messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else list(task.prompt)
+        messages = (
+            [{"role": "user", "content": task.prompt}]
+            if isinstance(task.prompt, str)
+            else list(task.prompt)
+        )
         if messages and messages[0]["role"] == "system":
             told = f"{messages.pop(0)['content']}\n\n{told}"
-        return msgspec.structs.replace(task, prompt=[{"role": "system", "content": told}, *messages])
+        return msgspec.structs.replace(
+            task, prompt=[{"role": "system", "content": told}, *messages]
+        )
 
     async def step(self, answer: str) -> Messages | None:  # type: ignore[override]
         asked = calls(answer)
         if not asked:
             return None
-        return [{"role": "tool", "content": said} for said in await together(*map(self.answer_to, asked))]
+        return [
+            {"role": "tool", "content": said}
+            for said in await together(*map(self.answer_to, asked))
+        ]
 
     async def answer_to(self, call: Call) -> str:
         self.made += 1
         tool = self.known.get(call.name)
-        problem = call.problem or ("" if tool else f"there is no tool {call.name!r}: there are {', '.join(self.known)}")
+        problem = call.problem or (
+            "" if tool else f"there is no tool {call.name!r}: there are {', '.join(self.known)}"
+        )
         if tool and not problem:
             try:
                 return shown(str(await called(_with_names(tool.run, call.arguments))))
@@ -153,4 +173,7 @@ def _with_names(function: Callable[..., Any], arguments: dict[str, Any]) -> Call
 def shown(text: str) -> str:
     if len(text) <= SHOWN:
         return text
-    return f"{text[: SHOWN // 2]}\n... {len(text) - SHOWN} characters left out ...\n{text[-SHOWN // 2 :]}"
+    return (
+        f"{text[: SHOWN // 2]}\n... {len(text) - SHOWN} characters left out "
+        f"...\n{text[-SHOWN // 2 :]}"
+    )

@@ -1,0 +1,342 @@
+"""The engines behind OpenAI's API: HTTP requests in, answers out, and every answer of the policy
+recorded with its session.
+
+    POST /v1/chat/completions, /v1/completions     GET /v1/models, /health, /metrics
+            POST /feedback, /commit
+    the same below /s/<session>, for clients that can only change base_url, and /m/<model>, for
+    those that cannot name one
+
+The session of a request is that of its key, of its path or of the header X-Session-Id; without any,
+one of its own, named in the reply's header. A model that is not one of `explorer.auxiliary_models`
+is the policy, whatever it is called: clients change their base_url and nothing else. Invariants:
+without a key nothing is answered but /health; what a client gave up waiting for is neither finished
+nor recorded; an answer is recorded before it is sent.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rft.agents.endpoint import chat, replies
+from rft.agents.endpoint.chat import Asked, Refused
+from rft.agents.endpoint.models import Model
+from rft.agents.endpoint.registry import Open, Registry
+from rft.agents.endpoint.replies import Choice
+from rft.agents.endpoint.sessions import Feedback
+from rft.ground.experience import Completion
+
+log = logging.getLogger(__name__)
+KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
+LARGEST_BODY = 64 * 2**20
+SESSION = web.RequestKey("session", object)  # its name; None: any
+SCOPES = ("", "/s/{session}", "/m/{model}", "/s/{session}/m/{model}")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """`models[0]` is the policy."""
+
+    def __init__(self, registry: Registry, models: list[Model], file: Path):
+        self.registry = registry
+        self.file = file  # where its address and key are written
+        self.policy = models[0]
+        self.others = {model.name: model for model in models[1:]}
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns the address, without /v1. Port 0: any free one."""
+        app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        for scope in SCOPES:
+            app.router.add_post(f"{scope}/v1/chat/completions", self._completions)
+            app.router.add_post(f"{scope}/v1/completions", self._completions)
+            app.router.add_get(f"{scope}/v1/models", self._models)
+            for prefix in (scope, f"{scope}/v1"):
+                app.router.add_post(f"{prefix}/feedback", self._feedback)
+                app.router.add_post(f"{prefix}/commit", self._commit)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        bound = self._runner.addresses[0]
+        self.url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+        write_key(self.file, f"{self.url}/v1", self.registry.token)
+        if self.registry.store is not None:
+            self._expiring = asyncio.create_task(self.registry.expire())
+        return self.url
+
+    async def close(self) -> None:
+        if self._expiring is not None:
+            self._expiring.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self.file.unlink(missing_ok=True)
+
+    def base_url(self, session: str, model: str = "") -> str:
+        """For a client that is to belong to this session."""
+        return f"{self.url}/s/{session}{f'/m/{model}' if model else ''}/v1"
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who asks, and OpenAI's form for everything that goes wrong."""
+        try:
+            if request.path != "/health":
+                named = request.match_info.get("session") or request.headers.get("X-Session-Id")
+                key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+                request[SESSION] = self.registry.admit(key, named)
+            return await handler(request)
+        except Refused as refused:
+            self.registry.counts["refused"] += 1
+            return web.json_response(replies.error(refused), status=refused.status)
+        except web.HTTPException as error:
+            refused = Refused(
+                f"{request.method} {request.path}: {error.reason}", status=error.status
+            )
+            return web.json_response(replies.error(refused), status=error.status)
+        except Exception as error:
+            log.exception("%s %s", request.method, request.path)
+            refused = Refused(
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", status=500
+            )
+            return web.json_response(replies.error(refused), status=500)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await _json(request)
+        name = request.match_info.get("model") or str(body.get("model", ""))
+        found = self.registry.enter(request[SESSION], unrecorded=name in self.others)
+        try:
+            asked = chat.read(body, found.session.sampling)
+            if (asked.messages is None) == request.path.endswith("/chat/completions"):
+                raise Refused(
+                    "messages belong to /v1/chat/completions, a prompt to /v1/completions",
+                    "messages",
+                )
+            model = self._model(name)
+            place, prompt = self._prompt(model, asked, found)
+            id = f"{'cmpl' if asked.messages is None else 'chatcmpl'}-{uuid.uuid4().hex}"
+            answering = self._answer(model, asked, found, place, prompt, id)
+            headers = {"X-Session-Id": found.session.id}
+            if asked.stream:
+                return await self._stream(request, asked, answering, len(prompt), id, headers)
+            return web.json_response(
+                replies.reply(id, asked, await answering, len(prompt)), headers=headers
+            )
+        finally:
+            self.registry.leave(found)
+
+    def _model(self, name: str) -> Model:
+        return self.others.get(name, self.policy)
+
+    def _prompt(self, model: Model, asked: Asked, found: Open) -> tuple[Any, list[int]]:
+        """Where the conversation goes on, and the ids to go on from."""
+        self.registry.counts["requests"] += 1
+        session, place = found.session, None
+        if model is self.policy and asked.messages is not None:
+            place = session.find(asked)
+        prompt = model.prompt(asked, place)
+        if model is self.policy and asked.messages is None:
+            place = session.find_ids(prompt)
+        if place is not None and prompt[: len(place.tokens)] != place.tokens:
+            place = None  # the template writes something else behind an answer: rendered anew
+        try:
+            model.check_room(prompt)
+        except Refused:
+            session.too_long = prompt if model is self.policy else session.too_long
+            raise
+        return place, prompt
+
+    async def _answer(
+        self, model: Model, asked: Asked, found: Open, place: Any, prompt: list[int], id: str
+    ) -> list[Choice]:
+        sampling = asked.sampling
+        if sampling.seed is not None:  # of the session: every call of it another one
+            sampling = msgspec.structs.replace(
+                sampling, seed=sampling.seed + len(found.session.calls)
+            )
+        made = await model.answer(
+            f"{found.session.id}/{id}", prompt, sampling, asked.n, tuple(asked.stop)
+        )
+        if any(one.stop == "abort" for one in made):
+            raise Refused("the engine was told to give this answer up; ask again", status=503)
+        return [
+            self._choice(model, asked, found, place, prompt, one, f"{id}-{n}" if n else id)
+            for n, one in enumerate(made)
+        ]
+
+    def _choice(
+        self,
+        model: Model,
+        asked: Asked,
+        found: Open,
+        place: Any,
+        prompt: list[int],
+        made: Completion,
+        id: str,
+    ) -> Choice:
+        text = chat.cut(model.text(made.tokens), asked.stop)
+        message = chat.answer_message(text, bool(asked.tools), id.replace("chatcmpl", "call"))
+        if model is self.policy:
+            session, before = found.session, found.session.branches
+            answer = chat.remembered(message) if asked.messages is not None else None
+            session.record(asked, place, prompt, made, text, id=id, answer=answer)
+            self.registry.counts.update(
+                answers=1, tokens=len(made.tokens), branches=session.branches - before
+            )
+        tokens = [model.tokenizer.decode([one]) for one in made.tokens] if asked.logprobs else []
+        return Choice(made, message, text, tokens)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asked: Asked,
+        answering: Any,
+        prompt_tokens: int,
+        id: str,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        """Events of the answer once it is whole; until then comments, which keep the connection."""
+        response = web.StreamResponse(
+            headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        task = asyncio.ensure_future(answering)
+        try:
+            while not (await asyncio.wait([task], timeout=KEEP_ALIVE_S))[0]:
+                await response.write(b": still sampling\n\n")
+            for chunk in replies.chunks(id, asked, task.result(), prompt_tokens):
+                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the status is sent: the stream says it
+            log.exception("a stream broke")
+            told = replies.error(Refused(f"{type(error).__name__}: {error}", status=500))
+            await response.write(f"data: {json.dumps(told)}\n\n".encode())
+        finally:
+            task.cancel()
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    # --- rewards ----------------------------------------------------------------------------------
+
+    async def _feedback(self, request: web.Request) -> web.Response:
+        body = await _json(request)
+        session = request[SESSION] or body.get("session")
+        if request[SESSION] is not None and body.get("session") not in (None, session):
+            raise Refused(
+                "the body names another session than the key, path or header", "session", status=403
+            )
+        if not isinstance(session, str):
+            raise Refused("say which session the reward is for", "session")
+        feedback = Feedback(
+            reward=_one(body, "reward"),
+            turns=_numbers(body, "turn_rewards"),
+            tokens=_numbers(body, "token_rewards"),
+            metrics={
+                str(name): _finite(value, "metrics")
+                for name, value in _object(body, "metrics").items()
+            },
+            info=_object(body, "info"),
+        )
+        if not feedback:
+            raise Refused("give reward, turn_rewards or token_rewards", "reward")
+        task = body.get("task")
+        made, stored = await self.registry.feedback(
+            session, feedback, None if task is None else str(task)
+        )
+        return web.json_response({"session": session, "experiences": made, "stored": stored})
+
+    async def _commit(self, request: web.Request) -> web.Response:
+        body = await _json(request) if request.can_read_body else {}
+        if request[SESSION] is not None and self.registry.store is None:
+            raise Refused("the workflow that opened this session takes its experiences", status=409)
+        tasks = body.get("tasks")
+        if tasks is not None and not isinstance(tasks, list):
+            raise Refused("tasks is a list of names", "tasks")
+        return web.json_response(
+            {"groups": await self.registry.commit(None if tasks is None else list(map(str, tasks)))}
+        )
+
+    # --- about ------------------------------------------------------------------------------------
+
+    async def _models(self, _: web.Request) -> web.Response:
+        rows = [self.policy, *self.others.values()]
+        listed = [
+            {
+                "id": m.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "rft",
+                "max_model_len": m.max_model_len,
+            }
+            for m in rows
+        ]
+        return web.json_response({"object": "list", "data": listed})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        absence = self.policy.pool.absence()
+        return web.json_response(
+            {"status": "unavailable" if absence else "ok", "cause": absence},
+            status=503 if absence else 200,
+        )
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        """In Prometheus' text form."""
+        found = {**self.registry.stats(), **self.policy.pool.stats()}
+        lines = [f"rft_{name.replace('/', '_')} {value:g}" for name, value in found.items()]
+        return web.Response(text="\n".join(lines) + "\n")
+
+
+def write_key(path: Path, base_url: str, key: str) -> None:
+    """For the owner of the run alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"base_url": base_url, "api_key": key}, file)
+
+
+async def _json(request: web.Request) -> dict[str, Any]:
+    try:
+        found = await request.json()
+    except ValueError as error:
+        raise Refused(f"the body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused("the body is no JSON object")
+    return found
+
+
+def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
+    found = body.get(name) or {}
+    if not isinstance(found, dict):
+        raise Refused(f"{name} is an object", name)
+    return found
+
+
+def _one(body: dict[str, Any], name: str) -> float | None:
+    return None if body.get(name) is None else _finite(body[name], name)
+
+
+def _numbers(body: dict[str, Any], name: str) -> list[float]:
+    found = body.get(name) or []
+    if not isinstance(found, list):
+        raise Refused(f"{name} is a list of numbers", name)
+    return [_finite(one, name) for one in found]
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool | int | float) and abs(float(value)) < float("inf"):
+        return float(value)
+    raise Refused(f"{name} has {value!r}: give finite numbers", name)

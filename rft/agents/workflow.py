@@ -1,0 +1,181 @@
+"""Agents as workflows: a program of the user's that speaks to OpenAI's API, run once per response;
+its answers become experiences.
+
+    task ──► `repeat_times` sessions ──► agent(task, base_url, api_key), or a command ──► reward
+            ──► experiences of each session
+
+`workflow_args`: `agent` (`module:function`, `file.py:function`) or `command`; `args` of the
+function; `reward`; `merge`; `timeout`. An async function runs here, as any workflow; a plain
+function or a command is a process of its own (`rft.agents.process`). Its reward is what it returns
+or posts, or else the task's reward function says it of the last answer. Invariants: a run has a key
+that opens its own session only; after the workflow no process of an agent is left and no session of
+it is open; a run of a group that fails fails the group.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rft.agents.process import run_command, run_function
+from rft.config import ConfigError
+from rft.ground.experience import Experience, Task
+from rft.rollout.access import Access, AgentSession
+from rft.rollout.reward_worker import RewardResult, number
+from rft.rollout.rewards import lookup
+
+if TYPE_CHECKING:
+    from rft.rollout.workflows import WorkflowContext
+
+REWARDS = ("auto", "posted", "task")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`workflow_args` of the workflow `agent`."""
+
+    agent: str = ""  # package.module:function or path/to/file.py:function
+    command: list[str] = field(default_factory=list)  # a program and its arguments
+    args: dict[str, Any] = field(default_factory=dict)  # of the function, by name
+    # auto: returned, or posted, or else by the task's reward | posted: waited for | task
+    reward: str = "auto"
+    reward_timeout: float = 60.0  # seconds that a posted one may come after the agent's end
+    merge: bool = True  # one experience per token sequence that only grew; false: one per answer
+    # seconds of one run; default: explorer.max_timeout is the limit of all
+    timeout: float | None = None
+
+    @classmethod
+    def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "Settings":
+        """Raises ConfigError, naming `key`."""
+        known = cls.__dataclass_fields__
+        if unknown := sorted(set(given) - set(known)):
+            raise ConfigError(
+                f"{key}.{unknown[0]}: the workflow agent does not take it; it takes "
+                f"{', '.join(known)}"
+            )
+        made = cls(
+            **{name: list(value) if name == "command" else value for name, value in given.items()}
+        )
+        if bool(made.agent) == bool(made.command):
+            raise ConfigError(
+                f"{key}: the workflow agent needs one of agent=file.py:function and "
+                "command=[program, ...]"
+            )
+        if made.reward not in REWARDS:
+            raise ConfigError(f"{key}.reward={made.reward}: choose one of {', '.join(REWARDS)}")
+        for name in ("reward_timeout", "timeout"):
+            value = getattr(made, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+            ):
+                raise ConfigError(f"{key}.{name}={value}: give seconds, greater than 0")
+        if made.agent and ":" not in made.agent:
+            raise ConfigError(
+                f"{key}.agent={made.agent}: give 'package.module:function' or "
+                "'path/to/file.py:function'"
+            )
+        return made
+
+    def function(self) -> Callable[..., Any]:
+        return lookup("agent", self.agent, {})
+
+
+class Agent:
+    """The workflow."""
+
+    async def run(self, task: Task, ctx: "WorkflowContext") -> list[Experience]:
+        settings = Settings.of(dict(task.workflow_args))
+        runs = [
+            asyncio.ensure_future(self._run(settings, task, ctx, n))
+            for n in range(task.repeat_times)
+        ]
+        try:
+            return [experience for made in await asyncio.gather(*runs) for experience in made]
+        finally:
+            for one in runs:
+                one.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _run(
+        self, settings: Settings, task: Task, ctx: "WorkflowContext", sample: int
+    ) -> list[Experience]:
+        opened, limit = ctx.open_session(task.sampling), asyncio.timeout(settings.timeout)
+        try:
+            async with limit:
+                returned = await self._agent(settings, task, ctx, opened.access)
+        except Exception as error:
+            if limit.expired():
+                raise TimeoutError(
+                    f"the agent ran longer than {settings.timeout:g} s (workflow_args.timeout)"
+                ) from error
+            # the context was full, and the agent said so: that is an ending
+            if opened.session.too_long is None:
+                raise
+            returned = None
+        result = await self._reward(settings, task, ctx, opened, returned)
+        made = opened.session.experiences(settings.merge)
+        if not made:
+            raise ValueError(
+                f"the agent of task {task.id} asked the model for nothing: give its client this "
+                "base_url"
+            )
+        for experience in made:
+            experience.sample = sample
+            if result is not None and result.outcome != "ok":
+                experience.reward_outcome = result.outcome
+                experience.info = {**experience.info, "reward_message": result.message}
+        return made
+
+    async def _agent(
+        self, settings: Settings, task: Task, ctx: "WorkflowContext", access: Access
+    ) -> Any:
+        """What it returns; None of a command."""
+        if settings.command:
+            async with ctx.agent_slot():
+                return await run_command(settings.command, task, *access)
+        function = settings.function()
+        if inspect.iscoroutinefunction(function):
+            return await function(task, *access, **settings.args)
+        async with ctx.agent_slot():
+            return await run_function(settings.agent, task, *access, settings.args)
+
+    async def _reward(
+        self,
+        settings: Settings,
+        task: Task,
+        ctx: "WorkflowContext",
+        opened: AgentSession,
+        returned: Any,
+    ) -> RewardResult | None:
+        """Into the session's feedback; the result of the task's
+        reward function, where that was asked.
+        """
+        session = opened.session
+        if settings.reward == "posted" and not session.feedback:
+            try:
+                async with asyncio.timeout(settings.reward_timeout):
+                    await opened.rewarded()
+            except TimeoutError:
+                raise TimeoutError(
+                    f"no reward was posted for session {session.id} "
+                    f"in {settings.reward_timeout:g} s"
+                ) from None
+        if settings.reward == "auto" and returned is not None:
+            parts = (
+                {str(k): number(v) for k, v in returned.items()}
+                if isinstance(returned, dict)
+                else {}
+            )
+            session.feedback.reward = (
+                sum(parts.values()) if isinstance(returned, dict) else number(returned)
+            )
+            session.feedback.metrics = {**session.feedback.metrics, **parts}
+        elif settings.reward == "task" or not session.feedback:
+            if not session.calls:
+                return None
+            [result] = await ctx.score(task, [session.calls[-1].text])
+            session.feedback.reward = result.reward
+            session.feedback.metrics = {**session.feedback.metrics, **result.metrics}
+            return result
+        return None

@@ -1,0 +1,146 @@
+"""Which groups a step takes: a decision about `Progress`, without any I/O; and when it goes on
+without its slowest groups (`explorer.over_rollout`), which ones those are, without a clock either.
+
+    step's groups ── minimum of them stored ──► wait_s seconds
+            ──► the others are cut: their explorers cancel them, and put what is finished of them
+                or abandon them; the step takes the rest
+
+In: the progress, how many groups a step takes, how stale they may become, and a replay buffer where
+there is one. Out: the groups of a step, or that it has to wait; what has to leave the queue;
+whether enough of the wanted groups are there, and what each explorer has to cancel. Invariants:
+without a replay buffer groups are taken in the order of their admission, so none becomes staler
+than `max_staleness`, and none is left behind; a group leaves the step only by a journal record of
+its own (failed, or stored), so that a restart finds the same batch.
+"""
+
+import time
+from collections.abc import Callable
+from math import ceil
+
+from rft.buffer.progress import Evicted, Group, Leased, Progress
+from rft.buffer.replay import Replay
+from rft.config.explorer import OverRolloutConfig
+
+
+class BatchSelection:
+    """`clock`: seconds since 1970; what it says goes into the journal with each lease."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        tasks_per_step: int,
+        max_staleness: int | None,
+        replay: Replay | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.progress = progress
+        self.tasks_per_step = tasks_per_step
+        self.max_staleness = max_staleness
+        self.replay = replay
+        self.clock = clock
+
+    def groups(self, step: int, input_done: bool, abandoned: bool) -> list[Group] | None:
+        """What `step` takes, once all of it is there; empty when nothing will ever come. None: wait
+        on.
+
+        `abandoned`: there is no explorer, so what an earlier one left unfinished stays so.
+        """
+        if self.replay is not None:
+            return self._by_priority(self.replay, input_done, abandoned)
+        if abandoned:
+            return self.progress.stored()[: self.tasks_per_step]
+        groups = self.progress.wanted(step, self.tasks_per_step, self.max_staleness)
+        if not all(group.stored for group in groups):
+            return None
+        return groups if len(groups) >= self.tasks_per_step or input_done else None
+
+    def _by_priority(self, replay: Replay, input_done: bool, abandoned: bool) -> list[Group] | None:
+        """What was used before never makes a run longer than its input."""
+        fresh = self.progress.stored()
+        comes = not abandoned and (not input_done or self.progress.has_running())
+        if not fresh and not comes:
+            return []
+        found = self.here()
+        return found if len(found) == self.tasks_per_step or not comes else None
+
+    def here(self) -> list[Group]:
+        """What a step could take at once: at most its number of groups, maybe fewer."""
+        if self.replay is None:
+            return self.progress.stored()[: self.tasks_per_step]
+        groups = [*self.progress.stored(), *self.progress.pool.values()]
+        return self.replay.order(groups, self.clock())[: self.tasks_per_step]
+
+    def wake(self) -> float | None:
+        """In how many seconds a group has cooled down, which nobody tells."""
+        return self.replay.wake(self.progress.pool.values(), self.clock()) if self.replay else None
+
+    def lease(self, step: int, trainer: str, groups: list[Group]) -> Leased:
+        record = Leased(
+            step=step,
+            trainer=trainer,
+            run_epoch=self.progress.run_epoch,
+            groups=[group.number for group in groups],
+        )
+        if self.replay is not None:
+            record.at = self.clock()
+            record.uses = [group.uses + 1 for group in groups]
+            record.kept = [group.number for group in groups if self.replay.stays(group)]
+        return record
+
+    def too_old(self, min_model_version: int) -> Evicted | None:
+        """Stored groups with a token from before this version: they
+        are dropped when a step is taken.
+        """
+        groups = [*self.progress.stored(), *self.progress.pool.values()]
+        old = [
+            g.number
+            for g in groups
+            if g.model_version is not None and g.model_version < min_model_version
+        ]
+        return (
+            Evicted(groups=old, reason=f"older than version {min_model_version}") if old else None
+        )
+
+    def surplus(self) -> Evicted | None:
+        """What a full replay buffer has no room for."""
+        if self.replay is None:
+            return None
+        over = self.replay.surplus([*self.progress.stored(), *self.progress.pool.values()])
+        reason = f"more than replay_buffer.capacity={self.replay.capacity}"
+        return Evicted(groups=[group.number for group in over], reason=reason) if over else None
+
+    def late(self, step: int, groups: list[Group]) -> list[int]:
+        """Those that `step` trains later than `max_staleness` allows."""
+        limit = self.max_staleness
+        if limit is None or self.replay is not None:
+            return []
+        return [
+            group.number
+            for group in groups
+            if group.version is not None and step - group.version > limit
+        ]
+
+
+class OverRollout:
+    def __init__(self, config: OverRolloutConfig, tasks_per_step: int):
+        self.is_on = config.ratio > 0
+        self.minimum = ceil(round((1 - config.ratio) * tasks_per_step, 9))  # 0.7 x 10 is 7
+        self.wait_s = config.wait_after_min
+        self._untold: dict[str, list[Group]] = {}  # by explorer
+
+    def has_enough(self, wanted: list[Group]) -> bool:
+        return self.is_on and sum(group.stored for group in wanted) >= self.minimum
+
+    def cut(self, wanted: list[Group]) -> list[Group]:
+        """Those that are not there; their explorers are told next."""
+        late = [group for group in wanted if not group.stored]
+        for group in late:
+            self._untold.setdefault(group.explorer, []).append(group)
+        return late
+
+    def is_told(self, explorer: str) -> bool:
+        return not self._untold.get(explorer)
+
+    def tell(self, explorer: str) -> list[int]:
+        """Numbers of the groups that `explorer` has to end, each told once."""
+        return [group.number for group in self._untold.pop(explorer, [])]

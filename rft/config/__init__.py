@@ -1,0 +1,64 @@
+"""Every key that rft understands, and how one config per stage comes out of what a user gave.
+
+`rft.config` offers the schema and what is done with a config; how files of other systems are read
+is in the modules beside it.
+"""
+
+from rft.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from rft.config.algorithm import OptimizerConfig as OptimizerConfig
+from rft.config.algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
+from rft.config.buffer import TASKSET_KEY as TASKSET_KEY
+from rft.config.buffer import BufferConfig as BufferConfig
+from rft.config.buffer import ExperienceBufferConfig as ExperienceBufferConfig
+from rft.config.buffer import ExplorerInputConfig as ExplorerInputConfig
+from rft.config.buffer import FormatConfig as FormatConfig
+from rft.config.buffer import RolloutArgs as RolloutArgs
+from rft.config.buffer import RowFormatConfig as RowFormatConfig
+from rft.config.buffer import TaskSelectorConfig as TaskSelectorConfig
+from rft.config.buffer import TasksetConfig as TasksetConfig
+from rft.config.compose import check_composition as check_composition
+from rft.config.compose import check_overrides as check_overrides
+from rft.config.compose import check_stage_overrides as check_stage_overrides
+from rft.config.compose import compose as compose
+from rft.config.compose import explain as explain
+from rft.config.compose import load as load
+from rft.config.compose import register_schema as register_schema
+from rft.config.compose import save as save
+from rft.config.compose import stage_configs as stage_configs
+from rft.config.compose import to_config as to_config
+from rft.config.data import DataJuicerConfig as DataJuicerConfig
+from rft.config.data import ExperiencePipelineConfig as ExperiencePipelineConfig
+from rft.config.data import OperatorConfig as OperatorConfig
+from rft.config.data import TaskPipelineConfig as TaskPipelineConfig
+from rft.config.derived import checkpoint_root as checkpoint_root
+from rft.config.derived import get as get
+from rft.config.derived import grace_of as grace_of
+from rft.config.derived import is_remote as is_remote
+from rft.config.derived import job_dir as job_dir
+from rft.config.explorer import AuxiliaryModelConfig as AuxiliaryModelConfig
+from rft.config.explorer import EngineConfig as EngineConfig
+from rft.config.explorer import ExplorerConfig as ExplorerConfig
+from rft.config.explorer import RolloutModelConfig as RolloutModelConfig
+from rft.config.hints import nearest as nearest
+from rft.config.keys import known_keys as known_keys
+from rft.config.keys import leaf_keys as leaf_keys
+from rft.config.schema import CheckpointConfig as CheckpointConfig
+from rft.config.schema import Config as Config
+from rft.config.schema import CriticConfig as CriticConfig
+from rft.config.schema import CriticOptimizerConfig as CriticOptimizerConfig
+from rft.config.schema import LogConfig as LogConfig
+from rft.config.schema import LoraConfig as LoraConfig
+from rft.config.schema import MegatronConfig as MegatronConfig
+from rft.config.schema import ModelConfig as ModelConfig
+from rft.config.schema import MonitorConfig as MonitorConfig
+from rft.config.schema import SweepConfig as SweepConfig
+from rft.config.schema import SynchronizerConfig as SynchronizerConfig
+from rft.config.schema import TinkerConfig as TinkerConfig
+from rft.config.schema import TrainerConfig as TrainerConfig
+from rft.config.validate import converted as converted
+from rft.config.validate import nested as nested
+from rft.config.validate import normalized as normalized
+from rft.config.validate import parsed as parsed
+from rft.config.validate import problems_in as problems_in
+from rft.config.validate import unknown as unknown
+from rft.ground.errors import ConfigError as ConfigError

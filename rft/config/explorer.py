@@ -1,0 +1,129 @@
+"""Keys of the section `explorer`: who runs tasks, on which engines, and when they are evaluated."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from omegaconf import MISSING
+
+from rft.config.values import (
+    Bool,
+    Float,
+    Int,
+    NonNegFloat,
+    NonNegInt,
+    PosFloat,
+    PosInt,
+    Section,
+    Str,
+)
+
+
+@dataclass
+class EngineConfig(Section):
+    """vLLM instances of one model."""
+
+    engine_type: Annotated[Literal["vllm", "vllm_async"], "the two are the same"] = "vllm"
+    engine_num: Annotated[PosInt, "engines of this model"] = 1
+    tensor_parallel_size: Annotated[PosInt, "GPUs, or processes, of one engine"] = 1
+    dtype: Annotated[
+        Literal["fp32", "bf16"] | None, "of the engines' weights; default: trainer.dtype"
+    ] = None
+    max_num_seqs: Annotated[PosInt, "requests that an engine decodes at a time"] = 256
+    enable_prefix_caching: Annotated[Bool, "prompts that begin alike are computed once"] = True
+    kv_cache_gb: Annotated[PosFloat, "CPU only"] = 1.0
+    gpu_memory_utilization: Annotated[
+        Float | None, "GPU only; default: 0.9, or 0.5 with cluster.colocate"
+    ] = None
+    enforce_eager: Annotated[Bool, "without CUDA graphs"] = True
+
+
+@dataclass
+class RolloutModelConfig(EngineConfig):
+    engine_type: Annotated[
+        Literal["vllm", "vllm_async", "tinker"] | None,
+        "vllm_async is vllm; default: by the trainer",
+    ] = None
+    max_restarts: Annotated[
+        NonNegInt,
+        "how often each engine that died is started again; 0: the run ends with the first",
+    ] = 3
+    enable_openai_api: Annotated[
+        Bool, "agents reach the engines as OpenAI's API: docs/agents.md; on where it is needed"
+    ] = False
+    enable_history: Annotated[
+        Bool, "a workflow's model calls are kept until its end: docs/agents.md"
+    ] = False
+
+
+@dataclass
+class AuxiliaryModelConfig(EngineConfig):
+    """A model beside the policy, with engines of its own and weights that never change."""
+
+    name: Annotated[Str, "what workflows and clients call it"] = MISSING
+    model_path: Annotated[Str, "directory of a Hugging Face checkpoint"] = MISSING
+    max_model_len: Annotated[Int | None, "default: the model's own"] = None
+    custom_chat_template: Annotated[Str | None, "Jinja; default: the model's own"] = None
+    trust_remote_code: Annotated[Bool, "run code that comes with the model"] = False
+
+
+@dataclass
+class OverRolloutConfig(Section):
+    ratio: Annotated[
+        Float, "a step waits for (1 - ratio) x batch_size groups; not with sync_style=fixed"
+    ] = 0.0
+    wait_after_min: Annotated[
+        NonNegFloat,
+        "seconds for the others, once those are there; then they are cancelled and counted",
+    ] = 30.0
+    return_partial_tasks: Annotated[
+        Bool, "a task of which some runs are finished is taken with these"
+    ] = False
+
+
+@dataclass
+class DynamicTimeoutConfig(Section):
+    enable: Annotated[
+        Bool, "after the first step's worth of tasks; never longer than max_timeout"
+    ] = False
+    ratio: Annotated[PosFloat, "times the mean seconds of the tasks that succeeded"] = 3.0
+
+
+@dataclass
+class ExplorerConfig(Section):
+    name: Annotated[Str, "several explorers on one buffer need a name each"] = "explorer"
+    runner_per_model: Annotated[PosInt, "groups in flight per engine"] = 8
+    max_timeout: Annotated[PosFloat, "seconds for one task, all attempts together"] = 900.0
+    max_retry_times: Annotated[
+        NonNegInt, "further attempts after one that failed, inside max_timeout"
+    ] = 2
+    over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
+    dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
+    runner_state_report_interval: Annotated[
+        NonNegFloat, "seconds, for lines in explorer.log of what each does; 0: none"
+    ] = 0.0
+    env_vars: Annotated[dict[str, Str], "environment of workflows and rewards"] = field(
+        default_factory=dict
+    )
+    reward_workers: Annotated[PosInt, "processes that compute rewards"] = 1
+    reward_timeout: Annotated[PosFloat, "seconds for one reward; then its worker is killed"] = 10.0
+    rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    auxiliary_models: Annotated[
+        list[AuxiliaryModelConfig], "judges and the like: docs/agents.md"
+    ] = field(default_factory=list)
+    agent_processes: Annotated[
+        PosInt, "of agents that are commands or plain functions, at a time"
+    ] = 16
+    listen_address: Annotated[
+        Str, "of the OpenAI API; other machines need another one, and the key"
+    ] = "127.0.0.1"
+    proxy_port: Annotated[Int, "of the OpenAI API; 0: any free one"] = 0
+    session_timeout: Annotated[
+        PosFloat, "mode=serve: seconds without use until a session without reward is forgotten"
+    ] = 3600.0
+    eval_interval: Annotated[
+        NonNegInt, "policy versions between evaluations; 0: only at start and end"
+    ] = 0
+    eval_on_startup: Annotated[Bool, "evaluate before the first step"] = True
+    bench_on_latest_checkpoint: Annotated[
+        Bool, "mode=bench: the newest checkpoint alone, not all"
+    ] = False

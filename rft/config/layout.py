@@ -1,0 +1,222 @@
+"""What a config asks of a model's shapes: mesh sizes that divide them, and an adapter for some of
+its layers.
+
+In: sections of the config, and the sizes of the model's config.json. Out: nothing, a `Lora` or a
+number; or a `ConfigError` that names the key and the fix. Loads neither torch nor megatron.
+"""
+
+from math import prod
+from typing import Any
+
+from rft.config.schema import Config, LoraConfig, MegatronConfig, SynchronizerConfig
+from rft.ground.adapters import FUSED, PROJECTIONS, Lora, adapter_names
+from rft.ground.errors import ConfigError
+from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
+
+MOST_RANK = 512  # of an adapter in vLLM
+MOST_KEPT = 8  # versions of the adapter in an engine
+HELD = 2  # versions in the object store at most: the one that engines have, and the next
+
+
+def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -> None:
+    """Raise ConfigError when this model cannot be cut that way, naming
+    the key and the values that would work.
+    """
+    dims = Dims.of(hf)
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp = megatron.context_parallel_size
+    key = f"trainer.megatron.tensor_model_parallel_size={tp}"
+    if dims.heads % tp:
+        raise ConfigError(
+            f"{key} does not divide the model's {dims.heads} attention heads; use "
+            f"{_divisors(dims.heads)}"
+        )
+    if dims.groups % tp and tp % dims.groups:
+        raise ConfigError(
+            f"{key} neither divides nor is a multiple of the model's {dims.groups} key/value heads"
+        )
+    packed_rows = (dims.heads + 2 * dims.groups) * dims.head_size
+    if packed_rows % tp:
+        raise ConfigError(
+            f"{key} does not divide the model's {packed_rows} rows of queries, keys and values; "
+            "use a smaller one"
+        )
+    if not dims.experts and dims.ffn % tp:
+        raise ConfigError(
+            f"{key} does not divide the model's intermediate_size {dims.ffn}; use "
+            f"{_divisors(dims.ffn)}"
+        )
+    vpp = megatron.virtual_pipeline_model_parallel_size or 1
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"trainer.megatron.virtual_pipeline_model_parallel_size={vpp} needs "
+            "pipeline_model_parallel_size > 1; leave it out"
+        )
+    if dims.layers % (pp * vpp):
+        raise ConfigError(
+            f"trainer.megatron.pipeline_model_parallel_size={pp} "
+            + (f"x virtual_pipeline_model_parallel_size={vpp} " if vpp > 1 else "")
+            + (
+                f"does not divide the model's {dims.layers} layers; the product may be "
+                f"{_divisors(dims.layers)}"
+            )
+        )
+    if dims.heads % dims.groups:
+        raise ConfigError(
+            f"model.model_path: {dims.heads} heads are no multiple of {dims.groups} key/value heads"
+        )
+    if num_ranks % (tp * pp * cp):
+        raise ConfigError(
+            f"trainer.num_ranks={num_ranks} is no multiple of tensor x pipeline x context = {tp} x "
+            f"{pp} x {cp} = {tp * pp * cp}; "
+            f"set it to {tp * pp * cp} or a multiple, or lower trainer.megatron.*_size"
+        )
+    _check_experts(dims, megatron, num_ranks)
+
+
+def _check_experts(dims: Dims, megatron: MegatronConfig, num_ranks: int) -> None:
+    tp, pp, ep = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.expert_model_parallel_size,
+    )
+    etp = megatron.expert_tensor_parallel_size or tp
+    key = f"trainer.megatron.expert_model_parallel_size={ep}"
+    if not dims.experts:
+        if ep > 1 or megatron.expert_tensor_parallel_size is not None:
+            raise ConfigError(
+                f"{key} needs a model with experts; leave it and expert_tensor_parallel_size out"
+            )
+        return
+    if dims.experts % ep:
+        raise ConfigError(
+            f"{key} does not divide the model's {dims.experts} experts; use "
+            f"{_divisors(dims.experts)}"
+        )
+    if dims.expert_ffn % etp:
+        raise ConfigError(
+            f"trainer.megatron.expert_tensor_parallel_size={etp} does not divide the model's "
+            "moe_intermediate_size "
+            f"{dims.expert_ffn}; use {_divisors(dims.expert_ffn)}"
+        )
+    # megatron would then reduce the experts' gradients like those of dense layers
+    if etp != tp and ep == 1:
+        raise ConfigError(
+            f"trainer.megatron.expert_tensor_parallel_size={etp} differs from "
+            f"tensor_model_parallel_size={tp}: "
+            "that needs expert_model_parallel_size > 1; leave it out"
+        )
+    if tp > 1 and not megatron.sequence_parallel:
+        raise ConfigError(
+            "trainer.megatron.sequence_parallel=false: a model with experts needs it where "
+            "tensor_model_parallel_size > 1; "
+            "set it to true"
+        )
+    if num_ranks % (etp * ep * pp):
+        raise ConfigError(
+            f"trainer.num_ranks={num_ranks} is no multiple of expert tensor x expert x pipeline = "
+            f"{etp} x {ep} x {pp} = "
+            f"{etp * ep * pp}; set it to {etp * ep * pp} or a multiple, or lower "
+            "trainer.megatron.expert_model_parallel_size"
+        )
+
+
+def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
+    """The adapter that `model.lora_configs` asks for; raises ConfigError for one that cannot be."""
+    if not configs:
+        return None
+    key = "model.lora_configs"
+    if len(configs) > 1:
+        raise ConfigError(
+            f"{key} has {len(configs)} entries; a policy is trained with one adapter: leave one"
+        )
+    asked = configs[0]
+    if asked.lora_rank < 1 or asked.lora_alpha <= 0:
+        raise ConfigError(
+            f"{key}[0]: lora_rank={asked.lora_rank} and lora_alpha={asked.lora_alpha:g} must be "
+            "greater than 0"
+        )
+    known = tuple(
+        p
+        for p in PROJECTIONS
+        if not dims.experts or p in FUSED["linear_qkv"] + FUSED["linear_proj"]
+    )
+    targets = known if asked.target_modules == ["all-linear"] else tuple(asked.target_modules)
+    wrong = sorted(set(targets) - set(known))
+    if wrong or not targets:
+        dense = "; experts have no adapters" if dims.experts else ""
+        raise ConfigError(
+            f"{key}[0].target_modules={list(targets)}: use all-linear or some of "
+            f"{', '.join(known)}{dense}"
+        )
+    for parts in FUSED.values():
+        if 0 < len(set(parts) & set(targets)) < len(parts):
+            raise ConfigError(
+                f"{key}[0].target_modules={list(targets)}: {', '.join(parts)} are one layer in "
+                "Megatron; give all of them or none"
+            )
+    return Lora(
+        asked.lora_rank,
+        asked.lora_alpha,
+        frozenset(n for n, parts in FUSED.items() if parts[0] in targets),
+    )
+
+
+def sync_of(asked: str | None, lora: Lora | None, dims: Dims, device: str) -> str | None:
+    """How engines get this adapter (`synchronizer.lora_sync`): "adapter" where vLLM can add it,
+    "merged" elsewhere.
+    """
+    key = "synchronizer.lora_sync"
+    if lora is None:
+        if asked:
+            raise ConfigError(
+                f"{key}={asked}: the policy has no adapter; leave it out, or give "
+                "model.lora_configs"
+            )
+        return None
+    reasons = []
+    if lora.rank > MOST_RANK:
+        reasons.append(
+            f"vLLM has adapters up to rank {MOST_RANK}, model.lora_configs says {lora.rank}"
+        )
+    if dims.experts and device == "cpu":
+        reasons.append("on a CPU vLLM has no adapters in a model with experts")
+    if asked == "adapter" and reasons:
+        raise ConfigError(f"{key}=adapter: {'; '.join(reasons)}; set {key}=merged")
+    tried = not dims.experts  # with experts on a GPU it is there for who asks for it
+    return asked or ("adapter" if tried and not reasons else "merged")
+
+
+def versions_kept(synchronizer: SynchronizerConfig) -> int:
+    """Adapters that an engine holds at the same time; 0: it gets merged weights.
+
+    While a rollout may still be used, `max_staleness` versions come after its own; one more is for
+    evaluations, for which no step waits.
+    """
+    return (
+        min(int(synchronizer.max_staleness or 0) + 2, MOST_KEPT)
+        if synchronizer.lora_sync == "adapter"
+        else 0
+    )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(i) for i in range(1, min(number, 64) + 1) if number % i == 0)
+
+
+def stored_bytes(config: Config) -> int:
+    """What weight synchronization needs of Ray's object store: by `memory`, the versions that are
+    there at a time.
+    """
+    if config.synchronizer.sync_method != "memory":
+        return 0
+    hf = read_hf_config(config.model.model_path)
+    dims, architecture = Dims.of(hf), architecture_of(hf)
+    lora = (
+        lora_of(config.model.lora_configs, dims)
+        if config.synchronizer.lora_sync == "adapter"
+        else None
+    )
+    shapes = adapter_names(dims, architecture, lora) if lora else hf_names(dims, architecture)
+    one = sum(prod(shape) for shape in shapes.values()) * ITEM_BYTES[DTYPES[config.trainer.dtype]]
+    return HELD * (one + one // 16)  # a bucket's pieces are aligned, and the store has headers

@@ -1,0 +1,398 @@
+"""The schema: every key that rft understands, with its type, allowed values, bounds, default and
+meaning, in one place. Pure data.
+
+A key is one field, `name: Annotated[type, meaning] = default`; the larger sections are in the
+modules beside this one. Everything else is made of it: the config that Hydra composes over and what
+is said of a value that a key cannot hold (`rft.config.compose`), the tables of docs/configure.md,
+the fields of the studio and `rft config --explain` (`rft.config.keys`). What only several keys
+together show is refused by `rft.preflight`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from omegaconf import MISSING
+
+from rft.config.algorithm import AlgorithmConfig, OptimizerConfig
+from rft.config.buffer import BufferConfig
+from rft.config.data import DataProcessorConfig, ServiceConfig
+from rft.config.explorer import ExplorerConfig
+from rft.config.values import (
+    Bool,
+    FiniteNonNegFloat,
+    FinitePosFloat,
+    Float,
+    Int,
+    NonNegFloat,
+    NonNegInt,
+    PosFloat,
+    PosInt,
+    Section,
+    Str,
+)
+
+
+@dataclass
+class LoraConfig(Section):
+    lora_rank: Annotated[Int, "rank of the adapter"] = 32
+    lora_alpha: Annotated[Float, "the adapter is scaled by lora_alpha / lora_rank"] = 32.0
+    target_modules: Annotated[list[Str], "or q_proj, k_proj, v_proj, o_proj ..."] = field(
+        default_factory=lambda: ["all-linear"]
+    )
+
+
+@dataclass
+class TinkerConfig(Section):
+    enable: Annotated[
+        Bool, "train and sample at a service that speaks Tinker's API: docs/tinker.md"
+    ] = False
+    base_model: Annotated[Str | None, "what the service calls the model"] = None
+    base_url: Annotated[
+        Str | None, "of the service; default: $TINKER_BASE_URL, else Tinker's own"
+    ] = None
+    rank: Annotated[Int, "of the adapter that is trained"] = 32
+    seed: Annotated[Int | None, "of its first weights; default: that of the run"] = None
+    train_mlp: Annotated[Bool, "an adapter in the MLP layers"] = True
+    train_attn: Annotated[Bool, "the same for attention"] = True
+    train_unembed: Annotated[Bool, "the same for the output layer"] = True
+    timeout: Annotated[Float, "seconds for one answer of the service"] = 1800.0
+
+
+@dataclass
+class ModelConfig(Section):
+    model_path: Annotated[Str, "directory of a Hugging Face checkpoint"] = MISSING
+    ref_model_path: Annotated[
+        Str | None, "what a KL term compares with; default: model_path, as it was at the start"
+    ] = None
+    teacher_model_path: Annotated[
+        Str | None, "of on_policy_distill and jsd: a frozen model with the same vocabulary"
+    ] = None
+    critic_model_path: Annotated[
+        Str | None, "what the critic's trunk begins as; default: model_path"
+    ] = None
+    custom_chat_template: Annotated[Str | None, "Jinja; default: the tokenizer's own"] = None
+    chat_template_path: Annotated[Str | None, "file; wins over custom_chat_template"] = None
+    max_model_len: Annotated[PosInt | None, "default: max_prompt_tokens + max_response_tokens"] = (
+        None
+    )
+    max_prompt_tokens: Annotated[
+        PosInt | None, "of a prompt; default: what max_response_tokens leaves"
+    ] = None
+    enable_prompt_truncation: Annotated[
+        Bool, "a longer one keeps its end; false: it trains nothing, counted"
+    ] = False
+    max_response_tokens: Annotated[
+        PosInt | None, "of a response; default: what max_prompt_tokens leaves"
+    ] = None
+    min_response_tokens: Annotated[NonNegInt, "a response does not end before it has so many"] = 0
+    trust_remote_code: Annotated[Bool, "run code that comes with the model"] = False
+    lora_configs: Annotated[list[LoraConfig], "one: train this adapter and nothing else"] = field(
+        default_factory=list
+    )
+    tinker: TinkerConfig = field(default_factory=TinkerConfig)
+
+
+@dataclass
+class ClusterConfig(Section):
+    node_num: Annotated[PosInt, "machines of the run"] = 1
+    gpu_per_node: Annotated[PosInt | None, "default: detected"] = None
+    ray_address: Annotated[
+        Str | None, "host:port of a cluster, or auto: $RAY_ADDRESS; default: a private one here"
+    ] = None
+    ray_num_cpus: Annotated[
+        PosInt | None, "logical CPUs of the private cluster; default: one per actor of the start"
+    ] = None
+    colocate: Annotated[
+        Bool, "trainer and engines share GPUs, or cores, and take turns: docs/weight_sync.md"
+    ] = False
+    threads_per_rank: Annotated[PosInt, "CPU threads of one trainer rank"] = 1
+    threads_per_engine: Annotated[PosInt, "CPU threads of one engine"] = 1
+    master_port: Annotated[NonNegInt, "0: any free port"] = 0
+
+
+@dataclass
+class MegatronConfig(Section):
+    tensor_model_parallel_size: Annotated[PosInt, "ranks that share every layer"] = 1
+    pipeline_model_parallel_size: Annotated[
+        PosInt, "groups of ranks that share the layers among them"
+    ] = 1
+    context_parallel_size: Annotated[PosInt, "ranks that share every sequence"] = 1
+    sequence_parallel: Annotated[
+        Bool, "activations between tensor-parallel parts are cut as well"
+    ] = False
+    virtual_pipeline_model_parallel_size: Annotated[
+        PosInt | None, "parts of the model per pipeline stage, interleaved"
+    ] = None
+    expert_model_parallel_size: Annotated[PosInt, "ranks that share the experts among them"] = 1
+    expert_tensor_parallel_size: Annotated[PosInt | None, "default: tensor_model_parallel_size"] = (
+        None
+    )
+    override_transformer_config: Annotated[dict[str, Any], "for megatron's TransformerConfig"] = (
+        field(default_factory=dict)
+    )
+    override_ddp_config: Annotated[dict[str, Any], "for its DistributedDataParallelConfig"] = field(
+        default_factory=dict
+    )
+    override_optimizer_config: Annotated[dict[str, Any], "for its OptimizerConfig"] = field(
+        default_factory=dict
+    )
+
+
+@dataclass
+class CheckpointConfig(Section):
+    storage: Annotated[
+        Str | None, "URL that fsspec knows, like s3://bucket/prefix; default: <job>/checkpoints"
+    ] = None
+    staging: Annotated[
+        Literal["lazy", "eager", "auto"],
+        "lazy: beside the next step, eager: before it, auto: measured",
+    ] = "auto"
+    when_busy: Annotated[
+        Literal["wait", "skip", "newest_wins"], "what a save does while both slots are in use"
+    ] = "wait"
+    host_memory_gb: Annotated[
+        PosFloat | None, "for staging, per rank; default: twice the rank's part of a checkpoint"
+    ] = None
+    rate_limit_mb: Annotated[NonNegFloat, "MB/s that one rank writes at most; 0: no limit"] = 0.0
+    agent_deadline_s: Annotated[
+        PosFloat, "for writing one checkpoint, also after the trainer is gone"
+    ] = 600.0
+    lease_s: Annotated[
+        PosFloat, "after this the next rank's agent commits what the one before has not"
+    ] = 5.0
+    keep_every: Annotated[
+        NonNegInt, "also keep checkpoints of steps that this divides; 0: none"
+    ] = 0
+    keep_best: Annotated[NonNegInt, "also keep the best ones by best_metric"] = 0
+    best_metric: Annotated[Str | None, "a metric of evaluations, like eval/held_out/accuracy"] = (
+        None
+    )
+    best_mode: Annotated[Literal["max", "min"], "which values of best_metric are the best"] = "max"
+    max_gb: Annotated[NonNegFloat, "all checkpoints together; 0: no limit"] = 0.0
+
+
+@dataclass
+class TrainerConfig(Section):
+    name: Annotated[Str, "of the trainer in logs and traces"] = "trainer"
+    trainer_type: Annotated[
+        Literal["megatron", "tinker"], "who trains; tinker: a service, docs/tinker.md"
+    ] = "megatron"
+    num_ranks: Annotated[
+        PosInt | None, "default: the fewest that the sizes of trainer.megatron need"
+    ] = None
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    dtype: Annotated[
+        Literal["fp32", "bf16"], "of the weights in training; bf16 keeps fp32 masters"
+    ] = "fp32"
+    total_steps: Annotated[
+        PosInt | None, "stop after this many steps; default: when the data ends"
+    ] = None
+    stop_at_loss: Annotated[
+        PosFloat | None, "stop early, once the mean loss of the last 5 steps is at most this"
+    ] = None
+    grad_clip: Annotated[FiniteNonNegFloat, "norm that gradients are cut to; 0: they are not"] = 1.0
+    critic_warmup: Annotated[NonNegInt, "steps at the start that train only the critic"] = 0
+    max_skipped_steps: Annotated[
+        NonNegInt, "so many in a row whose loss or gradient is not finite end the run; 0: none do"
+    ] = 5
+    recompute_granularity: Annotated[
+        Str | None, "selective | full: activations computed again in the backward pass"
+    ] = None
+    recompute_method: Annotated[Str | None, "full: uniform | block; default: uniform"] = None
+    recompute_num_layers: Annotated[
+        Int | None, "full: of a unit (uniform), of a stage (block); default: 1"
+    ] = None
+    recompute_modules: Annotated[
+        list[Str] | None, "selective: core_attn, mlp, layernorm, moe ...; default: core_attn"
+    ] = None
+    use_dynamic_bsz: Annotated[Bool, "microbatches of so many tokens; false: of so many rows"] = (
+        True
+    )
+    max_token_len_per_gpu: Annotated[
+        PosInt | None, "those tokens, of one rank; default: 2 x max_model_len / cp"
+    ] = None
+    ppo_micro_batch_size_per_gpu: Annotated[PosInt, "those rows"] = 4
+    use_remove_padding: Annotated[
+        Bool, "false: every sequence of a microbatch is padded to its longest"
+    ] = True
+    balance_batch: Annotated[
+        Bool, "ranks get rows of equal cost; false: as many each, in order"
+    ] = True
+    save_interval: Annotated[NonNegInt, "steps; 0: only at the end"] = 0
+    save_strategy: Annotated[
+        Literal["unrestricted", "single_node", "single_process", "single_thread"],
+        "who writes at a time",
+    ] = "unrestricted"
+    max_checkpoints_to_keep: Annotated[NonNegInt, "0: all"] = 2
+    save_hf_checkpoint: Annotated[
+        Literal["last", "always", "never"], "which checkpoints are also exported for Hugging Face"
+    ] = "last"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiler: Annotated[
+        Literal["torch", "nsys"] | None,
+        "torch: a Chrome trace in <job>/profile, nsys: ranges for Nsight Systems",
+    ] = None
+    profile_steps: Annotated[list[Int], "first and last"] = field(default_factory=lambda: [3, 5])
+    profile_ranks: Annotated[list[Int], "ranks that are profiled"] = field(
+        default_factory=lambda: [0]
+    )
+    peak_tflops: Annotated[
+        PosFloat | None, "of one device, for perf/mfu; default: known for bf16 on common GPUs"
+    ] = None
+    trainer_config: Annotated[dict[str, Any] | None, "a block of veRL's keys: docs/verl.md"] = (
+        field(default_factory=dict)
+    )
+    max_restarts: Annotated[NonNegInt, "how often dead ranks are started again"] = 0
+    collective_timeout: Annotated[PosFloat, "seconds"] = 1800.0
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: Annotated[FinitePosFloat, "the learning rate after the warm-up"] = 1e-05
+
+
+@dataclass
+class CriticConfig(Section):
+    optim: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    grad_clip: Annotated[NonNegFloat, "norm that gradients are cut to; 0: they are not"] = 1.0
+    cliprange_value: Annotated[
+        PosFloat, "how far a value may move from what it was before the step"
+    ] = 0.5
+
+
+@dataclass
+class SynchronizerConfig(Section):
+    sync_method: Annotated[
+        Literal["nccl", "checkpoint", "memory", "online", "offline"] | None,
+        "nccl, or online: streams, checkpoint, or offline: saves | memory; default: by the mode",
+    ] = None
+    sync_style: Annotated[Str, "fixed | dynamic_by_explorer | trainer_driven | fully_async"] = (
+        "fixed"
+    )
+    sync_interval: Annotated[PosInt, "steps from one published version to the next"] = 1
+    sync_offset: Annotated[
+        NonNegInt, "no version is published up to this step, and intervals are counted from it"
+    ] = 0
+    max_staleness: Annotated[
+        NonNegInt | None,
+        "0: synchronous; n: rollouts may be n versions behind; default: by the style",
+    ] = None
+    sync_timeout: Annotated[PosFloat, "seconds for one round"] = 600.0
+    bucket_bytes: Annotated[
+        PosInt | None, "of one message; default: 16 MiB from memory to memory, 128 MiB between GPUs"
+    ] = None
+    receive: Annotated[
+        Literal["staged", "direct"],
+        "staged: beside the decoding, into memory of its own, direct: while engines pause",
+    ] = "staged"
+    kv: Annotated[
+        Literal["recompute", "keep"],
+        "recompute: dropped when weights change, keep: requests in flight go on over it",
+    ] = "recompute"
+    probe_interval: Annotated[
+        NonNegInt,
+        "published versions from one comparison of log-probabilities to the next; 0: none",
+    ] = 25
+    lora_sync: Annotated[
+        Literal["adapter", "merged"] | None,
+        "adapter: engines get the adapter alone; default: adapter where vLLM can",
+    ] = None
+
+
+@dataclass
+class MonitorConfig(Section):
+    monitor_type: Annotated[
+        Literal["tensorboard", "wandb", "mlflow", "none"],
+        "where metrics go; metrics.jsonl is always there",
+    ] = "tensorboard"
+    monitor_args: Annotated[dict[str, Any], "the service's own: docs/observe.md"] = field(
+        default_factory=dict
+    )
+    num_samples: Annotated[NonNegInt, "rollouts written to samples.jsonl per step"] = 4
+    detailed: Annotated[
+        Bool, "also histograms: of rewards, lengths, staleness and the engines' log-probabilities"
+    ] = False
+    other_names: Annotated[
+        Bool, "metrics also under their names in other systems: docs/observe.md"
+    ] = False
+    trace: Annotated[Bool, "the run's timeline, for `rft trace`: what every process does when"] = (
+        True
+    )
+
+
+@dataclass
+class LogConfig(Section):
+    level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], "the least that is logged"] = (
+        "INFO"
+    )
+    max_mb: Annotated[
+        NonNegFloat, "of one log file; then it becomes <part>.log.1, which is replaced; 0: no limit"
+    ] = 64.0
+    group_by_node: Annotated[Bool, "logs/attempt_<n>/<node>/<part>.log"] = False
+
+
+@dataclass
+class SweepConfig(Section):
+    objective: Annotated[
+        Str | None,
+        "a metric of metrics.jsonl, of the last stage that has it: eval/held_out/accuracy",
+    ] = None
+    value: Annotated[Str, "last | best: which of the metric's values is the trial's"] = "last"
+    direction: Annotated[Str, "maximize | minimize"] = "maximize"
+
+
+@dataclass
+class Config(Section):
+    project: Annotated[Str, "directory of the run: <checkpoint_root_dir>/<project>/<name>"] = "rft"
+    name: Annotated[Str, "of the run"] = MISSING
+    mode: Annotated[
+        Literal["both", "train", "explore", "bench", "serve"],
+        "train and explore: one half of both | bench: evaluate exports | serve: answer clients",
+    ] = "both"
+    seed: Annotated[NonNegInt, "of everything that is random"] = 0
+    deterministic: Annotated[
+        Bool, "repeatable and resumable bit by bit, and slow: see docs/deterministic.md"
+    ] = False
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        "what ranks and engines compute on; auto: CUDA where there is a GPU",
+    ] = "auto"
+    checkpoint_root_dir: Annotated[Str, "directory of all runs"] = "runs"
+    continue_from_checkpoint: Annotated[
+        Bool, "go on with the run of this name; false: a new one, with the time in its name"
+    ] = True
+    shutdown_grace_s: Annotated[
+        PosFloat | None, "for saving and ending, after a signal; default: 20, in a Slurm job 120"
+    ] = None
+    ray_namespace: Annotated[Str | None, "default: <project>/<name>"] = None
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    data_processor: DataProcessorConfig = field(default_factory=DataProcessorConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    plugin_dirs: Annotated[
+        list[Str], "every *.py there registers parts; default: $RFT_PLUGIN_DIRS"
+    ] = field(default_factory=list)
+    prepare: Annotated[
+        Str | None,
+        "module:function called with the config before validation; writes model and data",
+    ] = None
+    finish: Annotated[
+        Str | None, "module:function called with the list of stage configs after success"
+    ] = None
+    stages: Annotated[
+        list[Any],
+        "runs one after another: each a stage_name and the keys that it has another value of",
+    ] = field(default_factory=list)
+    every_stage: Annotated[dict[str, Any], "merged over every stage, by debug=fast"] = field(
+        default_factory=dict
+    )
+    stage_name: Annotated[Str | None, "set for each stage by rft"] = None

@@ -1,0 +1,138 @@
+"""Values against the schema: every problem of a config in one go, each in a sentence of rft's own.
+
+In: plain data by the keys of the schema, all of it or a part. Out: a `Config` whose values have
+their keys' types, or a ConfigError with a sentence for each key that cannot be what it is given.
+What is still an interpolation (`${...}`) is passed over: it is looked at when it is resolved.
+"""
+
+import functools
+import math
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import TypeAdapter, ValidationError
+
+from rft.config import trinity as trinity_keys
+from rft.config.derived import get
+from rft.config.hints import closest, nearest
+from rft.config.keys import choices, hint_at, is_optional, item_keys, known_keys, shown
+from rft.config.schema import Config
+from rft.ground.errors import ConfigError, refuse_all
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
+def parsed(data: dict[str, Any]) -> Config:
+    """A config out of plain data, missing keys by their defaults; raises ConfigError."""
+    try:
+        return _adapter().validate_python(data)
+    except ValidationError as error:
+        raise ConfigError(*map(_sentence, error.errors(include_url=False))) from None
+
+
+def converted(key: str, value: Any) -> Any:
+    """What `key` becomes when it is given `value`; raises ConfigError."""
+    return get(parsed(nested(key, value)), key)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for word in reversed(key.split(".")):
+        value = {word: value}
+    return value
+
+
+def problems_in(data: dict[str, Any]) -> list[str]:
+    """A sentence for each value or name that is wrong, also in the stages."""
+    parts, stages = [("", data)], data.get("stages")
+    if isinstance(stages, list) and stages:  # without them every_stage means nothing
+        parts += [("every_stage: ", data.get("every_stage"))]
+        parts += [("stages: ", stage) for stage in stages]
+    problems: list[str] = []
+    for where, part in parts:
+        if isinstance(part, dict):
+            try:
+                parsed(_without_interpolations(part))
+            except ConfigError as error:
+                problems += [where + problem for problem in error.problems]
+    return problems
+
+
+def normalized(raw: DictConfig) -> DictConfig:
+    """`raw` with every key of the schema, and each value in its key's type; raises ConfigError with
+    every problem.
+    """
+    data: dict[str, Any] = OmegaConf.to_container(raw, resolve=False)  # type: ignore[assignment]
+    refuse_all(problems_in(data))
+    return OmegaConf.create(
+        _with_interpolations(asdict(parsed(_without_interpolations(data))), data)
+    )
+
+
+def unknown(key: str) -> str:
+    """What to say of a key that the schema does not have."""
+    if (other := trinity_keys.instead(key)) is not None:
+        return f"{key} is no key of rft: {other}"
+    hint = closest(trinity_keys.canonical(key), [*known_keys(), *item_keys()])
+    return f"unknown key `{key}`" + (
+        f"; did you mean `{hint}`?" if hint else "; see docs/configure.md"
+    )
+
+
+def _sentence(error: Any) -> str:
+    """One of pydantic's errors in rft's words."""
+    kind, place, value = error["type"], error["loc"], error["input"]
+    if kind == "unexpected_keyword_argument":
+        return unknown(".".join(part for part in place if isinstance(part, str)))
+    key = ".".join(map(str, place)).removesuffix(".[key]")
+    said = "null" if value is None else shown(value)
+    if kind == "literal_error":
+        return nearest(said, choices(hint_at(place)), key)
+    return f"{key}={said}: {_wanted(kind, value, error['msg'], place)}"
+
+
+def _wanted(kind: str, value: Any, said: str, place: tuple[str | int, ...]) -> str:
+    if kind == "finite_number" or (isinstance(value, float) and math.isnan(value)):
+        return "give a finite number"
+    if kind == "greater_than":
+        can_be_left_out = value == 0 and is_optional(hint_at(place))
+        return "must be greater than 0" + (", or left out" if can_be_left_out else "")
+    fixed = {
+        "greater_than_equal": "must be 0 or more",
+        "dataclass_type": "give a section of keys",
+        "dict_type": "give a section of keys",
+        "list_type": "give a list",
+        "string_type": "a name of a key is a text",
+    }
+    return fixed.get(kind, said)
+
+
+def _is_interpolation(value: Any) -> bool:
+    """Whether a value, or a part of a list, is known only when the config is resolved."""
+    if isinstance(value, list):
+        return any(_is_interpolation(item) for item in value)
+    return isinstance(value, str) and "${" in value
+
+
+def _without_interpolations(node: Any) -> Any:
+    """`node` without interpolations."""
+    if isinstance(node, dict):
+        return {k: _without_interpolations(v) for k, v in node.items() if not _is_interpolation(v)}
+    return [_without_interpolations(item) for item in node] if isinstance(node, list) else node
+
+
+def _with_interpolations(full: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`full` with those of `given` in their places."""
+    for name, value in given.items():
+        if _is_interpolation(value):
+            full[name] = value
+        elif isinstance(value, dict):
+            _with_interpolations(full[name], value)
+        elif isinstance(value, list):
+            for inner, item in zip(full[name], value, strict=True):
+                if isinstance(item, dict):
+                    _with_interpolations(inner, item)
+    return full

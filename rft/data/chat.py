@@ -1,0 +1,260 @@
+"""Chats as token ids: the one place where chat templates are applied, so that rollouts and SFT see
+the same tokens; and which tokens of a dialogue are learned, by any chat template.
+
+Prompts. In: a task (or messages) and the model's tokenizer. Out: the ids of the prompt, ready for
+the assistant to go on, and the id with which the assistant ends its turn. A plain prompt becomes
+one user message where there is a chat template.
+
+Dialogues. In: messages, which of them are answers to learn, the tokenizer and perhaps tools. Out:
+ids, and the spans [start, end) of them that have loss: the assistant's words and the token that
+ends its turn. A template that marks the answers itself ({% generation %}) gives all of them by the
+tokenizer's own mask. For any other the place of an answer follows from prefixes: it begins where
+the conversation before it ends, ready for the assistant, and ends with the end of the turn. Prompts
+and answers become ids each for itself, as in a rollout, so a span is exact whatever the tokenizer
+joins.
+
+Invariant: the ids are those of the template's own text, and a template whose text does not go on
+from its own prompt is refused rather than masked wrongly.
+"""
+
+import re
+from typing import Any
+
+from rft.config import ConfigError, FormatConfig
+from rft.ground.experience import Task
+
+_ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Spans = list[tuple[int, int]]
+Messages = list[dict[str, Any]]
+
+
+def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str, Any]]:
+    """The prompt of a row: its messages; or its text, as
+    messages where there is a system prompt.
+    """
+    if config.prompt_type == "messages":
+        return clean_messages(raw[config.messages_key])
+    system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
+    if not system:
+        return raw[config.prompt_key]
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": raw[config.prompt_key]},
+    ]
+
+
+def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the empty fields that Arrow adds where another row has them."""
+    return [
+        {name: value for name, value in message.items() if value is not None}
+        for message in messages
+    ]
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    **template_args: Any,
+) -> str:
+    """The conversation as the template writes it; `template_args` are its own, like `tools` or
+    `enable_thinking`.
+    """
+    if not (chat_template or tokenizer.chat_template):
+        raise ConfigError(
+            "these rows have chat messages or a system prompt, but the model's tokenizer has no "
+            "chat template: set "
+            "model.chat_template_path or model.custom_chat_template, or use "
+            "format.prompt_type=plaintext without one"
+        )
+    return tokenizer.apply_chat_template(
+        messages,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        **template_args,
+    )
+
+
+def render_messages(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    chat_template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """The ids of the conversation up to where the assistant begins to speak."""
+    text = chat_text(tokenizer, messages, chat_template, tools=tools)
+    # the template has written the special tokens
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) -> list[int]:
+    """The ids of the task's prompt, ready for the assistant's answer.
+
+    `chat_template` wins over the tokenizer's own.
+    """
+    if not isinstance(task.prompt, str):
+        return render_messages(tokenizer, task.prompt, chat_template)
+    if chat_template or tokenizer.chat_template:
+        return render_messages(tokenizer, [{"role": "user", "content": task.prompt}], chat_template)
+    return list(tokenizer.encode(task.prompt))
+
+
+def render_follow_up(
+    tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None = None
+) -> list[int]:
+    """The ids behind an assistant's words: the end of its turn, `messages`, and where the assistant
+    speaks again.
+
+    They do not depend on those words, so a dialogue goes on from the very ids that were sampled.
+    """
+    if not (chat_template or tokenizer.chat_template):
+        return list(
+            tokenizer.encode(
+                "".join(f"\n{m['content']}\n" for m in messages), add_special_tokens=False
+            )
+        )
+    before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    text = chat_text(tokenizer, [*before, *messages], chat_template)
+    return list(tokenizer.encode(text.partition(_ANSWER)[2], add_special_tokens=False))
+
+
+def end_of_turn(tokenizer: Any, chat_template: str | None = None) -> int:
+    """The id that ends an assistant's turn: the template's special
+    token behind its words, else the eos token.
+    """
+    if chat_template or tokenizer.chat_template:
+        messages = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": _ANSWER},
+        ]
+        text = chat_text(tokenizer, messages, chat_template, add_generation_prompt=False)
+        behind = tokenizer.encode(text.rpartition(_ANSWER)[2], add_special_tokens=False)
+        if behind and behind[0] in special_ids(tokenizer):
+            return behind[0]
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the model's tokenizer has no end-of-sequence token: set eos_token in "
+            "tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+
+
+class Dialogues:
+    """`spans` of any number of dialogues that have tokenizer and template in common."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = chat_template
+        self.end = end_of_turn(tokenizer, chat_template)
+        self._end_text = tokenizer.convert_ids_to_tokens(self.end)
+        self.marks_answers = bool(GENERATION.search(chat_template or tokenizer.chat_template or ""))
+
+    def every_answer(
+        self, messages: Messages, tools: Messages | None = None
+    ) -> tuple[list[int], Spans]:
+        """Ids of the whole dialogue, learned in every assistant's turn."""
+        if not self.marks_answers:
+            return self.answers(messages, answers_of(messages), tools)
+        made = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self.template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        spans = spans_of(made["assistant_masks"])
+        if not spans:
+            raise ConfigError(
+                "the chat template has {% generation %}, but marks no token of this dialogue: "
+                "correct it"
+            )
+        return list(made["input_ids"]), spans
+
+    def last_answer(
+        self, messages: Messages, tools: Messages | None = None
+    ) -> tuple[list[int], Spans]:
+        """Ids of the whole dialogue, learned in its last turn only."""
+        last, words = len(messages) - 1, messages[-1]["content"]
+        try:
+            return self.answers(messages, [last], tools)
+        except ConfigError:
+            if not isinstance(words, str):
+                raise
+        # Where the template writes a last answer otherwise than behind its own prompt, what a
+        # rollout sees is learned.
+        prompt = render_messages(self.tokenizer, messages[:-1], self.template, tools)
+        ids = [*prompt, *self._ids(words), self.end]
+        return ids, [(len(prompt), len(ids))]
+
+    def answers(
+        self, messages: Messages, learned: list[int], tools: Messages | None = None
+    ) -> tuple[list[int], Spans]:
+        """Ids up to the end of the last of the answers `learned`, given by their numbers."""
+        text = chat_text(self.tokenizer, messages, self.template, False, tools=tools)
+        ids: list[int] = []
+        spans: Spans = []
+        at = 0
+        for number in learned:
+            start = self._start(text, messages, number, tools)
+            stop, ends = self._stop(text, messages, number, start, tools)
+            ids += self._ids(text[at:start])
+            first, at = len(ids), stop
+            ids += self._ids(text[start:stop])
+            if not ends and number == learned[-1]:
+                # a template without an end of turn: a rollout would end with this
+                ids.append(self.end)
+            spans.append((first, len(ids)))
+        return ids, spans
+
+    def _start(self, text: str, messages: Messages, number: int, tools: Messages | None) -> int:
+        before = chat_text(self.tokenizer, messages[:number], self.template, True, tools=tools)
+        if not text.startswith(before):
+            raise ConfigError(
+                f"the chat template does not write message {number + 1}, an answer, behind the "
+                "prompt that it makes of the "
+                "messages before it: give a template that marks answers with {% generation %} as "
+                "format.chat_template, or "
+                "set format.enable_concatenated_multi_turn=false"
+            )
+        return len(before)
+
+    def _stop(
+        self, text: str, messages: Messages, number: int, start: int, tools: Messages | None
+    ) -> tuple[int, bool]:
+        """Where the answer that begins at `start` ends, and
+        whether by the token that ends a turn.
+        """
+        following = next((n for n in answers_of(messages) if n > number), None)
+        limit = len(text) if following is None else self._start(text, messages, following, tools)
+        found = text.find(self._end_text, start, limit)
+        if found >= 0:
+            return found + len(self._end_text), True
+        after = chat_text(self.tokenizer, messages[: number + 1], self.template, False, tools=tools)
+        stop = len(after) if text.startswith(after) else limit
+        return start + len(text[start:stop].rstrip()), False
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def answers_of(messages: Messages) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def spans_of(mask: list[int]) -> Spans:
+    """Runs of ones. The first token of all is nobody's prediction, and so in none."""
+    edges = [
+        at
+        for at in range(1, len(mask) + 1)
+        if bool(at < len(mask) and mask[at]) != bool(at > 1 and mask[at - 1])
+    ]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,404 @@
+"""Data files of tasksets and supervised rows: which ones a config means, whether every row is
+usable, and the rows.
+
+In: a path (a .jsonl, .json or .parquet file, or a directory of them), split, subset and format.
+`check_rows` streams the files before anything expensive starts and refuses the first bad row;
+`load_rows` gives random access to the rows. Local files only: nothing is ever fetched from a hub,
+with or without HF_HUB_OFFLINE=1 (set it to keep other libraries quiet too). JSON rows are read in
+place, exactly as written: the JSON reader of `datasets` turns answers that look like dates into
+datetimes and adds empty fields. Parquet, which has types, goes through `datasets` (it keeps its
+Arrow copy in HF_DATASETS_CACHE).
+
+Every refusal is a `ConfigError` that names the config key, the file and line, and the fix.
+"""
+
+import bisect
+import difflib
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rft.config import ConfigError, FormatConfig
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+SPLITS = ("train", "test", "validation", "eval", "dev")
+_row_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which columns a reader of rows needs, by the config key that names each."""
+
+    text: dict[str, str]  # "prompt_key" -> "question": must be text (or a number, for answers)
+    # "messages_key" -> "messages": a list of chat messages
+    messages: dict[str, str] = field(default_factory=dict)
+    # the same, and the assistant has the last word
+    answers: dict[str, str] = field(default_factory=dict)
+    # "tools_key" -> "tools": a list of objects, or nothing
+    tools: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Those that every row must have."""
+        return self.text | self.messages | self.answers
+
+
+def task_needs(config: FormatConfig, key: str) -> Needs:
+    """Columns of a taskset: prompt and answer, or messages."""
+    if config.prompt_type == "messages":
+        return Needs({}, messages={"messages_key": config.messages_key})
+    if config.prompt_type != "plaintext":
+        raise ConfigError(
+            f"{key}.format.prompt_type is {config.prompt_type!r}: use plaintext or messages"
+        )
+    text = {"prompt_key": config.prompt_key, "response_key": config.response_key}
+    if config.system_prompt_key:
+        text["system_prompt_key"] = config.system_prompt_key
+    return Needs(text)
+
+
+def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path]:
+    """The files that `path` means: itself, or those in the directory that belong to the split,
+    sorted by name.
+    """
+    root = Path(path)
+    if not root.exists():
+        near = difflib.get_close_matches(root.name, [p.name for p in root.parent.glob("*")], 1)
+        hint = f"; did you mean {root.parent / near[0]}?" if near else ""
+        raise ConfigError(
+            f"{key}.path: {path} does not exist{hint} (a local file or directory; rft downloads "
+            "nothing)"
+        )
+    if root.is_file():
+        if root.suffix not in SUFFIXES:
+            raise ConfigError(
+                f"{key}.path: {path} is no {', '.join(SUFFIXES)} file: convert it to JSON lines"
+            )
+        return [root]
+    if subset is not None:
+        folders = sorted(p.name for p in root.iterdir() if p.is_dir())
+        if subset not in folders:
+            raise ConfigError(
+                f"{key}.subset_name: no directory {subset!r} in {path}; there are: {folders}"
+            )
+        root = root / subset
+    files = sorted(
+        p for suffix in SUFFIXES for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
+    )
+    named = [p for p in files if split_of(p.relative_to(root)) == split]
+    unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]
+    found = named or (unnamed if split == "train" else [])
+    if not found:
+        there = sorted(str(p.relative_to(root)) for p in files)[:8] or "none"
+        raise ConfigError(
+            f"{key}.split: no {', '.join(SUFFIXES)} file of split {split!r} in {root}; data files: "
+            f"{there}"
+        )
+    if len({p.suffix for p in found}) > 1:
+        raise ConfigError(
+            f"{key}.path: {root} mixes file types for split {split!r}: {[p.name for p in found]}; "
+            "keep one"
+        )
+    return found
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a file's or its folder's name tells: train-00000-of-00002.parquet, test.jsonl,
+    train/a.jsonl.
+    """
+    words = " ".join(path.parts)
+    for separator in "-_.":
+        words = words.replace(separator, " ")
+    return next((word for word in words.lower().split() if word in SPLITS), None)
+
+
+class JsonRows(Sequence[dict[str, Any]]):
+    """The objects of JSON-lines files, decoded when asked for.
+
+    Holds offsets only, so it pickles small.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self._starts: list[int] = []  # number of the first row of each file
+        self._offsets = array("Q")
+        for file in files:
+            self._starts.append(len(self._offsets))
+            offset = 0
+            with file.open("rb") as lines:
+                for line in lines:
+                    if not line.isspace():
+                        self._offsets.append(offset)
+                    offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, row: Any) -> Any:
+        offset = self._offsets[row]
+        with self.files[bisect.bisect_right(self._starts, row % len(self)) - 1].open("rb") as lines:
+            lines.seek(offset)
+            return json.loads(lines.readline())
+
+
+def load_rows(files: list[Path], key: str) -> Sequence[dict[str, Any]]:
+    """All rows, by number; not in memory, except for .json arrays."""
+    if files[0].suffix == ".parquet":
+        return load_parquet(files, key)
+    if any(is_array(file) for file in files):
+        rows = [
+            json.loads(file.read_text("utf-8")) if is_array(file) else list(JsonRows([file]))
+            for file in files
+        ]
+        return [row for part in rows for row in part]
+    return JsonRows(files)
+
+
+def is_array(file: Path) -> bool:
+    """Whether a .json file is one array and not lines."""
+    with file.open("rb") as data:
+        return file.suffix == ".json" and data.read(1) == b"["
+
+
+def load_parquet(files: list[Path], key: str) -> Any:
+    """A memory-mapped `datasets.Dataset`."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    names = [str(file) for file in files]
+    try:
+        return datasets.load_dataset("parquet", data_files={"train": names}, split="train")
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ConfigError(
+            f"{key}.path: `datasets` cannot read {names} together: {error.__cause__ or error}. "
+            "Give every "
+            f"file the same columns and types."
+        ) from error
+
+
+def check_rows(files: list[Path], needs: Needs, key: str) -> int:
+    """Refuse the first row that cannot be used; returns the number of rows."""
+    count = 0
+    for file in files:
+        if file.suffix == ".parquet":
+            count += check_parquet(file, needs, key)
+        else:
+            for where, row in json_rows(file, key):
+                check_row(row, where, needs, key)
+                count += 1
+    if count == 0:
+        raise ConfigError(f"{key}.path: no rows in {', '.join(map(str, files))}: the file is empty")
+    return count
+
+
+def count_rows(files: list[Path], key: str) -> int:
+    """The number of rows, without a look into them."""
+    return check_rows(files, Needs({}), key)
+
+
+def json_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
+    """(where it is, columns still encoded) of every row; refuses
+    what is no UTF-8 or no JSON object.
+    """
+    if is_array(file):
+        yield from array_rows(file, key)
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file} line {number}"
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{key}.path: {where} is not UTF-8 (byte {error.start + 1} of the line is "
+                    f"0x{line[error.start]:02x}): save the file as UTF-8"
+                ) from error
+            if line.startswith(b"\xef\xbb\xbf"):
+                raise ConfigError(
+                    f"{key}.path: {where} begins with a byte-order mark: save the file as UTF-8 "
+                    "without BOM"
+                )
+            if not line.isspace():
+                yield where, parse_row(line, where, key)
+
+
+def parse_row(line: bytes, where: str, key: str) -> dict[str, msgspec.Raw]:
+    try:
+        return _row_decoder.decode(line)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{key}.path: {where} is no JSON object but {line[:40]!r}: write one object per line"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{key}.path: {where} is malformed JSON ({error}): each line must be one whole JSON "
+            "object, "
+            f"and this one is {line[:60]!r}"
+        ) from error
+
+
+def array_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
+    data = file.read_bytes()
+    try:
+        rows = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{key}.path: {file} line {line} is not UTF-8: save the file as UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{key}.path: {file} line {error.lineno} is malformed JSON ({error.msg})"
+        ) from error
+    for number, row in enumerate(rows, 1):
+        where = f"{file} row {number}"
+        yield where, parse_row(msgspec.json.encode(row), where, key)
+
+
+def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -> None:
+    for name, column in needs.columns.items():
+        if column not in row:
+            refuse_column(name, column, row, where, key)
+    for name, column in needs.text.items():
+        first = bytes(row[column])[:1]
+        number = name == "response_key" and (first.isdigit() or first == b"-")
+        if first != b'"' and not number:
+            raise ConfigError(
+                f"{key}.format.{name}: {where} has "
+                f"{bytes(row[column])[:40].decode(errors='replace')} as "
+                f"{column!r}, which must be text"
+            )
+    for name, column in (needs.messages | needs.answers).items():
+        problem = messages_problem(bytes(row[column]), name in needs.answers)
+        if problem:
+            raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
+    for name, column in needs.tools.items():
+        if column in row and not is_list_of_tools(bytes(row[column])):
+            raise ConfigError(
+                f"{key}.format.{name}: {where}: {column!r} must be a list of tools, each an "
+                "object, or that as JSON text"
+            )
+
+
+def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
+    """What is wrong with a JSON value that should be chat messages, or JSON text of them."""
+    try:
+        messages = _messages_decoder.decode(unquoted(raw))
+    except msgspec.DecodeError:
+        return (
+            'must be a list of messages {"role": ..., "content": ...}; for a plain text use '
+            "format.prompt_type=plaintext"
+        )
+    if not messages or any(
+        not isinstance(message.get("role"), str) or "content" not in message for message in messages
+    ):
+        return 'needs at least one message, and "role" and "content" in each'
+    if ends_with_assistant and messages[-1]["role"] != "assistant":
+        return (
+            f"ends with role {messages[-1]['role']!r}, but supervised rows must end with the "
+            "assistant's answer"
+        )
+    return None
+
+
+def is_list_of_tools(raw: bytes) -> bool:
+    """A row without tools may say so by null."""
+    try:
+        return raw == b"null" or all(_messages_decoder.decode(unquoted(raw)))
+    except msgspec.DecodeError:
+        return False
+
+
+def unquoted(raw: bytes) -> bytes:
+    """The JSON that a JSON text holds; any other value as it is."""
+    return msgspec.json.decode(raw, type=str).encode() if raw.startswith(b'"') else raw
+
+
+def parsed(value: Any) -> Any:
+    """A column's list of objects, which may be written as JSON text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def check_parquet(file: Path, needs: Needs, key: str) -> int:
+    """First the schema, which refuses a wrong column without reading it; then every value of the
+    columns that are needed.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            check_schema(parquet.schema_arrow, file, needs, key)
+            there = set(parquet.schema_arrow.names)
+            wanted = [
+                column for column in (needs.columns | needs.tools).values() if column in there
+            ]
+            number = 0
+            for batch in parquet.iter_batches(columns=wanted) if wanted else ():
+                for row in batch.to_pylist():
+                    number += 1
+                    encoded = {
+                        column: msgspec.Raw(msgspec.json.encode(value))
+                        for column, value in row.items()
+                    }
+                    check_row(encoded, f"{file} row {number}", needs, key)
+            return int(parquet.metadata.num_rows)
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{key}.path: {file} is not a parquet file ({error})") from error
+
+
+def check_schema(schema: Any, file: Path, needs: Needs, key: str) -> None:
+    import pyarrow.types as types
+
+    columns = {field.name: field.type for field in schema}
+    for name, column in needs.columns.items():
+        if column not in columns:
+            refuse_column(name, column, columns, str(file), key)
+        kind = columns[column]
+        text = types.is_string(kind) or types.is_large_string(kind)
+        number = name == "response_key" and (types.is_integer(kind) or types.is_floating(kind))
+        messages = types.is_list(kind) or types.is_large_list(kind)
+        if not (text or (number if name in needs.text else messages)):
+            kinds = "text" if name in needs.text else "a list of messages"
+            raise ConfigError(
+                f"{key}.format.{name}: column {column!r} of {file} is {kind}, but must be {kinds}"
+            )
+
+
+def refuse_column(name: str, column: str, there: Iterable[str], where: str, key: str) -> None:
+    keys = list(there)
+    near = difflib.get_close_matches(column, keys, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"{key}.format.{name}: {where} has no {column!r}; there are "
+        f"{', '.join(map(repr, keys)) or 'no keys'}. "
+        f"{hint}Set {key}.format.{name} to the right one, or add {column!r} to the row"
+    )
+
+
+class StatelessSource:
+    """What sources have in common whose batch of a step follows from its number alone: a resume
+    needs nothing but the number.
+
+    In: the calls of `feed.Source`. Out: nothing to note, and nobody to wait for. Invariant: such a
+    source has no state that a checkpoint would have to keep.
+    """
+
+    def wants_weights(self, interval: int) -> bool:
+        """Nobody explores."""
+        return False
+
+    def consumed(self, step: int) -> None: ...
+
+    def saved(self, step: int) -> None: ...
+
+    def mark(self) -> int:
+        return 0
+
+    def retain(self, loop: dict[str, Any]) -> None: ...

@@ -1,0 +1,482 @@
+"""Rows of one step -> balanced, packed microbatches, and their context-parallel slices. Pure numpy.
+
+    rows ──pack──► [dp rank][microbatch] Packed ──slice_cp──► this context-parallel rank's tokens
+
+Every array of a `Packed` is aligned to the *predicting* position t: `labels[t]`, `weight[t]`,
+`behaviour[t]`, `advantage[t]` and the scores at t belong to the next token of the same sequence.
+Invariant: every token of every row is in exactly one microbatch of one rank, and a weight that is
+not 0 stands only before a trained token; so the sum of weight * loss over everything is the step's
+loss, however the rows were cut.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rft.ground.names import num_experts
+
+ROUNDS_PER_GROUP = 8  # exchanges of one refinement at most
+LIGHT_GROUPS = 4  # how many are tried as partner of the heaviest
+CLOSE_ENOUGH = 1e-3  # of the mean: groups that differ by less are not refined further
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a sequence of n tokens costs: linear * n + attention * n^2, in FLOPs of one forward
+    pass.
+
+    Counted as in Narayanan et al. 2021 (arXiv:2104.04473, appendix), 2 FLOPs per multiply-add, for
+    grouped queries, gated MLPs and a causal mask, under which half of the query-key pairs exist.
+    With L layers, h hidden, H heads and G key/value heads of size d, I the MLP width that a token
+    passes through, V vocabulary:
+
+        linear    = L * (2hd(2H + 2G) + 6hI) + 2hV        projections q, o, k, v; gate, up, down;
+                                                          the head
+        attention = L * 2Hd                               QK^T and PV: 2 * 2Hd * n^2, halved
+
+    The backward pass doubles both, so only the ratio matters. The default is that of a model 1,024
+    wide.
+    """
+
+    linear: float = 6144.0
+    attention: float = 1.0
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> "Cost":
+        """From a Hugging Face config; every layer of a mixture counts as sparse: its router and the
+        experts of one token.
+        """
+        hidden, layers, heads = (
+            int(hf["hidden_size"]),
+            int(hf["num_hidden_layers"]),
+            int(hf["num_attention_heads"]),
+        )
+        groups = int(hf.get("num_key_value_heads") or heads)
+        size = int(hf.get("head_dim") or hidden // heads)
+        experts = num_experts(hf)
+        width = (
+            int(hf["moe_intermediate_size"]) * int(hf["num_experts_per_tok"])
+            if experts
+            else hf["intermediate_size"]
+        )
+        layer = 4 * hidden * size * (heads + groups) + 6 * hidden * width + 2 * hidden * experts
+        return cls(
+            float(layers * layer + 2 * hidden * hf["vocab_size"]), float(layers * 2 * heads * size)
+        )
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        found: np.ndarray = lengths * (self.linear + self.attention * lengths)
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence [L] with what is known about each of its tokens (0 where nothing is)."""
+
+    tokens: np.ndarray  # int64
+    trained: np.ndarray  # 1 where the token is a training target
+    behaviour: np.ndarray  # the engine's log-probability of the token
+    advantage: np.ndarray
+    weight: np.ndarray  # global loss weight of the token, already divided by the global counts
+    temperature: float = 1.0
+    # more, by name; all rows of a step have the same
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One microbatch of T tokens: sequences one after another,
+    then padding that belongs to none.
+    """
+
+    tokens: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T], from 0 in every sequence
+    labels: np.ndarray  # int64 [T]
+    weight: np.ndarray  # float32 [T], as are the three below
+    behaviour: np.ndarray
+    advantage: np.ndarray
+    temperature: np.ndarray
+    cu_seqlens: np.ndarray  # int32 [sequences + 1]
+    rows: np.ndarray  # int32 [sequences]: index of each sequence in the list given to `pack`
+    # float32 [T] each: of the rows, or of other models
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a step is cut, where that is not by tokens, balanced and
+    without padding between the sequences.
+    """
+
+    rows: int | None = None  # so many rows per microbatch, whatever their lengths
+    balance: bool = True  # False: rows stay in their order, and every rank takes as many
+    pad: bool = False  # every sequence of a microbatch takes the room of its longest
+
+
+BY_TOKENS = Cut()
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
+TOKEN_FIELDS = ("tokens", "positions", "labels", "weight", "behaviour", "advantage", "temperature")
+PADDING = {"temperature": 1.0}  # every other field is padded with 0
+
+
+def token_weights(lengths: list[int], mode: str, longest: int = 1) -> list[float]:
+    """Weight of every trained token of each row, so that the sum of weight * loss is the aggregate
+    `mode` over the batch.
+
+    `lengths` counts the trained tokens of every row of the step; rows without any do not count as
+    sequences. The mode `seq-mean-token-sum-norm` divides by `longest`, which is the same in every
+    step (Dr. GRPO, arXiv:2503.20783).
+    """
+    sequences, tokens = sum(n > 0 for n in lengths), sum(lengths)
+    if mode == "token-mean":
+        return [1.0 / tokens if n else 0.0 for n in lengths]
+    if mode == "seq-mean-token-mean":
+        return [1.0 / (sequences * n) if n else 0.0 for n in lengths]
+    if mode == "seq-mean-token-sum":
+        return [1.0 / sequences if n else 0.0 for n in lengths]
+    if mode == "seq-mean-token-sum-norm":
+        return [1.0 / (sequences * longest) if n else 0.0 for n in lengths]
+    raise ValueError(f"algorithm.loss_agg_mode={mode}: use one of {', '.join(AGGREGATIONS)}")
+
+
+def pack(
+    rows: list[Row],
+    dp: int,
+    max_tokens: int,
+    multiple: int,
+    cost: Cost = Cost(),
+    cut: Cut = BY_TOKENS,
+) -> list[list[Packed]]:
+    """Microbatches of at most `max_tokens`, padding included, for each of `dp` ranks: the same
+    number everywhere.
+
+    Lengths are padded to a multiple of `multiple`; that `slice_cp` pads every sequence to 2 x its
+    ranks is not counted. A row longer than `max_tokens` gets a microbatch of its own; a rank
+    without rows gets microbatches of padding only, which compute nothing and keep the collectives
+    aligned.
+    """
+    lengths, limit = [len(row.tokens) for row in rows], max(1, max_tokens - max_tokens % multiple)
+    parts = (
+        assign(lengths, dp, limit, cost)
+        if cut == BY_TOKENS
+        else divide(lengths, dp, limit, cut, cost)
+    )
+    scores = tuple(rows[0].scores) if rows else ()
+    return [
+        [_join(_picked(rows, bin_, cut.pad), bin_, multiple, scores) for bin_ in part]
+        for part in parts
+    ]
+
+
+def assign(
+    lengths: list[int], dp: int, max_tokens: int, cost: Cost = Cost()
+) -> list[list[list[int]]]:
+    """[rank][microbatch] -> ascending row numbers: as few microbatches as were found, ranks of
+    equal cost, bins of equal size.
+
+    Ranks wait for each other once a step, so what they must share equally is the cost of all their
+    rows. The microbatches of one rank share its tokens equally instead: pipeline stages pad them to
+    the longest, and memory is that of the longest. They are ordered by cost, so that ranks which
+    meet in every microbatch (experts) meet at equal ones. Everything is decided on the sorted
+    lengths: another order of the rows renames rows of one length and changes nothing.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    real = np.array([lengths[i] for i in order], dtype=np.int64)
+    size = np.minimum(real, max_tokens)  # a row that is too long fills its microbatch
+    value = cost(real.astype(np.float64))
+    count = _fewest(size, dp, max_tokens)
+    while True:
+        parts = _attempt(size, value, dp, count, max_tokens)
+        if parts is not None:
+            return [
+                [
+                    sorted(order[i] for i in bin_)
+                    for bin_ in sorted(part, key=lambda b: (-value[b].sum(), b))
+                ]
+                for part in parts
+            ]
+        count += 1 + count // 64  # one by one until attempts become dear
+
+
+def divide(
+    lengths: list[int], dp: int, max_tokens: int, cut: Cut, cost: Cost = Cost()
+) -> list[list[list[int]]]:
+    """As `assign`, for another cut: rows over ranks, by cost or in order, then as many into a
+    microbatch as it may hold.
+
+    Balanced rows come longest first, so that those padded to one length are of similar ones.
+    """
+    count = len(lengths)
+    ranks = [part.tolist() for part in np.array_split(np.arange(count), dp)]
+    if cut.balance:
+        longest_first = sorted(range(count), key=lambda i: (-lengths[i], i))
+        value, one = cost(np.array(lengths, dtype=np.float64)), np.ones(count, dtype=np.int64)
+        limit = -(-count // dp) if cut.rows else count
+        filled = _fill(longest_first, dp, value, one, limit)
+        assert filled is not None, "there is room for every row"
+        _refine(filled, value, one, limit)
+        place = {row: at for at, row in enumerate(longest_first)}
+        ranks = [sorted(rank, key=place.__getitem__) for rank in filled]
+    parts = [_chunks(rank, lengths, max_tokens, cut) for rank in ranks]
+    return [part + [[] for _ in range(max(map(len, parts)) - len(part))] for part in parts]
+
+
+def _chunks(rows: list[int], lengths: list[int], max_tokens: int, cut: Cut) -> list[list[int]]:
+    """`rows` in this order, each microbatch as full as it may be; a
+    row that is too long gets one of its own.
+    """
+    found: list[list[int]] = [[]]
+    for row in rows:
+        count, sizes = len(found[-1]) + 1, [lengths[i] for i in (*found[-1], row)]
+        tokens = count * max(sizes) if cut.pad else sum(sizes)
+        if found[-1] and (count > cut.rows if cut.rows else tokens > max_tokens):
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
+def _fewest(size: np.ndarray, dp: int, max_tokens: int) -> int:
+    """Microbatches per rank that are needed at least: for all tokens, and for rows of which no two
+    fit together.
+    """
+    bins = max(-(-int(size.sum()) // max_tokens), int((2 * size > max_tokens).sum()))
+    return max(1, -(-bins // dp))
+
+
+def _attempt(
+    size: np.ndarray, value: np.ndarray, dp: int, count: int, max_tokens: int
+) -> list[list[list[int]]] | None:
+    """Rows over ranks by cost, then each rank's rows over its microbatches by tokens; None where
+    some row finds no room.
+    """
+    ranks = _fill(range(len(size)), dp, value, size, count * max_tokens)
+    if ranks is None:
+        return None
+    _refine(ranks, value, size, count * max_tokens)
+    parts = []
+    for rank in ranks:
+        part = _fill(sorted(rank), count, size, size, max_tokens)
+        if part is None:
+            return None
+        parts.append(part)
+    for part in parts:
+        _refine(part, size, size, max_tokens)
+    return parts
+
+
+def _fill(
+    rows: Sequence[int], groups: int, value: np.ndarray, size: np.ndarray, limit: int
+) -> list[list[int]] | None:
+    """`rows`, largest first, each into the group of least value that has room, or else each into
+    the fullest that has.
+    """
+    for fullest in (False, True):
+        found: list[list[int]] = [[] for _ in range(groups)]
+        load, used = np.zeros(groups), np.zeros(groups, dtype=np.int64)
+        for row in rows:
+            room = used + size[row] <= limit
+            if not room.any():
+                break
+            best = int(np.argmin(np.where(room, -used if fullest else load, np.inf)))
+            found[best].append(row)
+            load[best] += value[row]
+            used[best] += size[row]
+        else:
+            return found
+    return None
+
+
+def _refine(groups: list[list[int]], value: np.ndarray, size: np.ndarray, limit: int) -> None:
+    """Move one row, or exchange two, between the heaviest group and a light one, until nothing
+    helps; in place.
+    """
+    load = np.array([value[group].sum() for group in groups], dtype=np.float64)
+    for _ in range(ROUNDS_PER_GROUP * len(groups)):
+        high = int(np.argmax(load))
+        for low in np.argsort(load, kind="stable")[:LIGHT_GROUPS].tolist():
+            gap = load[high] - load[low]
+            if gap <= CLOSE_ENOUGH * load.mean():
+                return
+            if _exchange(groups[high], groups[low], gap, value, size, limit):
+                load[[high, low]] = value[groups[high]].sum(), value[groups[low]].sum()
+                break
+        else:
+            return
+
+
+def _exchange(
+    high: list[int], low: list[int], gap: float, value: np.ndarray, size: np.ndarray, limit: int
+) -> bool:
+    """Give `low` what halves the gap best: a row of `high`, or one against a row of its own.
+
+    False: nothing helps.
+    """
+    given = np.append(value[low], 0.0)  # the last column: nothing in return
+    room = limit - int(size[low].sum()), limit - int(size[high].sum())
+    more = size[high][:, None] - np.append(size[low], 0)[None]
+    moved = value[high][:, None] - given[None]
+    fits = (
+        (more <= room[0])
+        & (-more <= room[1])
+        & (moved > CLOSE_ENOUGH * gap)
+        & (moved < (1 - CLOSE_ENOUGH) * gap)
+    )
+    if not fits.any():
+        return False
+    at = np.where(fits, np.abs(moved - gap / 2), np.inf).argmin()
+    i, j = divmod(int(at), len(given))
+    row = high.pop(i)
+    if j < len(low):
+        high.append(low.pop(j))
+    low.append(row)
+    return True
+
+
+def _picked(rows: list[Row], chosen: list[int], pad: bool) -> list[Row]:
+    """The chosen rows; `pad`: all as long as the longest, by untrained tokens behind, which nothing
+    before them attends to.
+    """
+    picked = [rows[i] for i in chosen]
+    longest = max((len(row.tokens) for row in picked), default=0)
+    return [_lengthened(row, longest) for row in picked] if pad else picked
+
+
+def _lengthened(row: Row, length: int) -> Row:
+    behind = (0, length - len(row.tokens))
+    arrays = (row.tokens, row.trained, row.behaviour, row.advantage, row.weight)
+    scores = {name: np.pad(array, behind) for name, array in row.scores.items()}
+    return Row(*(np.pad(array, behind) for array in arrays), row.temperature, scores)
+
+
+def _join(picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[str]) -> Packed:
+    """Concatenate rows, shift their targets to the predicting position, pad the end.
+
+    `scores`: names of those of all rows.
+    """
+    lengths = np.array([len(row.tokens) for row in picked], dtype=np.int32)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(cu_seqlens[-1])
+    padded = max(multiple, -(-total // multiple) * multiple)
+
+    def joined(parts: list[np.ndarray], dtype: Any, padding: float = 0) -> np.ndarray:
+        out = np.full(padded, padding, dtype=dtype)
+        if parts:
+            out[:total] = np.concatenate(parts)
+        return out
+
+    def shifted(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+        return joined([np.append(part[1:], part.dtype.type(0)) for part in parts], dtype)
+
+    return Packed(
+        tokens=joined([row.tokens for row in picked], np.int64),
+        positions=joined([np.arange(n) for n in lengths], np.int64),
+        labels=shifted([row.tokens for row in picked], np.int64),
+        weight=shifted([row.weight * (row.trained > 0) for row in picked], np.float32),
+        behaviour=shifted([row.behaviour for row in picked], np.float32),
+        advantage=shifted([row.advantage for row in picked], np.float32),
+        temperature=joined(
+            [np.full(len(row.tokens), row.temperature) for row in picked], np.float32, 1.0
+        ),
+        cu_seqlens=cu_seqlens,
+        rows=np.array(chosen, dtype=np.int32),
+        scores={name: shifted([row.scores[name] for row in picked], np.float32) for name in scores},
+    )
+
+
+def empty(length: int, scores: Iterable[str] = ()) -> Packed:
+    """A microbatch of padding only, with scores of these names."""
+    return _join([], [], length, scores)
+
+
+def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:
+    """Rank's part of every sequence: cut into 2*size equal chunks (padded), take chunks `rank` and
+    `2*size-1-rank`.
+
+    Early chunks attend to little and late ones to much, so this pair costs every rank the same
+    (Megatron's order). The result is padded to a multiple of `multiple` and at least `length`; its
+    `cu_seqlens` are local. size=1 only pads.
+    """
+    flat = cp_index(packed, rank, size)
+    starts, stops = packed.cu_seqlens[:-1], packed.cu_seqlens[1:]
+    bounds = stops - starts if size == 1 else 2 * -((starts - stops) // (2 * size))
+    target = max(length, multiple, -(-len(flat) // multiple) * multiple)
+
+    def sliced(source: np.ndarray, padding: float = 0) -> np.ndarray:
+        out = np.full(target, padding, dtype=source.dtype)
+        out[: len(flat)] = np.where(flat >= 0, source[np.maximum(flat, 0)], padding)
+        return out
+
+    arrays = {name: sliced(getattr(packed, name), PADDING.get(name, 0)) for name in TOKEN_FIELDS}
+    cu_seqlens = np.concatenate([[0], np.cumsum(bounds, dtype=np.int64)]).astype(np.int32)
+    scores = {name: sliced(values) for name, values in packed.scores.items()}
+    return Packed(**arrays, cu_seqlens=cu_seqlens, rows=packed.rows, scores=scores)
+
+
+def cp_index(packed: Packed, rank: int, size: int) -> np.ndarray:
+    """Index in `packed` of each token that `rank` holds, -1 for padding inside a sequence."""
+    bounds = packed.cu_seqlens.tolist()
+    if size == 1:
+        return np.arange(bounds[-1])
+    found = [np.zeros(0, dtype=np.int64)]
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        chunk = -(-(stop - start) // (2 * size))
+        index = (
+            np.concatenate(
+                [np.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank)]
+            )
+            + start
+        )
+        found.append(np.where(index < stop, index, -1))
+    return np.concatenate(found)
+
+
+def cp_positions(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """Position inside its (padded) sequence of every token that rank
+    holds, given the *local* cu_seqlens.
+    """
+    parts = []
+    for n in np.diff(cu_seqlens).tolist():
+        if size == 1:
+            parts.append(np.arange(n))
+            continue
+        chunk = n // 2
+        parts += [np.arange(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank)]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def encode_part(part: list[Packed]) -> bytes:
+    """Bytes of one rank's microbatches: msgpack of dtype and raw data, no pickle."""
+    return msgspec.msgpack.encode(
+        [(_encoded(_arrays(packed)), _encoded(packed.scores)) for packed in part]
+    )
+
+
+def decode_part(data: bytes) -> list[Packed]:
+    return [
+        Packed(**_decoded(arrays), scores=_decoded(scores))
+        for arrays, scores in msgspec.msgpack.decode(data)
+    ]
+
+
+def _arrays(packed: Packed) -> dict[str, np.ndarray]:
+    return {f.name: getattr(packed, f.name) for f in fields(packed) if f.name != "scores"}
+
+
+def _encoded(arrays: dict[str, np.ndarray]) -> list[tuple[str, str, bytes]]:
+    return [(name, array.dtype.str, array.tobytes()) for name, array in arrays.items()]
+
+
+def _decoded(arrays: list[tuple[str, str, bytes]]) -> dict[str, np.ndarray]:
+    return {name: np.frombuffer(raw, dtype=dtype) for name, dtype, raw in arrays}

@@ -1,0 +1,268 @@
+"""Which rows of a training set become tasks, and in which order. Pure: numbers in, row numbers out,
+no files, no clock.
+
+    sequential          the rows as they stand
+    shuffle             a permutation per epoch, of (seed, epoch)
+    random              every batch drawn anew, of (seed, epoch, batch): a row may come again before
+                        others came at all
+    offline_easy2hard   by `feature_keys`, larger is easier, the easiest first
+    difficulty_based    by what the model is thought to achieve, learned from the rewards of earlier
+                        tasks
+
+The first four are functions of (epoch, position). The last one is a function of that and of what it
+was told, and of nothing else: batch b is drawn with what the batches up to b - 2 - lag told, in the
+order of the tasks, whenever that was heard. So a run that was killed draws what an unbroken one
+draws, as long as everything that was told is told again (`recall`).
+"""
+
+import random
+from bisect import insort
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rft.config import ConfigError, TaskSelectorConfig, nearest
+
+LEARNING = "difficulty_based"
+SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard", LEARNING)
+OPTIONS: dict[str, Any] = {
+    "target_reward": 1.0,
+    "tau": 1.0,
+    "m": 16,
+    "lamb": 0.2,
+    "rho": 0.2,
+    "do_sample": False,
+}
+
+
+def check_selector(config: TaskSelectorConfig, key: str) -> None:
+    """Refuse what no selector takes. `key`: the taskset's."""
+    kind, at = config.selector_type, f"{key}.task_selector"
+    if kind is not None and kind not in SELECTORS:
+        raise ConfigError(nearest(kind, SELECTORS, f"{at}.selector_type"))
+    if kind == "offline_easy2hard" and not config.feature_keys:
+        raise ConfigError(
+            f"{at}.feature_keys: offline_easy2hard sorts by columns of numbers; name at least one"
+        )
+    if kind == LEARNING and len(config.feature_keys) > 2:
+        raise ConfigError(
+            f"{at}.feature_keys: difficulty_based takes none, one pass rate, or two (weak and "
+            "strong model)"
+        )
+    if config.feature_keys and kind not in ("offline_easy2hard", LEARNING):
+        raise ConfigError(
+            f"{at}.feature_keys: {kind} does not look at the rows; set "
+            "selector_type=offline_easy2hard"
+        )
+    known = OPTIONS if kind == LEARNING else {}
+    for name, value in config.kwargs.items():
+        if name not in known:
+            raise ConfigError(
+                f"{at}.kwargs.{name}: {kind} does not take it; it takes "
+                f"{', '.join(known) or 'none'}"
+            )
+        if not isinstance(value, int | float):
+            raise ConfigError(f"{at}.kwargs.{name}={value!r}: give a number")
+    options = OPTIONS | config.kwargs
+    for name, low, high in (("lamb", 0, 1), ("rho", 0, 1), ("tau", 0, 1e9), ("m", 1e-9, 1e9)):
+        if not low <= options[name] <= high:
+            raise ConfigError(
+                f"{at}.kwargs.{name}={options[name]}: give a number from {low:g} to {high:g}"
+            )
+
+
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(count) that depends on (seed, epoch) only."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def drawn(count: int, seed: int, epoch: int, batch_size: int) -> list[int]:
+    """Batches without a row twice, each independent of the others."""
+    starts = range(0, count, batch_size)
+    return [
+        row
+        for batch, start in enumerate(starts)
+        for row in random.Random(f"{seed}/{epoch}/{batch}").sample(
+            range(count), min(batch_size, count - start)
+        )
+    ]
+
+
+def easy_to_hard(features: Sequence[Sequence[float]]) -> list[int]:
+    """By the first column, then the next; equal rows stay in their order."""
+    return sorted(range(len(features)), key=lambda row: tuple(-value for value in features[row]))
+
+
+def always(order: list[int], epoch: int) -> list[int]:
+    return order
+
+
+class FixedOrder:
+    """`order(epoch)`: the rows of a whole epoch."""
+
+    learns = False
+
+    def __init__(self, order: Callable[[int], list[int]]):
+        self._make = order
+        self._epoch, self._order = -1, [0]
+
+    def row(self, epoch: int, index: int, draw: int) -> int:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._make(epoch)
+        return self._order[index]
+
+
+class DifficultyBased:
+    """A Beta(alpha, beta) belief about every row's chance of success; rows whose mean is near
+    `target_reward` are preferred.
+
+    A task's mean reward r counts as `m` trials: alpha += (1 - rho) m r, beta += (1 - rho) m (1 -
+    r), after what was believed faded towards Beta(1, 1) by `lamb`. With feature columns rows that
+    were not drawn learn too, with weight rho: from a weak and a strong model's pass rates (w, s)
+    row j is expected to reach w_j + a (s_j - w_j), with the a that fits the batch's mean reward;
+    from one pass rate x it is x_j + (mean reward - mean x), both cut to [0, 1] (after BOTS,
+    Bayesian selection). Rows are sampled by softmax(-|target_reward - mean| / tau) without
+    replacement; tau=0 takes the nearest. `do_sample`: a sample of each belief instead of its mean
+    (Thompson).
+    """
+
+    learns = True
+
+    def __init__(
+        self,
+        rows: int,
+        batch_size: int,
+        seed: int,
+        lag: int,
+        features: Sequence[Sequence[float]] = (),
+        **options: Any,
+    ):
+        self.batch_size, self.seed, self.lag = batch_size, seed, lag
+        self.features = np.array(features, dtype=np.float64) if len(features) else None
+        self.target, self.tau, self.trials, self.fade, self.rho, self.do_sample = (
+            OPTIONS | options
+        ).values()
+        self.rows = rows
+        self.recall([], [])
+
+    def recall(self, told: list[tuple[int, int, float]], running: list[int]) -> None:
+        """Begin anew with all that was ever told as (draw, row, value), and the draws that have
+        still to be told of.
+        """
+        self.alpha, self.beta = np.ones(self.rows), np.ones(self.rows)
+        self.learned = 0  # batches whose rewards are in the beliefs
+        self._heard = sorted(tuple(item) for item in told)
+        self._open = set(running)
+        self._batch, self._drawn = -1, [0]
+
+    def row(self, epoch: int, index: int, draw: int) -> int:
+        batch = draw // self.batch_size
+        if batch != self._batch:
+            self._learn(batch)
+            self._batch, self._drawn = batch, self._draw(batch)
+        self._open.add(draw)
+        return self._drawn[draw % self.batch_size]
+
+    def tell(self, draw: int, row: int, value: float | None) -> None:
+        """The mean reward of a task, or None: it failed, and nothing is learned of it."""
+        self._open.discard(draw)
+        if value is not None:
+            insort(self._heard, (draw, row, value))
+
+    def is_waiting(self, draw: int) -> bool:
+        """Whether this draw begins a batch that depends on a task which still runs."""
+        horizon = self._horizon(draw // self.batch_size) * self.batch_size
+        return draw // self.batch_size != self._batch and any(
+            open_ < horizon for open_ in self._open
+        )
+
+    def _horizon(self, batch: int) -> int:
+        """Rewards of batches before this one are known when `batch` is drawn."""
+        return max(0, batch - 1 - self.lag)
+
+    def _learn(self, batch: int) -> None:
+        while self.learned < self._horizon(batch):
+            self.learned += 1
+            end = (self.learned * self.batch_size,)
+            count = sum(item < end for item in self._heard)
+            self._update(self._heard[:count])
+            del self._heard[:count]
+
+    def _update(self, told: list[tuple[int, int, float]]) -> None:
+        if not told:
+            return
+        rows = np.array([row for _, row, _ in told])
+        values = np.clip([value for _, _, value in told], 0.0, 1.0)
+        share = 1.0
+        if self.features is not None:
+            share = 1.0 - self.rho
+            expected = self._expected(rows, float(values.mean()))
+            self._add(
+                slice(None),
+                self.rho * self.trials * expected,
+                self.rho * self.trials * (1 - expected),
+            )
+        for row, value in zip(rows, values, strict=True):  # one by one: a row may be there twice
+            self._add(
+                row,
+                share * self.trials * value,
+                share * self.trials * (1 - value),
+                fade=self.features is None,
+            )
+
+    def _add(self, rows: Any, good: Any, bad: Any, fade: bool = True) -> None:
+        kept = 1.0 - self.fade if fade else 1.0
+        self.alpha[rows] = kept * self.alpha[rows] + (1 - kept) + good
+        self.beta[rows] = kept * self.beta[rows] + (1 - kept) + bad
+
+    def _expected(self, rows: Any, mean: float) -> Any:
+        assert self.features is not None
+        weak, strong = self.features[:, 0], self.features[:, -1]
+        if self.features.shape[1] == 1:
+            return np.clip(weak + mean - weak[rows].mean(), 0.0, 1.0)
+        gap = strong[rows].mean() - weak[rows].mean()
+        share = float(np.clip((mean - weak[rows].mean()) / gap, 0.0, 1.0)) if gap else 0.5
+        return np.clip(weak + share * (strong - weak), 0.0, 1.0)
+
+    def _draw(self, batch: int) -> list[int]:
+        rng = np.random.default_rng([self.seed, batch])
+        believed = (
+            rng.beta(self.alpha, self.beta)
+            if self.do_sample
+            else self.alpha / (self.alpha + self.beta)
+        )
+        scores = -np.abs(self.target - believed)
+        # the largest of score/tau + noise: softmax sampling without replacement
+        noise = rng.gumbel(size=self.rows)
+        order = (
+            np.argsort(-(scores / self.tau + noise)) if self.tau else np.lexsort((noise, -scores))
+        )
+        return [int(row) for row in order[: self.batch_size]]
+
+
+def build(
+    config: TaskSelectorConfig,
+    shuffle: bool,
+    rows: int,
+    batch_size: int,
+    seed: int,
+    lag: int,
+    features: Callable[[], list[list[float]]],
+) -> FixedOrder | DifficultyBased:
+    """`features` reads the columns that the config names; only called where they are needed."""
+    kind = config.selector_type or ("shuffle" if shuffle else "sequential")
+    seed = seed if config.seed is None else config.seed
+    if kind == LEARNING:
+        known = features() if config.feature_keys else ()
+        return DifficultyBased(rows, batch_size, seed, lag, known, **config.kwargs)
+    if kind == "offline_easy2hard":
+        return FixedOrder(partial(always, easy_to_hard(features())))
+    if kind == "random":
+        return FixedOrder(partial(drawn, rows, seed, batch_size=batch_size))
+    return FixedOrder(
+        partial(shuffled, rows, seed) if kind == "shuffle" else partial(always, list(range(rows)))
+    )

@@ -1,0 +1,207 @@
+"""Where the rows of a taskset come from: files (`rft.data.files`) or a table of an SQLite file; and
+what their columns say.
+
+In: a taskset's config. Out: its rows by number, their count, or a `ConfigError` for the first one
+that cannot be used. Invariant: a table is read only, in the order of its row ids, and a row is the
+same whichever of the two it came from.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rft.config import ConfigError, TasksetConfig
+from rft.data.files import (
+    check_row,
+    check_rows,
+    count_rows,
+    data_files,
+    json_rows,
+    load_rows,
+    task_needs,
+)
+
+RAW = "raw_task"  # a column of whole rows as JSON, as Trinity-RFT writes its tables
+STORAGES = ("file", "sql")
+
+
+def check_storage(config: TasksetConfig, key: str) -> None:
+    if config.storage_type not in STORAGES:
+        raise ConfigError(
+            f"{key}.storage_type={config.storage_type}: tasks are rows of files or of a table, and "
+            "nobody fills a queue of "
+            "them; set file, or sql with the path of an SQLite file"
+        )
+
+
+def is_table(config: TasksetConfig) -> bool:
+    """Whether its rows are asked of a database instead of read from files."""
+    return config.storage_type == "sql"
+
+
+def load(config: TasksetConfig, key: str) -> Sequence[dict[str, Any]]:
+    check_storage(config, key)
+    return SqlRows(config, key) if is_table(config) else load_rows(files_of(config, key), key)
+
+
+def count(config: TasksetConfig, key: str) -> int:
+    """Rows, counted without loading them."""
+    check_storage(config, key)
+    return len(SqlRows(config, key)) if is_table(config) else count_rows(files_of(config, key), key)
+
+
+def check(config: TasksetConfig, key: str) -> int:
+    """Refuse the first row that cannot be used; returns the number of rows."""
+    check_storage(config, key)
+    needs = task_needs(config.format, key)
+    if config.storage_type == "file":
+        return check_rows(files_of(config, key), needs, key)
+    rows = SqlRows(config, key)
+    for number, row in enumerate(rows):
+        told = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in row.items()}
+        check_row(told, f"{rows.where} row {number + 1}", needs, key)
+    if not len(rows):
+        raise ConfigError(f"{key}.path: no rows in {rows.where}: the table is empty")
+    return len(rows)
+
+
+def column(config: TasksetConfig, name: str, key: str) -> Iterator[tuple[str, Any]]:
+    """(where it is, its value or None) of one column in every row."""
+    if is_table(config):
+        rows = SqlRows(config, key)
+        yield from (
+            (f"{rows.where} row {number + 1}", row.get(name)) for number, row in enumerate(rows)
+        )
+        return
+    for file in files_of(config, key):
+        if file.suffix == ".parquet":
+            yield from _of_parquet(file, name)
+        else:
+            yield from (
+                (where, msgspec.json.decode(row[name]) if name in row else None)
+                for where, row in json_rows(file, key)
+            )
+
+
+def _of_parquet(file: Path, name: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        if name not in parquet.schema_arrow.names:
+            yield str(file), None
+            return
+        for value in parquet.read(columns=[name]).column(name).to_pylist():
+            yield str(file), value
+
+
+def features(config: TasksetConfig, key: str) -> list[list[float]]:
+    """The numbers in `task_selector.feature_keys`, row by row."""
+    found = [list(_numbers(config, name, key)) for name in config.task_selector.feature_keys]
+    return [list(row) for row in zip(*found, strict=True)]
+
+
+def _numbers(config: TasksetConfig, name: str, key: str) -> Iterator[float]:
+    for where, value in column(config, name, key):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise ConfigError(
+                f"{key}.task_selector.feature_keys: {where} has {value!r} as {name!r}, which must "
+                "be a number"
+            )
+        yield float(value)
+
+
+def names_in(config: TasksetConfig, which: str, key: str) -> set[str]:
+    """The different names in the column that `format.workflow_key` or `format.reward_fn_key`
+    (`which`) means.
+    """
+    name = getattr(config.format, which)
+    found: set[str] = set()
+    for where, value in column(config, name, key) if name else ():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(
+                f"{key}.format.{which}: {where} has {value!r} as {name!r}, which must be a name or "
+                "null"
+            )
+        found |= {value} if value else set()
+    if name and not found:
+        raise ConfigError(
+            f"{key}.format.{which}: no row has a {name!r}: leave it out, or name the right column"
+        )
+    return found
+
+
+def files_of(config: TasksetConfig, key: str) -> list[Path]:
+    return data_files(config.path, config.split, config.subset_name, key)
+
+
+class SqlRows(Sequence[dict[str, Any]]):
+    """The rows of one table:
+
+    `subset_name`, else the one called like the taskset, else the only one. Pickles small.
+    """
+
+    def __init__(self, config: TasksetConfig, key: str):
+        self.path = str(config.path).removeprefix("sqlite:///")
+        self.messages = (
+            config.format.messages_key if config.format.prompt_type == "messages" else None
+        )
+        self._connection: sqlite3.Connection | None = None
+        if not Path(self.path).is_file():
+            raise ConfigError(
+                f"{key}.path: {self.path} does not exist; storage_type=sql reads an SQLite file"
+            )
+        try:
+            tables = [
+                name
+                for (name,) in self._ask(
+                    "select name from sqlite_master where type in ('table', 'view')"
+                )
+            ]
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"{key}.path: {self.path} is no SQLite file ({error}); set storage_type=file"
+            ) from error
+        named = [name for name in (config.subset_name, config.name) if name in tables]
+        if config.subset_name not in (None, *tables) or not (named or len(tables) == 1):
+            raise ConfigError(
+                f"{key}.subset_name={config.subset_name}: {self.path} has the tables "
+                f"{', '.join(tables) or 'none'}; name one"
+            )
+        self.table = named[0] if named else tables[0]
+        self.where = f"{self.path} table {self.table}"
+        self._ids = [
+            number for (number,) in self._ask(f"select rowid from {self._quoted} order by rowid")
+        ]
+
+    @property
+    def _quoted(self) -> str:
+        return '"' + self.table.replace('"', '""') + '"'
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, row: Any) -> Any:
+        cursor = self._ask(f"select * from {self._quoted} where rowid = ?", self._ids[row])
+        names = [description[0] for description in cursor.description]
+        found = dict(zip(names, cursor.fetchone(), strict=True))
+        if RAW in found:
+            found = json.loads(found[RAW])
+        if self.messages and isinstance(found.get(self.messages), str):
+            try:
+                found[self.messages] = json.loads(found[self.messages])
+            except json.JSONDecodeError:
+                return found  # the check of rows says what is wrong with it
+        return found
+
+    def _ask(self, question: str, *values: Any) -> sqlite3.Cursor:
+        if self._connection is None:
+            address = f"{Path(self.path).resolve().as_uri()}?mode=ro"
+            self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+        return self._connection.execute(question, values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_connection": None}

@@ -1,0 +1,141 @@
+"""A trial on disk: `trial.json` in the trial's own directory, and the lock of whoever runs it.
+
+    <sweep directory>/0/trial.json  trial.lock  [<stage>/]metrics.jsonl ...
+                      1/...
+
+In: a sweep directory and a trial's overrides. Out: the one directory that belongs to these
+overrides, and its record. Invariants: a trial is known by its overrides, in any order, so that the
+same command, or a wider grid, finds it again; a directory has its record from the moment that it
+has its name; a record is replaced as a whole.
+"""
+
+import json
+import os
+import select
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rft.ground import durable
+
+RECORD, LOCK = "trial.json", "trial.lock"
+# how trials are chosen and judged does not change what a trial does
+NOT_OF_THE_RUN = ("sweep=", "sweep.", "+sweep=")
+
+
+@dataclass
+class Trial:
+    """`state`: waiting | running | finished | failed | stopped.
+
+    `code`: exit code of the newest attempt.
+    """
+
+    overrides: list[str]
+    state: str = "waiting"
+    code: int | None = None
+    seconds: float = 0.0  # of all attempts together, but those whose sweep was killed
+    attempts: int = 0
+    # directories with a metrics.jsonl; "" is the trial's own
+    stages: list[str] = field(default_factory=list)
+    directory: Path = field(default=Path(), compare=False)
+
+    @property
+    def number(self) -> int:
+        return int(self.directory.name)
+
+    def write(self) -> None:
+        content = {key: value for key, value in asdict(self).items() if key != "directory"}
+        durable.put(self.directory / RECORD, json.dumps(content, indent=1) + "\n")
+
+
+def identity(overrides: list[str]) -> list[str]:
+    """What two trials must share to be the same."""
+    return sorted(line for line in overrides if not line.startswith(NOT_OF_THE_RUN))
+
+
+def read(directory: Path) -> Trial:
+    return Trial(
+        **json.loads((directory / RECORD).read_text(encoding="utf-8")), directory=directory
+    )
+
+
+def trials(sweep_dir: Path) -> list[Trial]:
+    """All trials of a sweep, by number."""
+    found = [path.parent for path in sweep_dir.glob(f"*/{RECORD}") if path.parent.name.isdigit()]
+    return [read(directory) for directory in sorted(found, key=lambda path: int(path.name))]
+
+
+def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
+    """The trial of these overrides; a new one takes the next free number."""
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    known = trials(sweep_dir)
+    for trial in known:
+        if identity(trial.overrides) == identity(overrides):
+            return trial
+    number = 1 + max((trial.number for trial in known), default=-1)
+    draft = Path(tempfile.mkdtemp(prefix=".new_", dir=sweep_dir))
+    draft.chmod(0o755)  # mkdtemp keeps others out; a run directory does not
+    Trial(overrides, directory=draft).write()
+    while True:
+        try:
+            # fails where a trial that starts beside this one was faster
+            draft.rename(sweep_dir / str(number))
+        except OSError:
+            if not (sweep_dir / str(number)).exists():
+                shutil.rmtree(draft)
+                raise
+            number += 1
+        else:
+            return read(sweep_dir / str(number))
+
+
+def lock(directory: Path, timeout: float) -> int | None:
+    """File descriptor of the directory's lock; None when another process still has it after
+    `timeout` seconds.
+
+    The lock lives as long as any process has this descriptor open, so it also tells of a trial
+    whose sweep was killed. The one that runs the trial writes its process id into it (`hold`).
+    """
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
+    if durable.take(descriptor):
+        return descriptor
+    if _holder_ended(descriptor, timeout) and durable.take(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _holder_ended(descriptor: int, timeout: float) -> bool:
+    """Wait for the process that runs the trial; one of another machine cannot be waited for."""
+    written = os.pread(descriptor, 32, 0)
+    if timeout <= 0 or not written:
+        return False
+    try:
+        process = os.pidfd_open(int(written))
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], timeout)[0])
+    finally:
+        os.close(process)
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a process runs this trial now, whatever its record says."""
+    if not (directory / LOCK).exists():
+        return False
+    descriptor = lock(directory, 0.0)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
+
+
+def state(trial: Trial) -> str:
+    """As in the record; `interrupted` for a trial that neither ended
+    nor runs: it goes on with the sweep.
+    """
+    if trial.state == "running" and not is_running(trial.directory):
+        return "interrupted"
+    return trial.state

@@ -1,0 +1,146 @@
+"""A search by Optuna whose whole memory is the directories of its trials.
+
+In: the space as Hydra overrides (`lr=interval(1e-6,1e-4)`), and the trials on disk. Out: what to
+run next. The study is made anew from the directories for every batch and lives in memory; there is
+no database to lose or to lock. Invariant: what is asked for is a function of seed and finished
+trials, so a search that was killed goes on as if nothing had happened.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+from rft.config import ConfigError, SweepConfig
+from rft.extras.sweep import objective, records
+from rft.extras.sweep.records import Trial
+
+SAMPLERS = ("tpe", "random")
+MOST_REPEATS = 200  # suggestions in a row that were tried before; then the space counts as searched
+
+
+@dataclass(frozen=True)
+class Space:
+    """`fixed`: overrides that all trials share.
+
+    `distributions`: of every key that is searched, in Optuna's classes.
+    """
+
+    fixed: list[str]
+    distributions: dict[str, Any]
+
+    def overrides(self, params: dict[str, Any]) -> list[str]:
+        return [*self.fixed, *(f"{key}={params[key]}" for key in self.distributions)]
+
+    def params(self, trial: Trial) -> dict[str, Any] | None:
+        """What was chosen for this trial; None when it is not one of this search."""
+        rest, found = [], {}
+        for line in trial.overrides:
+            key, _, text = line.partition("=")
+            if key in self.distributions:
+                found[key] = _value(self.distributions[key], text)
+            else:
+                rest.append(line)
+        same = records.identity(rest) == records.identity(self.fixed) and len(found) == len(
+            self.distributions
+        )
+        return found if same and None not in found.values() else None
+
+
+def optuna() -> Any:
+    try:
+        import optuna as module
+    except ImportError as error:
+        raise ConfigError("sweep=optuna needs Optuna: pip install 'rft[sweep]'") from error
+    module.logging.set_verbosity(module.logging.WARNING)
+    return module
+
+
+def space_of(overrides: list[Override]) -> Space:
+    """Split the command's overrides into what all trials share and what is searched."""
+    fixed = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
+    searched = {o.get_key_element(): _distribution(o) for o in overrides if o.is_sweep_override()}
+    if not searched:
+        raise ConfigError(
+            "sweep=optuna has nothing to search: give at least one range, like "
+            "'algorithm.optimizer.lr=tag(log, interval(1e-6, 1e-4))' or algorithm.repeat_times=4,8"
+        )
+    return Space(fixed, searched)
+
+
+def _distribution(override: Override) -> Any:
+    kinds, found = optuna().distributions, override.value()
+    if isinstance(found, IntervalSweep):
+        start, end = found.start, found.end
+        made = (
+            kinds.IntDistribution
+            if isinstance(start, int) and isinstance(end, int)
+            else kinds.FloatDistribution
+        )
+        return made(start, end, log="log" in found.tags)
+    if isinstance(found, RangeSweep):
+        values = list(found.range())
+        made = (
+            kinds.IntDistribution
+            if all(isinstance(v, int) for v in values)
+            else kinds.FloatDistribution
+        )
+        return made(values[0], values[-1], step=found.step)
+    return kinds.CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def _value(distribution: Any, text: str) -> Any:
+    """`text` as a value of the distribution; None when it is not one."""
+    if hasattr(distribution, "choices"):
+        return text if text in distribution.choices else None
+    value = int(text) if type(distribution).__name__ == "IntDistribution" else float(text)
+    return value if distribution.low <= value <= distribution.high else None
+
+
+def study_of(space: Space, trials: list[Trial], sweep: SweepConfig, sampler: str, seed: int) -> Any:
+    """A study that knows all finished and failed trials.
+
+    Its sampler's dice depend on how many trials there are.
+    """
+    module = optuna()
+    known = [(trial, params) for trial in trials if (params := space.params(trial)) is not None]
+    if sampler not in SAMPLERS:
+        raise ConfigError(
+            f"hydra.sweeper.sampler={sampler} is unknown. Known: {', '.join(SAMPLERS)}."
+        )
+    dice = seed + len(known)
+    made = (
+        module.samplers.RandomSampler(dice)
+        if sampler == "random"
+        else module.samplers.TPESampler(seed=dice)
+    )
+    study = module.create_study(direction=sweep.direction, sampler=made)
+    for trial, params in known:
+        state = (
+            module.trial.TrialState.COMPLETE
+            if trial.state == "finished"
+            else module.trial.TrialState.FAIL
+        )
+        value = objective.value(trial, sweep) if trial.state == "finished" else None
+        study.add_trial(
+            module.trial.create_trial(
+                state=state, params=params, distributions=space.distributions, value=value
+            )
+        )
+    return study
+
+
+def ask(study: Any, space: Space, count: int) -> list[dict[str, Any]]:
+    """At most `count` sets of values that no trial has had; fewer
+    when the space seems to have no more.
+    """
+    tried = [trial.params for trial in study.get_trials(deepcopy=False)]
+    found: list[dict[str, Any]] = []
+    for _ in range(MOST_REPEATS + count):
+        if len(found) == count:
+            break
+        params = study.ask(space.distributions).params
+        if params not in tried:
+            found.append(params)
+            tried.append(params)
+    return found

@@ -1,0 +1,82 @@
+"""Publication by path: the service saves the weights of a version for samplers, and every engine
+opens them where they lie.
+
+    start: a version is wanted ─► save_weights_for_sampler ─► its path
+            ─► the synchronizer tells the engines ─► outcome: they serve it
+
+No weights come through here, and those that were saved are the service's own copy: the policy may
+change at once.
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+from rft.config import SynchronizerConfig
+from rft.extras.tinker.alone import Alone
+from rft.extras.tinker.policy import RemotePolicy
+from rft.extras.tinker.saves import RemoteCheckpoints
+from rft.extras.tinker.service import ServiceFailed
+from rft.ground.rounds import AtPath
+from rft.sync.publisher import Origin
+
+METHOD = "tinker"
+
+
+class PathOrigin(Origin):
+    """`synchronizer`: None where no engines belong to this run; then versions just count."""
+
+    failure = ServiceFailed
+
+    def __init__(
+        self,
+        mesh: Alone,
+        policy: RemotePolicy,
+        saves: RemoteCheckpoints,
+        synchronizer: Any | None,
+        config: SynchronizerConfig,
+        epoch: int,
+    ):
+        super().__init__(mesh, synchronizer, config, epoch)
+        self.policy = policy
+        self.saves = saves
+        self._version = 0
+        # the synchronizer's answer, once there is a path to tell of
+        self._told: Future[Any] = Future()
+
+    def connect(self) -> dict[str, Any]:
+        if self.synchronizer is None:
+            return {}
+        return self.answer(self.synchronizer.attach.remote(self.epoch, METHOD))
+
+    def start(self, version: int, due: bool) -> None:
+        """Save the weights as they are now, if they are due."""
+        if not due:
+            return
+        self._version, self._told = version, Future()
+        if self.synchronizer is None:
+            self._told.set_result(None)
+        else:
+            self.policy.saved("sampler", version).add_done_callback(self._tell)
+
+    def outcome(self) -> dict[str, Any]:
+        version = self._version
+        reply = self.policy.service.answer(
+            self._told, f"version {version}: saving its weights for samplers"
+        )
+        if reply is None:
+            return {}
+        outcome = self.answer(reply)
+        if "error" not in outcome:
+            self.saves.tidy(version)
+        return outcome
+
+    def _tell(self, path: "Future[str]") -> None:
+        """By the client's thread, when the weights are saved."""
+        try:
+            told = self.synchronizer.publish.remote(  # type: ignore[union-attr]
+                self._version, self.epoch, path.result(), AtPath(path=path.result())
+            )
+        except Exception as error:  # raised by `outcome`
+            self._told.set_exception(error)
+        else:
+            self._told.set_result(told)

@@ -1,0 +1,273 @@
+"""Checkpoints where a service holds the weights: it saves them, and rft keeps a record of where,
+with the loop's own state.
+
+    save ─► save_state, weights for samplers (both begin) ─► poll: both are there
+            ─► <job>/remote/step_N.json ─► older ones go
+    load ─► the newest record ─► a training client from its state, optimizer included
+
+The calls of `rft.checkpoint.manager.CheckpointManager`, as far as the loop makes them. In: the
+policy, and what the loop remembers. Out: records. Invariants: a record is written as a whole and is
+on disk before anybody hears of it; it names weights of its own step only; one that is not as it was
+written stops the run by name, for taken as absent it would reset the data to an older step.
+"""
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rft.checkpoint.records import Committed, Report, Retained, decode_json, encode_json, sha256
+from rft.extras.tinker.policy import RemotePolicy
+from rft.extras.tinker.service import in_a_line
+from rft.ground import durable
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+
+
+class Damaged(RuntimeError):
+    """A record that is not as it was written."""
+
+
+class Models(Protocol):
+    """What is needed of them: KL coefficients, which may move from step to step."""
+
+    nearness: Any
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`state`, `sampler`: the service's paths.
+
+    `small`: what else moves from step to step. `seal`: sha256 of all of it.
+    """
+
+    format: int
+    step: int
+    state: str
+    sampler: str
+    base_model: str
+    rank: int
+    loop: dict[str, Any]
+    small: dict[str, bytes]
+    seal: str = ""
+
+    def sealed(self) -> "Record":
+        return msgspec.structs.replace(
+            self, seal=sha256(encode_json(msgspec.structs.replace(self, seal="")))
+        )
+
+
+class Records:
+    """The records of a run: a file each, none of which is ever changed."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def write(self, record: Record) -> Path:
+        """Returns when it is on disk."""
+        if not self.root.exists():
+            self.root.mkdir(parents=True)
+            durable.sync_directory(self.root.parent)
+        path = self._path(record.step)
+        durable.put(path, encode_json(record.sealed()))
+        return path
+
+    def read(self, step: int) -> Record:
+        path = self._path(step)
+        try:
+            record = decode_json(path.read_bytes(), Record)
+        except ValueError as error:
+            raise Damaged(
+                self._advice(path, f"is torn or was edited ({in_a_line(error)})")
+            ) from error
+        if record.sealed() != record or (record.format, record.step) != (FORMAT, step):
+            raise Damaged(self._advice(path, "is not as it was written"))
+        return record
+
+    def steps(self) -> list[int]:
+        """In order."""
+        return sorted(
+            int(path.stem.removeprefix("step_")) for path in self.root.glob("step_*.json")
+        )
+
+    def remove(self, step: int) -> None:
+        self._path(step).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step_{step:08d}.json"
+
+    def _advice(self, path: Path, what: str) -> str:
+        older = [step for step in self.steps() if self._path(step) < path]
+        then = f"of step {older[-1]}" if older else "from the start"
+        return f"{path} {what}: put back what was written there, or delete it to go on {then}"
+
+
+@dataclass
+class Pending:
+    """A save that was begun."""
+
+    step: int
+    paths: "dict[str, Future[str]]"
+    loop: dict[str, Any]
+    small: dict[str, bytes]
+    began: float
+
+    @property
+    def is_over(self) -> bool:
+        return all(path.done() for path in self.paths.values())
+
+
+class RemoteCheckpoints:
+    """`keep`: records that stay, 0 for all.
+
+    `reach`: so many versions after its own somebody may still sample from weights.
+    """
+
+    def __init__(self, root: Path, policy: RemotePolicy, keep: int, reach: int):
+        self.records = Records(root)
+        self.policy = policy
+        self.keep = keep
+        self.reach = reach
+        self.requested: int | None = None  # step of the last save or load
+        self._pending: list[Pending] = []
+        self._failed: dict[int, str] = {}  # why, by step
+        self._committed = 0
+        self._seconds = 0.0
+
+    def load(self, models: Models) -> dict[str, Any] | None:
+        """Let the service go on from the newest record; the loop's
+        state, or None when there never was one.
+        """
+        steps = self.records.steps()
+        if not steps:
+            self.policy.open()
+            return None
+        found = {step: self.records.read(step) for step in steps}
+        for step, record in found.items():
+            self.policy.known("state", step, record.state)
+            self.policy.known("sampler", step, record.sampler)
+        newest = found[steps[-1]]
+        config = self.policy.config
+        if (newest.base_model, newest.rank) != (config.base_model, config.rank):
+            raise ValueError(
+                f"the newest checkpoint is of {newest.base_model} with rank {newest.rank}, "
+                f"model.tinker says {config.base_model} "
+                f"with rank {config.rank}: give it what it was trained with, or start under "
+                "another name"
+            )
+        self.policy.open(newest.step, newest.state)
+        models.nearness.restore(newest.small)
+        self.requested = newest.step
+        return newest.loop
+
+    def start(self, models: Models) -> None:
+        """Nothing is held in memory for saves."""
+
+    def save(
+        self,
+        step: int,
+        models: Models,
+        loop: dict[str, Any],
+        full: bool = True,
+        weights: bool = False,
+    ) -> bool:
+        """Begin; the service takes its copy before the next update.
+
+        Weights for engines alone are the publisher's.
+        """
+        paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
+        self._pending.append(Pending(step, paths, loop, models.nearness.state(), time.monotonic()))
+        self.requested = step
+        return True
+
+    def poll(self) -> list[Report]:
+        """Write the records of saves that are there; what has become of them, in order."""
+        told: list[Report] = []
+        while self._pending and self._pending[0].is_over:
+            save = self._pending.pop(0)
+            if errors := [
+                error for path in save.paths.values() if (error := path.exception()) is not None
+            ]:
+                self._failed[save.step] = in_a_line(errors[0])
+                log.error(
+                    "checkpoint of step %d failed, training goes on: %s",
+                    save.step,
+                    self._failed[save.step],
+                )
+                continue
+            told += self._commit(save)
+        return told
+
+    def _commit(self, save: Pending) -> list[Report]:
+        config = self.policy.config
+        record = Record(
+            format=FORMAT,
+            step=save.step,
+            base_model=str(config.base_model),
+            rank=config.rank,
+            loop=save.loop,
+            small=save.small,
+            **{kind: path.result() for kind, path in save.paths.items()},
+        )
+        name = self.records.write(record).name
+        self._committed, self._seconds = self._committed + 1, time.monotonic() - save.began
+        steps = self.records.steps()
+        for old in steps[: -self.keep] if self.keep else []:
+            self.records.remove(old)  # first: no record ever names weights that are gone
+            self.policy.forget("state", old)
+        self.tidy(save.step)
+        oldest = self.records.read(self.records.steps()[0])
+        committed = Committed(
+            id=name, step=save.step, collection="", name=name, seconds=self._seconds
+        )
+        return [committed, Retained(oldest=oldest.loop)]
+
+    def tidy(self, newest: int) -> None:
+        """Delete weights for samplers that neither a record names nor anybody samples from;
+        `newest`: served, or saved.
+        """
+        named = {*self.records.steps(), *(save.step for save in self._pending)}
+        for step in self.policy.samplers():
+            if step < newest - self.reach and step not in named:
+                self.policy.forget("sampler", step)
+
+    @property
+    def newest(self) -> int | None:
+        return max(self.records.steps(), default=None)
+
+    def before_update(self) -> float:
+        """Requests are done in their order: a save that was begun
+        is of the weights before the update.
+        """
+        return 0.0
+
+    def wait(self, step: int) -> None:
+        """Until the save of `step` is there; its record is written by the next `poll`.
+
+        Raises RuntimeError when it failed.
+        """
+        for save in [save for save in self._pending if save.step == step]:
+            for kind, path in save.paths.items():
+                self.policy.service.answer(path, f"checkpoint of step {step}: saving the {kind}")
+        if step in self._failed:
+            raise RuntimeError(f"checkpoint of step {step} failed: {self._failed[step]}")
+
+    def wait_exports(self) -> None:
+        """There are none."""
+
+    def score(self, step: int, metrics: dict[str, float]) -> None:
+        """No checkpoint is kept for being good."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "checkpoint/committed": self._committed,
+            "checkpoint/failed": len(self._failed),
+            "checkpoint/commit_s": self._seconds,
+        }
+
+    def close(self) -> None:
+        """Whatever was begun and counts was waited for."""

@@ -1,0 +1,417 @@
+"""The only file that decides between CPU and CUDA: device, collective backend, dtype, threads.
+
+In: the `device` key of the config ("auto", "cpu", "cuda") and this rank's local index. Out: one
+frozen `Device` that is handed to whoever needs it and printed once at start. No other file of rft
+may name a device or a backend.
+"""
+
+import ctypes
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import TCPStore
+
+# Dense TFLOP/s of the matrix units in bf16, from the vendor's data sheets; the longest name that
+# the device's begins with counts.
+PEAK_TFLOPS = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA A800": 312.0,
+    "NVIDIA H100": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H800": 989.4,
+    "NVIDIA H20": 148.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GB200": 2500.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA A10": 125.0,
+}
+# what torch tells of shared memory of a GPU, in its order: numbers, bytes and one truth value
+HANDLE = (
+    "device",
+    "handle",
+    "size",
+    "offset",
+    "counter",
+    "counter_offset",
+    "event",
+    "event_is_needed",
+)
+# objects that may be new before the collector looks at them: a few thousand requests are under way
+# at a time
+YOUNG = 20_000
+NICE = 10  # a tenth of what others get of a core that both want
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one process computes on.
+
+    `kind` is "cpu" or "cuda"; `backend` is what torch.distributed takes.
+    """
+
+    kind: str
+    index: int
+    backend: str
+    threads: int
+    pin_memory: bool
+
+    @property
+    def torch(self) -> "torch.device":
+        import torch
+
+        return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device("cpu")
+
+    def activate(self) -> None:
+        """Make this the process's device; call once, before anything allocates."""
+        import torch
+
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.index)
+        else:
+            torch.set_num_threads(self.threads)
+
+    def pin(self, address: int, size: int) -> None:
+        """Page-lock host memory that CUDA did not allocate, so that copies to it run beside the
+        computation.
+        """
+        import torch
+
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if code:
+            raise RuntimeError(
+                f"cudaHostRegister of {size / 1e9:.1f} GB failed with code {code}; lower "
+                "trainer.checkpoint.host_memory_gb"
+            )
+
+    def unpin(self, address: int) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def peak_tflops(self, dtype: str) -> float | None:
+        """What this device can do at most in `dtype`; None where the
+        data sheets above say nothing of it.
+        """
+        import torch
+
+        if self.kind != "cuda" or dtype != "bf16":
+            return None
+        return peak_of(torch.cuda.get_device_name(self.index))
+
+    @property
+    def message_bytes(self) -> int:
+        """Of one message of a long stream: what fits a cache, or
+        what keeps a link between GPUs busy.
+        """
+        return 2**27 if self.kind == "cuda" else 2**24
+
+    def memory_bytes(self) -> int:
+        """What it has altogether: of a GPU, or of the machine."""
+        import torch
+
+        if self.kind == "cuda":
+            return int(torch.cuda.get_device_properties(self.index).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """A named range for Nsight Systems."""
+        import torch
+
+        return torch.cuda.nvtx.range(name)
+
+    def capture(self, on: bool) -> None:
+        """Begin or end what `nsys --capture-range=cudaProfilerApi` records."""
+        import torch
+
+        torch.cuda.profiler.start() if on else torch.cuda.profiler.stop()
+
+    def copier(self) -> "Copier":
+        return CudaCopier(self) if self.kind == "cuda" else HostCopier()
+
+    def describe(self) -> str:
+        place = (
+            f"{self.kind}:{self.index}" if self.kind == "cuda" else f"cpu, {self.threads} thread(s)"
+        )
+        return f"{place}, collectives over {self.backend}"
+
+
+class Copier(Protocol):
+    """Copies tensors to host memory beside the computation that goes on."""
+
+    def begin(self) -> None:
+        """Called in the computing thread: copies see what has been
+        computed until now, and nothing later.
+        """
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+        """`target`: contiguous bytes on the host, as many as `source` has.
+
+        May return before the copy is done.
+        """
+
+    def fence(self) -> None:
+        """Called in the computing thread: whatever is computed from now on comes after the copies.
+
+        Need not block it.
+        """
+
+    def finish(self) -> None:
+        """Returns when all copies are done."""
+
+
+class HostCopier:
+    """Tensors in host memory: plain memory copies, without the interpreter's lock.
+
+    They are never taken by reference.
+    """
+
+    def begin(self) -> None: ...
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+        import torch
+
+        flat = source.detach().contiguous()
+        if flat.device.type != "cpu":
+            flat = flat.cpu()
+        assert target.dtype == torch.uint8 and target.numel() == flat.nbytes
+        ctypes.memmove(target.data_ptr(), flat.data_ptr(), flat.nbytes)
+
+    def fence(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class CudaCopier:
+    """A stream of its own.
+
+    The next change of the weights waits for it on the device; the CPU does not.
+    """
+
+    def __init__(self, device: Device):
+        import torch
+
+        self._device = device.torch
+        self._stream = torch.cuda.Stream(self._device)
+        self._done = torch.cuda.Event()
+
+    def begin(self) -> None:
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            flat = source.detach().contiguous()
+            flat.record_stream(self._stream) if flat.is_cuda else None
+            target.copy_(flat.reshape(-1).view(torch.uint8), non_blocking=True)
+        self._done.record(self._stream)
+
+    def fence(self) -> None:
+        import torch
+
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def finish(self) -> None:
+        self._done.synchronize()
+
+
+def choose(kind: str = "auto", index: int = 0, threads: int = 1) -> Device:
+    """Decide the device of this process. Raises ValueError when CUDA is asked for and absent."""
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={kind}: use auto, cpu or cuda")
+    if kind != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return Device("cuda", index, "nccl", threads, pin_memory=True)
+        if kind == "cuda":
+            raise ValueError(
+                "device=cuda: torch sees no CUDA device here; use device=auto or device=cpu"
+            )
+    return Device("cpu", 0, "gloo", threads, pin_memory=False)
+
+
+@contextmanager
+def beside(device: "torch.device") -> Iterator[None]:
+    """What is done inside goes on beside the computation of this device, and sees what that has
+    computed until now. On leaving, it is done. Host memory: nothing special.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    import torch
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def yield_to_others() -> None:
+    """This thread, and threads that it starts from now on, take a core after the others of this
+    process: the kernel's niceness, which Linux keeps per thread. For copying beside the computation
+    that somebody waits for.
+    """
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+
+
+def wait_for_turn() -> None:
+    """This process, and those that it starts from now on, do not interrupt others when they wake:
+    their share of the cores stays the same, they only begin when a core is free or somebody's turn
+    is over (Linux: SCHED_BATCH). For parts that are asleep most of the time, beside an engine or a
+    rank that computes all the time and loses its caches with every interruption. No smaller share:
+    rewards, which are started from here, have only so many seconds.
+    """
+    changed: set[str] = set()
+    # it is kept per thread; some may begin meanwhile
+    while others := set(os.listdir("/proc/self/task")) - changed:
+        for thread in others:
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+        changed |= others
+
+
+def freeze_loaded() -> None:
+    """Python's collector passes over all that this process holds by now (modules, a model, a
+    tokenizer), which stays anyway, and looks at what is new less often. Once, when it begins to
+    serve: looking through hundreds of thousands of old objects again and again took an engine's
+    front, and every request that waited for it, more than a quarter of its time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG)
+
+
+def spare_cores() -> int:
+    """How many threads may copy at a time while this process
+    computes with all of its own; at least 1.
+    """
+    import torch
+
+    return max(1, len(os.sched_getaffinity(0)) - torch.get_num_threads())
+
+
+def settle(device: "torch.device") -> None:
+    """Return when all that this thread has asked of the device is done."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
+class SharedCard:
+    """Memory of one GPU, handed to another process on the same one by CUDA's own handles
+    (`rft.sync.links`). Whoever shared memory keeps it; it is given back when both sides have let
+    it go. What a process that was killed had opened stays taken.
+    """
+
+    def __init__(self, device: "torch.device"):
+        self.device = device
+
+    def uuid(self) -> str:
+        import torch
+
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def room(self, size: int) -> "torch.Tensor":
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def share(self, memory: "torch.Tensor") -> dict[str, Any]:
+        return dict(zip(HANDLE, memory.untyped_storage()._share_cuda_(), strict=True))
+
+    def open(self, told: dict[str, Any]) -> "torch.Tensor":
+        import torch
+
+        torch.cuda.init()
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        fields = {**told, "device": index}  # the other process may count its devices in another way
+        storage = torch.UntypedStorage._new_shared_cuda(*(fields[name] for name in HANDLE))
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+            storage, 0, (told["size"],)
+        )
+
+    def settle(self) -> None:
+        settle(self.device)
+
+
+def peak_of(name: str) -> float | None:
+    """By a device's name, which ends in its memory or form: "NVIDIA H100 80GB HBM3"."""
+    known = [
+        prefix
+        for prefix in PEAK_TFLOPS
+        if f"{name} ".startswith(f"{prefix} ") or name.startswith(f"{prefix}-")
+    ]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """Config spelling ("fp32", "bf16") to torch's dtype."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def attention_dtype(tensor: "torch.Tensor") -> "torch.dtype":
+    """What attention over `tensor` computes in: on a CPU always fp32.
+
+    There torch's own backward of it in bf16 takes up to ten times as long, the more the shorter the
+    sequences are.
+    """
+    import torch
+
+    return torch.float32 if tensor.device.type == "cpu" else tensor.dtype
+
+
+def collective_timeout(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+def hosted_store(address: str, port: int, timeout: timedelta) -> "TCPStore":
+    """Host a store of torch's that listens at `address` alone; torch by itself listens on every
+    interface. Port 0: any.
+    """
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((address, port))
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def loopback_environment(engines_too: bool) -> dict[str, str]:
+    """Environment of ranks that are all on this machine: their groups listen on loopback, unless
+    the user chose otherwise.
+
+    `engines_too`: those are here as well; NCCL also leads to them.
+    """
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if engines_too else ("GLOO_SOCKET_IFNAME",)
+    return {name: "lo" for name in names if name not in os.environ}
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment for a child process that may use `threads` cores."""
+    return {name: str(threads) for name in THREAD_VARIABLES}

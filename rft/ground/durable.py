@@ -1,0 +1,99 @@
+"""Files that survive a crash, and locks that end with their holder. Standard library only.
+
+In: bytes for a path; a path to lock. Out: the old content or the new one, never half of either, and
+durable when the call returns; a descriptor that is the lock for as long as it is open. Invariant: a
+draft has its final name only after its bytes are on the medium (write, fsync, rename, fsync of the
+directory: LWN, "Ensuring data reaches disk", 2011).
+
+Locks are `flock`: the kernel gives them back when a holder dies, however it dies. Checkpoints have
+their own seam for the same system calls (`rft.checkpoint.disk`), which fault tests replace.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte: one `os.write` takes at most 2 GiB, and a full disk takes fewer."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well; nothing is left otherwise."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        sync_directory(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def put(path: Path, data: bytes | str) -> None:
+    """Give `path` this content at once. Raises OSError, and the old content stays."""
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def lock(path: Path, shared: bool = False) -> int | None:
+    """Lock `path`, made where it is missing; the descriptor that holds the lock, None if another
+    process has it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if take(descriptor, shared):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def take(descriptor: int, shared: bool = False) -> bool:
+    """Lock an open file, or a directory; False if another process has it."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path, by_anybody: bool = False) -> bool:
+    """Whether a process holds `path` alone, or, `by_anybody`, shares it with others. A file that is
+    not there is held by nobody.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not take(descriptor, shared=not by_anybody)
+    finally:
+        os.close(descriptor)
+
+
+def sign(descriptor: int, text: str) -> None:
+    """Say in a lock's file who holds it. Raises OSError."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
+
+
+def signed_by(path: Path) -> str:
+    """What the last holder of a lock has said of itself, empty where nothing was."""
+    return path.read_text(encoding="utf-8", errors="replace").strip()

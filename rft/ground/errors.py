@@ -1,0 +1,42 @@
+"""The error that every part of rft raises for a config that cannot run, and how a user hears of it.
+
+In: sentences, each naming a key and the fix. Out: one error with all of them, and exit code 2.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A config that cannot run; every sentence of `problems` names a key and the fix."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def problems_of(check: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
+    """What `check(*arguments)` refuses; empty where it passes."""
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def refuse_all(problems: Iterable[str]) -> None:
+    """Raise one ConfigError of all problems, each said once; nothing where there are none."""
+    if found := tuple(dict.fromkeys(problems)):
+        raise ConfigError(*found)
+
+
+def refuse(error: ConfigError) -> int:
+    """Print why the config cannot run; returns the exit code."""
+    if len(error.problems) == 1:
+        print(f"rft: config refused: {error}", file=sys.stderr)
+        return 2
+    print(f"rft: config refused, {len(error.problems)} problems:", file=sys.stderr)
+    for number, problem in enumerate(error.problems, start=1):
+        print(f"  {number}. {problem}", file=sys.stderr)
+    return 2

@@ -1,0 +1,212 @@
+"""The records that cross a process boundary, and nothing else.
+
+Flow: a taskset yields `Task`s; the explorer asks an engine with `GenerateRequest` and gets
+`Completion`s; a workflow turns them into `Experience`s; the buffer keeps those durably and hands
+the trainer a list of them as one step's batch. All are msgspec structs: they encode to msgpack
+(`encode` / `decode`), never to pickle.
+
+Invariant: `tokens` are the exact ids that the engine saw and produced; nothing here is ever
+re-tokenized, and every per-token list of an experience has the length of its response.
+"""
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+StopReason = Literal["stop", "length", "abort", "prompt_too_long"]
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Base of all records: defaults left out on the wire, unknown fields ignored when read."""
+
+
+class VersionSpan(Record, kw_only=True):
+    """Response tokens [start, end) were sampled from the weights of policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Sampling(Record, kw_only=True):
+    """How to sample one response.
+
+    `temperature=0` is greedy; `top_p=1` and `top_k=-1` are off; seed makes it repeatable.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    seed: int | None = None
+
+
+class Task(Record, kw_only=True):
+    """One prompt with its reference answer, as read from a taskset."""
+
+    id: str  # "<taskset>/<epoch>/<row>": the same for every attempt at this task
+    taskset: str
+    row: int
+    epoch: int = 0
+    draw: int = 0  # how many tasks its set gave out before
+    prompt: str | list[dict[str, Any]]  # plain text, or chat messages
+    truth: str | None = None
+    workflow: str = "single_turn"
+    reward: str = "exact_match"
+    reward_args: dict[str, Any] = {}
+    workflow_args: dict[str, Any] = {}
+    repeat_times: int = 1
+    sampling: Sampling
+    raw: dict[str, Any] = {}  # the whole row, for the user's own workflow or reward
+
+
+class GenerateRequest(Record, kw_only=True):
+    """Ask an engine for `n` continuations of the same token ids."""
+
+    request_id: str
+    prompt: list[int]
+    n: int = 1
+    sampling: Sampling
+    # besides the model's own end of sequence; the one that was met is in the response
+    stop_token_ids: list[int] = []
+    stop: list[str] = []  # texts that end a response; the one that was met is in it
+
+
+class RoutedExperts(Record, kw_only=True):
+    """Which experts an engine sent each token through, so that a trainer may send it the same way
+    (router replay).
+
+    `data`: expert numbers of `dtype`, little-endian, of shape (positions, layers, top_k): position
+    p is token p of prompt and response together. The last token of a response was never sent
+    through the model, so it may be left out.
+    """
+
+    layers: int
+    top_k: int
+    dtype: Literal["uint8", "uint16"] = "uint8"
+    data: bytes
+
+    @property
+    def positions(self) -> int:
+        return len(self.data) // (self.layers * self.top_k * (2 if self.dtype == "uint16" else 1))
+
+
+class Completion(Record, kw_only=True):
+    """One continuation: ids, their log-probabilities under the distribution sampled from, and who
+    sampled each token.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+    stop: StopReason
+    routed_experts: RoutedExperts | None = None
+
+
+class Experience(Record, kw_only=True):
+    """One finished token sequence: what the trainer learns from.
+
+    `tokens` = prompt + response, `prompt_length` splits them. `logprobs`, `action_mask` (and
+    `advantages` where set) have one entry per response token; `action_mask` is 1 where the policy
+    chose the token. `token_rewards`, where set, holds the reward of every response token and wins
+    over `reward`. `sample` says which attempt at the task this belongs to, `turn` which model call
+    of that attempt, where each makes an experience of its own. `expert`: a row that no policy
+    sampled. `reward_outcome` tells a real reward of 0 from a reward function that timed out or
+    failed. `group` is the admission number of its group, -1 for data that no group made (supervised
+    rows, evaluation). `routed_experts` is kept in the record: packing leaves it out.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    action_mask: list[int]
+    logprobs: list[float] = []
+    versions: list[VersionSpan] = []
+    # the one that `logprobs` were taken under; the trainer divides its logits by it
+    temperature: float = 1.0
+    reward: float = 0.0
+    reward_outcome: Literal["ok", "timeout", "error", "none"] = "none"
+    stop: StopReason = "stop"
+    group: int = -1
+    sample: int = 0
+    turn: int = 0
+    token_rewards: list[float] = []
+    expert: bool = False
+    task: str = ""
+    timeline: int = 0  # run epoch that made it
+    routed_experts: RoutedExperts | None = None
+    metrics: dict[str, float] = {}
+    info: dict[str, Any] = {}
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def failed(self) -> bool:
+        """Its reward function timed out or failed: `reward` is no number to learn from."""
+        return self.reward_outcome in ("timeout", "error")
+
+    @property
+    def token_versions(self) -> list[int | None]:
+        """The policy version of every response token; None where nobody knows it."""
+        found: list[int | None] = [None] * self.response_length
+        for span in self.versions:
+            found[span.start : span.end] = [span.version] * (span.end - span.start)
+        return found
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((span.version for span in self.versions), default=None)
+
+
+class Batch(Record, kw_only=True):
+    """The experiences of one training step, in admission order.
+
+    `replayed`: the same batch was leased before a restart.
+    """
+
+    step: int
+    experiences: list[Experience]
+    replayed: bool = False
+    waited_s: float = 0.0
+
+
+class EvalResult(Record, kw_only=True):
+    """Scores of one evaluation set:
+
+    `metrics` maps e.g. `accuracy`, `reward/mean`, `response_length/mean` to a number.
+    """
+
+    taskset: str
+    version: int
+    num_tasks: int
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]] = []
+
+
+FRAME_HEADER = 4  # bytes, of a message's length
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(record: Any) -> bytes:
+    return _encoder.encode(record)
+
+
+def framed(record: Any) -> bytes:
+    """A message of a stream: the length of the record, FRAME_HEADER bytes (little endian), and its
+    msgpack.
+    """
+    body = _encoder.encode(record)
+    return len(body).to_bytes(FRAME_HEADER, "little") + body
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode msgpack bytes into `kind` (`Experience`, `list[Experience]`, ...); raises
+    msgspec.ValidationError.
+    """
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoders[kind].decode(data)

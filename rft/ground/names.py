@@ -1,0 +1,431 @@
+"""The Hugging Face <-> Megatron table of rules: pure data and arithmetic, neither torch nor
+megatron.
+
+One `Rule` per parameter: its kind, its Megatron names (own/local layer spec first, then Transformer
+Engine's) and its Hugging Face names. `segments` turns a rule into the places where a
+tensor-parallel shard and the HF tensors overlap; import, gathered export and block export are three
+readings of that one answer. `check_layout` refuses models and mesh sizes that cannot work, before
+anything heavy is imported.
+
+Symbols: h hidden, d head size, Hq query heads, G key/value heads, n = Hq/G, I FFN width (of one
+expert: Im), E experts, V vocabulary, V' padded vocabulary, T tensor-parallel size, t
+tensor-parallel rank. Experts are cut by their own tensor parallelism, and spread over the ranks of
+expert parallelism: expert x is number x - e*E/P of rank e of P.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rft.ground.errors import ConfigError
+
+Kind = Literal["qkv", "gate_up", "column", "row", "vocab", "replicated"]
+# bytes of an element, by the name that torch and Hugging Face give its type
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # that name, by the one in a config
+# [1, h]: a critic's, under the name that transformers gives the head of a scoring model
+VALUE_HEAD = "score.weight"
+# the padded vocabulary divides evenly by this times T; small, so that toy vocabularies stay small
+VOCAB_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`{layer}` and `{expert}` in a name are global numbers from 0.
+
+    `megatron` lists alternatives, `hf` the parts in order.
+    """
+
+    kind: Kind
+    megatron: tuple[str, ...]
+    hf: tuple[str, ...]
+
+
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_QKV = tuple(_H + f"self_attn.{part}_proj." for part in "qkv")
+_GATE_UP = tuple(_H + f"mlp.{part}_proj." for part in ("gate", "up"))
+_EM, _EH = _M + "mlp.experts.", _H + "mlp.experts.{expert}."
+
+RULES: tuple[Rule, ...] = (
+    Rule("vocab", ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
+    Rule(
+        "replicated",
+        (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
+        (_H + "input_layernorm.weight",),
+    ),
+    Rule(
+        "qkv", (_M + "self_attention.linear_qkv.weight",), tuple(name + "weight" for name in _QKV)
+    ),
+    Rule("qkv", (_M + "self_attention.linear_qkv.bias",), tuple(name + "bias" for name in _QKV)),
+    Rule(
+        "replicated", (_M + "self_attention.q_layernorm.weight",), (_H + "self_attn.q_norm.weight",)
+    ),
+    Rule(
+        "replicated", (_M + "self_attention.k_layernorm.weight",), (_H + "self_attn.k_norm.weight",)
+    ),
+    Rule("row", (_M + "self_attention.linear_proj.weight",), (_H + "self_attn.o_proj.weight",)),
+    Rule(
+        "replicated",
+        (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
+        (_H + "post_attention_layernorm.weight",),
+    ),
+    Rule("gate_up", (_M + "mlp.linear_fc1.weight",), tuple(name + "weight" for name in _GATE_UP)),
+    Rule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",)),
+    Rule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",)),
+    Rule(
+        "gate_up",
+        (_EM + "local_experts.{expert}.linear_fc1.weight", _EM + "linear_fc1.weight{expert}"),
+        (_EH + "gate_proj.weight", _EH + "up_proj.weight"),
+    ),
+    Rule(
+        "row",
+        (_EM + "local_experts.{expert}.linear_fc2.weight", _EM + "linear_fc2.weight{expert}"),
+        (_EH + "down_proj.weight",),
+    ),
+    Rule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
+    Rule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
+    Rule("replicated", ("output_layer.value",), (VALUE_HEAD,)),
+)
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes that the layout equations need."""
+
+    hidden: int
+    heads: int
+    groups: int
+    head_size: int
+    ffn: int
+    vocab: int
+    layers: int
+    tied: bool
+    experts: int = 0  # 0: every MLP is dense
+    expert_ffn: int = 0
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> "Dims":
+        heads = int(hf["num_attention_heads"])
+        return cls(
+            hidden=int(hf["hidden_size"]),
+            heads=heads,
+            groups=int(hf.get("num_key_value_heads") or heads),
+            head_size=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            ffn=int(hf["intermediate_size"]),
+            vocab=int(hf["vocab_size"]),
+            layers=int(hf["num_hidden_layers"]),
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            experts=num_experts(hf),
+            expert_ffn=int(hf["moe_intermediate_size"]) if num_experts(hf) else 0,
+        )
+
+    def padded_vocab(self, tp: int) -> int:
+        multiple = VOCAB_MULTIPLE * tp
+        return -(-self.vocab // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows (dim 0) or columns (dim 1) [start, stop) of HF part
+    `part` lie in the shard from `local` on.
+    """
+
+    part: int
+    dim: int
+    start: int
+    stop: int
+    local: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A rule applied to one Megatron parameter: its kind and the HF
+    names with layer and expert filled in.
+    """
+
+    kind: Kind
+    hf: tuple[str, ...]
+
+    @property
+    def is_expert(self) -> bool:
+        """Of one expert: it is cut and copied by the sizes of the expert layers."""
+        return is_expert(self.hf[0])
+
+
+def is_expert(hf_name: str) -> bool:
+    return ".mlp.experts." in hf_name
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank, as far as it decides which weights are there; pipeline stages show in the layers of
+    a model.
+
+    Experts: rank `ep_rank` of `ep` has every E/ep of them, cut `etp` ways. `copy` of `copies` ranks
+    that hold the same shards, of dense layers (data and context parallelism) and of experts (which
+    have fewer).
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+    copy: int = 0
+    copies: int = 1
+    expert_copy: int = 0
+    expert_copies: int = 1
+
+    def first_expert(self, dims: Dims) -> int:
+        return self.ep_rank * (dims.experts // self.ep)
+
+    def segments(self, bound: Bound, dims: Dims) -> list[Segment]:
+        rank, size = (self.etp_rank, self.etp) if bound.is_expert else (self.tp_rank, self.tp)
+        return segments(bound.kind, bound.hf[0], dims, rank, size)
+
+    def copy_of(self, bound: Bound) -> tuple[int, int] | None:
+        """Which of how many ranks that hold this shard of the parameter this one is; None: a rank
+        of another shard counts for it, as it does for what tensor parallelism does not cut.
+        """
+        if bound.is_expert:
+            return self.expert_copy, self.expert_copies
+        return (self.copy, self.copies) if bound.kind != "replicated" or self.tp_rank == 0 else None
+
+
+LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+EXPERT = re.compile(
+    r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+"
+)
+
+
+def bind(name: str, first_layer: int, first_expert: int = 0) -> Bound:
+    """The rule for a Megatron parameter name whose layers and experts are numbered from
+    `first_layer` and `first_expert` on (pipeline stages and expert-parallel ranks count from 0).
+    """
+    numbers = {}
+    for what, found, first in (("layer", LAYER, first_layer), ("expert", EXPERT, first_expert)):
+        if match := found.search(name):
+            numbers[what] = int(match[0]) + first
+            name = f"{name[: match.start()]}{{{what}}}{name[match.end() :]}"
+    for rule in RULES:
+        if name in rule.megatron:
+            return Bound(rule.kind, tuple(part.format(**numbers) for part in rule.hf))
+    raise KeyError(
+        f"no rule for Megatron parameter {name.format(**numbers)}; add one to "
+        "rft.ground.names.RULES"
+    )
+
+
+def hf_shape(kind: Kind, part: int, name: str, dims: Dims) -> tuple[int, ...]:
+    """Shape of HF part number `part` of a rule; `name` tells weights from biases and norms of a
+    head from the others.
+    """
+    if name == VALUE_HEAD:
+        return (1, dims.hidden)
+    ffn = dims.expert_ffn if is_expert(name) else dims.ffn
+    if kind == "replicated":
+        if name.endswith("mlp.gate.weight"):
+            return (dims.experts, dims.hidden)
+        return (
+            (dims.head_size,)
+            if name.endswith(("q_norm.weight", "k_norm.weight"))
+            else (dims.hidden,)
+        )
+    if kind == "vocab":
+        return (dims.vocab, dims.hidden)
+    if kind == "row":
+        return (dims.hidden, dims.heads * dims.head_size if "o_proj" in name else ffn)
+    if kind == "qkv":
+        rows = (dims.heads if part == 0 else dims.groups) * dims.head_size
+    else:
+        rows = ffn
+    return (rows,) if name.endswith(".bias") else (rows, dims.hidden)
+
+
+def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[Segment]:
+    """Where shard `rank` of `size` and the HF tensors of this rule overlap; padding rows of the
+    vocabulary are in none.
+
+    `rank` and `size` are those of the experts' own tensor parallelism where the name is an
+    expert's.
+    """
+    if kind == "qkv":
+        return _qkv_segments(dims, rank, size)
+    if kind == "gate_up":
+        rows = hf_shape(kind, 0, name, dims)[0] // size
+        return [Segment(part, 0, rank * rows, (rank + 1) * rows, part * rows) for part in (0, 1)]
+    if kind == "row":
+        columns = hf_shape(kind, 0, name, dims)[1] // size
+        return [Segment(0, 1, rank * columns, (rank + 1) * columns, 0)]
+    if kind == "vocab":
+        rows = dims.padded_vocab(size) // size
+        start, stop = rank * rows, min((rank + 1) * rows, dims.vocab)
+        return [Segment(0, 0, start, stop, 0)] if start < stop else []
+    whole = hf_shape(kind, 0, name, dims)[0]
+    if kind == "column":
+        rows = whole // size
+        return [Segment(0, 0, rank * rows, (rank + 1) * rows, 0)]
+    return [Segment(0, 0, 0, whole, 0)]
+
+
+def _qkv_segments(dims: Dims, rank: int, size: int) -> list[Segment]:
+    """The packed rows of group g are [n*d of q | d of k | d of v]; the shard is a plain chunk of
+    all G groups.
+
+    That stays true for G < T, where a chunk may begin and end inside a group.
+    """
+    d, per_query = dims.head_size, dims.heads // dims.groups * dims.head_size
+    group_rows = per_query + 2 * d
+    rows = dims.groups * group_rows // size
+    low, high = rank * rows, (rank + 1) * rows
+    found = []
+    for group in range(dims.groups):
+        start = group * group_rows
+        for part, width, offset in ((0, per_query, 0), (1, d, per_query), (2, d, per_query + d)):
+            first, last = max(low, start + offset), min(high, start + offset + width)
+            if first < last:
+                base = group * width - (start + offset)  # packed row -> row of the HF part
+                found.append(Segment(part, 0, first + base, last + base, first - low))
+    return sorted(found, key=lambda s: (s.part, s.start))
+
+
+def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this model must hold, with its shape, layer by layer in the
+    model's order.
+    """
+    rules = [rule for rule in RULES if applies(rule, SUPPORTED[architecture], dims.tied)]
+    layered = [i for i, rule in enumerate(rules) if "{layer}" in rule.hf[0]]
+    before, inside, after = (
+        rules[: layered[0]],
+        [rules[i] for i in layered],
+        rules[layered[-1] + 1 :],
+    )
+    ordered = [(rule, 0) for rule in before]
+    ordered += [(rule, layer) for layer in range(dims.layers) for rule in inside]
+    ordered += [(rule, 0) for rule in after]
+    names: dict[str, tuple[int, ...]] = {}
+    for rule, layer in ordered:
+        for expert in range(dims.experts if is_expert(rule.hf[0]) else 1):
+            for part, pattern in enumerate(rule.hf):
+                name = pattern.format(layer=layer, expert=expert)
+                names[name] = hf_shape(rule.kind, part, name, dims)
+    return names
+
+
+def applies(rule: Rule, features: frozenset[str], tied: bool) -> bool:
+    """Whether a model with these `SUPPORTED` features has the rule's HF tensors."""
+    name = rule.megatron[0]
+    if rule.hf[0] == VALUE_HEAD:
+        return False
+    if name == "output_layer.weight":
+        return not tied
+    if name.endswith("linear_qkv.bias"):
+        return "qkv_bias" in features
+    if ".mlp." in name:
+        return ("experts" in features) == (".mlp.experts." in name or ".mlp.router." in name)
+    return "qk_norm" in features or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+
+SUPPORTED: dict[str, frozenset[str]] = {
+    "LlamaForCausalLM": frozenset(),
+    "Qwen2ForCausalLM": frozenset({"qkv_bias"}),
+    "Qwen3ForCausalLM": frozenset({"qk_norm"}),
+    "Qwen3MoeForCausalLM": frozenset({"qk_norm", "experts"}),
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def architecture_of(hf: dict[str, Any]) -> str:
+    """The one supported name in `architectures`; raises ConfigError for any other model."""
+    name = (hf.get("architectures") or ["<none>"])[0]
+    if name not in SUPPORTED:
+        raise ConfigError(
+            f"model.model_path: architecture {name} is not supported; use one of "
+            f"{', '.join(sorted(SUPPORTED))}"
+        )
+    return name
+
+
+def num_experts(hf: dict[str, Any]) -> int:
+    """Of every layer; 0 where MLPs are dense. transformers 5 writes
+    it under another name than version 4.
+    """
+    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a model directory, checked to be a model that rft can train."""
+    file = Path(path) / "config.json"
+    try:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.model_path={path}: cannot read config.json ({error.strerror}); "
+            "give the directory of a Hugging Face checkpoint"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"model.model_path={path}: config.json does not parse: {error}"
+        ) from error
+    architecture_of(hf)
+    _check_features(hf)
+    return hf
+
+
+def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, `rope_type` and the type's own numbers: transformers 5 nests them, version 4
+    spread them.
+    """
+    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    given.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+    given["rope_type"] = given.get("rope_type") or given.pop("type", None) or "default"
+    return given
+
+
+def _check_features(hf: dict[str, Any]) -> None:
+    rope = rope_of(hf)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise ConfigError(
+            f"model.model_path: rope_type {rope['rope_type']} is not supported (known: "
+            f"{', '.join(ROPE_TYPES)}); use another model"
+        )
+    layer_types = set(hf.get("layer_types") or []) - {"full_attention"}
+    sliding = bool(hf.get("use_sliding_window")) or bool(layer_types)
+    refused = {
+        "partial_rotary_factor other than 1": float(
+            rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+        )
+        != 1.0,
+        "sliding-window attention": sliding,
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "attention_bias": bool(hf.get("attention_bias"))
+        and architecture_of(hf) != "Qwen2ForCausalLM",
+        "quantization_config": bool(hf.get("quantization_config")),
+        "norm_topk_prob with one expert per token": bool(hf.get("norm_topk_prob"))
+        and hf.get("num_experts_per_tok") == 1,
+        "dense layers among those of experts": bool(hf.get("mlp_only_layers"))
+        or int(hf.get("decoder_sparse_step") or 1) != 1,
+        f"hidden_act={hf.get('hidden_act')}": hf.get("hidden_act", "silu") != "silu",
+    }
+    found = [name for name, present in refused.items() if present]
+    if found:
+        raise ConfigError(
+            f"model.model_path: config.json asks for {', '.join(found)}, which rft does not "
+            "implement"
+        )

@@ -1,0 +1,200 @@
+"""The seams: what one part may ask of another without importing it. Typing only; no behaviour, no
+heavy import.
+
+The Megatron policy is `Snapshotable` and a `WeightSource`; `checkpoint` saves the one and `sync`
+streams the other without knowing Megatron. `monitor` offers every sink as a `MetricSink`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of this rank's training state, by reference (its bytes change at the next
+    optimizer step).
+
+    It is the box [offset, offset + shape) of the whole tensor `key` of `global_shape`; with
+    `flat=(start, stop)` only those elements of that box, flattened (a range of the distributed
+    optimizer). `shape` is left out where it is the tensor's own. Ranks that hold equal pieces hold
+    equal bytes, and one of them stores them. `stored=False`: others hold the same elements in
+    another cut and store them; this piece is only filled when a checkpoint is loaded.
+    """
+
+    key: str
+    tensor: "torch.Tensor"
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...] | None = None
+    flat: tuple[int, int] | None = None
+    stored: bool = True
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All training state of one rank at one step: big tensors by reference, small objects already
+    serialised to bytes.
+
+    `small` is the same on every rank, `local` this rank's own: it comes back only in the layout
+    that wrote it.
+    """
+
+    pieces: list[Piece]
+    small: dict[str, bytes] = field(default_factory=dict)
+    local: dict[str, bytes] = field(default_factory=dict)
+
+
+class Snapshotable(Protocol):
+    """What the checkpoint manager saves and loads; the Megatron policy is one."""
+
+    def snapshot(self) -> Snapshot:
+        """Describe this rank's state. No collective, no copy of big tensors."""
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        """Called after every piece's tensor was filled in place: take over counters and, where
+        given, generators.
+
+        `small` holds what `snapshot` gave as `small` and, in the layout that wrote the checkpoint,
+        as `local`.
+        """
+
+
+@dataclass(frozen=True)
+class Block:
+    """A contiguous slab of one Hugging Face tensor: rows (dim 0) or columns (dim 1) [start, stop)
+    of `name`.
+
+    `shape` is that of the whole HF tensor, `dtype` a safetensors-like name ("float32", "bfloat16").
+    A replicated or whole tensor is one block with dim 0 and [0, shape[0]).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+class WeightSource(Protocol):
+    """The trainer side of weight sync: which blocks this rank owns, and their bytes now."""
+
+    def blocks(self) -> list[Block]:
+        """Blocks that this rank sends, in the order of `read_blocks`; fixed for the life of the
+        policy. No collective.
+        """
+
+    def read_blocks(self) -> Iterator["torch.Tensor"]:
+        """One contiguous tensor per block, same order, current weights. No collective."""
+
+
+class Collective(Protocol):
+    """What parts of a trainer ask of all its ranks together: every rank
+    calls each of these, in the same order.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    def gather(self, item: Any) -> list[Any] | None:
+        """Every rank's item in the order of ranks, at rank 0; None elsewhere."""
+
+    def broadcast(self, item: Any) -> Any:
+        """Rank 0's item, on every rank."""
+
+    def barrier(self, name: str) -> None: ...
+
+
+class Mesh(Collective, Protocol):
+    """The ranks of a trainer with their places in the layout TP x CP x PP x DP."""
+
+    @property
+    def dp(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def cp_rank(self) -> int: ...
+    @property
+    def is_last_stage(self) -> bool: ...
+    def scatter_parts(self, parts: list[list[Any]] | None) -> list[Any]:
+        """Of rank 0's microbatches per data-parallel index those of this rank."""
+
+    def reduce(self, sums: "torch.Tensor", maxima: "torch.Tensor") -> None:
+        """Over all ranks that hold different tokens, in place."""
+
+    def close(self) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """Saves of the policy with the loop's own state.
+
+    Every rank calls every method, in the same order.
+    """
+
+    requested: int | None
+
+    @property
+    def newest(self) -> int | None: ...
+    def save(
+        self, step: int, models: Any, loop: dict[str, Any], full: bool = True, weights: bool = False
+    ) -> bool: ...
+    def poll(self) -> list[Any]: ...
+    def before_update(self) -> float: ...
+    def wait(self, step: int) -> None: ...
+    def wait_exports(self) -> None: ...
+    def metrics(self) -> dict[str, float]: ...
+
+
+class TrainBackend(Protocol):
+    """Where the policy learns: the parts of a trainer rank that depend on it, a module each
+    (`rft.run.megatron_backend`, `rft.run.tinker_backend`).
+
+    The loop (`rft.trainer.trainer`) is the same over all of them. Every rank calls every function,
+    in this order; `rank` has what its parts share (config, job, device).
+    """
+
+    def open_mesh(self, config: Any, device: Any) -> Any:
+        """Who trains together: broadcast, gather, scatter_parts, reduce, barrier, close."""
+
+    def build_models(self, config: Any, mesh: Any) -> Any:
+        """`rft.trainer.models.Models`, whose policy scores the tokens of microbatches and makes a
+        step of them.
+        """
+
+    def build_checkpoints(self, rank: Any, mesh: Any, epoch: int, models: Any) -> Any:
+        """Saves and loads the policy together with the loop's own state, as
+        `rft.checkpoint.manager.CheckpointManager` does.
+        """
+
+    def build_publisher(
+        self,
+        rank: Any,
+        mesh: Any,
+        models: Any,
+        checkpoints: Any,
+        synchronizer: Any | None,
+        epoch: int,
+    ) -> Any:
+        """Brings versions of the policy to the engines, as `rft.sync.publisher.Publisher` does."""
+
+
+class MetricSink(Protocol):
+    """Where metrics go. One owner process per run; `step` is always the policy version."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None: ...
+    def histograms(self, values: dict[str, list[float]], step: int) -> None: ...
+    def close(self) -> None: ...

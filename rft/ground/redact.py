@@ -1,0 +1,176 @@
+"""No secret leaves the process: what must not be read is taken out of text and records before they
+are written.
+
+In: the environment's variables whose names say that they hold a secret, the keys of free
+dictionaries whose names do, and addresses with a password in them. Out: the same text with HIDDEN
+in their places. Invariants: a value is taken out wherever it stands, whatever the sentence around
+it; what is shorter than MIN_LENGTH is not looked for, for it would be found in words.
+"""
+
+import functools
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HIDDEN = "[hidden]"
+MIN_LENGTH = 6
+# prefix of variables through which a config's secrets reach the processes of the run
+PASSED_ON = "RFT_SECRET_"
+VARIABLES = re.compile(
+    r"(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|MLFLOW_TRACKING_USERNAME)$|^"
+    + PASSED_ON,
+    re.IGNORECASE,
+)
+KEYS = re.compile(
+    r"(^|_)(api_?key|access_key|secret|secret_key|password|passwd|token|credentials?)$",
+    re.IGNORECASE,
+)
+NAMED = re.compile(r"\$\{oc\.env:(\w+)\}")  # in the place of a secret
+IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)")  # user:password
+
+
+def is_secret_key(name: str) -> bool:
+    """Whether a key of a free dictionary, like `api_key`, holds a secret by its name."""
+    return KEYS.search(name) is not None
+
+
+def values(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The secrets of this environment, the longest first: one may be part of another."""
+    found = {
+        value
+        for name, value in environment.items()
+        if VARIABLES.search(name) and len(value) >= MIN_LENGTH
+    }
+    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+
+
+def variable_of(value: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The variable that has this very secret."""
+    names = [
+        name for name, known in environment.items() if known == value and VARIABLES.search(name)
+    ]
+    return min(names) if names and len(value) >= MIN_LENGTH else None
+
+
+def passed_on(config: Any, path: str = PASSED_ON.rstrip("_")) -> Any:
+    """`config` with a variable's name in the place of every secret; the processes that this one
+    starts have that variable.
+    """
+    if isinstance(config, Mapping):
+        return {key: _passed_on(str(key), value, f"{path}_{key}") for key, value in config.items()}
+    if isinstance(config, list):
+        return [_passed_on("", value, f"{path}_{number}") for number, value in enumerate(config)]
+    return config
+
+
+def _passed_on(key: str, value: Any, path: str) -> Any:
+    if not isinstance(value, str):
+        return passed_on(value, path)
+    if not value or not (is_secret_key(key) or text(value) != value):
+        return value
+    name = variable_of(value) or re.sub(r"\W", "_", path).upper()
+    os.environ[name] = value
+    return f"${{oc.env:{name}}}"
+
+
+def named(found: Any) -> Any:
+    """`found` with a variable's name in the place of every text that is a variable's secret: for
+    what is read again later.
+    """
+    if isinstance(found, str):
+        name = variable_of(found)
+        return found if name is None else f"${{oc.env:{name}}}"
+    if isinstance(found, Mapping):
+        return {key: named(value) for key, value in found.items()}
+    return [named(item) for item in found] if isinstance(found, list) else found
+
+
+def restored(found: Any) -> Any:
+    """What `named` was given, with the variables as they are now; raises KeyError with the name of
+    one that is gone.
+    """
+    if isinstance(found, str):
+        told = NAMED.fullmatch(found)
+        return os.environ[told[1]] if told else found
+    if isinstance(found, Mapping):
+        return {key: restored(value) for key, value in found.items()}
+    return [restored(item) for item in found] if isinstance(found, list) else found
+
+
+def inherited() -> dict[str, str]:
+    """The variables of `passed_on`, for processes that do not inherit them."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+
+
+def text(line: str) -> str:
+    """`line` without secrets."""
+    return _without(_known(), line)
+
+
+def _without(secrets: tuple[str, ...], line: str) -> str:
+    for value in secrets:
+        if value in line:
+            line = line.replace(value, HIDDEN)
+    return IN_ADDRESS.sub(HIDDEN, line) if "://" in line else line
+
+
+def record(found: Any) -> Any:
+    """Dictionaries and lists with the same done to every text in
+    them, and to whatever has a secret key.
+    """
+    return _record(_known(), found)
+
+
+def _record(secrets: tuple[str, ...], found: Any) -> Any:
+    if isinstance(found, str):
+        return _without(secrets, found)
+    if isinstance(found, Mapping):
+        return {
+            key: HIDDEN
+            if value and isinstance(value, str) and is_secret_key(str(key))
+            else _record(secrets, value)
+            for key, value in found.items()
+        }
+    if isinstance(found, list | tuple):
+        return [_record(secrets, item) for item in found]
+    return found
+
+
+def scrub(directory: Path) -> list[Path]:
+    """Overwrite secrets in the files below `directory`, in place: what a library wrote past Python.
+
+    Returns what was touched.
+    """
+    touched = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not path.is_file() or not path.stat().st_size:
+            continue
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            if sum(_overwrite(data, value.encode()) for value in _known()):
+                touched.append(path)
+    return touched
+
+
+def _overwrite(data: mmap.mmap, secret: bytes) -> int:
+    count, at = 0, data.find(secret)
+    while at >= 0:
+        data[at : at + len(secret)] = b"*" * len(secret)
+        count, at = count + 1, data.find(secret, at + len(secret))
+    return count
+
+
+def _known() -> tuple[str, ...]:
+    """Of the environment as it is now; that takes a tenth of a
+    millisecond, so it is done once per record.
+    """
+    return _values_of(
+        frozenset((name, os.environ[name]) for name in os.environ if VARIABLES.search(name))
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _values_of(found: frozenset[tuple[str, str]]) -> tuple[str, ...]:
+    return values(dict(found))

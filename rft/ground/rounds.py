@@ -1,0 +1,162 @@
+"""What a round of weights is, for all who have a part in it: the same records from the trainer to
+the worker inside vLLM.
+
+    publisher ── digest, Location ──► synchronizer ── Round ──► engine ── Round ──► its workers
+              ◄── numbers ──────────               ◄── Installed ──    ◄── Received, WorkerState ──
+
+In between nobody changes a field but `location`, which the engine's actor may have to bring within
+its workers' reach. No heavy import.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from rft.ground.experience import Record
+
+STREAM, MEMORY, CHECKPOINT = "nccl", "memory", "checkpoint"  # methods
+# whom a failed round blames: nobody (the version is over); the way to the trainer; the engine; and
+# the engine, whose weights are mixed now
+MISSED, UNREACHABLE, BROKEN, DAMAGED = "missed", "unreachable", "broken", "damaged"
+
+
+class InSave(Record, frozen=True, tag=True):
+    """A committed save of the weights: the directory `path` below `root`, a path or URL."""
+
+    root: str
+    path: str
+
+
+class InStore(Record, frozen=True, tag=True):
+    """Ray's object store: (object reference, checksum) of every bucket, stream by stream."""
+
+    streams: list[list[tuple[Any, str]]]
+
+
+class InFile(Record, frozen=True, tag=True):
+    """One file: (place, length, checksum) of every bucket, stream by stream."""
+
+    path: str
+    streams: list[list[tuple[int, int, str]]]
+
+
+class AtPath(Record, frozen=True, tag=True):
+    """For who opens it there: safetensors of a Hugging Face directory, or the name that a service
+    has given to its own copy.
+    """
+
+    path: str
+
+
+Location = InSave | InStore | InFile | AtPath
+METHODS = {InSave: CHECKPOINT, InStore: MEMORY, InFile: MEMORY}
+
+
+class TrainerInfo(Record, frozen=True):
+    """What an engine must know of a trainer before it takes anything of it.
+
+    `plan`, encoded, and `streams`, an endpoint each: where `method` has them. `kv`: what becomes of
+    the key-value cache at a commit. `engine`: who is told, by its name.
+    """
+
+    epoch: int
+    timeout: float  # seconds, of everything that an engine waits for
+    method: str = STREAM
+    plan: dict[str, Any] | None = None
+    streams: list[dict[str, Any]] = []
+    kv: str = "recompute"
+    engine: str = ""
+
+
+class Round(Record, frozen=True):
+    """One version, on its way into one engine.
+
+    `digest`: of the plan or the save that it must be of. `direct`: received while nothing decodes,
+    without staging memory. `location`: None where the trainer's streams bring the bytes.
+    """
+
+    version: int
+    epoch: int = -1
+    digest: str = ""
+    timeout: float = 0.0
+    direct: bool = False
+    location: Location | None = None
+
+    @property
+    def method(self) -> str:
+        return METHODS.get(type(self.location), STREAM)
+
+
+class Received(Record, frozen=True):
+    """What a worker has staged, or the `error` that kept it from that and whom it blames."""
+
+    digest: str = ""
+    bytes: int = 0
+    receive_s: float = 0.0
+    again: int = 0  # buckets that had to be sent again
+    error: str = ""
+    blame: str = ""
+
+
+class WorkerState(Record, frozen=True):
+    """What a worker holds, and what its last round took. `version`: None before the first."""
+
+    version: int | None
+    mixed: bool
+    unreachable: bool  # the last failure was that no bytes came
+    received: Received
+    load_s: float = 0.0
+    adapters: list[int] = []
+    install_s: float = 0.0  # of an adapter
+
+
+class Installed(Record, frozen=True):
+    """What an engine confirms: it serves `version`, of the plan or save `digest`."""
+
+    version: int
+    digest: str = ""
+    bytes: int = 0
+    receive_s: float = 0.0
+    again: int = 0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    install_s: float = 0.0
+    adapters: list[int] = []
+
+
+def numbers_of(installed: Collection[Installed], seconds: float, engines: int) -> dict[str, float]:
+    """A round of `seconds` as metrics: the slowest engine's times, the bytes of all."""
+
+    def most(key: str) -> float:
+        return max((getattr(report, key) for report in installed), default=0.0)
+
+    busy = max((report.receive_s + report.load_s for report in installed), default=0.0)
+    return {
+        "pause_s": most("pause_s"),
+        "receive_s": most("receive_s"),
+        "round_s": seconds,
+        "control_s": max(0.0, seconds - busy),
+        "bytes": float(sum(report.bytes for report in installed)),
+        "again": float(sum(report.again for report in installed)),
+        "engines": float(engines),
+    }
+
+
+class AdapterOrder(Record, frozen=True):
+    """What workers are to do with a staged adapter; see `rft.rollout.adapter_serving`."""
+
+    number: int  # vLLM's lora_int_id, never used before in this engine
+    drop: list[int]
+    rank: int
+    alpha: float
+    projections: list[str]
+
+
+class RoundFailed(RuntimeError):
+    """A round of weights that was not installed. `kind`: whom that blames."""
+
+    def __init__(self, message: str, kind: str = BROKEN):
+        super().__init__(message, kind)  # both, so that it can be pickled
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])

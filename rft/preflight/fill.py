@@ -1,0 +1,234 @@
+"""What follows from the keys that a user gave: every value that can be derived from others is set.
+
+In: a config as it was composed, and what is refused of it so far. Out: the same config, filled.
+Invariants: what the user gave is never replaced; what cannot be derived stays as it is, and is
+refused.
+"""
+
+import os
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+
+from rft.algorithm import ALGORITHMS, mixing, recipe
+from rft.config import (
+    TASKSET_KEY,
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    MegatronConfig,
+    grace_of,
+    is_remote,
+)
+from rft.config import verl as verl_keys
+from rft.extras.pipeline.output import place
+from rft.extras.pipeline.process import TASKS
+from rft.preflight.rules import Refusals, Rule, tasksets
+from rft.preflight.rules_data import agents
+from rft.preflight.rules_run import APART, GIVEN, SHARED
+from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
+from rft.run import cards
+from rft.sync import style
+
+METHODS = {"online": "nccl", "offline": "checkpoint"}  # of sync_method, in other systems
+ALONE_SHARE = 0.9  # of a card's memory, for an engine that has it alone
+
+
+def fill_config(config: Config, refusals: Refusals) -> None:
+    """Set what follows; `refusals` hears of what cannot be."""
+    refusals.ask((Rule("trainer.trainer_config", verl_keys.merge),), config)
+    if config.model.tinker.enable:
+        config.trainer.trainer_type = TINKER
+    refusals.ask((*GIVEN, *TINKER_GIVEN, *ALGORITHM_GIVEN), config)
+    refusals.ask((Rule(TASKS, place),), config)
+    _fill_tinker(config)
+    if config.algorithm.algorithm_type in ALGORITHMS:
+        fill_algorithm(config.algorithm)
+        _fill_rows(config)
+    refusals.ask(DERIVED, config)
+    rollout = config.explorer.rollout_model
+    rollout.dtype = rollout.dtype or config.trainer.dtype
+    config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
+    if config.shutdown_grace_s is None:
+        config.shutdown_grace_s = grace_of(os.environ)
+    _fill_tasksets(config)
+    _fill_sync(config)
+    fill_colocate(config)
+    _fill_agents(config)
+    if config.deterministic:
+        _fill_deterministic(config)
+
+
+def fill_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Functions and arguments, by the algorithm's type."""
+    defaults = ALGORITHMS[algorithm.algorithm_type]
+    algorithm.repeat_times = algorithm.repeat_times or defaults.repeat_times
+    algorithm.advantage_fn = algorithm.advantage_fn or defaults.advantage_fn
+    algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
+    algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
+    algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
+    algorithm.sample_strategy = algorithm.sample_strategy or defaults.sample_strategy
+    algorithm.entropy_loss_fn = algorithm.entropy_loss_fn or defaults.entropy_loss_fn
+    # arguments of another function would mean nothing to it
+    if algorithm.advantage_fn == defaults.advantage_fn:
+        algorithm.advantage_fn_args = defaults.advantage_fn_args | algorithm.advantage_fn_args
+    if algorithm.policy_loss_fn == defaults.policy_loss_fn:
+        algorithm.policy_loss_fn_args = defaults.policy_loss_fn_args | algorithm.policy_loss_fn_args
+    if algorithm.proximal_logprobs is None:
+        algorithm.proximal_logprobs = recipe.needs_proximal(algorithm)
+    return algorithm
+
+
+def fill_colocate(config: Config) -> None:
+    """The engine's share of a card, and how it receives weights."""
+    rollout, shared = config.explorer.rollout_model, config.cluster.colocate
+    if rollout.gpu_memory_utilization is None:
+        rollout.gpu_memory_utilization = SHARED if shared else ALONE_SHARE
+    # nothing decodes meanwhile: memory for a second copy of the model would be for nothing
+    if shared:
+        config.synchronizer.receive = "direct"
+
+
+def fewest_ranks(megatron: MegatronConfig) -> int:
+    """That these sizes need: layers of experts are cut in another way
+    than the others, over the same ranks.
+    """
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    experts = (megatron.expert_tensor_parallel_size or tp) * megatron.expert_model_parallel_size
+    return lcm(tp * megatron.context_parallel_size, experts) * pp
+
+
+def ray_of(environment: Mapping[str, str]) -> str:
+    """The cluster that this process was started in:
+
+    Ray names it to the jobs that are submitted to it.
+    """
+    if address := environment.get("RAY_ADDRESS"):
+        return address
+    raise ConfigError(
+        "cluster.ray_address=auto, but RAY_ADDRESS is not set here: give the address as host:port"
+    )
+
+
+def _derive_ranks(config: Config) -> None:
+    config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
+        config, fewest_ranks(config.trainer.megatron)
+    )
+
+
+def _derive_address(config: Config) -> None:
+    if config.cluster.ray_address == "auto":
+        config.cluster.ray_address = ray_of(os.environ)
+
+
+def _derive_template(config: Config) -> None:
+    """chat_template_path wins over custom_chat_template (D4)."""
+    if config.model.chat_template_path:
+        path = Path(config.model.chat_template_path)
+        if not path.is_file():
+            raise ConfigError(f"model.chat_template_path={path}: no such file")
+        config.model.custom_chat_template = path.read_text(encoding="utf-8")
+
+
+DERIVED = (
+    Rule(
+        "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
+        "cluster.colocate explorer.rollout_model.engine_num "
+        "explorer.rollout_model.tensor_parallel_size",
+        _derive_ranks,
+    ),
+    Rule("cluster.ray_address", _derive_address),
+    Rule("model.chat_template_path", _derive_template),
+)
+
+
+def _fill_tinker(config: Config) -> None:
+    """`model.tinker.enable` and `trainer.trainer_type=tinker` are one switch, and the engines
+    follow it.
+    """
+    rollout = config.explorer.rollout_model
+    if not is_remote(config):
+        rollout.engine_type = rollout.engine_type or "vllm"
+        return
+    config.model.tinker.enable, rollout.engine_type = True, rollout.engine_type or TINKER
+    config.device = "cpu"
+    config.synchronizer.sync_method = "checkpoint"
+
+
+def _fill_rows(config: Config) -> None:
+    """How many experiences a step takes, and the names of auxiliary buffers."""
+    algorithm, buffer = config.algorithm, config.buffer
+    if ALGORITHMS[algorithm.algorithm_type].schema == "dpo":
+        algorithm.repeat_times = 2  # a pair is two experiences, whatever was asked for (B2)
+    if buffer.train_batch_size is None:
+        rollouts = buffer.batch_size * int(algorithm.repeat_times or 1)
+        mixed = (
+            mixing.is_mixed(algorithm) and 0 < mixing.argument(algorithm, "expert_data_ratio") < 1
+        )
+        buffer.train_batch_size = mixing.batch_for(algorithm, rollouts) if mixed else rollouts
+    for name, beside in buffer.trainer_input.auxiliary_buffers.items():
+        if beside.name == type(beside).name:
+            beside.name = name
+
+
+def _fill_tasksets(config: Config) -> None:
+    """Workflow and reward: the set's own, else the section's
+    default for its kind (F7-F9, F17-F19).
+    """
+    given = config.buffer.explorer_input
+    for key, taskset, is_eval in tasksets(config):
+        own = (
+            "taskset"
+            if key == TASKSET_KEY
+            else f"{'eval_' if is_eval else ''}taskset_{key.rsplit('.', 1)[1]}"
+        )
+        taskset.name = taskset.name or own
+        kind = (
+            given.default_eval_workflow_type if is_eval else None
+        ) or given.default_workflow_type
+        taskset.default_workflow_type = taskset.default_workflow_type or kind
+        taskset.default_reward_fn_type = (
+            taskset.default_reward_fn_type or given.default_reward_fn_type
+        )
+        if is_eval:
+            taskset.repeat_times = taskset.repeat_times or 1
+        elif taskset.repeat_times is None:
+            taskset.repeat_times = config.algorithm.repeat_times
+
+
+def _fill_sync(config: Config) -> None:
+    """Aliases become rft's names, and the staleness follows from the style unless it is given."""
+    sync = config.synchronizer
+    sync.sync_method = sync.sync_method or ("checkpoint" if config.mode in APART else "nccl")
+    sync.sync_method = METHODS.get(sync.sync_method, sync.sync_method)
+    sync.sync_style = style.ALIASES.get(sync.sync_style, sync.sync_style)
+    shared = (
+        config.buffer.trainer_input.experience_buffer.storage_type == "sql" and config.mode in APART
+    )
+    # over several processes only the age that is asked for is kept
+    if sync.max_staleness is None and not shared:
+        sync.max_staleness = style.default_staleness(
+            sync.sync_style, sync.sync_interval, sync.sync_offset
+        )
+
+
+def _fill_agents(config: Config) -> None:
+    """Auxiliary models, and the API where something asks it."""
+    explorer = config.explorer
+    for one in explorer.auxiliary_models:
+        one.dtype = one.dtype or config.trainer.dtype
+        one.gpu_memory_utilization = one.gpu_memory_utilization or ALONE_SHARE
+    wanted = config.mode == "serve" or bool(explorer.auxiliary_models) or bool(agents(config))
+    explorer.rollout_model.enable_openai_api = explorer.rollout_model.enable_openai_api or wanted
+
+
+def _fill_deterministic(config: Config) -> None:
+    """What makes a response depend on nothing but weights, prompt and seed, whatever else runs; the
+    one key wins here.
+
+    Floating-point sums change with the batch that a sequence is computed in and with a prefix taken
+    from the cache, and with staleness it would be a matter of time which version samples a group.
+    """
+    rollout = config.explorer.rollout_model
+    rollout.max_num_seqs, rollout.enable_prefix_caching = 1, False
+    config.synchronizer.max_staleness = 0

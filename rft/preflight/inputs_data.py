@@ -1,0 +1,322 @@
+"""Rules that look at data: rows and their pipeline, databases, services, packages.
+
+In: a filled config, and whether this is a start. Out: what is refused, and the number of steps.
+Only a start imports the user's own operators, and asks databases and services.
+"""
+
+import asyncio
+import importlib.util
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from rft.algorithm import ALGORITHMS, mixing
+from rft.buffer.experience_file import count_groups
+from rft.config import (
+    Config,
+    ConfigError,
+    OperatorConfig,
+    TaskPipelineConfig,
+    TasksetConfig,
+    is_remote,
+)
+from rft.data.files import count_rows, task_needs
+from rft.data.source import is_table
+from rft.data.supervised import check_supervised, row_needs, rows_per_step
+from rft.data.taskset import Taskset, check_taskset
+from rft.extras.pipeline import tasks
+from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError
+from rft.extras.pipeline.operators import Operator, make
+from rft.extras.pipeline.output import destination
+from rft.extras.pipeline.output import inputs as raw_files
+from rft.extras.pipeline.process import EXPERIENCES, TASKS
+from rft.ground import plugins
+from rft.ground.errors import problems_of
+from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
+from rft.preflight.inputs_models import MODEL
+from rft.preflight.rules import Rule, tasksets
+from rft.preflight.rules_data import (
+    BATCH,
+    BESIDE,
+    REPLAY,
+    SERVICE,
+    TASKSET,
+    expert_rows,
+    has_buffer,
+)
+from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
+from rft.trainer.feed import is_supervised, reads_files
+
+PACKAGE = "trinity"  # whose server is started where no command is given
+ANSWER_S = 5.0
+CREDENTIALS = ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD")
+STORED = Path("~/.tinker/credentials.json")
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+def _experience_operators(c: Config, at_start: bool) -> Iterator[str]:
+    given, service = c.data_processor.experience_pipeline.operators, c.service.data_juicer
+    for number, one in _operators(given, at_start):
+        problems = problems_of(make, EXPERIENCES, number, one, service)
+        yield from problems
+        if not problems and one.name == "data_juicer" and c.mode in ("both", "explore"):
+            yield from _reachable(c, f"{EXPERIENCES}.operators.{number}.name=data_juicer", at_start)
+
+
+def _operators(given: list[OperatorConfig], at_start: bool) -> list[tuple[int, OperatorConfig]]:
+    """(place, operator) of those that can be made: the user's own only at a start."""
+    return [
+        (number, one)
+        for number, one in enumerate(given)
+        if at_start or not plugins.is_own(one.name)
+    ]
+
+
+def _made(c: Config, at_start: bool) -> list[Operator]:
+    """The operators of the task pipeline."""
+    given = c.data_processor.task_pipeline.operators
+    return [
+        make(TASKS, number, one, c.service.data_juicer)
+        for number, one in _operators(given, at_start)
+    ]
+
+
+def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
+    given, reads = c.data_processor.task_pipeline, destination(c)
+    if reads is None:
+        return
+    if not given.operators and not given.config_path:
+        yield f"{TASKS}.operators is empty: give at least one, or leave {TASKS}.inputs out"
+        return
+    key, reader = reads
+    needs = row_needs(reader.format, key) if c.mode == "train" else task_needs(reader.format, key)
+    for name, column in (*needs.text.items(), *needs.messages.items()):
+        if given.target_fields and column not in given.target_fields:
+            yield (
+                f"{TASKS}.target_fields leaves {column!r} out, which {key}.format.{name} names; "
+                "add it"
+            )
+    if tasks.is_delegated(given):
+        yield from _delegated(c, at_start)
+    else:
+        if given.priority_weights:
+            yield (
+                f"{TASKS}.priority_weights are of Data-Juicer, and these operators are rft's: "
+                "leave them out"
+            )
+        operators = _made(c, at_start)
+        if reader.shuffle and any(getattr(one, "ordered", False) for one in operators):
+            yield (
+                f"{key}.shuffle=true would undo the order that {TASKS}.operators make: set "
+                f"{key}.shuffle=false"
+            )
+    if tasks.is_pending(c):
+        count_rows(raw_files(c), f"{TASKS}.inputs")
+
+
+def _task_service(c: Config, at_start: bool) -> Iterator[str]:
+    if tasks.is_delegated(c.data_processor.task_pipeline) and tasks.is_pending(c):
+        yield from _reachable(c, f"{TASKS}.operators", at_start)
+
+
+def _delegated(c: Config, at_start: bool) -> Iterator[str]:
+    given, service = c.data_processor.task_pipeline, c.service.data_juicer
+    if given.config_path and given.operators:
+        yield f"{TASKS}.config_path and {TASKS}.operators both say what is done: set only one"
+    if not given.config_path and not (service.server_url or service.auto_start):
+        for problem in problems_of(_made, c, at_start):
+            yield (
+                f"{problem} Data-Juicer's need {SERVICE}.server_url, or {SERVICE}.auto_start=true."
+            )
+    own = [operator.name for operator in given.operators if plugins.is_own(operator.name)]
+    if own:
+        yield (
+            f"{TASKS}.operators: {own[0]} is your own, and others are Data-Juicer's, which do not "
+            "know it; use one kind"
+        )
+
+
+def _reachable(c: Config, user: str, at_start: bool) -> Iterator[str]:
+    given = c.service.data_juicer
+    if given.auto_start:
+        yield from _command(given.command)
+    elif given.server_url is None:
+        yield (
+            f"{user} needs a Data-Juicer service: set {SERVICE}.server_url, or "
+            f"{SERVICE}.auto_start=true"
+        )
+    elif at_start:
+        try:
+            asyncio.run(_ask(given.server_url))
+        except JuicerError as error:
+            raise ConfigError(
+                f"{SERVICE}.server_url: no Data-Juicer service answers: {error}; start it, or set "
+                f"{SERVICE}.auto_start=true"
+            ) from error
+
+
+async def _ask(url: str) -> None:
+    client = JuicerClient(url, ANSWER_S)
+    try:
+        await client.health()
+    finally:
+        await client.close()
+
+
+def _command(command: str | None) -> Iterator[str]:
+    if command is None:
+        if importlib.util.find_spec(PACKAGE) is None:
+            yield (
+                f"{SERVICE}.auto_start=true: the package trinity-rft, whose server it starts, is "
+                "not installed; install "
+                f"trinity-rft[data], or set {SERVICE}.command or {SERVICE}.server_url"
+            )
+        return
+    program = shlex.split(command)[0]
+    if program != "{python}" and shutil.which(program) is None:
+        yield f"{SERVICE}.command: there is no program {program!r}; give its path"
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _rows(c: Config, at_start: bool) -> Iterator[str]:
+    """What the trainer learns from, where that is not made by this run's explorer."""
+    buffer = c.buffer.trainer_input.experience_buffer
+    if is_supervised(c.algorithm):
+        schema, batch = _schema(c), int(c.buffer.train_batch_size or 1)
+        if buffer.storage_type == "file" and not tasks.is_pending(c):
+            check_supervised(buffer, f"{BUFFER}.path", batch, schema)
+    elif has_buffer(c) and buffer.storage_type == "sql":
+        if importlib.util.find_spec("sqlalchemy") is None:
+            yield f"{BUFFER}.storage_type=sql needs SQLAlchemy: pip install rft[sql]"
+            return
+        from rft.buffer.sql_tables import check_database
+
+        check_database(buffer, at_start)
+    elif buffer.storage_type == "file" and c.mode == "train":
+        groups = count_groups(str(buffer.path))
+        if groups < c.buffer.batch_size:
+            yield (
+                f"{BUFFER}.path: {buffer.path} has {groups} groups, fewer than "
+                f"buffer.batch_size={c.buffer.batch_size}: lower it"
+            )
+
+
+def _schema(c: Config) -> str:
+    return ALGORITHMS[c.algorithm.algorithm_type].schema
+
+
+def _beside(c: Config) -> None:
+    if mixing.is_mixed(c.algorithm):
+        name = mixing.argument(c.algorithm, "sft_dataset_name")
+        rows = c.buffer.trainer_input.auxiliary_buffers[name]
+        check_supervised(rows, f"{BESIDE}.{name}.path", expert_rows(c))
+
+
+def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
+    if is_supervised(c.algorithm):
+        return
+    to_be_made = tasks.is_pending(c)  # by the task pipeline; looked at when they are there
+    for key, taskset, is_eval in tasksets(c):
+        readable = (is_eval or not to_be_made) and (at_start or not is_table(taskset))
+        problems = problems_of(check_taskset, taskset, f"{key}.path") if readable else ()
+        yield from problems
+        if not problems:
+            yield from flows(c, key, taskset, readable, at_start)
+
+
+def _steps(c: Config, at_start: bool) -> Iterator[str]:
+    """The number of steps of a run that ends with its data."""
+    if c.trainer.total_steps is not None:
+        return
+    buffer, rows = c.buffer, c.buffer.trainer_input.experience_buffer
+    if buffer.total_steps is not None:
+        c.trainer.total_steps = buffer.total_steps
+        return
+    if tasks.is_pending(c):
+        return
+    per_epoch = 0
+    if not reads_files(c):
+        sets = [(key, one) for key, one, is_eval in tasksets(c) if not is_eval]
+        if not at_start and any(is_table(one) for _, one in sets):
+            return
+        total = sum(Taskset.count(one, key) for key, one in sets)
+        if sets and total < buffer.batch_size:
+            paths = ", ".join(str(one.path) for _, one in sets)
+            yield (
+                f"buffer.batch_size={buffer.batch_size} is more than the {total} rows of {paths}: "
+                "lower it"
+            )
+        per_epoch = total // buffer.batch_size
+    elif is_supervised(c.algorithm):
+        own = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split)
+        batch = rows_per_step(int(buffer.train_batch_size or 1), _schema(c))
+        per_epoch = Taskset.count(own, BUFFER) // batch
+    else:
+        per_epoch = count_groups(str(rows.path)) // buffer.batch_size
+    c.trainer.total_steps = buffer.total_epochs * per_epoch
+
+
+# --- the service that trains ----------------------------------------------------------------------
+
+
+def _has_key() -> bool:
+    return any(map(os.environ.get, CREDENTIALS)) or STORED.expanduser().exists()
+
+
+SIZES = f"{BATCH} buffer.batch_size"
+OF_SERVICE = (
+    Rule(
+        "trainer.trainer_type model.tinker mode",
+        lambda c: is_remote(c) and importlib.util.find_spec("tinker") is None,
+        "trainer.trainer_type=tinker needs the service's client: pip install tinker",
+    ),
+    Rule(
+        "trainer.trainer_type model.tinker mode",
+        lambda c: is_remote(c) and not _has_key(),
+        "trainer.trainer_type=tinker: the service wants a key; set the variable TINKER_API_KEY",
+    ),
+)
+
+
+def rules(at_start: bool) -> tuple[Rule, ...]:
+    """`at_start`: those that import the user's own functions, or ask others, may do so."""
+    own = (Rule(f"{TASKSET}.workflow_args", import_agents),) if at_start else ()
+    return (
+        *OF_SERVICE,
+        Rule(
+            f"{EXPERIENCES}.operators {SERVICE}",
+            partial(_experience_operators, at_start=at_start),
+        ),
+        Rule(
+            f"{TASKS} {SERVICE} {TYPE} mode",
+            partial(_task_pipeline, at_start=at_start),
+            applies=lambda c: c.data_processor.task_pipeline != TaskPipelineConfig(),
+        ),
+        Rule(
+            f"{SERVICE}.server_url {SERVICE} {TASKS} {TYPE} mode",
+            partial(_task_service, at_start=at_start),
+        ),
+        Rule(
+            f"{BUFFER}.path {BUFFER}.storage_type {TASKS} {TYPE} {SIZES} {REPLAY} mode",
+            partial(_rows, at_start=at_start),
+        ),
+        Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE} {SIZES}", _beside),
+        Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start)),
+        Rule(
+            f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",
+            partial(_tasksets, at_start=at_start),
+        ),
+        *own,
+        Rule(f"model.chat_template_path {MODEL} {TYPE}", templates),
+        Rule(
+            f"trainer.total_steps {TASKSET}.path {TASKSET}s {BUFFER}.path {BUFFER}.storage_type "
+            f"{TASKS} {TYPE} {SIZES} buffer.total_epochs buffer.total_steps mode",
+            partial(_steps, at_start=at_start),
+        ),
+    )

@@ -1,0 +1,384 @@
+"""Rules that look beyond the config: at models, directories, ports, shared memory and cards.
+
+In: a filled config. Out: what is refused, and the values that only these inputs tell: lengths, how
+an adapter is handed on. Nothing is started or imported.
+"""
+
+import ipaddress
+import json
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from rft.algorithm import recipe
+from rft.checkpoint.staging import slot_size
+from rft.config import Config, ConfigError, get, is_remote, job_dir
+from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
+from rft.ground.adapters import Lora, adapter_names
+from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
+from rft.megatron import overrides
+from rft.preflight.rules import Rule
+from rft.preflight.rules_run import AUXILIARY
+from rft.preflight.rules_trainer import RECIPE, TYPE
+from rft.run import cards
+from rft.sync import tensor_parallel
+
+SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
+MODEL = "model.model_path"
+BESIDE_POLICY_WITH = {  # model beside the policy, what needs it, and a key that makes it needed
+    "model.ref_model_path": (recipe.needs_reference, "algorithm.kl_loss_fn=k2"),
+    "model.critic_model_path": (recipe.needs_critic, "algorithm.algorithm_type=ppo"),
+    "model.teacher_model_path": (
+        recipe.needs_teacher,
+        "algorithm.algorithm_type=on_policy_distill",
+    ),
+}
+
+
+# --- the policy -----------------------------------------------------------------------------------
+
+
+def _hf(c: Config) -> dict[str, Any]:
+    return read_hf_config(c.model.model_path)
+
+
+def _lora(c: Config) -> Lora | None:
+    return lora_of(c.model.lora_configs, Dims.of(_hf(c)))
+
+
+def _has_weights(path: str) -> bool:
+    return any(Path(path).glob("*.safetensors"))
+
+
+def _policy(c: Config) -> Iterator[str]:
+    path = c.model.model_path
+    read_hf_config(path)
+    if not (Path(path) / "tokenizer_config.json").exists():
+        yield (
+            f"model.model_path={path} has no tokenizer_config.json: copy the tokenizer "
+            "files of the model there"
+        )
+    if not is_remote(c) and not _has_weights(path):
+        yield (
+            f"model.model_path={path} has no *.safetensors: convert the weights to "
+            "safetensors first"
+        )
+
+
+def _cut(c: Config) -> None:
+    if not is_remote(c):
+        check_layout(_hf(c), c.trainer.megatron, int(c.trainer.num_ranks or 1))
+
+
+def _adapter(c: Config) -> Iterator[str]:
+    if not is_remote(c) and _lora(c) and c.mode == "bench":
+        yield (
+            "mode=bench evaluates exported models, and this run exports an adapter: leave "
+            "model.lora_configs out"
+        )
+
+
+def _adapter_sync(c: Config) -> None:
+    if not is_remote(c):
+        sync = c.synchronizer
+        sync.lora_sync = sync_of(sync.lora_sync, _lora(c), Dims.of(_hf(c)), c.device)
+
+
+def _overrides(c: Config) -> None:
+    if is_remote(c):
+        return
+    megatron = c.trainer.megatron
+    stages = megatron.pipeline_model_parallel_size * (
+        megatron.virtual_pipeline_model_parallel_size or 1
+    )
+    overrides.check(c.trainer, int(_hf(c)["num_hidden_layers"]) // stages)
+    if c.device == "cpu" or c.model.lora_configs:
+        why = "this is device=cpu" if c.device == "cpu" else "adapters are layers of rft's own"
+        overrides.refuse_transformer_engine(c.trainer, why)
+
+
+def _engine_cut(c: Config) -> Iterator[str]:
+    tp = c.explorer.rollout_model.tensor_parallel_size
+    if not is_remote(c) and (problem := tensor_parallel.obstacle(Dims.of(_hf(c)), tp)):
+        yield f"explorer.rollout_model.tensor_parallel_size={tp} {problem}"
+
+
+def _lengths(c: Config) -> Iterator[str]:
+    """Rows D5 and D6 of the feature table: what is given wins, the rest follows, nothing exceeds
+    the model's context.
+    """
+    model, context = c.model, int(_hf(c)["max_position_embeddings"])
+    prompt, response = model.max_prompt_tokens, model.max_response_tokens
+    total = model.max_model_len
+    if total is None:
+        total = prompt + response if prompt and response else context
+    if total > context:
+        yield (
+            f"model.max_model_len={total} (prompt {prompt} + response {response}) exceeds the "
+            f"model's context of {context}: "
+            "lower model.max_prompt_tokens or model.max_response_tokens"
+        )
+        return
+    if prompt is None and response is None:
+        prompt = total // 2
+    prompt = prompt or total - int(response or 0)
+    response = response or total - prompt
+    if min(prompt, response) < 1 or prompt + response > total:
+        yield (
+            f"model.max_prompt_tokens={prompt} + model.max_response_tokens={response} must fit "
+            f"model.max_model_len={total}, each at least 1"
+        )
+        return
+    if model.min_response_tokens >= response:
+        yield (
+            f"model.min_response_tokens={model.min_response_tokens} must be below "
+            f"max_response_tokens={response}"
+        )
+    model.max_prompt_tokens, model.max_response_tokens = prompt, response
+    model.max_model_len = total
+
+
+def _packed_length(c: Config) -> None:
+    if c.trainer.max_token_len_per_gpu is None:  # row I14
+        cp = c.trainer.megatron.context_parallel_size
+        c.trainer.max_token_len_per_gpu = ceil(2 * int(c.model.max_model_len or 0) / cp)
+
+
+def _host_memory(c: Config) -> Iterator[str]:
+    """Of a checkpoint: room for the largest tensor."""
+    budget, megatron = c.trainer.checkpoint.host_memory_gb, c.trainer.megatron
+    if budget is None:
+        return
+    hf, lora, tp = _hf(c), _lora(c), megatron.tensor_model_parallel_size
+    dims, architecture = Dims.of(hf), architecture_of(hf)
+    shapes = adapter_names(dims, architecture, lora) if lora else hf_names(dims, architecture)
+    etp = megatron.expert_tensor_parallel_size or tp
+    sizes = {
+        name: 4 * prod(shape) // (1 if len(shape) == 1 else etp if is_expert(name) else tp)
+        for name, shape in shapes.items()
+    }
+    largest = max(sizes, key=lambda name: sizes[name])
+    if slot_size(sizes[largest], budget) < sizes[largest]:
+        least = ceil(2 * slot_size(sizes[largest], None) / 1e6) / 1e3
+        yield (
+            f"trainer.checkpoint.host_memory_gb={budget:g} cannot hold {largest} "
+            f"({sizes[largest] / 1e9:.3f} GB) in one half: "
+            f"set at least {least:.3f}, or leave it out"
+        )
+
+
+LENGTHS = "model.max_model_len model.max_prompt_tokens model.max_response_tokens"
+MODELS = (
+    Rule(MODEL, _policy),
+    Rule(f"trainer.megatron {MODEL} trainer.num_ranks", _cut),
+    Rule(f"model.lora_configs {MODEL} mode", _adapter),
+    Rule(f"synchronizer.lora_sync model.lora_configs {MODEL} device", _adapter_sync),
+    Rule(f"trainer.recompute_granularity {MODEL} trainer.megatron device", _overrides),
+    Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL}", _engine_cut),
+    Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths),
+    Rule(
+        "trainer.max_token_len_per_gpu trainer.megatron.context_parallel_size model.max_model_len",
+        _packed_length,
+    ),
+    Rule(
+        f"trainer.checkpoint.host_memory_gb {MODEL} model.lora_configs trainer.megatron",
+        _host_memory,
+    ),
+)
+
+# --- models beside the policy, and other engines --------------------------------------------------
+
+
+def vocabulary(path: str) -> dict[str, int]:
+    """Ids by token, of a model directory's tokenizer.json, added tokens included; empty where there
+    is no such file.
+    """
+    file = Path(path) / "tokenizer.json"
+    if not file.exists():
+        return {}
+    told = json.loads(file.read_text(encoding="utf-8"))
+    words = told["model"].get("vocab", {})
+    ids = (
+        words
+        if isinstance(words, dict)
+        else {word: number for number, (word, _) in enumerate(words)}
+    )
+    return ids | {added["content"]: added["id"] for added in told.get("added_tokens", [])}
+
+
+def _beside(c: Config, key: str) -> Iterator[str]:
+    """A model beside the policy is there where it is needed, cut like it, with its tokens and its
+    context.
+    """
+    needs, with_it = BESIDE_POLICY_WITH[key]
+    path, is_needed = get(c, key), needs(c.algorithm)
+    if path is None:
+        if is_needed and "teacher" in key:
+            yield (
+                f"{key} is not set: algorithm.advantage_fn={c.algorithm.advantage_fn} learns from "
+                "a teacher; give the directory of its Hugging Face checkpoint"
+            )
+        return
+    if not is_needed:
+        yield f"{key}={path}: nothing here uses that model; leave it out, or set {with_it}"
+        return
+    if not _has_weights(path):
+        yield (
+            f"{key}={path} has no *.safetensors: give the directory of a Hugging Face checkpoint"
+        )
+        return
+    try:
+        hf = read_hf_config(path)
+        check_layout(hf, c.trainer.megatron, int(c.trainer.num_ranks or 1))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(MODEL, key)) from error
+    for name, wanted in (
+        ("vocab_size", _hf(c)["vocab_size"]),
+        ("max_position_embeddings", c.model.max_model_len),
+    ):
+        if int(hf[name]) < int(wanted or 0):
+            yield f"{key}={path}: its {name} is {hf[name]}, the policy's tokens need {wanted}"
+    if "teacher" in key and vocabulary(path) != vocabulary(c.model.model_path):
+        yield (
+            f"{key}={path}: its tokenizer has another vocabulary than that of model.model_path, so "
+            "it cannot judge the policy's tokens; give a teacher of the same family"
+        )
+
+
+def _auxiliary(c: Config) -> Iterator[str]:
+    for number, one in enumerate(c.explorer.auxiliary_models):
+        key, root = f"{AUXILIARY}.{number}", Path(one.model_path)
+        hf = read_hf_config(root)
+        if not (root / "tokenizer_config.json").exists() or not _has_weights(one.model_path):
+            yield (
+                f"{key}.model_path={one.model_path}: a model directory has tokenizer_config.json "
+                "and *.safetensors"
+            )
+        if problem := tensor_parallel.obstacle(Dims.of(hf), one.tensor_parallel_size):
+            yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"
+        context = int(hf["max_position_embeddings"])
+        one.max_model_len = one.max_model_len or context
+        if one.max_model_len > context:
+            yield (
+                f"{key}.max_model_len={one.max_model_len} exceeds the model's context of "
+                f"{context}: lower it"
+            )
+
+
+BESIDE_POLICY = (
+    *(
+        Rule(
+            f"{key} {RECIPE} {TYPE} {MODEL} {LENGTHS} trainer.megatron trainer.num_ranks",
+            partial(_beside, key=key),
+        )
+        for key in BESIDE_POLICY_WITH
+    ),
+    Rule(AUXILIARY, _auxiliary),
+)
+
+# --- places, ports and cards ----------------------------------------------------------------------
+
+
+def _directory(c: Config) -> None:
+    """Nothing is left behind: a config may be refused for other reasons."""
+    directory = nearest = job_dir(c)
+    while not nearest.exists():
+        nearest = nearest.parent
+    try:
+        probe = nearest / f".probe-{uuid.uuid4().hex[:12]}"
+        probe.write_bytes(os.urandom(16))
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint_root_dir: cannot write to {directory}: {error.strerror}; choose another "
+            "directory"
+        ) from error
+
+
+def _bind(host: str, port: int) -> None:
+    """Raises OSError for a port that cannot be had."""
+    family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+
+
+def _master_port(c: Config) -> None:
+    try:
+        if c.cluster.master_port:
+            _bind("127.0.0.1", c.cluster.master_port)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.master_port={c.cluster.master_port} is in use: choose another, or 0 for any"
+        ) from error
+
+
+def _proxy_port(c: Config) -> None:
+    explorer = c.explorer
+    asked = explorer.proxy_port and explorer.rollout_model.enable_openai_api
+    try:
+        if asked and not c.cluster.ray_address:
+            _bind(explorer.listen_address, explorer.proxy_port)
+    except OSError as error:
+        raise ConfigError(
+            f"explorer.proxy_port={explorer.proxy_port} cannot be had at "
+            f"{explorer.listen_address} ({error.strerror}): choose another, or 0 for any"
+        ) from error
+
+
+def _ray(c: Config) -> None:
+    if not c.cluster.ray_address:
+        return
+    host, _, port = c.cluster.ray_address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cluster.ray_address={c.cluster.ray_address}: no Ray answers there ({error}); start "
+            "one with `ray start --head`, or leave the key out for a private cluster"
+        ) from error
+
+
+def _store(c: Config) -> Iterator[str]:
+    """Ray would go on without room in shared memory, at a tenth of the speed."""
+    needed = stored_bytes(c)
+    free = shutil.disk_usage(SHARED_MEMORY).free if needed else 0
+    if needed > free and not c.cluster.ray_address:
+        yield (
+            f"synchronizer.sync_method=memory holds {HELD} versions of the weights, "
+            f"{needed / 1e9:.2f} GB, in {SHARED_MEMORY}, "
+            f"where {free / 1e9:.2f} GB are free: make it larger, or set "
+            "synchronizer.sync_method=nccl"
+        )
+
+
+def _cards(c: Config) -> None:
+    if c.cluster.node_num == 1 and c.cluster.ray_address is None:
+        cards.split(c, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+
+PLACES = (  # tried at a start only
+    Rule("checkpoint_root_dir project name stage_name", _directory),
+    Rule("cluster.master_port", _master_port),
+    Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
+    Rule("cluster.ray_address", _ray),
+)
+MEMORY_AND_CARDS = (
+    Rule(
+        f"synchronizer.sync_method synchronizer.lora_sync model.lora_configs {MODEL} "
+        "trainer.dtype cluster.ray_address",
+        _store,
+    ),
+    Rule(
+        "trainer.num_ranks device mode cluster.colocate cluster.gpu_per_node cluster.node_num "
+        "cluster.ray_address explorer.rollout_model.engine_num "
+        f"explorer.rollout_model.tensor_parallel_size {AUXILIARY}",
+        _cards,
+    ),
+)

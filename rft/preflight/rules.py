@@ -1,0 +1,105 @@
+"""What a rule of a config is, and how all of them are asked at once.
+
+In: tables of rules and a config. Out: what is refused, each sentence with the key that it is about.
+Invariant: a rule that names a refused key is not asked, so one mistake is told once, and no rule
+sees a value that cannot be.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rft.config import TASKSET_KEY, Config, ConfigError, TasksetConfig, get, nearest
+
+SECTIONS = [one.name for one in fields(Config)]
+Says = str | Callable[[Config], str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keys`, of which the first one is refused where `test` says so.
+
+    With `says`: `test` is true where the sentence `says`, which may have {keys} in it, has to be
+    said. Without: `test` itself gives the sentences, or raises ConfigError. `applies`: whether the
+    config has what the rule is about; where it has not, nothing waits for the rule either.
+    """
+
+    keys: str
+    test: Callable[[Config], Any]
+    says: Says = ""
+    applies: Callable[[Config], bool] = lambda config: True
+
+    def problems(self, config: Config) -> Iterable[str]:
+        if not self.says:
+            return self.test(config) or ()
+        if not self.test(config):
+            return ()
+        said = self.says
+        return [said(config) if callable(said) else said.format(**vars(config))]
+
+
+def shown(key: str) -> str:
+    """`key=value`, as a sentence of a rule begins."""
+    return f"{key}={{{key}}}"
+
+
+def among(key: str, choices: Iterable[str], *others: str) -> Rule:
+    """A name that must be one of `choices`."""
+    return Rule(
+        " ".join((key, *others)),
+        lambda c: get(c, key) not in choices,
+        lambda c: nearest(str(get(c, key)), choices, key),
+    )
+
+
+@dataclass
+class Refusals:
+    """What is refused so far, (key, sentence), and the keys that could not be looked at for it."""
+
+    told: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def ask(self, rules: Iterable[Rule], config: Config) -> None:
+        for rule in rules:
+            if not rule.applies(config):
+                continue
+            key, *others = rule.keys.split()
+            if any(map(self.has, (key, *others))):
+                self.skipped.append(key)
+            else:
+                self._hear(key, rule, config)
+
+    def _hear(self, key: str, rule: Rule, config: Config) -> None:
+        try:
+            for sentence in rule.problems(config):
+                self.told.append((key, sentence))
+        except ConfigError as error:
+            self.told += [(key, sentence) for sentence in error.problems]
+
+    def has(self, key: str) -> bool:
+        """Whether the key, its section or something in it is refused, or waits for such a one."""
+        return any(
+            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
+            for other in (*dict(self.told), *self.skipped)
+        )
+
+    def sentences(self) -> list[str]:
+        """In the order of the schema's sections."""
+        return [
+            sentence
+            for _, sentence in sorted(
+                self.told, key=lambda one: SECTIONS.index(one[0].partition(".")[0])
+            )
+        ]
+
+
+def tasksets(config: Config) -> list[tuple[str, TasksetConfig, bool]]:
+    """(config key, taskset, is evaluation) of every taskset."""
+    given = config.buffer.explorer_input
+    single = [(TASKSET_KEY, given.taskset, False)] if given.taskset else []
+    mixed = [(f"{TASKSET_KEY}s.{number}", one, False) for number, one in enumerate(given.tasksets)]
+    evaluated = [
+        (f"buffer.explorer_input.eval_tasksets.{number}", one, True)
+        for number, one in enumerate(given.eval_tasksets)
+    ]
+    return [*single, *mixed, *evaluated]

@@ -1,0 +1,366 @@
+"""Rules of tasksets, batches, the experience buffer and the pipelines.
+
+In: a filled config. Nothing is looked at but the config itself.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from rft.agents.workflow import Settings
+from rft.algorithm import mixing
+from rft.buffer.experience_file import SUFFIXES, is_file
+from rft.buffer.replay import ARGUMENTS, PRIORITIES
+from rft.config import Config, ExperienceBufferConfig, get, nearest
+from rft.extras.pipeline.process import EXPERIENCES, TASKS
+from rft.ground import redact
+from rft.ground.errors import problems_of
+from rft.preflight.rules import Rule, Says, shown, tasksets
+from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
+from rft.trainer.feed import is_supervised
+
+BESIDE = "buffer.trainer_input.auxiliary_buffers"
+REPLAY, SERVICE = f"{BUFFER}.replay_buffer", "service.data_juicer"
+TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
+BATCH = "buffer.train_batch_size"
+
+
+def has_buffer(c: Config) -> bool:
+    """Whether rollouts go through an experience buffer."""
+    return not is_supervised(c.algorithm) and c.mode != "bench"
+
+
+def _buffer(c: Config) -> ExperienceBufferConfig:
+    return c.buffer.trainer_input.experience_buffer
+
+
+# --- tasksets -------------------------------------------------------------------------------------
+
+
+def _names(c: Config) -> Iterator[str]:
+    names = [c.explorer.name, c.trainer.name, _buffer(c).name, "synchronizer"]
+    names += [str(one.name) for _, one, _ in tasksets(c)]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        yield (
+            f"the name `{double}` is used twice: explorer, trainer, buffer and every taskset need "
+            "their own"
+        )
+
+
+def _repeated(c: Config) -> Iterator[str]:
+    for key, one, is_eval in tasksets(c):
+        if not is_eval and one.repeat_times != c.algorithm.repeat_times:
+            yield (
+                f"{key}.repeat_times={one.repeat_times} contradicts "
+                f"algorithm.repeat_times={c.algorithm.repeat_times}: set only the latter"
+            )
+        elif one.repeat_times is not None and one.repeat_times < 1:
+            yield f"{key}.repeat_times={one.repeat_times}: must be greater than 0"
+
+
+def _sampling(c: Config) -> Iterator[str]:
+    longest = c.model.max_model_len
+    for key, taskset, _ in tasksets(c):
+        args, key = taskset.rollout_args, f"{key}.rollout_args"
+        if args.temperature is not None and args.temperature < 0:
+            yield (
+                f"{key}.temperature={args.temperature:g}: must be 0 (the likeliest token) or more"
+            )
+        if not 0 < args.top_p <= 1:
+            yield f"{key}.top_p={args.top_p:g}: a share above 0, at most 1; 1 takes every token"
+        if args.top_k < -1 or args.top_k == 0:
+            yield f"{key}.top_k={args.top_k}: give 1 or more, or -1 for every token"
+        if longest and args.max_tokens is not None and not 0 < args.max_tokens < longest:
+            yield (
+                f"{key}.max_tokens={args.max_tokens}: a response and its prompt must fit "
+                f"model.max_model_len={longest}; "
+                f"give 1 to {longest - 1}, or leave it out for model.max_response_tokens"
+            )
+
+
+def agents(c: Config) -> list[tuple[str, dict[str, Any]]]:
+    """(key, workflow_args) of every taskset that agents run."""
+    return [
+        (f"{key}.workflow_args", dict(one.workflow_args))
+        for key, one, _ in tasksets(c)
+        if one.default_workflow_type == "agent"
+    ]
+
+
+def _agents(c: Config) -> Iterator[str]:
+    for key, given in agents(c):
+        yield from problems_of(Settings.of, given, key)
+
+
+TASKSETS = (
+    Rule("explorer.name", _names),
+    Rule(f"{TASKSET}.repeat_times algorithm.repeat_times {TYPE}", _repeated),
+    Rule(
+        f"{TASKSET}s {TYPE}",
+        lambda c: (
+            not is_supervised(c.algorithm)
+            and c.buffer.explorer_input.taskset is not None
+            and c.buffer.explorer_input.tasksets
+        ),
+        "buffer.explorer_input.taskset and tasksets are both given: write the one into the "
+        "list, or leave the list out",
+    ),
+    Rule(
+        f"{TASKSET}.path {TYPE} {TASKS} mode",
+        lambda c: (
+            not is_supervised(c.algorithm)
+            and c.mode in ("both", "explore")
+            and c.buffer.explorer_input.taskset is None
+            and not c.buffer.explorer_input.tasksets
+        ),
+        "buffer.explorer_input.taskset: mode={mode} needs one; set "
+        "buffer.explorer_input.taskset.path=FILE",
+    ),
+    Rule(
+        f"{EVALS} {TYPE} mode",
+        lambda c: (
+            not is_supervised(c.algorithm)
+            and c.mode == "bench"
+            and not c.buffer.explorer_input.eval_tasksets
+        ),
+        "buffer.explorer_input.eval_tasksets: mode=bench needs at least one",
+    ),
+    Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling),
+    Rule(f"{TASKSET}.workflow_args", _agents),
+)
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def expert_rows(c: Config) -> int:
+    """Experiences of a batch that are no rollouts."""
+    batch = int(c.buffer.train_batch_size or 1)
+    return mixing.expert_rows(c.algorithm, batch) if mixing.is_mixed(c.algorithm) else 0
+
+
+def _batch(c: Config) -> Iterator[str]:
+    buffer, times = c.buffer, c.algorithm.repeat_times
+    step = buffer.batch_size * int(times or 1)
+    rollouts = int(buffer.train_batch_size or 1) - expert_rows(c)
+    if is_supervised(c.algorithm) or rollouts == step:
+        return
+    if mixing.is_mixed(c.algorithm):
+        yield (
+            f"{BATCH}={buffer.train_batch_size}: less its expert rows it holds {rollouts} "
+            f"rollouts, and a step makes {step} (buffer.batch_size x algorithm.repeat_times); "
+            f"leave it out for {mixing.batch_for(c.algorithm, step)}, or change expert_data_ratio"
+        )
+    else:
+        yield (
+            f"{BATCH}={buffer.train_batch_size}: a step takes "
+            f"buffer.batch_size={buffer.batch_size} tasks x algorithm.repeat_times={times} = "
+            f"{step} experiences; leave it out, or change those two"
+        )
+
+
+def _beside(c: Config) -> Iterator[str]:
+    """Rows beside rollouts are there where an algorithm mixes them in."""
+    algorithm, given = c.algorithm, c.buffer.trainer_input.auxiliary_buffers
+    if not mixing.is_mixed(algorithm):
+        for name in given:
+            yield (
+                f"{BESIDE}.{name}: algorithm.sample_strategy={algorithm.sample_strategy} takes no "
+                "rows beside rollouts; leave it out, or use algorithm_type=mix or mix_chord"
+            )
+        return
+    name = mixing.argument(algorithm, "sft_dataset_name")
+    if name not in given:
+        key = f"{STRATEGY_ARGS}.sft_dataset_name"
+        known = f"{nearest(name, given, key)} " if given else ""
+        yield (
+            f"{BESIDE}.{name}: algorithm.sample_strategy=mix learns from expert rows there. "
+            f"{known}Set {BESIDE}.{name}.path=FILE and {BESIDE}.{name}.storage_type=file"
+        )
+        return
+    for unused in given.keys() - {name}:
+        yield (
+            f"{BESIDE}.{unused}: expert rows are taken from {name}; leave it out, or set "
+            "sft_dataset_name"
+        )
+    if given[name].storage_type != "file":
+        yield (
+            f"{BESIDE}.{name}.storage_type={given[name].storage_type}: rows beside rollouts are "
+            "read from file"
+        )
+
+
+BATCHES = (
+    Rule(f"{BATCH} buffer.batch_size algorithm.repeat_times {RECIPE} {STRATEGY} {TYPE}", _batch),
+    Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE}", _beside),
+)
+
+# --- the experience buffer ------------------------------------------------------------------------
+
+
+def _priority(c: Config) -> Iterator[str]:
+    replay = _buffer(c).replay_buffer
+    known = ARGUMENTS[replay.priority_fn]
+    for name, value in replay.priority_fn_args.items() if has_buffer(c) else ():
+        if name not in known:
+            yield (
+                f"{REPLAY}.priority_fn_args.{name}: {replay.priority_fn} does not take it; it "
+                f"takes {', '.join(known)}"
+            )
+        elif (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or (name != "use_count_limit" and value < 0)
+            or (name == "use_count_limit" and value != int(value))
+        ):
+            yield f"{REPLAY}.priority_fn_args.{name}={value}: give a number, 0 or more"
+
+
+def _of_buffer(keys: str, test: Callable[[ExperienceBufferConfig], Any], says: Says) -> Rule:
+    """A rule of a buffer of rollouts."""
+    return Rule(
+        f"{keys} {BUFFER}.storage_type {TYPE} mode",
+        lambda c: has_buffer(c) and test(_buffer(c)),
+        says,
+    )
+
+
+def _no_seconds(seconds: float | None) -> bool:
+    return seconds is not None and not (math.isfinite(seconds) and seconds >= 0)
+
+
+BUFFERS = (
+    _of_buffer(
+        f"{REPLAY}.priority_fn",
+        lambda buffer: buffer.replay_buffer.priority_fn not in PRIORITIES,
+        lambda c: nearest(get(c, f"{REPLAY}.priority_fn"), PRIORITIES, f"{REPLAY}.priority_fn"),
+    ),
+    Rule(f"{REPLAY}.priority_fn_args {REPLAY}.priority_fn {TYPE} mode", _priority),
+    _of_buffer(
+        f"{REPLAY}.reuse_cooldown_time",
+        lambda buffer: _no_seconds(buffer.replay_buffer.reuse_cooldown_time),
+        shown(f"{REPLAY}.reuse_cooldown_time")
+        + ": give seconds, 0 or more, or leave it out for no reuse",
+    ),
+    _of_buffer(
+        f"{REPLAY}.capacity",
+        lambda buffer: buffer.replay_buffer.capacity < 1,
+        shown(f"{REPLAY}.capacity") + ": must be greater than 0",
+    ),
+    _of_buffer(
+        f"{REPLAY}.enable",
+        lambda buffer: buffer.replay_buffer.enable and buffer.storage_type != "queue",
+        f"{REPLAY}.enable=true with storage_type={{{BUFFER}.storage_type}}: only a queue is a "
+        "replay buffer; set that",
+    ),
+    _of_buffer(
+        f"{BUFFER}.path",
+        lambda buffer: buffer.storage_type == "queue" and "://" in str(buffer.path or ""),
+        lambda c: (
+            f"{BUFFER}.path={redact.text(str(_buffer(c).path))}: a queue keeps a journal in a "
+            "directory; leave it out for one in the run's own, give a .jsonl for a copy beside "
+            f"it, or set {BUFFER}.storage_type=sql"
+        ),
+    ),
+    Rule(
+        f"{BUFFER}.storage_type {TYPE} mode",
+        lambda c: has_buffer(c) and _buffer(c).storage_type == "file" and c.mode == "both",
+        lambda c: (
+            f"{BUFFER}.storage_type=file with mode=both: a file cannot be written and read at the "
+            f"same time; set storage_type=queue with path={_buffer(c).path or 'FILE.jsonl'}, "
+            "which writes a copy"
+        ),
+    ),
+    _of_buffer(
+        f"{BUFFER}.path",
+        lambda buffer: buffer.storage_type == "file" and not is_file(buffer.path),
+        shown(f"{BUFFER}.path")
+        + f": storage_type=file needs a file of experiences that ends in {SUFFIXES[0]}",
+    ),
+)
+
+# --- pipelines and their service ------------------------------------------------------------------
+
+POSITIVE = (
+    f"{TASKS}.num_process",
+    f"{TASKS}.timeout",
+    f"{EXPERIENCES}.timeout",
+    f"{EXPERIENCES}.max_dropped_groups",
+    f"{SERVICE}.start_timeout",
+    f"{SERVICE}.timeout",
+)
+
+
+def _is_no_url(c: Config) -> bool:
+    parts = urlsplit(c.service.data_juicer.server_url or "http://left.out")
+    return parts.scheme not in ("http", "https") or not parts.hostname
+
+
+def _positive(key: str) -> Rule:
+    return Rule(
+        key,
+        lambda c: get(c, key) is not None and not get(c, key) > 0,
+        lambda c: f"{key}={get(c, key)}: must be greater than 0",
+    )
+
+
+PIPELINES = (
+    *map(_positive, POSITIVE),
+    Rule(
+        f"{SERVICE}.port",
+        lambda c: (
+            c.service.data_juicer.port is not None and not 0 < c.service.data_juicer.port < 65536
+        ),
+        f"{SERVICE}.port={{service.data_juicer.port}} is no port: give one from 1 to 65535, or "
+        "leave it out for a free one",
+    ),
+    Rule(
+        f"{SERVICE}.server_url",
+        _is_no_url,
+        f"{SERVICE}.server_url={{service.data_juicer.server_url}} is no URL like "
+        "http://127.0.0.1:5005",
+    ),
+    Rule(
+        f"{SERVICE}.command",
+        lambda c: "{port}" not in (c.service.data_juicer.command or "{port}"),
+        f"{SERVICE}.command does not say where the port goes: write {{{{port}}}} in it",
+    ),
+    Rule(
+        f"{EXPERIENCES}.input_save_path",
+        lambda c: (
+            c.data_processor.experience_pipeline.input_save_path is not None
+            and not c.data_processor.experience_pipeline.save_input
+        ),
+        f"{EXPERIENCES}.input_save_path={{{EXPERIENCES}.input_save_path}} with save_input=false: "
+        "nothing is written there; set save_input=true, or leave the path out",
+    ),
+    Rule(
+        f"{EXPERIENCES}.input_save_path",
+        lambda c: (
+            not (c.data_processor.experience_pipeline.input_save_path or ".jsonl").endswith(
+                ".jsonl"
+            )
+        ),
+        f"{EXPERIENCES}.input_save_path={{{EXPERIENCES}.input_save_path}}: it is JSON lines; name "
+        "it .jsonl",
+    ),
+    Rule(
+        f"{TASKS}.top_k",
+        lambda c: (
+            c.data_processor.task_pipeline.top_k < -1 or c.data_processor.task_pipeline.top_k == 0
+        ),
+        f"{TASKS}.top_k={{{TASKS}.top_k}}: give 1 or more, or -1 for all rows",
+    ),
+    Rule(
+        f"{TASKS}.inputs",
+        lambda c: (
+            not c.data_processor.task_pipeline.inputs
+            and (
+                c.data_processor.task_pipeline.operators
+                or c.data_processor.task_pipeline.config_path
+            )
+        ),
+        f"{TASKS}.inputs is empty: give the data files that the operators read",
+    ),
+)

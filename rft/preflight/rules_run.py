@@ -1,0 +1,288 @@
+"""Rules of the run as a whole: its names, synchronization, devices, engines, explorer and monitor.
+
+In: a config as it is composed (`GIVEN`), then a filled one. Nothing is looked at but the config
+itself.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+
+from rft.config import Config, get, nearest
+from rft.monitor import mlflow
+from rft.monitor.sinks import WANDB_ARGS
+from rft.preflight.rules import Rule
+from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
+from rft.preflight.rules_trainer import TYPE
+from rft.run.cards import check_same_cards
+from rft.sync import style
+from rft.trainer.feed import is_supervised
+
+# modes of a trainer without engines, and of engines without a trainer
+APART = ("train", "explore", "serve")
+AUXILIARY = "explorer.auxiliary_models"
+NAME = re.compile(r"[\w.@-]{1,64}")  # it stands in addresses
+FORBIDDEN = re.compile(r"[\x00-\x1f\\*?\"<>|]")
+MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS, "mlflow": mlflow.ARGS}
+WANDB_MODES = ("offline", "online", "disabled")
+SHARED, MOST_SHARED = 0.5, 0.6  # of a card's memory, for an engine beside a trainer
+COLOCATED = {  # what taking turns needs of other keys, and why
+    "mode": ("both", "only a run with trainer and engines has something to share"),
+    "synchronizer.sync_style": ("fixed", "trainer and engines take turns, step by step"),
+    "synchronizer.sync_interval": (1, "the engines are woken by new weights"),
+    "synchronizer.max_staleness": (
+        0,
+        "the engines sleep while the trainer works, so no rollout may be ahead",
+    ),
+    "synchronizer.sync_method": ("nccl", "the weights do not leave the card"),
+    "synchronizer.kv": ("recompute", "nothing is kept of the cache while the engines sleep"),
+    "cluster.ray_address": (None, "the engines must be on the trainer's own machine"),
+}
+DETERMINISTIC = {
+    "device": "cpu",
+    "synchronizer.sync_interval": 1,
+    "synchronizer.sync_offset": 0,
+}
+
+
+def _names(c: Config) -> Iterator[str]:
+    """They become directories: <checkpoint_root_dir>/<project>/<name>[/<stage_name>]."""
+    for key in ("project", "name"):
+        value = str(get(c, key))
+        parts = value.split("/")
+        if FORBIDDEN.search(value) or any(
+            part in ("", ".", "..") or part != part.strip() for part in parts
+        ):
+            yield f"{key}={value!r} is no name of a directory: use letters, digits, - and _"
+    if (stage := c.stage_name) is not None and (
+        stage in ("", ".", "..") or "/" in stage or FORBIDDEN.search(stage)
+    ):
+        yield (
+            f"stages: stage_name={stage!r} is no name of a directory: use letters, digits, - and _"
+        )
+
+
+GIVEN = (  # asked before anything is filled in
+    Rule("name", _names),
+    Rule(
+        "synchronizer.sync_style",
+        lambda c: c.synchronizer.sync_style not in (*style.STYLES, *style.ALIASES),
+        lambda c: nearest(c.synchronizer.sync_style, style.STYLES, "synchronizer.sync_style"),
+    ),
+    Rule(
+        "cluster.master_port",
+        lambda c: c.cluster.master_port > 65535,
+        "cluster.master_port={cluster.master_port} is no port: give one from 1 to 65535, or 0 "
+        "for any",
+    ),
+)
+
+
+def _method(c: Config) -> Iterator[str]:
+    method = c.synchronizer.sync_method
+    if c.mode in APART and method != "checkpoint" and not is_supervised(c.algorithm):
+        other = "engine" if c.mode == "train" else "trainer"
+        yield (
+            f"synchronizer.sync_method={method} with mode={c.mode}: there is no {other} here; set "
+            "synchronizer.sync_method=checkpoint, or leave it out"
+        )
+
+
+def _least_staleness(c: Config) -> int:
+    return style.least_staleness(c.synchronizer.sync_interval, c.synchronizer.sync_offset)
+
+
+SYNC = (
+    Rule(f"synchronizer.sync_method mode {TYPE}", _method),
+    Rule(
+        "synchronizer.sync_method synchronizer.lora_sync",
+        lambda c: (
+            c.synchronizer.sync_method == "checkpoint" and c.synchronizer.lora_sync == "merged"
+        ),
+        "synchronizer.sync_method=checkpoint with lora_sync=merged: a checkpoint of this run "
+        "holds the adapter alone; set synchronizer.sync_method=nccl, or "
+        "synchronizer.lora_sync=adapter",
+    ),
+    Rule(
+        "synchronizer.receive synchronizer.sync_method cluster.colocate",
+        lambda c: c.synchronizer.receive == "direct" and c.synchronizer.sync_method != "nccl",
+        "synchronizer.receive=direct with sync_method={synchronizer.sync_method}: only streams "
+        "can be received while engines pause; set synchronizer.receive=staged",
+    ),
+    Rule(
+        "synchronizer.max_staleness synchronizer.sync_interval synchronizer.sync_offset mode",
+        lambda c: c.mode == "both" and int(c.synchronizer.max_staleness or 0) < _least_staleness(c),
+        lambda c: (
+            f"synchronizer.max_staleness={c.synchronizer.max_staleness} with "
+            f"sync_interval={c.synchronizer.sync_interval} and "
+            f"sync_offset={c.synchronizer.sync_offset} can never be kept: set max_staleness to at "
+            f"least {_least_staleness(c)}, leave it out, or set sync_interval or sync_offset lower"
+        ),
+    ),
+)
+
+
+def _only_deterministic(key: str, only: str | int) -> Rule:
+    return Rule(
+        f"{key} deterministic",
+        lambda c: c.deterministic and get(c, key) != only,
+        lambda c: (
+            f"deterministic=true with {key}={get(c, key)}: it is only kept with "
+            f"{key}={only}, set that"
+        ),
+    )
+
+
+def _only_colocated(key: str, only: str | int | None, why: str) -> Rule:
+    fix = "leave that out" if only is None else f"set {key}={only}"
+    return Rule(
+        f"{key} cluster.colocate",
+        lambda c: c.cluster.colocate and get(c, key) != only,
+        lambda c: (
+            f"cluster.colocate=true with {key}={get(c, key)}: {why}; {fix}, or colocate=false"
+        ),
+    )
+
+
+SHARE = "explorer.rollout_model.gpu_memory_utilization"
+DEVICES = (
+    *(_only_deterministic(key, only) for key, only in DETERMINISTIC.items()),
+    Rule(
+        SHARE,
+        lambda c: not 0 < float(c.explorer.rollout_model.gpu_memory_utilization or 0) <= 1,
+        f"{SHARE}={{{SHARE}:g}}: give a share above 0, at most 1",
+    ),
+    *(_only_colocated(key, only, why) for key, (only, why) in COLOCATED.items()),
+    Rule(
+        f"{SHARE} device cluster.colocate",
+        lambda c: (
+            c.cluster.colocate
+            and c.device != "cpu"
+            and c.explorer.rollout_model.gpu_memory_utilization > MOST_SHARED
+        ),
+        f"{SHARE}={{{SHARE}:g}} with cluster.colocate=true: it is the engine's share while "
+        "it decodes, and weights, gradients and optimizer state of the trainer stay on the "
+        f"card; set it to at most {MOST_SHARED}, or leave it out for {SHARED}",
+    ),
+    Rule(
+        "explorer.rollout_model.engine_num device cluster.colocate trainer.num_ranks "
+        "explorer.rollout_model.tensor_parallel_size",
+        lambda c: check_same_cards(c) if c.cluster.colocate and c.device == "cuda" else (),
+    ),
+)
+
+
+def _variables(c: Config) -> Iterator[str]:
+    for name in c.explorer.env_vars:
+        if name.startswith("RFT_") or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield f"explorer.env_vars.{name}: give names of variables of your own; RFT_ are rft's"
+
+
+def _is_no_address(c: Config) -> bool:
+    try:
+        ipaddress.ip_address(c.explorer.listen_address)
+    except ValueError:
+        return True
+    return False
+
+
+OVER = "explorer.over_rollout.ratio"
+OVER_IS = f"{OVER}={{{OVER}:g}}"
+EXPLORER = (
+    Rule(
+        "explorer.reward_timeout explorer.max_timeout",
+        lambda c: c.explorer.reward_timeout > c.explorer.max_timeout,
+        "explorer.reward_timeout={explorer.reward_timeout:g} is longer than "
+        "max_timeout={explorer.max_timeout:g}, which a task has for everything: lower it",
+    ),
+    Rule("explorer.env_vars", _variables),
+    Rule(
+        OVER,
+        lambda c: not 0 <= c.explorer.over_rollout.ratio < 1,
+        f"{OVER_IS}: the share of a step's tasks that is not waited for; 0 to below 1",
+    ),
+    Rule(
+        f"{OVER} {BUFFER}.storage_type {REPLAY}.enable mode {TYPE}",
+        lambda c: (
+            c.explorer.over_rollout.ratio > 0
+            and has_buffer(c)
+            and (
+                c.buffer.trainer_input.experience_buffer.storage_type == "sql"
+                or c.buffer.trainer_input.experience_buffer.replay_buffer.enable
+            )
+        ),
+        f"{OVER_IS} needs a queue without a replay buffer, whose steps wait for certain tasks: "
+        f"set it to 0, or {BUFFER}.storage_type=queue and {REPLAY}.enable=false",
+    ),
+    Rule(
+        f"{OVER} mode",
+        lambda c: c.explorer.over_rollout.ratio > 0 and c.mode != "both",
+        f"{OVER_IS} with mode={{mode}}: no step waits for tasks here; set it to 0",
+    ),
+    Rule(
+        f"{OVER} synchronizer.sync_style",
+        lambda c: c.explorer.over_rollout.ratio > 0 and c.synchronizer.sync_style == "fixed",
+        f"{OVER_IS} with synchronizer.sync_style=fixed, in which every step takes all its tasks: "
+        "set sync_style to dynamic_by_explorer, trainer_driven or fully_async",
+    ),
+    Rule(
+        f"{OVER} deterministic",
+        lambda c: c.explorer.over_rollout.ratio > 0 and c.deterministic,
+        f"{OVER_IS} with deterministic=true: who is late is a matter of time; set it to 0",
+    ),
+    Rule(
+        "explorer.listen_address",
+        _is_no_address,
+        "explorer.listen_address={explorer.listen_address} is no IP address: give 127.0.0.1 "
+        "for this machine alone, or one of its own addresses, or 0.0.0.0 for all",
+    ),
+    Rule(
+        "explorer.proxy_port",
+        lambda c: not 0 <= c.explorer.proxy_port <= 65535,
+        "explorer.proxy_port={explorer.proxy_port} is no port: give one from 1 to 65535, or 0 "
+        "for any",
+    ),
+)
+
+
+def _auxiliary(c: Config) -> Iterator[str]:
+    for number, one in enumerate(c.explorer.auxiliary_models):
+        key = f"{AUXILIARY}.{number}"
+        if not NAME.fullmatch(one.name):
+            yield f"{key}.name={one.name!r}: use letters, digits and . @ - _, at most 64"
+        if not 0 < float(one.gpu_memory_utilization or 0) <= 1:
+            yield (
+                f"{key}.gpu_memory_utilization={one.gpu_memory_utilization}: give a share above "
+                "0, at most 1"
+            )
+    names = [one.name for one in c.explorer.auxiliary_models]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        yield f"{AUXILIARY}: the name `{double}` is used twice: give each model its own"
+
+
+ENGINES = (
+    Rule(AUXILIARY, _auxiliary),
+    Rule(
+        f"{AUXILIARY} cluster.colocate",
+        lambda c: c.explorer.auxiliary_models and c.cluster.colocate,
+        f"{AUXILIARY} with cluster.colocate=true: the cards are the trainer's and the "
+        "policy's, in turns; leave one of them out",
+    ),
+)
+
+
+def _monitor(c: Config) -> Iterator[str]:
+    """A monitor is built by the first rank, when engines already run: what it will not take is said
+    now.
+    """
+    kind, args = c.monitor.monitor_type, c.monitor.monitor_args
+    known = MONITOR_ARGS.get(kind)
+    for name in args if known is not None else ():
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            yield f"monitor.monitor_args.{name}: monitor_type={kind} does not take it; {takes}"
+    if kind == "wandb" and args.get("mode", "offline") not in WANDB_MODES:
+        yield f"monitor.monitor_args.mode={args['mode']}: use {', '.join(WANDB_MODES)}"
+
+
+MONITOR = (Rule("monitor.monitor_args monitor.monitor_type", _monitor),)

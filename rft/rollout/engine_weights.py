@@ -1,0 +1,264 @@
+"""How a vLLM engine takes new weights: the half of `rft.rollout.engine` that the synchronizer
+speaks to.
+
+    init_weights(TrainerInfo) ──► workers connect to the trainer
+    stage(Round)              ──► workers receive, decoding goes on
+    commit(Round)             ──► pause keep ─► install, all workers ─► label ─► resume
+
+Invariant: an engine whose weights are neither wholly old nor wholly new (`poisoned`) answers no
+request until a full round commits. How the key-value cache outlives a commit is told with the
+streams (`kv`): "recompute" drops it, also of requests in flight; "keep" keeps it for these, and
+salts the prefix cache, so that no new request meets it.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from rft.config import ModelConfig
+from rft.ground.experience import decode, encode
+from rft.ground.names import Dims, architecture_of, hf_names, read_hf_config
+from rft.ground.rounds import (
+    BROKEN,
+    DAMAGED,
+    MISSED,
+    UNREACHABLE,
+    AdapterOrder,
+    AtPath,
+    Installed,
+    Received,
+    Round,
+    RoundFailed,
+    TrainerInfo,
+    WorkerState,
+)
+from rft.monitor import trace
+from rft.rollout.adapter_serving import AdapterServing
+from rft.rollout.turns import CACHE, WEIGHTS, Turns
+from rft.rollout.vllm_requests import pause
+from rft.rollout.worker_channel import WorkerChannel, within_reach
+
+if TYPE_CHECKING:
+    from vllm import AsyncLLM
+
+
+class EngineWeights:
+    """`adapters`: that workers hold at most, where the policy comes as adapters; 0: it does not."""
+
+    def __init__(self, name: str, model: ModelConfig, workers: int, adapters: int):
+        self.name = name
+        self.model = model
+        self.llm: AsyncLLM | None = None
+        self.adapters = AdapterServing(name, model, adapters) if adapters else None
+        self.channel = WorkerChannel(workers)
+        self.turns = Turns(name)
+        self.poisoned: str | None = None
+        self._version = 0
+        self._kv = "recompute"
+        self._room_s = 600.0  # for requests of old adapters to end, before a new one has a place
+        self._round = asyncio.Lock()
+
+    async def check_plan(self, plan: dict[str, Any]) -> None:
+        """Raises ValueError listing what this engine's model and the plan of a trainer's streams do
+        not have in common.
+        """
+        hf = read_hf_config(self.model.model_path)
+        ours = (
+            self.adapters.tensors if self.adapters else hf_names(Dims.of(hf), architecture_of(hf))
+        )
+        theirs = {
+            block["name"]: tuple(block["shape"])
+            for stream in plan["streams"]
+            for block in stream["blocks"]
+        }
+        problems = [f"{name} is missing" for name in ours if name not in theirs]
+        problems += [f"{name} is not of this model" for name in theirs if name not in ours]
+        problems += [
+            f"{name} is {list(theirs[name])}, here {list(shape)}"
+            for name, shape in ours.items()
+            if name in theirs and theirs[name] != tuple(shape)
+        ]
+        if problems:
+            raise ValueError(
+                f"the trainer's weights are not those of the model of {self.name}, "
+                f"{self.model.model_path}: " + "; ".join(problems)
+            )
+
+    async def init_weights(self, info: TrainerInfo) -> None:
+        """Join the trainer's weight streams."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        assert self.llm is not None, "init_weights before start"
+        if info.plan is not None:
+            await self.check_plan(info.plan)
+        async with self._round:
+            self._kv, self._room_s = info.kv, info.timeout
+            try:
+                await self.llm.init_weight_transfer_engine(
+                    WeightTransferInitRequest(init_info={"info": encode(info)})
+                )
+            except Exception as error:
+                lost = any(state.unreachable for state in await self._states())
+                raise RoundFailed(
+                    f"{self.name} did not join the weight streams: {first_line(error)}",
+                    UNREACHABLE if lost else BROKEN,
+                ) from error
+
+    async def stage(self, coming: Round) -> Received:
+        """Receive a round beside the decoding. Returns the first worker's report, or that of a
+        worker for which the trainer has moved on (`missed`). Of a `direct` round nothing is
+        received before `commit`.
+        """
+        assert self.llm is not None, "stage before start"
+        if coming.direct:
+            return Received()
+        async with self._round, within_reach(coming) as here:
+            first, *_ = await self.channel.stage(here)
+        if first.error and first.blame != MISSED:
+            raise RoundFailed(
+                f"{self.name} did not receive version {coming.version}: {first.error}", first.blame
+            )
+        return first
+
+    async def commit(self, coming: Round) -> Installed:
+        """Install what was staged (or, direct, receive it now); see `_install`."""
+        with trace.overlapping("install weights", version=coming.version):
+            return await self._install(coming)
+
+    async def load_weights_from(self, path: str, version: int) -> Installed:
+        """Install the safetensors of a Hugging Face directory as `version`: the same round, from
+        files.
+        """
+        return await self._install(Round(version=version, location=AtPath(path=path)))
+
+    async def weight_version(self) -> int:
+        return self._version
+
+    async def sleep(self, patience: float) -> dict[str, Any]:
+        """Leave the devices to the trainer until the next round wakes this engine; see
+        `rft.rollout.turns`.
+        """
+        assert self.llm is not None, "sleep before start"
+        async with self._round:
+            return await self.turns.sleep(self.llm, patience)
+
+    async def _install(self, coming: Round) -> Installed:
+        """From pause to resume. In-flight requests freeze and go on under the new weights.
+
+        Raises RoundFailed; then the engine serves the old version again if every worker still holds
+        exactly those weights, and is `poisoned` (and stays paused) if not.
+        """
+        assert self.llm is not None, "commit before start"
+        if self.adapters:
+            try:
+                return await self._install_adapter(coming)
+            finally:
+                self.turns.open()
+        version = coming.version
+        async with self._round:
+            began = time.monotonic()
+            self.turns.close()
+            await pause(self.llm, clear_cache=self._kv != "keep")
+            paused = time.monotonic()
+            try:
+                await self.turns.wake(self.llm, WEIGHTS)
+                states = await self._ask("rft_install", _as_staged(coming))
+                installed = _confirmed(version, states)
+                await self.llm.update_weight_version(str(version))
+                self._version, self.poisoned = version, None
+            except Exception as error:
+                self.poisoned = await self._damage(error)
+                lost = not self.poisoned and any(s.unreachable for s in await self._states())
+                blame = DAMAGED if self.poisoned else UNREACHABLE if lost else BROKEN
+                what = f"{self.name}: version {version} was not installed: {first_line(error)}"
+                raise RoundFailed(what, blame) from error
+            finally:
+                if self.poisoned is None:
+                    await self.turns.wake(self.llm, CACHE)
+                    await self.llm.resume_generation()
+                self.turns.open()
+            done = time.monotonic()
+        return replace(installed, pause_s=done - began, install_s=done - paused)
+
+    async def _install_adapter(self, coming: Round) -> Installed:
+        """The adapter alone: nothing pauses, and what fails
+        leaves the version before to be served.
+        """
+        assert self.llm is not None and self.adapters is not None
+        version = coming.version
+
+        async def ask(order: AdapterOrder) -> Installed:
+            states = await self._ask("rft_install_adapter", _as_staged(coming), order)
+            seconds = max(state.install_s for state in states)  # between two steps
+            return replace(
+                _confirmed(version, states),
+                pause_s=seconds,
+                install_s=seconds,
+                adapters=states[0].adapters,
+            )
+
+        async with self._round:
+            # requests of old adapters may have to make room first
+            await self.turns.wake(self.llm, WEIGHTS, CACHE)
+            try:
+                installed = await self.adapters.install(version, ask, self._room_s)
+            except Exception as error:
+                # busy with rollouts is not broken
+                blame = UNREACHABLE if isinstance(error, TimeoutError) else BROKEN
+                raise RoundFailed(
+                    f"{self.name}: version {version} was not installed: {first_line(error)}", blame
+                ) from error
+            self._version = version
+        return installed
+
+    async def _ask(self, method: str, *records: Any) -> list[WorkerState]:
+        """Call `rft.sync.receiver.WorkerExtension` in every worker, between two steps."""
+        assert self.llm is not None
+        answers = await self.llm.collective_rpc(
+            method, args=tuple(encode(record) for record in records)
+        )
+        return [decode(answer, WorkerState) for answer in answers]
+
+    async def _states(self) -> list[WorkerState]:
+        return await self._ask("rft_weight_state")
+
+    async def _damage(self, error: Exception) -> str | None:
+        """None when every worker still holds the weights from before the round, else why the engine
+        is unusable.
+        """
+        if self.poisoned:
+            return self.poisoned
+        try:
+            states = await self._states()
+        except Exception as unreachable:  # not swallowed: it becomes the reason to refuse requests
+            return f"{first_line(error)}; workers do not answer: {first_line(unreachable)}"
+        versions = {state.version for state in states}
+        before = len(versions) == 1 and versions <= {None, self._version}
+        intact = before and not any(state.mixed for state in states)
+        return None if intact else first_line(error)
+
+
+def _as_staged(coming: Round) -> Round:
+    """What workers hold a staged round by: they know where it lay. Files are opened now."""
+    return coming if isinstance(coming.location, AtPath) else replace(coming, location=None)
+
+
+def _confirmed(version: int, states: list[WorkerState]) -> Installed:
+    wrong = [state for state in states if state.version != version or state.mixed]
+    if wrong:
+        raise RuntimeError(f"workers do not hold version {version} after finish: {wrong}")
+    first = states[0].received
+    return Installed(
+        version=version,
+        digest=first.digest,
+        bytes=sum(state.received.bytes for state in states),
+        receive_s=first.receive_s,
+        again=sum(state.received.again for state in states),
+        load_s=max(state.load_s for state in states),
+    )
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

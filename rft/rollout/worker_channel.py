@@ -1,0 +1,154 @@
+"""How an engine's actor speaks to vLLM's workers about weights, beside vLLM's own calls: receive a
+round while the engine decodes.
+
+    engine actor ── StageOrder ──► worker's thread       a record each way, length first, over a
+                                                         Unix socket that stays open
+                 ◄─ StageReport ── when it has all, or failed
+
+A worker is reached in two ways, and each is there for what the other cannot do:
+
+- vLLM's `collective_rpc`, for what must happen *between two steps*: connect to a trainer, install
+  (`rft_install`, `rft_install_adapter`), tell the state. vLLM's loop is the only one that knows
+  when a step is over, and a pause, a sleep and a wake-up go the same way, in order with it.
+- this channel, for what must happen *beside the steps*: to stage. A call of vLLM's waits for the
+  step that is being decoded and holds up the next one, so neither the beginning nor the end of a
+  stage is one: a round's control took 77 to 98 ms with them, 38 to 47 ms without
+  (docs/measured.md).
+
+In: one order per round. Out: every worker's report, or the first that tells of a failure.
+Invariants: a report of an earlier round is not taken for one of this; a worker that dies closes its
+connection, and that is a report too.
+"""
+
+import asyncio
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from rft.ground.experience import FRAME_HEADER, Record, decode, framed
+from rft.ground.rounds import BROKEN, UNREACHABLE, InFile, InStore, Received, Round, RoundFailed
+
+DIED = Received(error="a worker ended while it received weights", blame=BROKEN)
+
+
+class StageOrder(Record):
+    number: int
+    round: Round
+
+
+class StageReport(Record):
+    """`number`: of the order that it answers; None: the worker is gone, and answers none."""
+
+    received: Received
+    number: int | None = None
+
+
+class WorkerChannel:
+    """Life:
+
+    `open`, tell every worker the path (each connects), `stage` as often as wanted, `close`.
+    """
+
+    def __init__(self, workers: int):
+        self.workers = workers
+        self._numbers = itertools.count(1)
+        self._writers: list[asyncio.StreamWriter] = []
+        self._reports: asyncio.Queue[StageReport] = asyncio.Queue()
+        self._connected = asyncio.Condition()
+
+    async def open(self) -> str:
+        """The path that workers connect to."""
+        self._directory = tempfile.mkdtemp(prefix="rft-")  # readable by this user only
+        path = str(Path(self._directory) / "orders")
+        self._server = await asyncio.start_unix_server(self._listen, path)
+        return path
+
+    async def stage(self, coming: Round) -> list[Received]:
+        """The workers' reports; if one of them is a failure, that
+        one alone: the others may never come.
+        """
+        number, reports = next(self._numbers), []
+        order = framed(StageOrder(number=number, round=coming))
+        async with asyncio.timeout(coming.timeout):
+            async with self._connected:
+                await self._connected.wait_for(lambda: len(self._writers) == self.workers)
+            for writer in self._writers:
+                if writer.is_closing():
+                    return [DIED]
+                writer.write(order)
+            while len(reports) < self.workers:
+                report = await self._reports.get()
+                if report.number not in (number, None):
+                    continue
+                if report.received.error:
+                    return [report.received]
+                reports.append(report.received)
+        return reports
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._connected:
+            self._writers.append(writer)
+            self._connected.notify_all()
+        with suppress(asyncio.IncompleteReadError, ConnectionError):  # its end, told below
+            while True:
+                size = int.from_bytes(await reader.readexactly(FRAME_HEADER), "little")
+                self._reports.put_nowait(decode(await reader.readexactly(size), StageReport))
+        writer.close()
+        self._reports.put_nowait(StageReport(received=DIED))
+
+    def close(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        shutil.rmtree(self._directory)
+
+
+@asynccontextmanager
+async def within_reach(coming: Round) -> AsyncIterator[Round]:
+    """The same round, with a location that workers can open: they are no processes of Ray's.
+
+    What lies in Ray's object store is copied into one file in memory. It has no name of its own:
+    workers reach it through this process, so nothing is left when this process is killed. It is
+    there until the block is left; a bucket of the store is held no longer than its copy takes.
+    """
+    if not isinstance(coming.location, InStore):
+        yield coming
+        return
+    file = os.memfd_create("weights")
+    try:
+        async with asyncio.timeout(coming.timeout):
+            streams = [
+                [await _copy(file, *bucket) for bucket in stream]
+                for stream in coming.location.streams
+            ]
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        yield replace(coming, location=InFile(path=path, streams=streams))
+    finally:
+        os.close(file)
+
+
+async def _copy(file: int, reference: Any, digest: str) -> tuple[int, int, str]:
+    """Append one bucket; returns where it lies, its length and its checksum."""
+    from ray.exceptions import RayError
+
+    try:
+        data = await reference
+    except RayError as error:  # nothing is wrong with this engine
+        raise RoundFailed(
+            f"a bucket of weights is not in the object store any more: {error}", UNREACHABLE
+        ) from error
+    start = os.lseek(file, 0, os.SEEK_END)
+    await asyncio.to_thread(_append, file, memoryview(data))
+    return start, len(data), digest
+
+
+def _append(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(file, data) :]

@@ -1,0 +1,341 @@
+"""The elastic parts of a stage as Ray actors: experience buffer, rollout engines, synchronizer,
+explorer.
+
+    start ──► Ray, actors created ──► work: all load at the same time ──► serving ──► close
+                                      (any of them fails: `failed(part, phase, cause)`, from a
+                                      thread;
+                                       an engine is first started again: `rft.run.fleet`)
+
+In: a stage's config, a callback for failures and one for what the user should read. Out: actors
+under known names in the run's namespace, started with an environment cleaned of torch launcher
+variables, each writing to its own log file. Invariant: no call here waits for an actor without a
+deadline, so the supervisor hears signals at any time; `close` ends every actor and the private Ray.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rft import config as configs
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.checkpoint import fence
+from rft.config import Config, LogConfig
+from rft.ground import plugins
+from rft.ground.actor import ActorHandle
+from rft.ground.device import thread_environment, wait_for_turn
+from rft.monitor import logs, trace
+from rft.rollout.engine import RolloutEngine
+from rft.rollout.explorer import Explorer
+from rft.run import cards, modes, parts, ray_cluster
+from rft.run.control_socket import ControlSocket
+from rft.run.fleet import EngineFleet, PartFailed
+from rft.run.parts import ActorSpec
+from rft.sync.synchronizer import Synchronizer
+from rft.trainer import control
+
+log = logging.getLogger(__name__)
+# they wait for a core rather than interrupt an engine or a rank
+KEEP_BOOKS = ("buffer", "explorer")
+DOING = {
+    "buffer": "storing",
+    "engine": "serving",
+    "synchronizer": "publishing",
+    "explorer": "exploring",
+}  # for messages
+Failed = Callable[[str, str, str], None]
+Work = Callable[[ActorHandle[Explorer]], None]
+T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """What every actor of a run can do."""
+
+    async def watch(self) -> None:
+        """Raise what broke it; until then, wait."""
+
+    async def shutdown(self) -> None: ...
+
+
+class Actors:
+    def __init__(
+        self,
+        config: Config,
+        log_dir: Path,
+        failed: Failed,
+        say: Callable[[str], None],
+        task: Work | None = None,
+    ):
+        self.config = config
+        self.task = task  # instead of what the mode does with the explorer
+        self.log_dir = log_dir
+        self.failed = failed
+        self.say = say
+        self.buffer: ActorHandle[ExperienceBuffer] | None = None
+        self.synchronizer: ActorHandle[Synchronizer] | None = None
+        self.explorer: ActorHandle[Explorer] | None = None
+        self.auxiliary: dict[str, ActorHandle[RolloutEngine]] = {}
+        restarts = config.explorer.rollout_model.max_restarts
+        self.fleet = EngineFleet(self._create_engine, log_dir, restarts, self._fail, say)
+        self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
+        self.threads: list[threading.Thread] = []
+        self.ready = False
+        self.closing = False
+        self.address = ""
+        self.cards: cards.Cards | None = None
+        self.rank_environment: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start Ray and create every actor, without waiting for them.
+
+        Ranks may be started as soon as this returns.
+        """
+        config = self.config
+        self.address = ray_cluster.start(config, self._split_gpus)
+        if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
+            self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
+        if config.mode != "bench":
+            self.buffer = self._spawn(parts.buffer_spec(config))
+        # explorers are runs of their own, earlier ones or, with a database, at the same time
+        if config.mode == "train":
+            return
+        engines = self.fleet.create(config.explorer.rollout_model.engine_num)
+        if self.buffer is not None:
+            self.synchronizer = self._spawn(parts.synchronizer_spec(config, self.buffer))
+            engines = {}  # the explorer follows those that the synchronizer admits
+        api = self._api() if config.explorer.rollout_model.enable_openai_api else None
+        self.explorer = self._spawn(
+            parts.explorer_spec(config, engines, self.buffer, self.synchronizer, api)
+        )
+        self.fleet.run(
+            self.synchronizer, self.explorer, config.explorer.max_timeout + control.REPLY_S
+        )
+        self._listen()
+
+    def work(self, done: Callable[[], None]) -> None:
+        """In the background: wait until all serve, do what a mode without a trainer does, then call
+        `done`.
+
+        With a trainer that is: let its rank 0 begin. Whatever fails is reported as that part's
+        failure.
+        """
+
+        def run() -> None:
+            try:
+                self._await_ready()
+            except PartFailed as error:
+                self._fail(error.part, "starting", error)
+                return
+            try:
+                self._begin()
+            except Exception as error:
+                log.exception("mode %s", self.config.mode)
+                self._fail("explorer", f"working on mode={self.config.mode}", error)
+                return
+            done()
+
+        self._thread(run)
+
+    def close(self, grace_s: float) -> None:
+        """Ask every actor to shut down, then kill whatever is left of them and of Ray; at most
+        about `grace_s` seconds.
+        """
+        import ray
+
+        self.closing = True
+        self.fleet.close()
+        if not ray.is_initialized():
+            return
+        deadline = time.monotonic() + grace_s
+        explorer = [self.explorer] if self.explorer else []  # it asks the others for things
+        others = [handle for handle in (self.buffer, self.synchronizer) if handle]
+        others += [*self.auxiliary.values(), *self.fleet.handles()]
+        for handles in filter(None, (explorer, others)):
+            asked = [handle.ask(Watched.shutdown) for handle in handles]
+            ray.wait(asked, num_returns=len(asked), timeout=grace_s / 3)
+        for handle in explorer + others:
+            ray.kill(handle.actor)
+        # each ends with its actor; Ray aborts the process when it is shut down under a waiting call
+        for thread in self.threads + self.fleet.threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
+        self.socket.close(max(0.1, deadline - time.monotonic()))
+        ray.shutdown()
+
+    def _api(self) -> Any:
+        """What the explorer's OpenAI API needs: a place for its key, and the engines of auxiliary
+        models, which never change.
+        """
+        from rft.agents.endpoint.life import Api
+
+        config, auxiliary = self.config, {}
+        for model in config.explorer.auxiliary_models:
+            specs = [
+                parts.auxiliary_spec(config, model, number, self._device_kind())
+                for number in range(model.engine_num)
+            ]
+            handles = {spec.name: self._spawn(spec) for spec in specs}
+            self.auxiliary |= handles
+            auxiliary[model.name] = {name: handle.actor for name, handle in handles.items()}
+        serves, size = config.mode == "serve", int(config.algorithm.repeat_times or 1)
+        return Api(str(configs.job_dir(config)), serves, size, auxiliary)
+
+    def _await_ready(self) -> None:
+        """All parts load at the same time; raises PartFailed for the first that cannot."""
+        starting = {}
+        if self.explorer is not None:
+            starting["explorer"] = self.explorer.ask(Explorer.prepare)
+        starting |= {
+            name: handle.ask(RolloutEngine.start) for name, handle in self.auxiliary.items()
+        }
+        if self.config.mode == "train" and not parts.is_shared(self.config):
+            starting["buffer"] = self.buffer.ask(ExperienceBuffer.input_done)  # type: ignore[union-attr]
+        for part, reference in starting.items():
+            log.info("%s: %s", part, self._get(part, reference))
+        self.fleet.await_started()
+        self.ready = True
+
+    def _begin(self) -> None:
+        """What the supervisor sets going once all parts serve."""
+        import ray
+
+        if self.explorer is None:
+            return
+        if self.task is not None:
+            self.task(self.explorer)
+        elif self.config.mode == "both":
+            ray.get(self.explorer.ask(Explorer.open))
+        elif self.config.mode == "bench":
+            modes.evaluate_checkpoints(self.config, self.explorer)
+        elif self.synchronizer is not None and self.buffer is not None:
+            if self.config.mode == "explore":
+                modes.explore(self.config, self.explorer, self.synchronizer, self.buffer)
+            else:
+                modes.serve(self.config, self.explorer, self.synchronizer, self.say)
+
+    def _get(self, part: str, reference: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(reference, timeout=control.START_S)
+        except ray.exceptions.RayError as error:
+            raise PartFailed(part, control.cause(error)) from error
+
+    def _split_gpus(self) -> dict[str, int]:
+        """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split
+        once, here).
+        """
+        self.cards = cards.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        if self.cards is None:
+            return {}
+        self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.ranks)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.engines)
+        return {"num_gpus": self.cards.for_ray}
+
+    def _device_kind(self) -> str:
+        return (
+            self.config.device
+            if self.config.device != "auto"
+            else ("cuda" if "CUDA_VISIBLE_DEVICES" in self.rank_environment else "cpu")
+        )
+
+    def _spawn(self, spec: ActorSpec[T]) -> ActorHandle[T]:
+        """An actor whose end, whenever it comes, is a failure of the run."""
+        handle = self._create(spec)
+        self._thread(self._watch, spec.part, handle)
+        return handle
+
+    def _create_engine(self, engine: str, name: str) -> ActorHandle[RolloutEngine]:
+        return self._create(parts.engine_spec(self.config, engine, name, self._device_kind()))
+
+    def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
+        import ray
+
+        environment = (
+            thread_environment(spec.threads)
+            | {"RFT_LOG_FILE": str(self.log_dir / f"{spec.part}.log")}
+            | trace.environment()
+            | {plugins.VARIABLE: os.pathsep.join(self.config.plugin_dirs)}
+        )
+        # reward workers inherit them
+        environment |= self.config.explorer.env_vars if spec.part == "explorer" else {}
+        options = {
+            "name": spec.name,
+            "num_cpus": spec.cpus,
+            "max_concurrency": 10_000,
+            "runtime_env": {"env_vars": environment},
+        }
+        if spec.gpus and self.cards is not None and self.cards.shared:
+            environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(
+                int(spec.part.removeprefix("engine_"))
+            )
+        elif spec.gpus and self._device_kind() == "cuda":
+            options["num_gpus"] = spec.gpus
+        cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
+        actor = ray.remote(cls).options(**options)
+        return ActorHandle(actor.remote(*spec.make.args, **spec.make.keywords))
+
+    def _listen(self) -> None:
+        """`rft engines` reaches this run, if its directory can hold a socket."""
+        try:
+            self.socket.open()
+        except OSError as error:
+            self.say(f"warning: `rft engines` cannot reach this run: {error}")
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Of `rft engines`. Ray would wait for ever for GPUs that nobody gives back."""
+        import ray
+
+        if "add" in question and self._device_kind() == "cuda":
+            wanted = int(question["add"]) * self.config.explorer.rollout_model.tensor_parallel_size
+            free = int(ray.available_resources().get("GPU", 0))
+            if free < wanted:
+                return {
+                    "error": (
+                        f"{wanted} more GPUs are needed "
+                        f"(explorer.rollout_model.tensor_parallel_size), {free} are free"
+                    )
+                }
+        return self.fleet.answer(question)
+
+    def _thread(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def _watch(self, part: str, handle: ActorHandle[Any]) -> None:
+        """One thread per actor, asleep until the actor dies or says what broke it."""
+        import ray
+
+        try:
+            ray.get(handle.ask(Watched.watch))
+        except Exception as error:
+            self._fail(part, DOING[part.split("_")[0]] if self.ready else "starting", error)
+
+    def _fail(self, part: str, phase: str, error: Exception) -> None:
+        if not self.closing:
+            self.failed(
+                part, phase, str(error) if isinstance(error, PartFailed) else control.cause(error)
+            )
+
+
+def hosted(cls: Callable[..., Any], log_config: LogConfig, computes: bool) -> type:
+    """`cls` as an actor that writes to the log file named in its environment.
+
+    One that computes nothing gives way to others.
+    """
+
+    class Hosted(cls):  # type: ignore[misc,valid-type]
+        def __init__(self, *arguments: Any, **named: Any):
+            logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
+            # the raylet; Ray itself only looks for it now and then, and not everywhere
+            logs.die_with_parent()
+            plugins.load()
+            if not computes:
+                wait_for_turn()
+            super().__init__(*arguments, **named)
+
+    Hosted.__name__ = Hosted.__qualname__ = cls.__name__
+    return Hosted

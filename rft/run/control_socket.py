@@ -1,0 +1,138 @@
+"""Questions to a run that is under way: a Unix socket in its directory that only the run's owner
+may use.
+
+    rft engines RUN_DIR ──one line of JSON──► <job>/control/supervisor.sock
+            ──► answer(question), in the supervisor
+                        ◄──one line of JSON──
+
+In: the job's directory; a function from question to answer. Out: `ask`, for a command in another
+process; `NobodyAnswers` when no supervisor is there. Invariants: the socket is open to its owner
+alone before anybody can connect; a caller that says nothing, or does not listen, is left after
+`LINE_S`; closing it removes it, unless a later attempt has put its own there.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+NAME = "supervisor.sock"
+LINE_BYTES = 2**20
+LINE_S = 5.0  # for one line to come or go
+ADDRESS_BYTES = 100  # of an address; the kernel's field has 108, and less elsewhere
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class NobodyAnswers(ConnectionError):
+    """No supervisor listens there: the run has ended, or was never started."""
+
+
+class ControlSocket:
+    """Answers one caller after the other, in a thread of its own."""
+
+    def __init__(self, directory: Path, answer: Answer):
+        self.directory = directory
+        self.answer = answer
+        self.thread: threading.Thread | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._inode = 0
+
+    def open(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / NAME
+        path.unlink(missing_ok=True)  # of a supervisor that was killed
+        with _address(self.directory) as address:
+            self._listener.bind(address)
+        os.chmod(path, 0o600)  # nobody can connect before `listen`
+        self._inode = path.stat().st_ino
+        self._listener.listen()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def close(self, timeout: float = LINE_S) -> None:
+        """Whoever is being answered has `timeout` seconds."""
+        with contextlib.suppress(OSError):  # never opened
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        if self.thread is not None:
+            self.thread.join(timeout)
+            path = self.directory / NAME
+            if path.exists() and path.stat().st_ino == self._inode:
+                path.unlink()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with caller:
+                try:
+                    self._reply_to(caller)
+                except OSError as error:
+                    log.warning("a caller was lost: %s", error)
+
+    def _reply_to(self, caller: socket.socket) -> None:
+        caller.settimeout(LINE_S)
+        try:
+            reply = self.answer(_read(caller))
+        except Exception as error:  # the run goes on; the caller hears what was wrong
+            log.exception("a question could not be answered")
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        caller.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def ask(directory: Path, question: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """The supervisor's answer.
+
+    Raises NobodyAnswers, or TimeoutError when it does not answer in `timeout` seconds.
+    """
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(timeout)
+        try:
+            with _address(directory) as address:
+                line.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise NobodyAnswers(f"nothing answers at {directory / NAME}") from error
+        line.sendall(json.dumps(question).encode() + b"\n")
+        return _read(line)
+
+
+def _read(line: socket.socket) -> dict[str, Any]:
+    data = b""
+    while not data.endswith(b"\n"):
+        part = line.recv(65536)
+        if not part or len(data) > LINE_BYTES:
+            raise ConnectionError(
+                "the line ended before its end" if not part else "the line is too long"
+            )
+        data += part
+    message = json.loads(data)
+    if not isinstance(message, dict):
+        raise ValueError("a question is a JSON object")
+    return message
+
+
+@contextlib.contextmanager
+def _address(directory: Path) -> Iterator[str]:
+    """An address of `NAME` in `directory` that is short enough for a socket, however long the
+    directory's own name is.
+    """
+    plain = str(directory / NAME)
+    if len(os.fsencode(plain)) <= ADDRESS_BYTES:
+        yield plain
+        return
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{directory}: no such directory") from error
+    try:
+        yield f"/proc/self/fd/{descriptor}/{NAME}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,253 @@
+"""A run that starts its own ranks: every stage in order, each under a supervisor in this process.
+
+    rft.train ──► run_stages
+            ──► StageRun: `Supervisor` (Ray with buffer, engines, synchronizer, explorer: one actor
+                          each), and trainer ranks under torch's launcher (`rft.run.elastic`, own
+                          OS session), whose end is an event like those of the actors
+
+In: filled and checked stage configs. Out: exit code 0, or one message that names part, phase and
+cause and that part's exit code. Ranks come and go, it outlives them. Invariant: whatever way a
+stage ends, no process that it started is left after `shutdown_grace_s`.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rft import config as configs
+from rft.checkpoint import fence
+from rft.config import Config, ConfigError, is_remote
+from rft.ground.device import thread_environment
+from rft.monitor import logs, trace
+from rft.run import processes
+from rft.run.exports import check_exports
+from rft.run.stages import finished, ready
+from rft.run.supervisor import (
+    EXIT_CODES,
+    Event,
+    Events,
+    StageFailed,
+    Supervisor,
+    failure,
+    kind,
+    say,
+    signals_as_events,
+)
+from rft.trainer.control import cause
+from rft.trainer.feed import reads_files
+
+log = logging.getLogger(__name__)
+RANKS_SHARE = 0.7  # of the grace period: ranks save a checkpoint, actors only close files
+
+
+def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
+    """Run the stages in order, each from the model that the one before exported; finished ones are
+    skipped.
+
+    `check` refuses a config that cannot run (`rft.preflight`): asked once more for what a stage
+    only has when it begins.
+    """
+    events: Events = queue.SimpleQueue()
+    processes.adopt_orphans()
+    with signals_as_events(events):
+        for index in range(len(stages)):
+            if finished(stages[index]):
+                name = stages[index].stage_name or stages[index].name
+                print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
+                continue
+            main_log(configs.job_dir(stages[index]), stages[index].log.level)
+            try:
+                config = ready(stages, index, check)
+                if config.mode == "bench":
+                    check_exports(config)
+                StageRun(config, events).run()
+            except StageFailed as error:
+                print(f"rft: {error}", file=sys.stderr, flush=True)
+                return error.code
+    return 0
+
+
+def resolved_of(config: Config) -> Path:
+    """Where a stage's config is written down.
+
+    Explorers of a database run beside the trainer of the same name.
+    """
+    job = configs.job_dir(config)
+    if (
+        config.mode in ("explore", "serve")
+        and config.buffer.trainer_input.experience_buffer.storage_type == "sql"
+    ):
+        return job / "explorers" / config.explorer.name / "resolved.yaml"
+    return (job / "bench" if config.mode == "bench" else job) / "resolved.yaml"
+
+
+class StageRun:
+    """One stage from start to end."""
+
+    def __init__(self, config: Config, events: Events, task: Callable[[Any], None] | None = None):
+        self.config = config
+        self.task = task
+        self.events = events
+        self.job = configs.job_dir(config)
+        self.ranks: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Raises StageFailed unless the stage did all of its work;
+        ConfigError if it cannot even begin.
+        """
+        config = self.config
+        self.supervisor = Supervisor(config, self.events, say, self.task)
+        self.log_dir = self.supervisor.log_dir
+        self.resolved = resolved_of(config)
+        configs.save(config, self.resolved)
+        say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
+        try:
+            self._start()
+            self._wait()
+        except (StageFailed, ConfigError):
+            raise
+        except Exception as error:
+            log.exception("stage failed")
+            raise StageFailed(
+                1, f"supervisor failed: {cause(error)}; logs in {self.log_dir}"
+            ) from error
+        finally:
+            self._close()
+
+    def _start(self) -> None:
+        """Create all parts; they load at the same time."""
+        if not reads_files(self.config) and not self.supervisor.start():
+            return
+        if self.config.mode in ("both", "train"):
+            self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        environment = os.environ | thread_environment(self.config.cluster.threads_per_rank)
+        command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
+        trace.instant("ranks start")
+        self.ranks = subprocess.Popen(
+            command, env=environment | self.supervisor.environment(), start_new_session=True
+        )
+        threading.Thread(target=self._watch_ranks, args=(self.ranks,), daemon=True).start()
+
+    def _watch_ranks(self, ranks: "subprocess.Popen[bytes]") -> None:
+        code = ranks.wait()
+        record = self.log_dir / "failure.json"
+        if code == 0:
+            self.events.put(Event("ranks"))
+        elif record.exists():
+            self.events.put(Event(**json.loads(record.read_text(encoding="utf-8"))))
+        else:
+            self.events.put(Event("trainer launcher", "running the ranks", logs.ending(code)))
+
+    def _wait(self) -> None:
+        event = self.supervisor.first_event()
+        if event.signal and self.config.mode == "serve":  # how a service ends
+            say(
+                f"stopped by {signal.Signals(event.signal).name}; what got its reward is in "
+                f"{self.job / 'buffer'}"
+            )
+        elif event.signal:
+            left = self._stop_ranks()
+            name = signal.Signals(event.signal).name
+            raise StageFailed(
+                128 + event.signal,
+                f"stopped by {name}{left}; run the same command again to go on from {self.job}",
+            )
+        if event.cause:
+            message = failure(event, self.log_dir)
+            log.error("%s\nlast metrics: %s", message, last_line(self.job / "metrics.jsonl"))
+            raise StageFailed(EXIT_CODES[kind(event)], message)
+
+    def _stop_ranks(self) -> str:
+        """A clean end: ranks save at their step boundary.
+
+        Says so if they had to be killed instead.
+        """
+        if self.ranks is None or not self.supervisor.is_ready:
+            return ""  # no rank has begun: there is nothing to save, and nothing to wait for
+        self.ranks.terminate()
+        seconds = self.config.shutdown_grace_s * RANKS_SHARE
+        try:
+            self.ranks.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return (
+                f" (the ranks did not end in {seconds:g} s and were killed: the newest "
+                "checkpoint counts)"
+            )
+        return ""
+
+    def _close(self) -> None:
+        """Kill what is left of the ranks, then end everything else; a checkpoint agent may finish
+        what it holds, within trainer.checkpoint.agent_deadline_s.
+        """
+        if self.ranks is not None and self.ranks.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.ranks.pid, signal.SIGKILL)
+            self.ranks.wait()
+        control = fence.control_dir(self.job)
+        self.supervisor.close(
+            self.config.shutdown_grace_s * (1 - RANKS_SHARE),
+            spare=lambda: map(fence.holder, fence.living_agents(control)),
+        )
+        if alive := fence.living_agents(control):
+            numbers = ", ".join(str(fence.holder(path)) for path in alive)
+            say(
+                f"rft: checkpoint agent(s) {numbers} still write what was staged, and end by "
+                "themselves"
+            )
+
+
+def last_line(path: Path) -> str:
+    """What a run told last, for whoever looks for what broke it."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return lines[-1] if lines else "none"
+
+
+def describe(config: Config) -> str:
+    """What a reader wants to know before the first step."""
+    m = config.trainer.megatron
+    layout = (
+        f"tp{m.tensor_model_parallel_size} pp{m.pipeline_model_parallel_size} "
+        f"cp{m.context_parallel_size}"
+    )
+    if m.virtual_pipeline_model_parallel_size:
+        layout += f" vpp{m.virtual_pipeline_model_parallel_size}"
+    if m.expert_model_parallel_size > 1:
+        layout += (
+            f" ep{m.expert_model_parallel_size} "
+            f"etp{m.expert_tensor_parallel_size or m.tensor_model_parallel_size}"
+        )
+    parts = [f"mode={config.mode}", f"algorithm={config.algorithm.algorithm_type}"]
+    if is_remote(config):
+        parts += [
+            f"{config.model.tinker.base_model} at a Tinker service",
+            f"{config.trainer.total_steps} steps",
+        ]
+    elif config.mode in ("both", "train"):
+        parts += [
+            f"{config.trainer.num_ranks} trainer rank(s) ({layout})",
+            f"{config.trainer.total_steps} steps",
+        ]
+    if not reads_files(config):
+        kind = "sampling client(s)" if is_remote(config) else "vLLM engine(s)"
+        parts.append(f"{config.explorer.rollout_model.engine_num} {kind}")
+    return ", ".join(parts)
+
+
+def main_log(job: Path, level: str) -> None:
+    """The supervisor's own log; what the user must read goes to the terminal instead."""
+    job.mkdir(parents=True, exist_ok=True)
+    logs.hide_secrets()
+    handler = logging.FileHandler(job / "supervisor.log")
+    handler.setFormatter(logs.RedactedFormatter(logs.FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

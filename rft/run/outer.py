@@ -1,0 +1,242 @@
+"""Ranks that somebody else started: `torchrun ... -m rft.train ...`, or the same under srun.
+
+Every process here is a trainer rank of one stage; for the next stage it starts anew (exec, same
+process id). Rank 0 also checks the config and starts a sidecar (`rft.run.sidecar`), once per stage,
+in an OS session of its own: the sidecar supervises Ray and its actors and outlives ranks that
+torchrun restarts (the next rank 0 finds it by its lock file). Rank 0 ends when its sidecar does,
+and so do all.
+
+    torchrun ─► rank 0 ─► sidecar (Ray: buffer, engines, synchronizer, explorer)
+             ─► rank 1..n          wait in the launcher's store for the stage that rank 0 announces
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rft import config as configs
+from rft.config import Config, ConfigError
+from rft.ground import redact
+from rft.ground.device import hosted_store
+from rft.ground.errors import refuse
+from rft.ground.plugins import imported
+from rft.monitor import logs, trace
+from rft.run import sidecar
+from rft.run.stages import finished, ready
+from rft.run.supervisor import StageFailed
+from rft.trainer.feed import reads_files
+
+Prepared = Callable[[DictConfig], list[Config]]  # stage configs, filled and checked
+Check = Callable[[Config], None]  # refuses one that cannot run
+STARTED_S = 900.0  # engines may have to read a large model before rank 0 announces the stage
+# for its part of that: rank 0 can still say to all ranks that it has failed
+SIDECAR_S = STARTED_S - 60.0
+END_S = 60.0  # for the sidecar to end, beyond shutdown_grace_s
+STAGE = "RFT_OUTER_STAGE"  # how many stages this process has been a rank of
+# port of the launcher's store, and whether torchrun's agent hosts it
+LAUNCHER_STORE = "RFT_OUTER_STORE"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# MASTER_PORT = 20000 + job id modulo this: outside the ephemeral range, stable over restarts
+SLURM_PORTS = 10_000
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Who started this process as one rank of many: "torchrun", "slurm", or None for a plain start.
+
+    srun sets no WORLD_SIZE; a batch script's own shell has SLURM_PROCID but no step, and is a plain
+    start.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return "torchrun"
+    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return "slurm"
+    return None
+
+
+def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
+    """Be a rank of the first stage that is not finished, then, as a
+    new program in this process, of the next.
+    """
+    from rft.run import rank
+
+    if launched() == "slurm":
+        os.environ.update(slurm_ranks(os.environ))
+    # they become the rank's log; a failure is still told to the user
+    streams = os.dup(1), os.dup(2)
+    stage = int(os.environ.get(STAGE, "0"))
+    store, number = _store(stage)
+    if number == 0:
+        hosted, place = own_store(stage)  # hosted for as long as it is held
+        store.set("stage", json.dumps({"store": place} | _announcement(raw, prepared, check)))
+    told = json.loads(store.get("stage"))
+    if "code" in told:
+        return int(told["code"])
+    os.environ.update(told["environment"] | told["store"])
+    resolved, beside = told["resolved"], None
+    if number == 0 and told["sidecar"]:
+        beside = sidecar.Sidecar(Path(resolved).parent)
+    code = rank.main(resolved, terminal=streams[1])
+    if beside is not None:
+        beside.end(configs.load(resolved).shutdown_grace_s + END_S)
+    if code == 0:
+        _again(stage + 1, streams)
+    return code
+
+
+def _again(stage: int, streams: tuple[int, int]) -> None:
+    """Start this process anew for the next stage: torch, Megatron and Ray hold state that no second
+    run should meet.
+    """
+    logs.flush()
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
+    # not closed before the exec: libraries' threads are still at work on some
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them is gone
+            os.set_inheritable(int(name), int(name) < 3)
+    os.environ[STAGE] = str(stage)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _announcement(raw: DictConfig, prepared: Prepared, check: Check) -> dict[str, Any]:
+    """What rank 0 tells all ranks of the next stage; a failure as their exit code, with one
+    message.
+    """
+    try:
+        return _next_stage(raw, prepared, check)
+    except ConfigError as error:
+        return {"code": refuse(error)}
+    except StageFailed as error:
+        print(f"rft: {error}", file=sys.stderr, flush=True)
+        return {"code": error.code}
+    except sidecar.SidecarFailed:  # it has said why
+        return {"code": 1}
+
+
+def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables from those of srun.
+
+    Ranks meet at the address by which Slurm itself reaches the first node.
+    """
+    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": address.group(1) if address else first,
+        "MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % SLURM_PORTS),
+    }
+
+
+def scontrol(*arguments: str) -> str:
+    return subprocess.run(
+        ["scontrol", *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def _store(stage: int) -> tuple[Any, int]:
+    """A store that all ranks reach, with keys of this stage alone, and this process's rank."""
+    from torch.distributed import PrefixStore, rendezvous
+
+    port, agent = os.environ.setdefault(
+        LAUNCHER_STORE, f"{os.environ['MASTER_PORT']} {os.environ.get(AGENT_STORE, 'False')}"
+    ).split()
+    # torchrun hosts it; otherwise rank 0 does, and it ends with the stage
+    is_agents = agent == "True"
+    os.environ.update(
+        {AGENT_STORE: agent, "MASTER_PORT": port if is_agents else str(int(port) + stage)}
+    )
+    store, rank, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=STARTED_S))))
+    return PrefixStore(f"rft/{stage}", store), rank
+
+
+def own_store(stage: int) -> tuple[Any, dict[str, str]]:
+    """The store where the ranks of a later stage meet, and how: torchrun's still has the addresses
+    of the stage before.
+    """
+    from torch.distributed import TCPStore
+
+    if not stage or os.environ[AGENT_STORE] != "True":
+        return None, {}
+    address, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=STARTED_S)
+    if nodes_of(os.environ) == 1:
+        address = "127.0.0.1"
+        store = hosted_store(address, 0, timeout)
+    else:
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return store, {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
+
+
+def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> dict[str, Any]:
+    """Where the next stage's config is and how to reach its Ray, or the exit code to end with."""
+    stages = prepared(raw)
+    _check(stages)
+    count = next((i for i, config in enumerate(stages) if not finished(config)), len(stages))
+    if count == len(stages):
+        if stages[0].finish:
+            imported(stages[0].finish)(stages)
+        return {"code": 0}
+    config = ready(stages, count, check)
+    resolved = configs.job_dir(config) / "resolved.yaml"
+    configs.save(config, resolved)
+    if reads_files(config):
+        return {
+            "resolved": str(resolved),
+            "sidecar": False,
+            "environment": _attempt(logs.new_attempt(resolved.parent), config),
+        }
+    return {
+        "resolved": str(resolved),
+        "sidecar": True,
+        "environment": sidecar.start(resolved, SIDECAR_S) | redact.inherited(),
+    }
+
+
+def _attempt(log_dir: Path, config: Config) -> dict[str, str]:
+    """What every rank must know of an attempt."""
+    trace.turn_on(log_dir, config.monitor.trace)
+    return {"RFT_LOG_DIR": str(log_dir)} | trace.environment() | redact.inherited()
+
+
+def _check(stages: list[Config]) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    for config in stages:
+        if config.mode not in ("both", "train"):
+            raise ConfigError(
+                f"mode={config.mode} has no trainer ranks: start it with plain `python -m "
+                "rft.train`"
+            )
+        if config.trainer.num_ranks != world:
+            raise ConfigError(
+                f"trainer.num_ranks={config.trainer.num_ranks}, but the launcher started {world} "
+                "ranks: make them equal"
+            )
+        if (
+            nodes_of(os.environ) > 1
+            and not reads_files(config)
+            and config.cluster.ray_address is None
+        ):
+            raise ConfigError(
+                "cluster.ray_address is not set, but the ranks are on several nodes, which cannot "
+                "reach the engines of a "
+                "private Ray: give the address of a cluster that the nodes belong to"
+            )
+
+
+def nodes_of(environment: Mapping[str, str]) -> int:
+    """How many the launcher has put ranks on."""
+    if "SLURM_STEP_NUM_NODES" in environment and "TORCHELASTIC_RUN_ID" not in environment:
+        return int(environment["SLURM_STEP_NUM_NODES"])
+    return int(environment["WORLD_SIZE"]) // int(
+        environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
+    )

@@ -1,0 +1,176 @@
+"""The supervisor of ranks that somebody else started: a process of its own beside them, one for a
+stage.
+
+    rank 0 ──start──► python -m rft.run.sidecar RESOLVED_YAML LAUNCHER_PID
+           ◄── one line of JSON: how to reach its Ray ──   (in <job>/sidecar.json too, for the
+                                                            rank 0 of a restart)
+           ──Sidecar.end──► it closes, and is killed if it does not in time
+
+In: a stage's resolved config and the process that holds the ranks. Out: as `rft.run.launch` of its
+own ranks; the message of a failure on the terminal and in `failure.json`. It ends when it is told
+to, when an actor fails, or when the launcher is gone. Invariants: whoever holds `sidecar.lock` is
+the job's one sidecar; no process of it is left when it has ended.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rft import config as configs
+from rft.ground import redact
+from rft.monitor import logs
+from rft.run import processes
+from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
+from rft.trainer import control
+
+log = logging.getLogger(__name__)
+LOCK = "sidecar.lock"  # in the job's directory, as is the next
+RECORD = "sidecar.json"
+
+
+class SidecarFailed(RuntimeError):
+    """The sidecar ended before its Ray was up; it has told the user why."""
+
+
+def start(resolved: Path, deadline_s: float) -> dict[str, str]:
+    """Environment to reach the stage's sidecar; starts one unless the last attempt's is still
+    alive.
+    """
+    job = resolved.parent
+    with open(job / LOCK, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return json.loads((job / RECORD).read_text(encoding="utf-8"))["environment"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rft.run.sidecar", str(resolved), str(os.getppid())],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    see = f"see {job / 'logs' / 'latest' / 'sidecar.log'}"
+    assert child.stdout is not None
+    try:
+        line = first_line(child.stdout.fileno(), deadline_s)
+    except TimeoutError as error:
+        processes.end_family(child.pid)
+        raise StageFailed(
+            1, f"the sidecar was not ready within {deadline_s:g} s and was killed; {see}"
+        ) from error
+    if not line:
+        raise SidecarFailed(see)
+    return json.loads(line)["environment"]
+
+
+def first_line(descriptor: int, deadline_s: float) -> bytes:
+    """What comes up to the end of a line, or of the stream. Raises TimeoutError."""
+    end, line = time.monotonic() + deadline_s, b""
+    while b"\n" not in line:
+        if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise TimeoutError(f"no line within {deadline_s:g} s")
+        if not (part := os.read(descriptor, 2**16)):
+            break
+        line += part
+    return line.partition(b"\n")[0]
+
+
+class Sidecar:
+    """Rank 0's hold on the sidecar: its end, whatever the reason, is the end of this rank."""
+
+    def __init__(self, job: Path):
+        self.pid = int(json.loads((job / RECORD).read_text(encoding="utf-8"))["pid"])
+        self.expected = False
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        await_end(self.pid)
+        if not self.expected:
+            logs.flush()
+            os._exit(1)  # the parts are gone; torch's launcher ends the other ranks
+
+    def end(self, deadline_s: float) -> None:
+        """Ask it to end, and wait until it has.
+
+        One that has not at the deadline is killed with all that it holds.
+        """
+        self.expected = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        if not await_end(self.pid, deadline_s):
+            log.error(
+                "the sidecar (pid %d) did not end within %g s and is killed", self.pid, deadline_s
+            )
+            processes.end_family(self.pid)
+
+
+def main(resolved: str, launcher: int) -> int:
+    """Hold one stage's actors until told to end, an actor fails, or process `launcher` is gone."""
+    config = configs.load(resolved)
+    job = Path(resolved).parent
+    lock = open(job / LOCK, "a")  # noqa: SIM115  held, and so locked, for the life of this process
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    terminal = logs.Redacted(os.fdopen(os.dup(2), "w"))
+    events: Events = queue.SimpleQueue()
+    supervisor = Supervisor(config, events, lambda line: print(line, file=terminal, flush=True))
+    logs.redirect(supervisor.log_dir / "sidecar.log", config.log, keep_stdout=True)
+    processes.adopt_orphans()
+    # the ranks' business, but Slurm may tell every process of a step
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    threading.Thread(
+        target=lambda: (await_end(launcher), events.put(Event("launcher"))), daemon=True
+    ).start()
+    with signals_as_events(events, (signal.SIGTERM, signal.SIGINT)):
+        message = ""
+        try:
+            message = _hold(supervisor, job)
+        except Exception as error:
+            log.exception("sidecar")
+            message = f"sidecar failed: {control.cause(error)}; logs in {supervisor.log_dir}"
+        finally:
+            if message:
+                record = redact.text(json.dumps(message))  # rank 0 need not tell it
+                (supervisor.log_dir / "failure.json").write_text(record, encoding="utf-8")
+                supervisor.say(f"rft: {message}")
+            supervisor.close(config.shutdown_grace_s)
+    return 1 if message else 0
+
+
+def _hold(supervisor: Supervisor, job: Path) -> str:
+    """Start the actors, tell the ranks where they are, wait for the end; why that is a bad one."""
+    if not supervisor.start():
+        return ""
+    record = json.dumps({"pid": os.getpid(), "environment": supervisor.environment()})
+    (job / RECORD).write_text(record, encoding="utf-8")
+    os.write(1, f"{record}\n".encode())  # for rank 0, and so as it is
+    event = supervisor.first_event()
+    return failure(event, supervisor.log_dir) if event.cause else ""
+
+
+def await_end(pid: int, deadline_s: float | None = None) -> bool:
+    """Return when the process is gone, False if it is not at the deadline.
+
+    It may be anybody's child.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ends = select.poll()  # a rank may have more descriptors than `select` takes
+    ends.register(descriptor, select.POLLIN)
+    try:
+        return bool(ends.poll(None if deadline_s is None else 1000 * deadline_s))
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,188 @@
+"""What supervises a stage, whoever starts its ranks: the actors, the first event that ends the
+stage, and the end of everything.
+
+    `rft.run.launch`    ranks of its own, under torch's launcher           ┐
+    `rft.run.sidecar`   ranks that torchrun or srun started and holds      ┴─► Supervisor
+
+    start ──► all parts load ──► first_event: an actor died or reported what broke it │ a signal │
+                                 exploring is done │ what the entry adds (its ranks, a launcher)
+          ──► close: actors, then whatever any of them left behind
+
+In: a stage's config and the queue of its events. Out: the event that ended the stage, of several
+failures the root cause. Invariants: it loads no torch and computes nothing; it waits for events
+alone, so it hears of signals at any time.
+"""
+
+import contextlib
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft import config as configs
+from rft.config import Config
+from rft.ground import redact
+from rft.monitor import logs, trace
+from rft.run import processes
+
+if TYPE_CHECKING:
+    from rft.run.actors import Actors
+
+EXIT_CODES = {"trainer": 10, "engine": 11, "explorer": 12, "buffer": 13, "synchronizer": 14}
+# a later one fails when an earlier one is gone
+CAUSES = ("buffer", "engine", "synchronizer", "explorer", "trainer")
+SETTLE_S = 2.0  # between a part's death and the word of it: Ray sees a closed socket at once
+# for processes that end by themselves, like those that give back the shared memory of a killed one
+LAST_S = 3.0
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is Slurm's before preemption
+Events = queue.SimpleQueue["Event"]
+
+
+class StageFailed(RuntimeError):
+    """A stage that ended badly: the process exit code and the one message for the user."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ends a stage. `part` says who; `cause` is empty for a good end."""
+
+    part: str
+    phase: str = ""
+    cause: str = ""
+    signal: int = 0
+
+
+class Supervisor:
+    """One attempt at a stage, from the creation of its log directory to its end."""
+
+    def __init__(
+        self,
+        config: Config,
+        events: Events,
+        say: Callable[[str], None],
+        task: Callable[[Any], None] | None = None,
+    ):
+        """`say`: a line for the user. `task`: done with the explorer instead of what the mode
+        does with it.
+        """
+        self.config = config
+        self.events = events
+        self.say = say
+        self.task = task
+        self.log_dir = logs.new_attempt(configs.job_dir(config))
+        self.actors: Actors | None = None
+        trace.turn_on(self.log_dir, config.monitor.trace)
+        trace.start("supervisor")
+
+    def start(self) -> bool:
+        """Create the actors, which load in the background; False if the end was asked for while
+        Ray started.
+        """
+        from rft.run.actors import Actors  # stages that read files need nothing of it
+
+        self.actors = Actors(self.config, self.log_dir, self._failed, self.say, self.task)
+        try:
+            self.actors.start()
+        except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts
+            self.events.put(Event("user", signal=signal.SIGTERM))
+            return False
+        self.actors.work(self._work_done)
+        return True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ranks may have begun: all actors serve."""
+        return self.actors is None or self.actors.ready
+
+    def environment(self) -> dict[str, str]:
+        """How ranks find the log directory and the actors."""
+        environment = {"RFT_LOG_DIR": str(self.log_dir)} | trace.environment()
+        if self.actors is None:
+            return environment
+        ray = {
+            "RFT_RAY_ADDRESS": self.actors.address,
+            "RFT_RAY_NAMESPACE": str(self.config.ray_namespace),
+        }
+        return environment | ray | self.actors.rank_environment
+
+    def first_event(self) -> Event:
+        """Wait for what ends the stage."""
+        event = self.events.get()
+        trace.instant(
+            "ending", part=event.part, phase=event.phase, cause=event.cause, signal=event.signal
+        )
+        return root_cause(event, self.events) if event.cause else event
+
+    def close(self, grace_s: float, spare: Callable[[], Iterable[int]] = tuple) -> None:
+        """End the actors within about `grace_s` seconds, then every descendant of this process but
+        those that `spare` names by then.
+        """
+        if self.actors is not None:
+            self.actors.close(grace_s)
+        processes.end_descendants(LAST_S, spare=spare())
+        trace.stop()
+        redact.scrub(self.log_dir)  # what a library wrote past Python's own streams
+
+    def _failed(self, part: str, phase: str, cause: str) -> None:
+        self.events.put(Event(part, phase, cause))
+
+    def _work_done(self) -> None:
+        """With a trainer, the end of the ranks is the end; without one, this is."""
+        if self.config.mode in ("explore", "bench"):
+            self.events.put(Event("work"))
+
+
+@contextlib.contextmanager
+def signals_as_events(events: Events, numbers: Iterable[signal.Signals] = STOPS) -> Iterator[None]:
+    """These signals become events; the grace period is bounded."""
+    previous = {
+        number: signal.signal(
+            number, lambda received, _frame: events.put(Event("user", signal=received))
+        )
+        for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def root_cause(first: Event, events: Events) -> Event:
+    """Of failures that follow each other the one that was there first.
+
+    A part may only have met the death of another: that one has SETTLE_S to be heard of.
+    """
+    failures, deadline = [first], time.monotonic() + SETTLE_S
+    while True:
+        worst = min(failures, key=lambda event: CAUSES.index(kind(event)))
+        if kind(worst) in CAUSES[:2]:
+            return worst
+        try:
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return worst
+        failures += [event] if event.cause else []
+
+
+def kind(event: Event) -> str:
+    """`engine` of "engine_1", `trainer` of "trainer rank 0"."""
+    return event.part.split()[0].split("_")[0]
+
+
+def failure(event: Event, log_dir: Path) -> str:
+    return f"{event.part} failed while {event.phase}: {event.cause}; logs in {log_dir}"
+
+
+def say(line: str) -> None:
+    """A line for the user, whole among those of other threads and of the trainer."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

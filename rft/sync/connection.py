@@ -1,0 +1,253 @@
+"""The connection between one trainer rank and one engine worker: a socket, a deadline for
+everything, and no copy on the way.
+
+    Listener (trainer rank) ──► one thread, one `PeerConnection` per engine worker that connects
+    PeerConnection: small records (msgpack, length first); raw bytes, straight from and into tensors
+
+On one host a Unix socket (abstract name, no file), otherwise TCP. In: an endpoint record, which
+travels through the control plane and holds the secret without which no connection is accepted.
+Invariants: every operation inside a round ends within the timeout, with an exception if need be; a
+peer that dies or closes is an error at once, not after the timeout; nothing listens on another
+address than the one configured.
+"""
+
+import hmac
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rft.ground.experience import FRAME_HEADER, Record, framed
+
+# bytes handed to the kernel at a time; what was just moved is still in the cache when it is hashed
+CHUNK = 4 * 2**20
+BUFFER = 4 * 2**20  # of a socket; the kernel may grant less
+BACKLOG = 1024  # engine workers that may connect at the same moment
+RECORD_LIMIT = 2**20  # a longer record is no record of ours
+
+
+class PeerLost(ConnectionError):
+    """The other end is gone, or did not move for the whole timeout; the message names it."""
+
+
+class PeerRefused(RuntimeError):
+    """The other end is there and says no."""
+
+
+class PeerConnection:
+    """One end of a connection. `limit`: bytes of a record, of whoever is at the other end."""
+
+    def __init__(
+        self, connection: socket.socket, name: str, timeout: float, limit: int = RECORD_LIMIT
+    ):
+        self.name = name
+        self.timeout = timeout
+        self._socket = connection
+        self._limit = limit
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.settimeout(
+            None
+        )  # the kernel keeps the time: one call moves a whole chunk without the interpreter's lock
+        self._keep_time(timeout)
+
+    def send_record(self, record: dict[str, Any] | Record) -> None:
+        self.send(memoryview(framed(record)))
+
+    def receive_record(self, patient: bool = False) -> dict[str, Any]:
+        """The next record. `patient`: wait for its beginning as long as the other end lives."""
+        head = bytearray(FRAME_HEADER)
+        if patient:
+            self._keep_time(0)
+        self.receive(memoryview(head))
+        if patient:
+            self._keep_time(self.timeout)
+        size = int.from_bytes(head, "little")
+        if size > self._limit:
+            raise PeerLost(f"{self.name}: a record of {size} bytes cannot be")
+        body = bytearray(size)
+        self.receive(memoryview(body))
+        return msgspec.msgpack.decode(body)  # type: ignore[no-any-return]
+
+    def send(self, data: memoryview) -> None:
+        """All of `data`, contiguous bytes; they may change again once this returns."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self, into: memoryview) -> None:
+        """Fill `into`, contiguous bytes."""
+        got = 0
+        try:
+            while got < len(into):
+                size = self._socket.recv_into(into[got:], 0, socket.MSG_WAITALL)
+                if not size:
+                    raise PeerLost(f"{self.name}: the other end closed")
+                got += size
+        except PeerLost:
+            raise
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def close(self) -> None:
+        """From any thread: whoever sends or receives here, on either end, fails at once."""
+        with suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _keep_time(self, seconds: float) -> None:
+        """Let the kernel end a call in which nothing moves for so long; 0: never."""
+        span = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        try:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, span)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> PeerLost:
+        if isinstance(error, BlockingIOError):
+            return PeerLost(f"{self.name}: nothing moved for {self.timeout:g} s")
+        return PeerLost(f"{self.name}: {error.strerror or type(error).__name__}")
+
+
+class Listener:
+    """Accepts connections that know the secret.
+
+    `admit(hello)` names a new connection, or raises PeerRefused; `serve(wire, hello)` then owns it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float,
+        admit: Callable[[dict[str, Any]], str],
+        serve: Callable[[PeerConnection, dict[str, Any]], None],
+    ):
+        self.timeout = timeout
+        self._admit = admit
+        self._serve = serve
+        self._secret = secrets.token_hex(16)
+        tcp = socket.create_server((address, 0), backlog=BACKLOG)
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind("")  # Linux gives it an abstract name
+        unix.listen(BACKLOG)
+        self.endpoint = {
+            "host": address,
+            "port": tcp.getsockname()[1],
+            "machine": machine(),
+            "unix": unix.getsockname(),
+            "secret": self._secret,
+        }
+        self._wake, asleep = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for listener in (tcp, unix, asleep):
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(
+            target=self._listen, args=(asleep,), name="weights-listener", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more connections; those that are open stay so."""
+        self._wake.close()
+        self._thread.join()
+
+    def _listen(self, asleep: socket.socket) -> None:
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select()]
+            if asleep in ready:
+                break
+            for listener in ready:
+                connection, _ = listener.accept()  # type: ignore[union-attr]
+                threading.Thread(
+                    target=self._handshake, args=(connection,), name="weights-out", daemon=True
+                ).start()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def _handshake(self, connection: socket.socket) -> None:
+        wire = PeerConnection(connection, "an unknown peer", self.timeout)
+        try:
+            hello = wire.receive_record()
+            if not hmac.compare_digest(str(hello.pop("secret", "")), self._secret):
+                raise PeerRefused("wrong secret")
+            wire.name = self._admit(hello)
+            wire.send_record({"accepted": True})
+        except PeerLost:
+            wire.close()
+            return
+        except PeerRefused as no:
+            with suppress(PeerLost):  # it may not wait for the answer
+                wire.send_record({"refused": str(no)})
+            wire.close()
+            return
+        self._serve(wire, hello)
+
+
+def handshake(
+    endpoint: dict[str, Any], hello: dict[str, Any], name: str, timeout: float
+) -> PeerConnection:
+    """Connect to a `Listener`.
+
+    Raises PeerLost when none is there, PeerRefused with the reason when it does not accept.
+    """
+    try:
+        if endpoint["machine"] == machine():
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout)
+            connection.connect(endpoint["unix"])
+        else:
+            connection = socket.create_connection((endpoint["host"], endpoint["port"]), timeout)
+    except OSError as error:
+        raise PeerLost(
+            f"{name}: nobody at {endpoint['host']}:{endpoint['port']} ({error.strerror or error})"
+        ) from error
+    wire = PeerConnection(connection, name, timeout)
+    try:
+        wire.send_record({**hello, "secret": endpoint["secret"]})
+        answer = wire.receive_record()
+    except PeerLost:
+        wire.close()
+        raise
+    if "refused" in answer:
+        wire.close()
+        raise PeerRefused(f"{name}: {answer['refused']}")
+    return wire
+
+
+def machine() -> str:
+    """Equal for two processes that can meet in an abstract Unix socket: one boot of one kernel, one
+    network namespace.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"{socket.gethostname()} {secrets.token_hex(8)}"  # no Linux: TCP is always right
+    return f"{boot.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/net')}"
+
+
+def own_address(cluster: str | None) -> str:
+    """Where engines find this rank: loopback with a private Ray, else this machine's address on the
+    way to the cluster's head, "host:port". Sends nothing (UDP connect only routes).
+    """
+    if cluster is None:
+        return "127.0.0.1"
+    peer = socket.gethostbyname(cluster.rpartition(":")[0])
+    if ipaddress.ip_address(peer).is_loopback:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,363 @@
+"""How versions leave the trainer, by `synchronizer.sync_method`.
+
+    stream      every rank serves its own shards from where they lie, while the version is open
+    memory      every rank leaves its own shards in Ray's object store, and engines take them there
+    checkpoint  a version goes to the engines as a save of the weights, which they read where it
+                lies
+
+No rank ever holds another's shards. What was left or saved outlives the trainer: an engine that
+starts later takes it although nobody is there to send.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from rft.checkpoint.commit import read_manifest
+from rft.checkpoint.records import Committed, Failed, Report
+from rft.checkpoint.storage import WEIGHTS, Storage
+from rft.config import SynchronizerConfig
+from rft.ground.protocols import Block, Collective, WeightSource
+from rft.ground.rounds import CHECKPOINT, MEMORY, InSave
+from rft.sync import checksum
+from rft.sync import plan as plans
+from rft.sync.links import host_links
+from rft.sync.plan import StreamPlan
+from rft.sync.publisher import Origin
+from rft.sync.sender import Blocks, WeightSender, pack
+from rft.sync.synchronizer import reason
+from rft.sync.tensor_parallel import WHOLE, part_of
+
+log = logging.getLogger(__name__)
+Endpoint = dict[str, Any]
+
+
+class ShardOrigin(Origin):
+    """What streams and memory share: every rank's blocks ─gather─► rank 0 plans ─broadcast─► every
+    rank knows its stream of the plan.
+    """
+
+    def __init__(
+        self,
+        mesh: Collective,
+        source: WeightSource,
+        synchronizer: Any | None,
+        config: SynchronizerConfig,
+        epoch: int,
+    ):
+        super().__init__(mesh, synchronizer, config, epoch)
+        self.source = source
+        self._reply: Any = None  # of the synchronizer, to rank 0
+
+    def agree_on_plan(self, endpoint: Endpoint | None) -> tuple[int | None, list[Endpoint]]:
+        """Returns this rank's stream, if it has one, and who serves each. Collective; raises on
+        every rank if planning fails.
+        """
+        # over the wire a record becomes a plain dictionary
+        offers = self.mesh.gather((self.source.blocks(), endpoint))
+        decision = self.mesh.broadcast(self._decide(offers) if offers is not None else None)
+        if "error" in decision:
+            raise ValueError(decision["error"])
+        self.plan = plans.decode(decision["plan"])
+        self.digest = self.plan.digest
+        owners = [stream.rank for stream in self.plan.streams]
+        mine = owners.index(self.mesh.rank) if self.mesh.rank in owners else None
+        return mine, [decision["endpoints"][rank] for rank in owners]
+
+    def _decide(self, offers: list[tuple[list[Block], Endpoint | None]]) -> dict[str, Any]:
+        """Rank 0: the plan; or the error that all ranks raise."""
+        size = self.config.bucket_bytes
+        assert size is not None, "the rank chooses one by its device"
+        try:
+            blocks = [msgspec.convert(blocks, list[Block]) for blocks, _ in offers]
+            plan = plans.encode(plans.build(blocks, size))
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"plan": plan, "endpoints": [endpoint for _, endpoint in offers]}
+
+    def outcome(self) -> dict[str, Any]:
+        reply, self._reply = self._reply, None
+        return {} if reply is None else self.answer(reply)
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+class StreamOrigin(ShardOrigin):
+    """Owners open the version for whoever asks, and close it as soon as nobody reads it any more.
+
+    `address`: where this rank's stream is served.
+    """
+
+    is_live = True
+
+    def __init__(
+        self,
+        mesh: Collective,
+        source: WeightSource,
+        synchronizer: Any | None,
+        config: SynchronizerConfig,
+        epoch: int,
+        address: str = "127.0.0.1",
+    ):
+        super().__init__(mesh, source, synchronizer, config, epoch)
+        self.address = address
+        self.sender: WeightSender | None = None
+        self._is_open = False
+
+    def connect(self) -> dict[str, Any]:
+        if self.source.blocks():
+            device = next(iter(self.source.read_blocks())).device
+            links = host_links(device, self.address)
+            timeout = self.config.sync_timeout
+            self.sender = WeightSender(self.source, self.epoch, timeout, self.address, links)
+        stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
+        if self.sender and stream is not None:
+            self.sender.follow(self.plan, stream)
+        if self.synchronizer is None:
+            return {}
+        plan = plans.encode(self.plan)
+        return self.answer(self.synchronizer.connect.remote(plan, endpoints, self.epoch))
+
+    def start(self, version: int, due: bool) -> None:
+        """Not `due`: the version is only offered."""
+        self._is_open = True
+        if self.sender:
+            self.sender.open(version)
+        if self.synchronizer is None:
+            return
+        if due:
+            self._reply = self.synchronizer.publish.remote(version, self.epoch)
+        else:
+            self.synchronizer.offer.remote(version, self.epoch)
+
+    def release(self) -> dict[str, float]:
+        """Close the version; engines serve it, or have taken what they wanted of it."""
+        was_open, self._is_open = self._is_open, False
+        return self.sender.close_version() if self.sender and was_open else {}
+
+    def close(self) -> None:
+        if self.sender:
+            self.sender.close()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class MemoryOrigin(ShardOrigin):
+    """A thread packs this rank's stream, bucket by bucket, and the synchronizer, of which every
+    rank has a handle, makes each an object of its own: objects of a rank's process would be gone
+    with it. Never more than two buckets are held beside the weights. A bucket's checksum is that of
+    the weights as they were when it was packed, before they could change.
+    """
+
+    def __init__(
+        self,
+        mesh: Collective,
+        source: WeightSource,
+        synchronizer: Any,
+        config: SynchronizerConfig,
+        epoch: int,
+    ):
+        super().__init__(mesh, source, synchronizer, config, epoch)
+        self._stream: int | None = None
+        self._deposit: DepositThread | None = None
+
+    def connect(self) -> dict[str, Any]:
+        self._stream, _ = self.agree_on_plan(None)
+        if self.mesh.rank != 0:
+            return {}
+        plan = plans.encode(self.plan)
+        return self.answer(self.synchronizer.connect.remote(plan, [], self.epoch, MEMORY))
+
+    def start(self, version: int, due: bool) -> None:
+        """A version that is not due needs nothing: engines that come back find the last one."""
+        if not due:
+            return
+        if self._stream is not None:
+            self._deposit = DepositThread(lambda: self._leave(version))
+        if self.mesh.rank == 0:
+            self._reply = self.synchronizer.publish_deposited.remote(version, self.epoch)
+
+    def release(self) -> dict[str, float]:
+        """Return when all of this rank's weights are in the object store."""
+        if self._deposit is not None:
+            self._deposit.wait(self.config.sync_timeout)
+            self._deposit = None
+        return {}
+
+    def _leave(self, version: int) -> None:
+        import ray
+
+        assert self._stream is not None
+        under_way = None  # one bucket travels while the next is packed
+        for number, (data, digest) in enumerate(
+            packed(self.plan, self._stream, self.source, version)
+        ):
+            if under_way is not None:
+                ray.get(under_way, timeout=self.config.sync_timeout)
+            under_way = self.synchronizer.deposit.remote(
+                version, self.epoch, self._stream, number, data, digest
+            )
+        ray.get(under_way, timeout=self.config.sync_timeout)
+
+
+class DepositThread:
+    """A thread whose failure is raised to who waits for it."""
+
+    def __init__(self, work: Callable[[], None]):
+        self._failure: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="leave-weights", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float) -> None:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"this rank's weights are not in the object store after {timeout:g} s"
+            )
+        if self._failure is not None:
+            raise RuntimeError(
+                f"this rank's weights could not be left in the object store: {self._failure}"
+            )
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # raised by `wait`
+            self._failure = error
+
+
+def packed(
+    plan: StreamPlan, index: int, source: WeightSource, version: int
+) -> Iterator[tuple[np.ndarray, str]]:
+    """Stream `index` of the current weights, bucket by bucket: the bytes, and their checksum in
+    hex.
+    """
+    part = part_of(plan, index, WHOLE)
+    blocks = Blocks(plan.streams[index], part, source)
+    for number, bucket in enumerate(part.stream.buckets):
+        message = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        pack(bucket, blocks, message)
+        data = message.numpy()
+        digest = checksum.host(checksum.seed_of(plan.digest, version, index, number))
+        digest.update(data)
+        yield data, digest.hexdigest()
+
+
+# --- checkpoint -----------------------------------------------------------------------------------
+
+
+class Saves(Protocol):
+    """What is needed of the checkpoint manager.
+
+    `hear` is called, by another thread, with every report of the agent.
+    """
+
+    storage: Storage
+    hear: Any
+
+
+class CheckpointOrigin(Origin):
+    """The loop saves a version that is due, with its checkpoint if that is due too: one staging for
+    both. Agents write and commit it, rank 0 hears of it and tells the synchronizer.
+
+    For an explorer on another cluster, which has no synchronizer of ours and looks for saves itself
+    (`rft.sync.stored_versions`), and for one of this run (`engines`). Weights may change as soon as
+    the save's copies are made, which the loop waits for anyway. The next version is begun only when
+    this one is served, or, without engines here, committed; so a reader of the newest version
+    always has the two newest saves on disk.
+    """
+
+    def __init__(
+        self,
+        mesh: Collective,
+        saves: Saves,
+        synchronizer: Any | None,
+        config: SynchronizerConfig,
+        epoch: int,
+        deadline_s: float,
+        engines: bool = True,
+    ):
+        super().__init__(mesh, synchronizer, config, epoch)
+        self.saves = saves
+        self.deadline_s = deadline_s  # for one save, from its beginning to its commit
+        self.engines = engines
+        self._wanted: int | None = None  # a version that is to be saved
+        self._saving: int | None = None
+        # rank 0: the synchronizer's answer, once there is a save to tell of
+        self._told: Future[Any] = Future()
+
+    def connect(self) -> dict[str, Any]:
+        self.saves.hear = self._hear
+        if self.synchronizer is None:
+            return {}
+        return self.answer(self.synchronizer.attach.remote(self.epoch, CHECKPOINT))
+
+    def start(self, version: int, due: bool) -> None:
+        """If it is due, `claim_save` must follow. If not, nothing is needed: engines that come back
+        find the last one on disk.
+        """
+        if due:
+            self._wanted = version
+
+    def claim_save(self, version: int) -> bool:
+        if self._wanted != version:
+            return False
+        self._saving, self._wanted, self._told = version, None, Future()
+        return True
+
+    def outcome(self) -> dict[str, Any]:
+        """Rank 0: what became of the save, and of the round.
+
+        Without engines here a save that failed is only counted, as others.
+        """
+        assert self._wanted is None, f"version {self._wanted} was never saved"
+        if self.mesh.rank != 0:
+            return {}
+        try:
+            reply = self._told.result(self.deadline_s)
+        except TimeoutError:
+            return {"error": f"version {self._saving} is not committed after {self.deadline_s:g} s"}
+        except Exception as error:
+            if self.engines:
+                return {"error": reason(error)}
+            log.error("weights for explorers elsewhere: %s", error)
+            return {}
+        return self.answer(reply) if reply is not None else {}
+
+    def close(self) -> None:
+        self.saves.hear = lambda report: None
+
+    def _hear(self, report: Report) -> None:
+        """By the thread that listens to the agent: a save of the weights that is due ends in
+        exactly one of two ways.
+        """
+        told = self._told
+        if told.done() or not isinstance(report, Committed | Failed) or report.step != self._saving:
+            return
+        if isinstance(report, Failed):
+            told.set_exception(RuntimeError(f"version {report.step} was not saved: {report.cause}"))
+        elif report.collection == WEIGHTS:
+            self._tell(report, told)
+
+    def _tell(self, report: Committed, told: "Future[Any]") -> None:
+        try:
+            self.digest = read_manifest(self.saves.storage, report.name).seal
+        except (OSError, ValueError) as error:  # raised by `wait`
+            told.set_exception(error)
+            return
+        if self.synchronizer is None:
+            told.set_result(None)
+            return
+        location = InSave(root=self.saves.storage.where, path=report.name)
+        told.set_result(
+            self.synchronizer.publish.remote(report.step, self.epoch, self.digest, location)
+        )

@@ -1,0 +1,285 @@
+"""Rank 0's end of the control plane: batches from the buffer actor, evaluations from the explorer
+actor.
+
+In: Ray actor handles, found by name in the run's namespace. Out: plain blocking calls for the
+training loop. Other ranks, and runs without an explorer, hold the same objects without handles, on
+which every call does nothing. Every wait has a deadline, and `stop`, from any thread, ends those
+that can be long; an actor that dies raises here, and the supervisor names it.
+"""
+
+import contextlib
+import signal
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rft.buffer import delivery
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.config import ExplorerConfig
+from rft.ground.actor import ActorHandle
+from rft.ground.experience import Batch, EvalResult, decode
+
+if TYPE_CHECKING:
+    # loaded where there is one: it takes a third of a second
+    from rft.rollout.explorer import Explorer
+
+    ExplorerHandle = ActorHandle[Explorer]
+
+START_S = 900.0  # an engine may have to read a large model from a slow disk
+REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
+# the buffer's own max_read_timeout ends a take; this is only in case it cannot
+READ_MARGIN_S = 60.0
+ONCE = "experience_pipeline/"  # numbers that only one step tells
+
+
+def connect(address: str, namespace: str) -> None:
+    """Join the supervisor's Ray as a driver of our own: if this rank dies, the actors live on."""
+    import ray
+
+    with our_sigterm():
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+
+
+def disconnect() -> None:
+    """At a good end.
+
+    Left to the end of the interpreter, Ray would first wait half a second for its own lines.
+    """
+    import ray
+
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def our_sigterm() -> Iterator[None]:
+    """`ray.init` puts its own SIGTERM handler in place, which just exits: keep ours."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def cause(error: BaseException) -> str:
+    """In one line what went wrong: of an error that came through Ray, what the remote method raised
+    or how its process ended.
+    """
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    if isinstance(error, ActorDiedError):
+        created = not error.actor_init_failed
+        return "its process died (killed, or out of memory)" if created else _lines(error)[-1]
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        return cause(error.cause)
+    name = type(error).__name__
+    return f"{name}: {_lines(error)[0]}" if _lines(error) else name
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
+
+
+def actor(name: str) -> Any:
+    import ray
+
+    return ray.get_actor(name)
+
+
+class QueueSource:
+    """`feed.Source` over the experience buffer actor."""
+
+    def __init__(
+        self,
+        buffer: ActorHandle[ExperienceBuffer],
+        max_read_timeout: float,
+        max_age: int | None = None,
+    ):
+        """`max_age`: in versions, of the oldest token of a group that is taken; the buffer drops
+        what is older, and counts it.
+        """
+        self.buffer = buffer
+        self.take_timeout = max_read_timeout + READ_MARGIN_S
+        self.max_age = max_age
+
+    def attach(self, step: int, run_epoch: int) -> dict[str, Any]:
+        """Tell the buffer where this trainer stands: leases from `step`
+        on are handed out again as they were.
+        """
+        return self._call(ExperienceBuffer.attach_trainer, step, run_epoch)
+
+    def take(self, step: int) -> Batch:
+        oldest = None if self.max_age is None else max(step - self.max_age, 0)
+        return delivery.opened(
+            self._call(ExperienceBuffer.take, step, "trainer", oldest, timeout=self.take_timeout)
+        )
+
+    def consumed(self, step: int) -> None:
+        self._call(ExperienceBuffer.consumed, step)
+
+    def saved(self, step: int) -> None:
+        self._call(ExperienceBuffer.saved, step)
+
+    def stop(self) -> None:
+        """Let a `take` that waits, and every later one, return an empty batch; from any thread,
+        does not wait.
+        """
+        self.buffer.ask(ExperienceBuffer.stop)
+
+    def wants_weights(self, interval: int) -> bool:
+        return self._call(ExperienceBuffer.wants_weights, interval)
+
+    def mark(self) -> int:
+        return self._call(ExperienceBuffer.position)
+
+    def retain(self, loop: dict[str, Any]) -> None:
+        self._call(ExperienceBuffer.retain, loop["journal"], loop["step"])
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, timeout: float = REPLY_S) -> Any:
+        import ray
+
+        return ray.get(self.buffer.ask(method, *arguments), timeout=timeout)
+
+
+def await_engines(explorer: "ExplorerHandle | None", hold: bool = False) -> None:
+    """Return when every part of the run serves: ranks start while engines and explorer load. None:
+    another rank waits.
+
+    `hold`: an explorer that outlived the trainer before this one samples nothing more from weights
+    that will go. Then call it after the buffer knows this trainer.
+    """
+    if explorer is None:
+        return
+    import ray
+
+    from rft.rollout.explorer import Explorer
+
+    ray.get(explorer.ask(Explorer.opened), timeout=START_S)
+    if hold:
+        ray.get(explorer.ask(Explorer.hold), timeout=REPLY_S)
+
+
+class PoolNumbers:
+    """The engine pool's numbers for the metrics of every step, as fresh as an explorer that is not
+    waited for gives them; and those of the experience pipeline, of what it did since they were told
+    last.
+    """
+
+    def __init__(self, explorer: "ExplorerHandle | None"):
+        self.explorer = explorer
+        self.last: dict[str, float] = {}
+        self.asked = self._ask() if explorer is not None else None
+
+    def metrics(self) -> dict[str, float]:
+        if self.explorer is not None:
+            import ray
+
+            if ray.wait([self.asked], timeout=0)[0]:
+                self.last, self.asked = ray.get(self.asked), self._ask()
+        told, self.last = (
+            self.last,
+            {name: value for name, value in self.last.items() if not name.startswith(ONCE)},
+        )
+        return told
+
+    def _ask(self) -> Any:
+        from rft.rollout.explorer import Explorer
+
+        return self.explorer.ask(Explorer.stats)  # type: ignore[union-attr]
+
+
+class Evaluations:
+    """When to evaluate, and what came out. In-loop ones run beside training and are reported when
+    they are ready.
+
+    A version that is due is published, whatever the style of synchronization says, and its
+    evaluation begins when the engines serve it: `served(version)` makes a Ray reference that is
+    ready then. `alone`: training waits for evaluations, so that no answer mixes two versions
+    (deterministic runs). `reported`: versions that an earlier attempt evaluated; one that was due
+    and is not among them was lost with it, and is done at the start.
+    """
+
+    def __init__(
+        self,
+        explorer: "ExplorerHandle | None",
+        config: ExplorerConfig,
+        report: Callable[[EvalResult], None],
+        alone: bool,
+        served: Callable[[int], Any] = lambda version: version,
+        reported: Collection[int] = (),
+    ):
+        self.explorer = explorer
+        self.config = config
+        self.report = report
+        self.alone = alone
+        self.served = served
+        self.reported = reported
+        self.pending: list[Any] = []
+        self.newest: int | None = None
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Give up what is being evaluated, from any thread;
+        whoever waits for it goes on without.
+        """
+        import ray
+
+        self.stopped = True
+        for reference in list(self.pending):
+            ray.cancel(reference)
+
+    def at_startup(self, version: int) -> None:
+        """Evaluate the untrained policy, alone, then let the explorer go.
+
+        After a resume only what was lost.
+        """
+        if self.explorer is None:
+            return
+        import ray
+
+        from rft.rollout.explorer import Explorer
+
+        due = self.is_due(version) if version else self.config.eval_on_startup
+        if due and version not in self.reported and not self.stopped:
+            self._start(version)
+            self._collect(wait=True)
+        ray.get(self.explorer.ask(Explorer.explore), timeout=REPLY_S)
+
+    def if_due(self, version: int) -> None:
+        if self.explorer is not None and self.is_due(version):
+            self._start(version)
+        self._collect(wait=self.alone)
+
+    def at_end(self, version: int) -> None:
+        if self.explorer is not None and self.newest != version and version not in self.reported:
+            self._start(version)
+        self._collect(wait=True)
+
+    def is_due(self, version: int) -> bool:
+        """The same on every rank."""
+        return self.config.eval_interval > 0 and version % self.config.eval_interval == 0
+
+    def _start(self, version: int) -> None:
+        from rft.rollout.explorer import Explorer
+
+        # Ray calls `evaluate` when this is ready, and nobody waits for it meanwhile
+        served = self.served(version)
+        self.pending.append(self.explorer.ask(Explorer.evaluate, version, served))  # type: ignore[union-attr]
+        self.newest = version
+
+    def _collect(self, wait: bool) -> None:
+        """Report finished evaluations, oldest first; `wait` for the ones still running."""
+        if not self.pending:
+            return  # without Ray, which ranks that only train never load
+        import ray
+
+        while self.pending:
+            if not wait and not ray.wait([self.pending[0]], timeout=0)[0]:
+                return
+            try:
+                results = ray.get(self.pending[0], timeout=self.config.max_timeout + REPLY_S)
+            except ray.exceptions.TaskCancelledError:
+                if not self.stopped:
+                    raise
+                results = []
+            self.pending.pop(0)
+            for result in results:
+                self.report(decode(result, EvalResult))

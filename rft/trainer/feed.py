@@ -1,0 +1,171 @@
+"""The feed: one step's experiences, taken once at rank 0, handed to every rank as its own packed
+microbatches.
+
+In: a `Source` at rank 0 (the durable queue behind Ray, or supervised rows). Out: `StepInput` on
+every rank: the part that its data-parallel index trains on, the batch's metrics, and the group of
+every row. Invariant: all global counts are taken here, before the batch is cut; every rank calls
+`next` once per step, in step order.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
+from rft.config import AlgorithmConfig, Config
+from rft.data.packing import BY_TOKENS, Cost, Cut, Packed, Row, pack
+from rft.ground.experience import Batch, Experience
+from rft.ground.protocols import Mesh
+
+
+class Source(Protocol):
+    """Where rank 0 gets batches.
+
+    `take` blocks until step's batch is complete; an empty batch ends the run.
+    """
+
+    def take(self, step: int) -> Batch: ...
+    def consumed(self, step: int) -> None: ...
+    def wants_weights(self, interval: int) -> bool: ...
+    def mark(self) -> int: ...
+    def saved(self, step: int) -> None: ...
+    def retain(self, loop: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepInput:
+    part: list[Packed]
+    metrics: dict[str, float]
+    experiences: list[Experience]  # rank 0 only: what the samples table shows
+    groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
+
+
+class Feed:
+    def __init__(
+        self,
+        source: Source | None,
+        ranks: Mesh,
+        algorithm: AlgorithmConfig,
+        max_tokens: int,
+        multiple: int,
+        cost: Cost,
+        cut: Cut = BY_TOKENS,
+        longest: int = 1,
+        experts: Source | None = None,
+    ):
+        """`longest`: response that a config allows; one way to aggregate the loss divides by it.
+        `experts`: rows that go into every batch beside what `source` gives.
+        """
+        self.source = source
+        self.ranks = ranks
+        self.algorithm = algorithm
+        self.max_tokens = max_tokens
+        self.multiple = multiple
+        self.cost = cost
+        self.cut = cut
+        self.longest = longest
+        self.experts = experts
+        self.current: Batch | None = None  # rank 0: taken and not consumed yet
+
+    def next(self, step: int, stopping: bool) -> StepInput | None:
+        """Step's input on every rank, or None on every rank: the data
+        ended, or rank 0 was asked to stop.
+        """
+        batch = (
+            self.source.take(step)
+            if self.source and not stopping
+            else Batch(step=step, experiences=[])
+        )
+        experiences = batch.experiences
+        metrics = credit.metrics(experiences, step) if experiences else {}
+        if self.experts and experiences:
+            experiences += self.experts.take(step).experiences
+        self.current = batch if experiences else None
+        told, rows = None, []
+        if experiences:
+            told, rows = self._rows(batch, metrics)
+        told = self.ranks.broadcast(told)
+        if told is None:
+            return None
+        parts = None
+        if self.ranks.rank == 0:
+            parts = pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+        metrics, groups = told
+        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences, groups)
+
+    def consumed(self, step: int) -> None:
+        self.current = None
+        if self.source:
+            self.source.consumed(step)
+
+    def wants_weights(self, interval: int) -> bool:
+        """Whether explorers ask for newer weights, at the latest after `interval` steps' worth of
+        groups; a collective.
+        """
+        asked: bool = self.ranks.broadcast(
+            self.source.wants_weights(interval) if self.source else None
+        )
+        return asked
+
+    def mark(self) -> int | None:
+        """Where the source's journal stands: a checkpoint stores it."""
+        return self.source.mark() if self.source else None
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is complete: no other trainer may get the batches before it."""
+        if self.source:
+            self.source.saved(step)
+
+    def retain(self, loop: dict[str, Any] | None) -> None:
+        """`loop` is the loop state of the oldest retained checkpoint: the source may forget what
+        only older ones need.
+        """
+        if self.source and loop:
+            self.source.retain(loop)
+
+    def _rows(
+        self, batch: Batch, metrics: dict[str, float]
+    ) -> tuple[tuple[dict[str, float], list[int]], list[Row]]:
+        """What every rank is told of the step, and its rows."""
+        recipe, step = self.algorithm, batch.step
+        metrics = metrics | {"sample/replayed": float(batch.replayed)}
+        fresh, dropped = self._fresh(batch)
+        fresh = credit.scored(fresh)
+        if mixing.is_mixed(recipe):
+            judged, rows = mixing.rows(fresh, recipe, step, self.longest)
+            return (
+                metrics | mixing.metrics(fresh, recipe, step) | judged.metrics,
+                judged.groups,
+            ), rows
+        judged = credit.judge(
+            fresh,
+            recipe.advantage_fn,
+            recipe.advantage_fn_args,
+            step,
+            penalised=token_credit.is_penalised(recipe),
+        )
+        rows = credit.rows(judged, str(recipe.loss_agg_mode), self.longest)
+        return (metrics | dropped | judged.metrics, judged.groups), rows
+
+    def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
+        """`sample_strategy=staleness_control` leaves out experiences with
+        a token of a version that is too old.
+        """
+        if self.algorithm.sample_strategy != "staleness_control":
+            return batch.experiences, {}
+        oldest = batch.step - int(self.algorithm.sample_strategy_args["max_staleness"])
+        fresh = [
+            e for e in batch.experiences if e.oldest_version is None or e.oldest_version >= oldest
+        ]
+        return fresh, {"sample/dropped_stale": float(len(batch.experiences) - len(fresh))}
+
+
+def is_supervised(algorithm: AlgorithmConfig) -> bool:
+    return ALGORITHMS[algorithm.algorithm_type].source == "rows"
+
+
+def reads_files(config: Config) -> bool:
+    """Whether rank 0 reads its batches from files by itself, so that the ranks are all that there
+    is of the stage.
+    """
+    storage = config.buffer.trainer_input.experience_buffer.storage_type
+    return config.mode == "train" and (is_supervised(config.algorithm) or storage == "file")

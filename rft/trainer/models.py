@@ -1,0 +1,215 @@
+"""The models of a step, as one thing to score with, to train and to save: policy, and reference,
+critic, teacher where needed.
+
+    part ─► score: proximal, reference, value, teacher ─► token advantages, margins of pairs
+            ─► part with scores
+         ─► train: gradients of critic and policy ─► before_update ─► both update
+
+In: the packed microbatches of this rank's data-parallel index. Out: the same with `scores`, on the
+ranks that compute losses (the last pipeline stage); metrics, the same on every rank; one `Snapshot`
+of everything that is trained. Invariant: all scores of a step are of the weights before it, and
+nothing per token leaves the rank that computed it: only sums do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from rft.algorithm import pairs, recipe, token_credit
+from rft.algorithm.kl import Coefficient
+from rft.algorithm.losses import clipped_value
+from rft.config import AlgorithmConfig
+from rft.data.packing import Packed
+from rft.ground.protocols import Snapshot
+
+if TYPE_CHECKING:
+    from rft.algorithm.fields import TokenLoss
+    from rft.megatron.critic import Critic
+    from rft.megatron.mesh import Mesh
+    from rft.megatron.network import Network
+    from rft.megatron.policy import Policy
+
+NEARNESS = "kl_coefficients"  # what a checkpoint calls them
+EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
+
+
+class Nearness:
+    """The coefficients of both KL terms, which may move from step to
+    step; `responses`: of the step under way.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig):
+        self.loss, self.penalty = recipe.loss_coef(algorithm), recipe.penalty_coef(algorithm)
+        self.responses = 0
+
+    def after_penalty(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self._after(self.penalty, metrics, "kl/penalty", "kl/penalty_coef")
+
+    def after_loss(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Nothing moves in a step that is skipped."""
+        return (
+            {}
+            if metrics["skipped"]
+            else self._after(self.loss, metrics, "kl/reference", "kl/reference_coef")
+        )
+
+    def _after(
+        self, coefficient: Coefficient, metrics: dict[str, float], of: str, name: str
+    ) -> dict[str, float]:
+        if coefficient.target is None or of not in metrics:
+            return {}
+        used = coefficient.value
+        coefficient.after(metrics[of], self.responses)
+        return {name: used}
+
+    def state(self) -> dict[str, bytes]:
+        """Nothing where nothing moves."""
+        if self.loss.target is None and self.penalty.target is None:
+            return {}
+        return {NEARNESS: msgspec.json.encode([self.loss.value, self.penalty.value])}
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        """A coefficient that is fixed keeps the value of the config."""
+        if NEARNESS not in small:
+            return
+        held = msgspec.json.decode(small[NEARNESS], type=tuple[float, float])
+        for coefficient, value in zip((self.loss, self.penalty), held, strict=True):
+            if coefficient.target is not None:
+                coefficient.value = value
+
+
+class Models:
+    """`critic_warmup`: training steps at the start in which only the critic learns; `policy.step`
+    does not count them.
+    """
+
+    def __init__(
+        self,
+        policy: "Policy",
+        reference: "Network | None",
+        critic: "Critic | None",
+        algorithm: AlgorithmConfig,
+        critic_warmup: int = 0,
+        cliprange_value: float = 0.5,
+        teacher: "Network | None" = None,
+    ):
+        self.policy = policy
+        self.reference = reference
+        self.critic = critic
+        self.teacher = teacher
+        self.algorithm = algorithm
+        self.critic_warmup = critic_warmup
+        self.value_loss = partial(clipped_value, cliprange_value=cliprange_value)
+        self.nearness = Nearness(algorithm)
+
+    def score(
+        self, part: list[Packed], groups: Sequence[int] = ()
+    ) -> tuple[list[Packed], dict[str, float]]:
+        """`part` with what the models say of it before the step, and with advantages where they
+        need that.
+
+        `groups`: of every row of the step.
+        """
+        if recipe.needs_entropy(self.algorithm):
+            logprobs, entropies = self.policy.uncertainty(part)
+            part = self._scored(self._scored(part, "proximal", logprobs), "entropy", entropies)
+        elif self.algorithm.proximal_logprobs:
+            part = self._scored(part, "proximal", self.policy.score(part, trained_only=True))
+        if self.reference is not None:
+            part = self._scored(part, "reference", self.reference.score(part, trained_only=True))
+        if recipe.needs_pairs(self.algorithm):
+            return pairs.credited(
+                part, recipe.pair_beta(self.algorithm), self._counts, self._summed
+            )
+        if self.teacher is not None:
+            part = self._scored(part, "teacher", self.teacher.score(part, trained_only=True))
+            return token_credit.distilled(part, self.algorithm, self._counts, self._summed)
+        if self.critic is not None:
+            part = self._scored(part, "value", self.critic.score(part))
+        self.nearness.responses = len(groups)
+        if not token_credit.is_needed(self.algorithm):
+            return part, {}
+        part, metrics = token_credit.credited(
+            part, self.algorithm, self._counts, self._summed, groups, self.nearness.penalty.value
+        )
+        return part, metrics | self.nearness.after_penalty(metrics)
+
+    def train_step(
+        self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
+    ) -> dict[str, float]:
+        """One update of each model that learns in this step; `before_update` is called once, before
+        any weight changes.
+
+        While only the critic learns, the numbers that every step has are its own. If one of the two
+        is not finite, neither changes.
+        """
+        if self.critic is None:
+            found = self.policy.train_step(part, token_loss, before_update)
+            return found | self.nearness.after_loss(found)
+        waiting = self.critic.step < self.critic_warmup
+        of_critic = self.critic.gradients(part, self.value_loss)
+        of_policy = {} if waiting else self.policy.gradients(part, token_loss)
+        finite = self.critic.is_finite(of_critic) and (waiting or self.policy.is_finite(of_policy))
+        before_update()
+        of_critic = self.critic.update(of_critic, finite)
+        of_policy = (
+            {name: of_critic[name] for name in EVERY_STEP}
+            if waiting
+            else self.policy.update(of_policy, finite)
+        )
+        of_policy |= self.nearness.after_loss(of_policy)
+        return of_policy | {
+            f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"
+        }
+
+    def snapshot(self) -> Snapshot:
+        found = self.policy.snapshot()
+        found = replace(found, small=found.small | self.nearness.state())
+        if self.critic is None:
+            return found
+        beside = self.critic.snapshot()
+        return replace(found, pieces=found.pieces + beside.pieces, small=found.small | beside.small)
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        self.policy.restore(small)
+        self.nearness.restore(small)
+        if self.critic is not None:
+            self.critic.restore(small)
+
+    def close(self) -> None:
+        for model in (self.policy, self.reference, self.critic, self.teacher):
+            if model is not None:
+                model.close()
+
+    @property
+    def _mesh(self) -> "Mesh":
+        return self.policy.mesh
+
+    @property
+    def _counts(self) -> bool:
+        """Tensor- and context-parallel ranks and all stages hold the same
+        microbatches: one of each is counted.
+        """
+        return self._mesh.is_last_stage and self._mesh.tp_rank == 0 and self._mesh.cp_rank == 0
+
+    def _summed(self, numbers: list[float]) -> list[float]:
+        """Each added up over all ranks."""
+        import torch
+
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        self._mesh.reduce(sums, sums[:0])
+        found: list[float] = sums.tolist()
+        return found
+
+    def _scored(self, part: list[Packed], name: str, found: list[np.ndarray]) -> list[Packed]:
+        """With one more score, where this rank has any."""
+        if not self._mesh.is_last_stage:
+            return part
+        return [
+            replace(p, scores=p.scores | {name: values})
+            for p, values in zip(part, found, strict=True)
+        ]

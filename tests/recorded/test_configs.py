@@ -1,0 +1,44 @@
+"""Every recipe means what it meant at 8c2d7f2: each key that there was has the value that it had.
+
+Keys may have come since.
+"""
+
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recorded import entry
+from tests.recorded.make_configs import DATA, RECIPES, UNFINISHED, found
+
+RECORDED = json.loads(lzma.decompress(DATA.read_bytes()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_the_machine(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry.leave_the_machine(monkeypatch, recipes)
+
+
+@pytest.mark.parametrize("words", [*RECIPES, *UNFINISHED])
+def test_a_recipe_means_what_it_meant(recipes: Path, words: str) -> None:
+    assert (
+        list(differences(RECORDED[words], found(words, recipes, whole=words in RECIPES), "")) == []
+    )
+
+
+def differences(then: Any, now: Any, key: str) -> Iterator[str]:
+    """A line for each value that is another, or is gone."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name, value in then.items():
+            if name in now:
+                yield from differences(value, now[name], f"{key}.{name}")
+            else:
+                yield f"{key}.{name} is gone"
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        for number, pair in enumerate(zip(then, now, strict=True)):
+            yield from differences(*pair, f"{key}.{number}")
+    elif (type(then), then) != (type(now), now):
+        yield f"{key} was {then!r} and is {now!r}"

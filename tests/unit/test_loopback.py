@@ -1,0 +1,63 @@
+"""Where the ranks of one machine meet: on loopback, over nothing that is unpickled, and at a new
+place after one has died.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rft.ground.device import hosted_store
+from rft.sync.connection import own_address
+
+PROGRAM = Path(__file__).with_name("tiny_ranks.py")
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+TIMEOUT_S = 300
+
+
+def told_by_ranks(directory: Path, port: int, restarts: int) -> list[dict[str, Any]]:
+    command = [sys.executable, str(PROGRAM), str(directory), str(port), str(restarts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((directory / f"rank_{number}.json").read_text()) for number in range(2)]
+
+
+def test_launcher_and_ranks_listen_on_loopback_alone_and_nothing_pickled_is_to_be_had(
+    tmp_path: Path,
+) -> None:
+    for told in told_by_ranks(tmp_path, 0, restarts=0):
+        assert told["total"] == 2
+        assert set(told["of_launcher"]) == {"127.0.0.1"} and set(told["of_ranks"]) <= set(LOOPBACK)
+        assert told["rendezvous"] == []
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["any port", "cluster.master_port"])
+def test_ranks_meet_again_after_one_was_killed(tmp_path: Path, fixed: bool) -> None:
+    port = free_port() if fixed else 0
+    for told in told_by_ranks(tmp_path, port, restarts=1):
+        assert (told["total"], told["start"]) == (2, 1)
+        assert not fixed or told["at"] == f"127.0.0.1:{port}"
+
+
+def free_port() -> int:
+    store = hosted_store("127.0.0.1", 0, timedelta(seconds=1))
+    return int(store.port)
+
+
+def test_a_store_listens_at_its_own_address_alone() -> None:
+    """Also that of a pair of trainer rank and engine, which is
+    hosted where the engine finds the rank.
+    """
+    store = hosted_store(own_address(None), 0, timedelta(seconds=5))
+    mine = psutil.Process(os.getpid()).net_connections("tcp")
+    assert [
+        at.laddr.ip
+        for at in mine
+        if at.laddr.port == store.port and at.status == psutil.CONN_LISTEN
+    ] == ["127.0.0.1"]

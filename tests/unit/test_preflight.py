@@ -1,0 +1,105 @@
+"""What a start looks at before it begins: every taskset, every section, everything at once."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rft import preflight
+from rft.config import ConfigError
+from tests.unit.test_config import grpo
+
+GIVEN = "buffer.explorer_input"
+
+
+def mixture(assets: Path, more: str) -> list[str]:
+    """Overrides of two tasksets, the second of which agents run."""
+    text = f"path:{assets / 'train.jsonl'},format:{{prompt_type:plaintext}}"
+    return [
+        f"{GIVEN}.taskset=null",
+        f"{GIVEN}.tasksets=[{{{text}}},{{{text},default_workflow_type:agent,"
+        f"workflow_args:{{{more}}}}}]",
+    ]
+
+
+def test_agents_of_a_mixture_have_the_api_and_are_checked(assets: Path, tmp_path: Path) -> None:
+    (config,) = grpo(assets, tmp_path, *mixture(assets, "command:[cat]"))
+    assert config.explorer.rollout_model.enable_openai_api
+    with pytest.raises(ConfigError, match=r"tasksets\.1\.workflow_args: .* needs one of agent="):
+        grpo(assets, tmp_path, *mixture(assets, ""))
+
+
+def test_one_start_tells_every_mistake_in_the_order_of_the_sections(
+    assets: Path, tmp_path: Path
+) -> None:
+    mistakes = [
+        "project=a//b",
+        "trainer.checkpoint.storage=bucket",
+        "algorithm.kl_loss_fn=k9",
+        "explorer.reward_timeout=1e6",
+        "model.max_model_len=99999",
+        "synchronizer.receive=direct",
+        "synchronizer.sync_method=checkpoint",
+        f"{GIVEN}.taskset.path=gone.jsonl",
+        "+monitor.monitor_args.uri=a",
+        "cluster.master_port=70000",
+        "service.data_juicer.server_url=here",
+    ]
+    with pytest.raises(ConfigError) as refused:
+        grpo(assets, tmp_path, *mistakes)
+    told = [
+        "project='a//b'",
+        "algorithm.kl_loss_fn=k9",
+        "model.max_model_len=99999",
+        "cluster.master_port=70000",
+        f"{GIVEN}.taskset.path",
+        "explorer.reward_timeout",
+        "trainer.checkpoint.storage=bucket",
+        "synchronizer.receive=direct",
+        "monitor.monitor_args.uri",
+        "service.data_juicer.server_url=here",
+    ]
+    problems = refused.value.problems
+    assert len(problems) == len(told), problems
+    assert all(key in problem for key, problem in zip(told, problems, strict=True)), problems
+
+
+def test_what_builds_on_a_refused_value_is_not_told(assets: Path, tmp_path: Path) -> None:
+    """Without the model's files nothing is said of lengths, layouts, templates or the data."""
+    with pytest.raises(ConfigError) as refused:
+        grpo(assets, tmp_path, f"model.model_path={tmp_path}", "trainer.num_ranks=3")
+    assert len(refused.value.problems) == 1 and "config.json" in refused.value.problems[0]
+
+
+def test_a_mistake_of_one_stage_names_it_and_one_of_all_is_told_once(
+    assets: Path, tmp_path: Path
+) -> None:
+    stages = "+stages=[{stage_name:a,model:{max_model_len:99999}},{stage_name:b}]"
+    with pytest.raises(ConfigError) as refused:
+        grpo(assets, tmp_path, stages, "cluster.master_port=70000")
+    own, shared = refused.value.problems
+    assert own.startswith("a: model.max_model_len=99999") and shared.startswith(
+        "cluster.master_port=70000"
+    )
+
+
+def test_a_look_at_a_config_leaves_out_what_runs_or_asks_something(
+    assets: Path, tmp_path: Path
+) -> None:
+    """The model and the rows are looked at; the user's reward, and a port, at a start only."""
+    (config,) = grpo(assets, tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config.cluster.master_port = taken.getsockname()[1]
+        taskset = config.buffer.explorer_input.taskset
+        assert taskset is not None
+        taskset.default_reward_fn_type = f"{tmp_path / 'gone.py'}:reward"
+        preflight.check(config, at_start=False)
+        with pytest.raises(ConfigError) as refused:
+            preflight.check(config)
+    assert [problem for problem in refused.value.problems if "is in use" in problem]
+    assert [problem for problem in refused.value.problems if "gone.py" in problem]
+    config.model.model_path = str(tmp_path)
+    with pytest.raises(ConfigError, match="config.json"):
+        preflight.check(config, at_start=False)
