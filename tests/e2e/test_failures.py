@@ -10,7 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from runs import History, Run, checkpoints, is_one_line, overrides, step_rows, train, write_assets
@@ -22,11 +21,9 @@ SAVE_INTERVAL = 5
 GRACE_S = 20.0  # shutdown_grace_s; waited for twice as long, for these cores are shared
 # Ray and the imports that are under way are not interrupted, and a busy machine is slow at them
 LOADING_S = 90.0
-DIES_ALONE_S = 60.0  # time for the rest of a run to end when its supervisor was killed
-# for a minute they try to tell Ray's head, then they end
-RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
-pytestmark = pytest.mark.timeout(600)
+# `test_resume_loop` has a run that survives its rank's and its engine's death, and its supervisor's
+pytestmark = [pytest.mark.timeout(600), pytest.mark.verify]
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +76,15 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
     assert not any("finished" in line for line in run.lines)
 
 
-# the explorer's death is below; `test_engines` has that of the only engine, `test_supervised` code
-# 10
-@pytest.mark.verify
 @pytest.mark.parametrize(
     ("title", "code", "words"),
     [
         ("VLLM::EngineCore", 11, ("engine_0 failed while serving", "EngineCore", "SIGKILL")),
+        ("ray::Explorer", 12, ("explorer failed while exploring", "its process died")),
         ("ray::Synchronizer", 14, ("synchronizer failed while publishing", "its process died")),
         ("rft.run.rank ", 10, ("trainer rank 0 failed while", "killed by SIGKILL")),
     ],
-    ids=["engine", "synchronizer", "rank"],
+    ids=["engine", "explorer", "synchronizer", "rank"],
 )
 def test_part_killed(
     command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]
@@ -99,45 +94,12 @@ def test_part_killed(
         check_failed(run, code, *words)
 
 
-def test_engine_and_rank_come_back_and_a_dead_explorer_ends_the_run(
-    command: list[str], job: Path
-) -> None:
-    with Attempt([*command, "trainer.max_restarts=1"], job) as run:
-        survivors = [run.find("ray::Explorer"), run.find("rft.run.rank ")]
-        run.find("VLLM::EngineCore").kill()
-        run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
-        run.wait_for("^engine_0: serves$")
-        step = run.wait_step(0)
-        run.wait_step(step + 2)
-        check_alive(survivors)
-
-        survivors = [
-            run.find(title) for title in ("VLLM::EngineCore", "ray::RolloutEngine", "ray::Explorer")
-        ]
-        saved = newest(job)
-        run.find("rft.run.rank ").kill()
-        run.wait_for("^trainer: ")
-        assert run.wait_step(1) - 1 in {saved, *checkpoints(job)} - set(range(saved)), (
-            "not from the newest checkpoint"
-        )
-        check_alive(survivors)
-
-        run.find("ray::Explorer").kill()
-        check_failed(run, 12, "explorer failed while exploring", "its process died")
-
-
-def check_alive(processes: list[psutil.Process]) -> None:
-    assert all(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-    )
-
-
-# the actor instead of the process with the model; and `test_pool` ends with this signal
-@pytest.mark.verify
 def test_the_only_engine_is_started_again_and_a_signal_ends_at_a_step(
     command: list[str], job: Path
 ) -> None:
-    """The signal finds the run as any other: the new engine serves, the ranks train."""
+    """The actor dies instead of the process with the model. The signal finds the run as any other:
+    the new engine serves, the ranks train.
+    """
     with Attempt(command, job) as run:
         run.find("ray::RolloutEngine").kill()
         run.wait_for("^engine_0: serves$")
@@ -158,14 +120,12 @@ def stop(run: Run, job: Path, number: signal.Signals) -> None:
     assert newest(job) == step_rows(job)[-1]["step"], "no checkpoint of the step that was reached"
 
 
-@pytest.mark.verify
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_signal_ends_at_a_step(command: list[str], job: Path, number: signal.Signals) -> None:
     with Attempt(command, job) as run:
         stop(run, job, number)
 
 
-@pytest.mark.verify
 def test_signal_while_the_parts_load(command: list[str], job: Path) -> None:
     with train(*command) as run:
         run.wait_for("logs in")
@@ -174,7 +134,6 @@ def test_signal_while_the_parts_load(command: list[str], job: Path) -> None:
         check_failed(run, 128 + signal.SIGTERM, "stopped by SIGTERM;")
 
 
-@pytest.mark.verify
 def test_everything_killed_at_once(command: list[str], job: Path) -> None:
     with Attempt(command, job) as run:
         for process in run.family():
@@ -182,14 +141,6 @@ def test_everything_killed_at_once(command: list[str], job: Path) -> None:
         run.kill_everything()
 
 
-def test_supervisor_killed(command: list[str], job: Path) -> None:
-    with Attempt(command, job) as run:
-        run.process.kill()
-        run.process.wait()
-        run.await_extinction(DIES_ALONE_S, but=RAY_AGENTS)
-
-
-@pytest.mark.verify  # `test_resume_loop` has a killed run that ends whole
 def test_it_ends_whole(command: list[str], job: Path) -> None:
     """The end of the story: after all these deaths every step was
     trained once, on groups of its own.

@@ -1,5 +1,5 @@
 """Ranks that the user's own torchrun started: two, with tensor parallelism, through a supervised
-and a grpo stage.
+and a grpo stage, whose weights reach the engine through memory.
 """
 
 import json
@@ -26,8 +26,12 @@ COMMAND = [
     "stages.1.trainer.save_interval=2",
     "stages.1.buffer.batch_size=4",
     "stages.1.algorithm.repeat_times=4",
+    "stages.1.synchronizer.sync_method=memory",
+    "stages.1.synchronizer.max_staleness=0",
     "explorer.rollout_model.kv_cache_gb=0.25",
 ]
+
+TOLERANCE = 1e-4  # of a log-probability, engine against trainer, on equal weights in float32
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,10 +47,15 @@ def check_ends_well(command: list[str], root: Path, steps: dict[str, int]) -> No
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """Both stages, and nothing is left."""
-    check_ends_well(
-        [*COMMAND, f"checkpoint_root_dir={tmp_path}"], tmp_path / "rft" / "quickstart", STEPS
-    )
+    """Both stages, and nothing is left. Every step trained on what the version before it has
+    sampled, and trainer and engine agree about its probabilities.
+    """
+    root = tmp_path / "rft" / "quickstart"
+    check_ends_well([*COMMAND, f"checkpoint_root_dir={tmp_path}"], root, STEPS)
+    rows = step_rows(root / "rft")
+    assert max(row["staleness/token_max"] for row in rows) == 0
+    assert max(row["logprob_diff/max"] for row in rows) < TOLERANCE
+    assert all(row["staleness/unversioned_tokens"] == 0 for row in rows)
 
 
 @pytest.mark.verify  # `test_failures` has a part that dies, the test above a run that ends well

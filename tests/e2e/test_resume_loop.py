@@ -1,14 +1,16 @@
 """Exact resume of the whole loop: killed with -9 again and again, a deterministic run ends as if
 nothing had happened.
 
-One run without interruption is the reference; another of the same config is killed, its trainer
-rank alone and as a whole, and continued. Loss, gradient norm and every other number of every step,
-and every experience that was trained on, must be the same to the last bit.
-`tests/verify/test_resume_every_step.py` kills after each of 20 steps.
+One run without interruption is the reference; another of the same config loses its trainer rank,
+its engine and its supervisor, and is continued. Loss, gradient norm and every other number of every
+step, and every experience that was trained on, must be the same to the last bit.
+`tests/verify/test_resume_every_step.py` kills after each of 20 steps; `test_failures` has all other
+deaths.
 """
 
 from pathlib import Path
 
+import psutil
 import pytest
 from exact import assert_same, await_file, curve, deterministic, kill_rank, run_whole
 
@@ -17,6 +19,9 @@ from runs import REPOSITORY, checkpoints, step_rows, train, write_assets
 STEPS = 7
 SAVE_INTERVAL = 4
 GATED = 2  # policy version whose groups stop half-way when the rank is killed for the first time
+DIES_ALONE_S = 60.0  # time for the rest of a run to end when its supervisor was killed
+# for a minute they try to tell Ray's head, then they end
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,6 +60,12 @@ def test_the_reference_learns_something(reference: Path) -> None:
     ]
 
 
+def check_alive(processes: list[psutil.Process]) -> None:
+    assert all(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
+
+
 def test_killed_and_continued_it_is_the_same_run(
     root: Path, reference: Path, settings: list[str]
 ) -> None:
@@ -67,12 +78,23 @@ def test_killed_and_continued_it_is_the_same_run(
         run.wait_step(GATED)
         await_file(run, root / "gate.reached")
         # groups are half-way, and there is no checkpoint: the trainer starts over
+        survivors = [run.find("VLLM::EngineCore"), run.find("ray::Explorer")]
         killed = kill_rank(run)
         run.wait_for(r"^\[ *1/")
         # they must not go on with what they had: the engine serves an older version now
         (root / "gate").unlink()
+        check_alive(survivors)
+
+        survivors = [run.find("ray::Explorer"), run.find("rft.run.rank ")]
+        run.find("VLLM::EngineCore").kill()
+        run.wait_for(r"^engine_0: .*; started again \(1 of 3\)$")
+        run.wait_for("^engine_0: serves$")
+        check_alive(survivors)
+
         run.wait_step(SAVE_INTERVAL + 1)
-        run.kill_everything()  # behind a checkpoint: a batch that was trained on is replayed
+        run.process.kill()  # behind a checkpoint: a batch that was trained on is replayed
+        run.process.wait()
+        run.await_extinction(DIES_ALONE_S, but=RAY_AGENTS)
     assert checkpoints(job) == [SAVE_INTERVAL]
     with train(*arguments) as run:
         run.wait_step(SAVE_INTERVAL + 2)

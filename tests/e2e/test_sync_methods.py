@@ -1,4 +1,4 @@
-"""Weights that reach a real vLLM engine by another way than streams, and whole runs that do so."""
+"""Weights that reach a real vLLM engine by another way than streams, and a whole run that does."""
 
 import subprocess
 import sys
@@ -152,7 +152,7 @@ def test_what_ranks_left_in_memory_is_taken_also_when_they_are_gone(
     assert_serves(first_weights, model_dirs[1], 8)
 
 
-# --- whole runs -----------------------------------------------------------------------------------
+# --- a whole run ---------------------------------------------------------------------------------
 
 
 def check_run(job: Path) -> None:
@@ -167,7 +167,7 @@ def check_run(job: Path) -> None:
     History(job / "buffer" / "experience_buffer").check_exactly_once(STEPS)
 
 
-@pytest.mark.verify  # above, an engine reads what a trainer saves
+@pytest.mark.verify  # above, an engine reads what a trainer saves; `test_outer` has a run by memory
 def test_a_run_by_checkpoint(tmp_path: Path) -> None:
     command = ["synchronizer.sync_method=checkpoint", "trainer.save_interval=2"]
     with train(
@@ -182,12 +182,3 @@ def test_a_run_by_checkpoint(tmp_path: Path) -> None:
     assert checkpoints(job) == [2, 4]
     full, weights = (read_manifest(storage, path) for path in ("step_00000004", found[-1]))
     assert full.id == weights.id, "one staging for both"
-
-
-def test_a_run_by_memory(tmp_path: Path) -> None:
-    command = ["synchronizer.sync_method=memory", "trainer.megatron.tensor_model_parallel_size=2"]
-    with train(
-        *overrides(tmp_path, "memory", write_assets(tmp_path / "assets"), *SHORT, *command)
-    ) as run:
-        assert (run.end(), run.errors()) == (0, "")
-    check_run(tmp_path / "rft" / "memory")
