@@ -1,9 +1,9 @@
-"""Persistent gloo ranks for tests: four processes per session that import megatron once and fork a
-child for every job, by import path.
+"""Gloo ranks for tests: one process per session that imports megatron once and forks the ranks of
+every job, by import path.
 
-`run("jobs:train", world=2, ...)` calls `jobs.train(...)` in the first two processes, each with its
-RANK and WORLD_SIZE, and returns their results in rank order. A job that fails or hangs ends all
-processes; the next `run` starts new ones.
+`run("jobs:train", world=2, ...)` calls `jobs.train(...)` in two processes, each with its RANK and
+WORLD_SIZE, and returns their results in rank order. When a rank fails or hangs, all of its job end,
+and so does the process that forked them; the next `run` starts a new one.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ class Ranks:
 
     def __init__(self, front: Path | None = None) -> None:
         self.front = front
-        self.workers: list[tuple[Any, Connection]] = []
+        self.server: Any = None
+        self.jobs: Any = None
+        self.results: list[Connection] = []
 
     def run(self, job: str, world: int, **arguments: Any) -> list[Any]:
-        self._start(world)
-        port = _free_port()
-        for rank in range(world):
-            self.workers[rank][1].send((job, rank, world, port, arguments))
+        if self.server is None:
+            self._start()
+        self.jobs.send((job, world, _free_port(), arguments))
         results, failures = [], []
-        for rank in range(world):
-            connection = self.workers[rank][1]
+        for rank, connection in enumerate(self.results[:world]):
             if not connection.poll(RESULT_TIMEOUT_S if not failures else 5):
                 failures.append(f"rank {rank} gave no answer")
                 continue
@@ -54,20 +54,24 @@ class Ranks:
             raise AssertionError("\n".join(failures))
         return results
 
-    def _start(self, count: int) -> None:
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        while len(self.workers) < count:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self.front), daemon=True)
-            process.start()
-            there.close()
-            self.workers.append((process, here))
+        pipes = [context.Pipe(duplex=False) for _ in range(SIZE)]
+        jobs, self.jobs = context.Pipe(duplex=False)
+        there = [writer for _, writer in pipes]
+        self.server = context.Process(target=_serve, args=(jobs, there, self.front), daemon=True)
+        self.server.start()
+        for connection in (jobs, *there):
+            connection.close()
+        self.results = [reader for reader, _ in pipes]
 
     def stop(self) -> None:
-        for process, _ in self.workers:
-            process.kill()
-            process.join()
-        self.workers.clear()
+        if self.server is not None:
+            self.server.kill()
+            self.server.join()
+            for connection in (self.jobs, *self.results):
+                connection.close()
+            self.server = None
 
 
 def _free_port() -> int:
@@ -76,8 +80,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(connection: Connection, front: Path | None) -> None:
-    """One rank: executes jobs until the parent goes away."""
+def _serve(jobs: Connection, results: list[Connection], front: Path | None) -> None:
+    """Fork the ranks of one job after the other until the parent goes away."""
     if front is not None:
         sys.path.insert(0, str(front))
     import torch
@@ -89,26 +93,21 @@ def _serve(connection: Connection, front: Path | None) -> None:
     cpu_port.install()
     while True:
         try:
-            job, rank, world, port, arguments = connection.recv()
+            job, world, port, arguments = jobs.recv()
         except EOFError:
             sys.exit(0)
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-        if world == 1:  # also covers the start without a launcher
-            del os.environ["RANK"], os.environ["WORLD_SIZE"]
         with contextlib.suppress(Exception):  # of an import: the child meets it too, and says so
             importlib.import_module(job.split(":")[0])
-        child = os.fork()
-        if child == 0:
-            _work(connection, job, rank, world, arguments)
-        _, status = os.waitpid(child, 0)
-        if status:
-            os._exit(1)  # peers may wait for this rank
+        for rank in range(world):
+            if os.fork() == 0:
+                _work(results[rank], job, rank, world, port, arguments)
+        for _ in range(world):
+            if os.wait()[1]:
+                os._exit(1)  # which ends its peers: they may wait for this rank
 
 
 def _work(
-    connection: Connection, job: str, rank: int, world: int, arguments: dict[str, Any]
+    connection: Connection, job: str, rank: int, world: int, port: int, arguments: dict[str, Any]
 ) -> NoReturn:
     """One job, in a process of its own: what it leaves behind ends with it.
 
@@ -116,6 +115,10 @@ def _work(
     of a few dozen models take a whole core from all jobs after them.
     """
     die_with_parent()
+    if world > 1:  # one starts without a launcher
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
     module, function = job.split(":")
     try:
         result = getattr(importlib.import_module(module), function)(**arguments)
