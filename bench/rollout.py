@@ -41,9 +41,8 @@ from rft.data.taskset import TaskDefaults, Taskset
 from rft.ground.device import thread_environment
 from rft.ground.experience import GenerateRequest, decode, encode
 from rft.rollout.context import Context
-from rft.rollout.engine import RolloutEngine
+from rft.rollout.engine import RolloutEngine, sampling_params
 from rft.rollout.explorer import Explorer
-from rft.rollout.vllm_requests import sampling_params
 from rft.run.actors import hosted
 from rft.run.ray_cluster import PRIVATE_RAY
 

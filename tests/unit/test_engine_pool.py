@@ -11,8 +11,7 @@ from ray.exceptions import RayActorError
 
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.rollout.engine import EngineDied, EngineUnavailable
-from rft.rollout.pool import EnginePool
-from rft.rollout.slots import Slots
+from rft.rollout.pool import EnginePool, Slots
 
 
 class Handle:
