@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 
 from rft.ground.experience import Task
-from rft.rollout.answers import needed
-from rft.rollout.reward_kinds.asserts import Asserts, Unreadable
+from rft.rollout.rewards.asserts import Asserts, Unreadable
+from rft.rollout.rewards.text import needed
 from rft.rollout.sandbox import Limits, run
 
 FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
