@@ -40,7 +40,7 @@ from rft.config import (
 from rft.data.taskset import TaskDefaults, Taskset
 from rft.ground.device import thread_environment
 from rft.ground.experience import GenerateRequest, decode, encode
-from rft.rollout.context import Context
+from rft.rollout.context import WorkflowContext
 from rft.rollout.engine import RolloutEngine, sampling_params
 from rft.rollout.explorer import Explorer
 from rft.run.actors import hosted
@@ -105,7 +105,7 @@ class Rounds(Explorer):
     async def requests(self, count: int) -> list[bytes]:
         """Of the tasks that the next round runs; the taskset stays where it is."""
         assert isinstance(self.taskset, Taskset)
-        at, context = self.taskset.cursor, Context(self.shared, "", "")
+        at, context = self.taskset.cursor, WorkflowContext(self.shared, "", "")
         found = [
             GenerateRequest(
                 request_id=f"direct/{task.id}",

@@ -16,17 +16,14 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rft.agents.process import run_command, run_function
 from rft.config import ConfigError
 from rft.ground.experience import Experience, Task
-from rft.rollout.access import Access, AgentSession
+from rft.ground.plugins import lookup
+from rft.rollout.context import Access, AgentSession, WorkflowContext
 from rft.rollout.reward_worker import RewardResult, number
-from rft.rollout.rewards import lookup
-
-if TYPE_CHECKING:
-    from rft.rollout.workflows import WorkflowContext
 
 REWARDS = ("auto", "posted", "task")
 
@@ -84,7 +81,7 @@ class Settings:
 class Agent:
     """The workflow."""
 
-    async def run(self, task: Task, ctx: "WorkflowContext") -> list[Experience]:
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         settings = Settings.of(dict(task.workflow_args))
         runs = [
             asyncio.ensure_future(self._run(settings, task, ctx, n))
@@ -98,7 +95,7 @@ class Agent:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run(
-        self, settings: Settings, task: Task, ctx: "WorkflowContext", sample: int
+        self, settings: Settings, task: Task, ctx: WorkflowContext, sample: int
     ) -> list[Experience]:
         opened, limit = ctx.open_session(task.sampling), asyncio.timeout(settings.timeout)
         try:
@@ -128,7 +125,7 @@ class Agent:
         return made
 
     async def _agent(
-        self, settings: Settings, task: Task, ctx: "WorkflowContext", access: Access
+        self, settings: Settings, task: Task, ctx: WorkflowContext, access: Access
     ) -> Any:
         """What it returns; None of a command."""
         if settings.command:
@@ -144,7 +141,7 @@ class Agent:
         self,
         settings: Settings,
         task: Task,
-        ctx: "WorkflowContext",
+        ctx: WorkflowContext,
         opened: AgentSession,
         returned: Any,
     ) -> RewardResult | None:
@@ -155,7 +152,7 @@ class Agent:
         if settings.reward == "posted" and not session.feedback:
             try:
                 async with asyncio.timeout(settings.reward_timeout):
-                    await opened.rewarded()
+                    await opened.was_rewarded.wait()
             except TimeoutError:
                 raise TimeoutError(
                     f"no reward was posted for session {session.id} "

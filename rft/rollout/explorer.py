@@ -32,8 +32,7 @@ from rft.data.taskset import Taskset, for_journal, from_journal
 from rft.ground.device import freeze_loaded
 from rft.ground.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
-from rft.rollout.access import Endpoint
-from rft.rollout.context import Shared
+from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.evaluation import Evaluator
 from rft.rollout.pool import EnginePool
@@ -135,7 +134,7 @@ class Explorer:
             opened = await self.api.start(
                 self.config, model, shared.tokenizer, self.pool, self._store
             )
-            shared.served.by(opened)
+            shared.endpoint = opened
         if self.pipeline is not None:
             await self.pipeline.start(
                 partial(self.shared.tokenizer.decode, skip_special_tokens=True)
@@ -387,7 +386,8 @@ class Explorer:
 
     async def base_url(self) -> str:
         """Of the OpenAI API, which answers since `prepare`."""
-        return f"{self.shared.served.endpoint.url}/v1"
+        assert self.shared.endpoint is not None, "base_url of a run without the API"
+        return f"{self.shared.endpoint.url}/v1"
 
     async def _store(self, name: str, experiences: list[Experience]) -> None:
         """A group that no taskset asked for: sessions of clients that got their reward.
@@ -436,7 +436,7 @@ class Explorer:
         for the metrics of a step.
         """
         piped = self.pipeline.pop_metrics() if self.pipeline is not None else {}
-        return self.pool.stats() | self.runner.stats() | self.shared.served.stats() | piped
+        return self.pool.stats() | self.runner.stats() | self.shared.stats() | piped
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has
@@ -453,8 +453,7 @@ class Explorer:
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.shared.served.close()
-        await self.shared.rewards.close()
+        await self.shared.close()
         if self.pipeline is not None:
             await self.pipeline.close()
 

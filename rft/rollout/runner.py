@@ -24,7 +24,7 @@ from rft.config import ExplorerConfig
 from rft.ground import redact
 from rft.ground.experience import Experience, Task
 from rft.rollout import workflows
-from rft.rollout.context import Context, Shared
+from rft.rollout.context import Shared, WorkflowContext
 from rft.rollout.engine import EngineUnavailable
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ COUNTS = (
     "partial_task_count",
 )
 Made = list[Experience]
-Called = Callable[[Task, Context], Awaitable[Made]]
+Called = Callable[[Task, WorkflowContext], Awaitable[Made]]
 
 
 class AllTasksFail(RuntimeError):
@@ -63,7 +63,7 @@ class UnderWay:
     start: int
     cut: asyncio.Future[None]
     attempt: int = 0
-    contexts: list[Context] = field(default_factory=list)
+    contexts: list[WorkflowContext] = field(default_factory=list)
     finished: dict[int, Made] = field(default_factory=dict)
     given_up: bool = False
 
@@ -229,7 +229,9 @@ class Runner:
 
     async def _call(self, here: UnderWay, task: Task, run: str, what: Called | None = None) -> Made:
         request = f"{task.id}/g{here.group}/h{here.start}/a{here.attempt}{run}"
-        context = Context(self.shared, request, f"{self.shared.seed}/{task.id}/{here.attempt}{run}")
+        context = WorkflowContext(
+            self.shared, request, f"{self.shared.seed}/{task.id}/{here.attempt}{run}"
+        )
         here.contexts.append(context)
         try:
             return await (what or workflows.run)(task, context)

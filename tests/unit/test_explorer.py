@@ -20,7 +20,7 @@ from rft.ground.experience import (
     encode,
 )
 from rft.rollout import evaluation, workflows
-from rft.rollout.context import Limits
+from rft.rollout.context import TokenLimits
 from rft.rollout.engine import EngineDied
 from rft.rollout.explorer import Explorer
 from rft.rollout.runner import AllTasksFail
@@ -382,7 +382,7 @@ def seeds_of(
     async def scenario() -> list[GenerateRequest]:
         actor = explorer(lambda t: made(), monkeypatch)
         actor.shared.seed, actor.shared.pool, actor.shared.stop_token = seed, Pool(), 0
-        actor.shared.limits = Limits(8, 16)
+        actor.shared.limits = TokenLimits(8, 16)
         monkeypatch.setattr(workflows, "run", ask_twice)
         for group, task in enumerate(tasks(2)):
             await actor.runner.run(group, task)

@@ -12,7 +12,7 @@ from rft.config import ExplorerConfig, ModelConfig
 from rft.config.explorer import DynamicTimeoutConfig, OverRolloutConfig
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout import workflows
-from rft.rollout.context import Context, Limits, Shared
+from rft.rollout.context import Shared, TokenLimits, WorkflowContext
 from rft.rollout.pool import EnginePool
 from rft.rollout.runner import CANCEL_S, Cut, Runner
 from tests.unit.virtual_clock import run
@@ -100,7 +100,7 @@ def test_when_time_is_up_the_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch)
         runs = runner(monkeypatch, asks)
         runs.shared.pool, runs.shared.limits, runs.shared.stop_token = (
             EnginePool({"engine_0": engine}),
-            Limits(8, 16),
+            TokenLimits(8, 16),
             0,
         )
         with pytest.raises(TimeoutError):
@@ -128,7 +128,7 @@ def test_a_workflow_that_will_not_end_is_left_without_engines(
 
     async def scenario() -> None:
         runs = runner(monkeypatch, stubborn)
-        runs.shared.limits = Limits(8, 16)
+        runs.shared.limits = TokenLimits(8, 16)
         runs.shared.stop_token = 0
         with pytest.raises(TimeoutError):
             await runs.run(0, task())
@@ -327,12 +327,12 @@ def test_a_prompt_that_is_too_long_is_counted_and_cut_only_when_asked(
         )
         shared.tokenizer, shared.limits, shared.stop_token, shared.pool = (
             Tokenizer(),
-            Limits(4, 16),
+            TokenLimits(4, 16),
             0,
             Answers(),
         )  # type: ignore[assignment]
         runs = Runner(ExplorerConfig(), shared)
-        context = Context(shared, "r", "s")
+        context = WorkflowContext(shared, "r", "s")
         prompt = context.render(
             Task(id="t", taskset="t", row=0, prompt="0123456789", sampling=Sampling())
         )

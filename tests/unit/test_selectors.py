@@ -28,7 +28,7 @@ from rft.data.selectors import DifficultyBased
 from rft.data.taskset import Mixture, TaskDefaults, Taskset
 from rft.ground.experience import Experience, Task, decode
 from rft.rollout import workflows
-from rft.rollout.context import Context
+from rft.rollout.context import WorkflowContext
 from rft.rollout.explorer import Explorer
 from tests.unit.test_over_rollout import Actor
 from tests.unit.virtual_clock import run
@@ -192,7 +192,7 @@ async def trained(
     async def sleep(self: Any, task: Task) -> None:
         await asyncio.sleep(lasts(task))
 
-    Context.sleep = sleep  # type: ignore[attr-defined]
+    WorkflowContext.sleep = sleep  # type: ignore[attr-defined]
     try:
         await exploring.explore()
         for step in range(first, last):
@@ -201,7 +201,7 @@ async def trained(
             await buffer.published(step + 1)
             await buffer.retain(await buffer.position(), step)
     finally:
-        del Context.sleep  # type: ignore[attr-defined]
+        del WorkflowContext.sleep  # type: ignore[attr-defined]
         await exploring.shutdown()
         await buffer.shutdown()
     return drawn

@@ -31,7 +31,8 @@ from rft.agents.endpoint.models import Model
 from rft.agents.endpoint.registry import Open, Registry
 from rft.agents.endpoint.replies import Choice
 from rft.agents.endpoint.sessions import Feedback
-from rft.ground.experience import Completion
+from rft.ground.experience import Completion, Sampling
+from rft.rollout.context import Access, AgentSession
 
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
@@ -82,6 +83,18 @@ class Endpoint:
         if self._runner is not None:
             await self._runner.cleanup()
             self.file.unlink(missing_ok=True)
+
+    def open_session(self, sampling: Sampling) -> AgentSession:
+        """A session for one run of an agent, with a key that opens it alone."""
+        session = self.registry.open(sampling=sampling)
+        access = Access(self.base_url(session.id), self.registry.key(session.id))
+        return AgentSession(session, access, self.registry.open_[session.id].rewarded)
+
+    def close_session(self, session: str) -> None:
+        self.registry.close(session)
+
+    def stats(self) -> dict[str, float]:
+        return self.registry.stats()
 
     def base_url(self, session: str, model: str = "") -> str:
         """For a client that is to belong to this session."""

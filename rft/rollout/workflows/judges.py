@@ -11,10 +11,10 @@ import json
 from abc import ABC, abstractmethod
 
 from rft.ground.experience import Experience, Sampling, Task
+from rft.rollout.context import WorkflowContext
 from rft.rollout.reward_worker import RewardResult, failure, number
 from rft.rollout.rewards.judge import entries, share
-from rft.rollout.workflows.base import WorkflowContext, rewarded
-from rft.rollout.workflows.single import SingleTurn
+from rft.rollout.workflows.dialogue import SingleTurn, rewarded
 from rft.rollout.workflows.threads import together
 
 JUDGE_TOKENS = 1024
