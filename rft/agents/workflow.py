@@ -29,7 +29,7 @@ REWARDS = ("auto", "posted", "task")
 
 
 @dataclass(frozen=True)
-class Settings:
+class AgentSettings:
     """`workflow_args` of the workflow `agent`."""
 
     agent: str = ""  # package.module:function or path/to/file.py:function
@@ -43,7 +43,7 @@ class Settings:
     timeout: float | None = None
 
     @classmethod
-    def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "Settings":
+    def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "AgentSettings":
         """Raises ConfigError, naming `key`."""
         known = cls.__dataclass_fields__
         if unknown := sorted(set(given) - set(known)):
@@ -78,11 +78,11 @@ class Settings:
         return lookup("agent", self.agent, {})
 
 
-class Agent:
+class AgentWorkflow:
     """The workflow."""
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
-        settings = Settings.of(dict(task.workflow_args))
+        settings = AgentSettings.of(dict(task.workflow_args))
         runs = [
             asyncio.ensure_future(self._run(settings, task, ctx, n))
             for n in range(task.repeat_times)
@@ -95,7 +95,7 @@ class Agent:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run(
-        self, settings: Settings, task: Task, ctx: WorkflowContext, sample: int
+        self, settings: AgentSettings, task: Task, ctx: WorkflowContext, sample: int
     ) -> list[Experience]:
         opened, limit = ctx.open_session(task.sampling), asyncio.timeout(settings.timeout)
         try:
@@ -125,7 +125,7 @@ class Agent:
         return made
 
     async def _agent(
-        self, settings: Settings, task: Task, ctx: WorkflowContext, access: Access
+        self, settings: AgentSettings, task: Task, ctx: WorkflowContext, access: Access
     ) -> Any:
         """What it returns; None of a command."""
         if settings.command:
@@ -139,7 +139,7 @@ class Agent:
 
     async def _reward(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         task: Task,
         ctx: WorkflowContext,
         opened: AgentSession,

@@ -37,7 +37,7 @@ from rft.ground.experience import (
 from rft.ground.names import DTYPES
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
-from rft.rollout.adapter_serving import Served
+from rft.rollout.adapter_serving import ServedAdapter
 from rft.rollout.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class RolloutEngine(EngineWeights):
             trace.count("requests", self._running)
 
     async def _run(
-        self, asked: GenerateRequest, params: "SamplingParams", served: Served | None
+        self, asked: GenerateRequest, params: "SamplingParams", served: ServedAdapter | None
     ) -> "RequestOutput":
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -366,7 +366,7 @@ def spread(seed: int) -> int:
     return xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little", signed=True)) >> 2
 
 
-def completion(engine: str, made: "CompletionOutput", served: Served | None) -> Completion:
+def completion(engine: str, made: "CompletionOutput", served: ServedAdapter | None) -> Completion:
     """vLLM's output as our record; raises when vLLM reports an
     error or leaves a token without version.
     """

@@ -36,7 +36,7 @@ from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.evaluation import Evaluator
 from rft.rollout.pool import EnginePool
-from rft.rollout.runner import AllTasksFail, Cut, Runner, one_line
+from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Pipeline(Protocol):
     async def close(self) -> None: ...
 
 
-class Api(Protocol):
-    """How the explorer opens its address of OpenAI's API; `rft.agents.endpoint.life` has it."""
+class EndpointFactory(Protocol):
+    """How the explorer opens its address of OpenAI's API; `rft.agents.endpoint` has it."""
 
     async def start(
         self,
@@ -88,7 +88,7 @@ class Explorer:
         seed: int | None = None,
         synchronizer: Any | None = None,
         greedy_baseline: bool = False,
-        api: Api | None = None,
+        api: EndpointFactory | None = None,
         make_pipeline: Callable[[], Pipeline] | None = None,
     ):
         self.config = config
@@ -302,7 +302,7 @@ class Explorer:
             EngineUnavailable
         ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
             raise
-        except Cut as error:
+        except GroupCancelled as error:
             await self._abandon(group, task, one_line(error))
             return
         except AllTasksFail:  # says the pipeline
@@ -371,7 +371,9 @@ class Explorer:
             if holds != self.holds:
                 holds = await self._readmit(group)
             if group in self.cut:  # before it began
-                raise Cut("never begun: its step had enough other tasks (explorer.over_rollout)")
+                raise GroupCancelled(
+                    "never begun: its step had enough other tasks (explorer.over_rollout)"
+                )
             job = asyncio.create_task(self.runner.run(group, task, holds))
             self.sampling[job] = None
             try:

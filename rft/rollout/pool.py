@@ -40,7 +40,7 @@ class Member:
         self.idle.set() if self.load == 0 else self.idle.clear()
 
 
-class Slots:
+class ResizableSemaphore:
     """Permissions to work, as many as the engines that serve can use: a semaphore whose size may
     change.
 
@@ -101,7 +101,7 @@ class EnginePool:
         self.deaths = 0
         self._leaving: set[str] = set()  # they finish what they have
         self._where: dict[str, Member] = {}  # by request id
-        self._slots: WeakSet[Slots] = WeakSet()
+        self._slots: WeakSet[ResizableSemaphore] = WeakSet()
         self._serving = asyncio.Event()
         self._alone_since = time.monotonic()
         self._reasons: dict[str, str] = {}  # of those that do not serve
@@ -137,9 +137,9 @@ class EnginePool:
         """Those that get requests."""
         return [member for member in self.members.values() if not member.out]
 
-    def slots(self, each: int) -> Slots:
+    def slots(self, each: int) -> ResizableSemaphore:
         """`each` slots per engine that serves, now and later."""
-        slots = Slots(each, len(self.open()))
+        slots = ResizableSemaphore(each, len(self.open()))
         self._slots.add(slots)
         return slots
 

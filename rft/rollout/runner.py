@@ -45,7 +45,7 @@ class AllTasksFail(RuntimeError):
     """Not a task is to blame but the set-up: a workflow, an engine, a configuration."""
 
 
-class Cut(RuntimeError):
+class GroupCancelled(RuntimeError):
     """A step goes on without this group (explorer.over_rollout)."""
 
 
@@ -130,7 +130,7 @@ class Runner:
         return min(self.config.max_timeout, dynamic.ratio * self.seconds / done)
 
     def cut(self, group: int) -> None:
-        """Its time is up now; `run` ends with what there is of it, or with `Cut`."""
+        """Its time is up now; `run` ends with what there is of it, or with `GroupCancelled`."""
         for here in self.under_way:
             if here.group == group and not here.cut.done():
                 here.cut.set_result(None)
@@ -164,7 +164,9 @@ class Runner:
             self._count(here.group, "partial_task_count")
             return stamped(here)
         if was_cut:
-            raise Cut("cancelled: its step had enough other tasks (explorer.over_rollout)")
+            raise GroupCancelled(
+                "cancelled: its step had enough other tasks (explorer.over_rollout)"
+            )
         key = "max_timeout" if here.limit == self.config.max_timeout else "dynamic_timeout"
         absence = self.shared.pool.absence()
         raise TimeoutError(

@@ -15,7 +15,7 @@ import pytest
 
 from rft import config as configs
 from rft import train
-from rft.agents.workflow import Agent, Settings
+from rft.agents.workflow import AgentSettings, AgentWorkflow
 from rft.config import ConfigError, ExplorerConfig, ModelConfig, RolloutModelConfig
 from rft.ground.experience import Experience, Sampling, Task
 from rft.rollout.context import Shared, TokenLimits, WorkflowContext
@@ -91,7 +91,7 @@ def in_context(
 
 
 def run(given: Task, tmp_path: Path, **more: Any) -> list[Experience]:
-    return in_context(lambda ctx: Agent().run(given, ctx), tmp_path, **more)
+    return in_context(lambda ctx: AgentWorkflow().run(given, ctx), tmp_path, **more)
 
 
 def test_an_async_function_is_run_once_per_response(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_what_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
 
     async def scenario(ctx: WorkflowContext) -> None:
         running = asyncio.ensure_future(
-            Agent().run(task(repeat=1, agent="has_children", args={"file": str(file)}), ctx)
+            AgentWorkflow().run(task(repeat=1, agent="has_children", args={"file": str(file)}), ctx)
         )
         while not file.exists() or not file.read_text():
             await asyncio.sleep(0.01)
@@ -273,7 +273,7 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
 )
 def test_settings_are_refused_by_name(given: dict[str, Any], names: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Settings.of(given)
+        AgentSettings.of(given)
     assert names in str(refused.value)
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from rft.agents.endpoint.server import Endpoint
+from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Experience
 from rft.rollout.workflows import check
 from tests.unit.scripted import END, TOKEN, TOKENIZER, Kept, Pool, listening, policy
@@ -41,7 +41,9 @@ TOOLS = (  # shows tools, calls and their results, as Qwen's template does
 CLIENTS: list[AsyncOpenAI] = []  # of the scenario that runs
 
 
-def client(endpoint: Endpoint, session: str = "", key: str = TOKEN, **more: Any) -> AsyncOpenAI:
+def client(
+    endpoint: OpenAIEndpoint, session: str = "", key: str = TOKEN, **more: Any
+) -> AsyncOpenAI:
     base = endpoint.base_url(session) if session else f"{endpoint.url}/v1"
     CLIENTS.append(AsyncOpenAI(base_url=base, api_key=key, max_retries=0, **more))
     return CLIENTS[-1]
@@ -56,7 +58,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def run(
-    scenario: Callable[[Endpoint, Pool], Awaitable[Any]],
+    scenario: Callable[[OpenAIEndpoint, Pool], Awaitable[Any]],
     tmp_path: Path,
     script: Callable[[str, int], Any] = lambda p, n: "ok",
     **more: Any,
@@ -107,7 +109,7 @@ def test_a_conversation_is_one_sequence_of_the_sampled_ids(tmp_path: Path) -> No
     def script(prompt: str, n: int) -> Any:
         return (" two ", "length") if "b?" in prompt and "c?" not in prompt else " one "
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> Experience:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> Experience:
         session = endpoint.registry.open()
         asked, said = client(endpoint, session.id, endpoint.registry.key(session.id)), []
         for version, text in enumerate(("a?", "b?", "c?")):
@@ -134,7 +136,7 @@ def test_a_conversation_is_one_sequence_of_the_sampled_ids(tmp_path: Path) -> No
 def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(
     tmp_path: Path,
 ) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         first = (await ask(model="m", messages=[user("a")])).choices[0].message.content
@@ -162,7 +164,7 @@ def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(
 
 
 def test_several_choices_and_two_requests_at_a_time_are_trained_once_each(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         made = await ask(model="m", messages=[user("a")], n=2)
@@ -184,7 +186,7 @@ def test_several_choices_and_two_requests_at_a_time_are_trained_once_each(tmp_pa
 
 
 def test_one_answer_per_experience_where_that_is_wanted(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         await ask(model="m", messages=[user("a")])
@@ -216,7 +218,7 @@ def test_tools_make_a_round(tmp_path: Path) -> None:
     """
     called = '<tool_call>{"name":  "weather", "arguments": {"town": "Bern"}}</tool_call>'
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask, said = client(endpoint, session.id).chat.completions.create, [user("rain?")]
         made = (await ask(model="m", messages=said, tools=[WEATHER])).choices[0]
@@ -244,7 +246,7 @@ def test_tools_make_a_round(tmp_path: Path) -> None:
 
 
 def test_a_stream_is_the_reply_in_parts(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         stream = await ask(
@@ -271,7 +273,7 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
     leaves (row D10).
     """
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         api = client(endpoint, session.id)
         made = await api.chat.completions.create(
@@ -334,7 +336,7 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_by_name(
     tmp_path: Path, more: dict[str, Any], names: str
 ) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         with pytest.raises(openai.BadRequestError, match=names):
             await client(endpoint, endpoint.registry.open().id).chat.completions.create(
                 **{"model": "m", "messages": [user("a")], "extra_body": {}, **more}
@@ -345,7 +347,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_a_key_opens_its_own_session_and_none_opens_nothing(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         one, other = endpoint.registry.open(), endpoint.registry.open()
         key = endpoint.registry.key(one.id)
         ask = {"model": "m", "messages": [user("a")]}
@@ -389,7 +391,7 @@ def test_a_key_opens_its_own_session_and_none_opens_nothing(tmp_path: Path) -> N
 
 
 def test_many_sessions_at_a_time_do_not_meet(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         async def talk(number: int) -> None:
             session = endpoint.registry.open()
             api, said = client(endpoint, session.id), []
@@ -409,7 +411,7 @@ def test_many_sessions_at_a_time_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_what_a_client_gave_up_is_not_recorded(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         pool.gate.clear()
         asking = asyncio.create_task(
@@ -428,7 +430,7 @@ def test_what_a_client_gave_up_is_not_recorded(tmp_path: Path) -> None:
 def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Path) -> None:
     kept = Kept()
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         async with httpx.AsyncClient(
             base_url=endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}
         ) as http:
@@ -486,7 +488,7 @@ def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Pat
 def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path: Path) -> None:
     judge = Pool(lambda p, n: "fine")
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = {"messages": [user("a")]}
         api = client(endpoint, session.id)

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.rollout.engine import EngineDied, EngineUnavailable
-from rft.rollout.pool import EnginePool, Slots
+from rft.rollout.pool import EnginePool, ResizableSemaphore
 
 
 class Handle:
@@ -306,7 +306,7 @@ def test_slots_follow_the_engines() -> None:
 
 def test_a_slot_is_not_lost_by_who_gives_up() -> None:
     async def test() -> None:
-        slots = Slots(1, 1)
+        slots = ResizableSemaphore(1, 1)
         await slots.acquire()
         early, late = asyncio.ensure_future(slots.acquire()), asyncio.ensure_future(slots.acquire())
         await turns()

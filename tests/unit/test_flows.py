@@ -25,7 +25,7 @@ from rft.rollout import rewards, sandbox, workflows
 from rft.rollout.context import TokenLimits, WorkflowContext
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.workflows import MultiTurn, RewardPropagation, StepWiseReward, ToolUse
-from rft.rollout.workflows.tools import Call, Tool, calls
+from rft.rollout.workflows.tools import Tool, ToolCall, calls
 from rft.tools.toy import character_tokenizer
 
 END = "<|end|>"
@@ -316,13 +316,16 @@ def test_what_a_plain_function_raises_is_raised(run: Any) -> None:
     ("text", "found"),
     [
         ("just text", []),
-        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [Call("f", {"a": 1})]),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+            [ToolCall("f", {"a": 1})],
+        ),
         (
             (
                 'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "g", "arguments": '
                 '"{\\"x\\": 2}"}</tool_call>'
             ),
-            [Call("f"), Call("g", {"x": 2})],
+            [ToolCall("f"), ToolCall("g", {"x": 2})],
         ),
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
         ("<tool_call>{name: f}</tool_call>", "no JSON"),

@@ -14,7 +14,7 @@ from rft.ground.experience import Completion, Experience, GenerateRequest, Sampl
 from rft.rollout import workflows
 from rft.rollout.context import Shared, TokenLimits, WorkflowContext
 from rft.rollout.pool import EnginePool
-from rft.rollout.runner import CANCEL_S, Cut, Runner
+from rft.rollout.runner import CANCEL_S, GroupCancelled, Runner
 from tests.unit.virtual_clock import run
 
 
@@ -199,7 +199,7 @@ def test_a_cut_group_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         runs = runner(monkeypatch, forever)
         asyncio.get_running_loop().call_later(7, runs.cut, 4)
-        with pytest.raises(Cut, match="over_rollout"):
+        with pytest.raises(GroupCancelled, match="over_rollout"):
             await runs.run(4, task())
         assert (
             now() == 7 and runs.counts["cut_task_count"] == 1 and runs.counts["timeout_count"] == 0
@@ -247,7 +247,7 @@ def test_part_of_a_task(
         runs = runner(monkeypatch, runs_of, over_rollout=over, max_retry_times=1)
         asyncio.get_running_loop().call_later(cut_at, runs.cut, 5)
         if found is None:
-            with pytest.raises((Cut, KeyError)):
+            with pytest.raises((GroupCancelled, KeyError)):
                 await runs.run(5, task(4, workflow=name))
             return
         got = await runs.run(5, task(4, workflow=name))

@@ -1,6 +1,7 @@
 """The JSON that OpenAI's API answers with, whole or as a stream of events. Pure.
 
-In: what was asked, and the answers (`Choice`). Out: a reply's object, or its chunks in order.
+In: what was asked, and the answers (`SampledChoice`). Out: a reply's object, or its chunks in
+order.
 Invariant: the chunks of a stream put together are the reply.
 """
 
@@ -9,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rft.agents.endpoint.chat import Asked, Refused
+from rft.agents.endpoint.chat import ApiError, Asked
 from rft.ground.experience import Completion
 
 PIECE = 16  # tokens of one chunk
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledChoice:
     """One answer.
 
     `pieces`: its text in parts; `tokens`: the text of each token, where probabilities are asked
@@ -39,7 +40,9 @@ class Choice:
         )
 
 
-def reply(id: str, asked: Asked, choices: list[Choice], prompt_tokens: int) -> dict[str, Any]:
+def reply(
+    id: str, asked: Asked, choices: list[SampledChoice], prompt_tokens: int
+) -> dict[str, Any]:
     return {
         **_head(id, asked, choices),
         "choices": [_choice(asked, number, one) for number, one in enumerate(choices)],
@@ -48,7 +51,7 @@ def reply(id: str, asked: Asked, choices: list[Choice], prompt_tokens: int) -> d
 
 
 def chunks(
-    id: str, asked: Asked, choices: list[Choice], prompt_tokens: int
+    id: str, asked: Asked, choices: list[SampledChoice], prompt_tokens: int
 ) -> Iterator[dict[str, Any]]:
     head = _head(id, asked, choices, stream=True)
     for number, choice in enumerate(choices):
@@ -62,7 +65,7 @@ def chunks(
         yield {**head, "choices": [], "usage": _usage(choices, prompt_tokens)}
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: ApiError) -> dict[str, Any]:
     kind = (
         "authentication_error"
         if refused.status == 401
@@ -80,7 +83,9 @@ def error(refused: Refused) -> dict[str, Any]:
     }
 
 
-def _head(id: str, asked: Asked, choices: list[Choice], stream: bool = False) -> dict[str, Any]:
+def _head(
+    id: str, asked: Asked, choices: list[SampledChoice], stream: bool = False
+) -> dict[str, Any]:
     kind = (
         "text_completion"
         if asked.messages is None
@@ -96,13 +101,13 @@ def _head(id: str, asked: Asked, choices: list[Choice], stream: bool = False) ->
     }
 
 
-def _choice(asked: Asked, number: int, choice: Choice) -> dict[str, Any]:
+def _choice(asked: Asked, number: int, choice: SampledChoice) -> dict[str, Any]:
     said = {"text": choice.text} if asked.messages is None else {"message": choice.message}
     found = _logprobs(asked, choice) if asked.logprobs else None
     return {"index": number, **said, "logprobs": found, "finish_reason": choice.reason}
 
 
-def _deltas(asked: Asked, choice: Choice) -> Iterator[dict[str, Any]]:
+def _deltas(asked: Asked, choice: SampledChoice) -> Iterator[dict[str, Any]]:
     text = choice.text if asked.messages is None else choice.message["content"] or ""
     size = max(1, -(-len(text) * PIECE // max(1, len(choice.made.tokens))))
     parts = [text[at : at + size] for at in range(0, len(text), size)]
@@ -115,7 +120,7 @@ def _deltas(asked: Asked, choice: Choice) -> Iterator[dict[str, Any]]:
         yield {"delta": {"tool_calls": [{"index": index, **call}]}}
 
 
-def _logprobs(asked: Asked, choice: Choice) -> dict[str, Any]:
+def _logprobs(asked: Asked, choice: SampledChoice) -> dict[str, Any]:
     """Of every sampled token, the end of the turn too: exactly what is recorded."""
     numbers = choice.made.logprobs
     if asked.messages is None:
@@ -135,7 +140,7 @@ def _logprobs(asked: Asked, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _usage(choices: list[Choice], prompt_tokens: int) -> dict[str, int]:
+def _usage(choices: list[SampledChoice], prompt_tokens: int) -> dict[str, int]:
     made = sum(len(one.made.tokens) for one in choices)
     return {
         "prompt_tokens": prompt_tokens,

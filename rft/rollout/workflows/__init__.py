@@ -40,7 +40,7 @@ WORKFLOWS: dict[str, Callable[..., Any] | str] = {
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
-    "agent": "rft.agents.workflow:Agent",  # a floor above: by path, as a user's own
+    "agent": "rft.agents.workflow:AgentWorkflow",  # a floor above: by path, as a user's own
 }
 
 
