@@ -13,9 +13,12 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 
+from rft.agents.endpoint import chat, replies
 from rft.agents.endpoint.server import OpenAIEndpoint
-from rft.ground.experience import Experience
+from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
 from rft.rollout.workflows import check
 from tests.unit.scripted import END, TOKEN, TOKENIZER, Kept, Pool, listening, policy
 from tests.unit.test_explorer import tasks
@@ -510,3 +513,96 @@ def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path:
         assert list(endpoint.registry.open_) == [session.id], "nothing is left to expire"
 
     run(scenario, tmp_path, others=(policy(judge, name="judge"),))
+
+
+# --- OpenAI's own types ---------------------------------------------------------------------------
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+USAGE = {"stream_options": {"include_usage": True}}
+CALLS = (
+    'so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    '<tool_call>{"name": "g"}</tool_call>'
+)
+SAID: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = [
+    ({**ASKED, **USAGE}, [("It is four, I am rather sure of it.", "stop"), ("é", "length")]),
+    ({**ASKED, **TOOL}, [(CALLS, "stop"), ('{"name": "f"}', "stop")]),
+    ({"messages": ASKED["messages"], "logprobs": True}, [("aé", "stop")]),
+    (
+        {"model": "m", "prompt": "x", "logprobs": 1, **USAGE},
+        [("A text of more than one piece.", "length")],
+    ),
+    (ASKED, [("", "stop")]),
+    ({"prompt": "x", **TOOL}, [('{"name": "f"}', "stop")]),
+]
+
+
+def test_answers_are_on_the_wire_byte_for_byte_what_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Recorded before they were OpenAI's own objects."""
+    monkeypatch.setattr("time.time", lambda: 1700000000.5)
+    sent = []
+    for body, said in SAID:
+        asked, choices = chat.read(body, Sampling()), []
+        for number, (text, stop) in enumerate(said):
+            tokens = list(range(len(text)))
+            spans = [VersionSpan(version=number + 2, start=0, end=len(tokens))]
+            logprobs = [-one / 4 for one in tokens]
+            made = Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
+            message = chat.answer_message(text, bool(asked.tools), f"call-{number}")
+            shown = list(text) if asked.logprobs else []
+            choices.append(replies.SampledChoice(made, message, text, shown))
+        sent.append(replies.reply("id-1", asked, choices, 7))
+        sent += replies.chunks("id-1", asked, choices, 7)
+    recorded = Path(__file__).parents[1] / "recorded" / "endpoint_wire.jsonl"
+    assert [json.dumps(replies.wire(one)) for one in sent] == recorded.read_text().splitlines()
+
+
+class Noting(dict[str, Any]):
+    """A request that notes which of its fields are looked at."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+
+# what vLLM's server takes and OpenAI's does not; of the other path's fields each is refused, too
+VLLM = {"chat_template_kwargs", "guided_choice", "guided_json", "guided_regex", "min_p"}
+VLLM |= {"min_tokens", "repetition_penalty", "structured_outputs", "top_k"}
+CHAT_ONLY = {"max_completion_tokens", "messages", "response_format", "tool_choice", "tools"}
+TEXT_ONLY = {"best_of", "echo", "prompt", "suffix"}
+# of OpenAI's, passed over: their service's own, other media, and two old names of tools
+PASSED_OVER = {"audio", "function_call", "functions", "metadata", "modalities", "moderation"}
+PASSED_OVER |= {"parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
+PASSED_OVER |= {"prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier"}
+PASSED_OVER |= {"store", "top_logprobs", "user", "verbosity", "web_search_options"}
+
+
+@pytest.mark.parametrize(
+    ("body", "theirs", "foreign", "passed_over"),
+    [
+        (ASKED, chat_params, VLLM | TEXT_ONLY, PASSED_OVER),
+        ({"prompt": "x"}, text_params, VLLM | CHAT_ONLY, {"user"}),
+    ],
+    ids=["chat", "text"],
+)
+def test_a_request_has_openais_fields(
+    body: dict[str, Any], theirs: Any, foreign: set[str], passed_over: set[str]
+) -> None:
+    """Each is read, refused or known to be passed over: a new one of theirs has to be decided."""
+    noting = Noting(body)
+    chat.read(noting, Sampling())
+    known = {
+        *theirs.CompletionCreateParamsBase.__annotations__,
+        *theirs.CompletionCreateParamsStreaming.__annotations__,
+    }
+    assert (noting.read - known, known - noting.read) == (foreign, passed_over)

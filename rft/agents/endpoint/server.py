@@ -144,9 +144,8 @@ class OpenAIEndpoint:
             headers = {"X-Session-Id": found.session.id}
             if asked.stream:
                 return await self._stream(request, asked, answering, len(prompt), id, headers)
-            return web.json_response(
-                replies.reply(id, asked, await answering, len(prompt)), headers=headers
-            )
+            answer = replies.reply(id, asked, await answering, len(prompt))
+            return web.json_response(replies.wire(answer), headers=headers)
         finally:
             self.registry.leave(found)
 
@@ -236,7 +235,7 @@ class OpenAIEndpoint:
             while not (await asyncio.wait([task], timeout=KEEP_ALIVE_S))[0]:
                 await response.write(b": still sampling\n\n")
             for chunk in replies.chunks(id, asked, task.result(), prompt_tokens):
-                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                await response.write(f"data: {json.dumps(replies.wire(chunk))}\n\n".encode())
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:  # the status is sent: the stream says it
@@ -295,16 +294,7 @@ class OpenAIEndpoint:
 
     async def _models(self, _: web.Request) -> web.Response:
         rows = [self.policy, *self.others.values()]
-        listed = [
-            {
-                "id": m.name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "rft",
-                "max_model_len": m.max_model_len,
-            }
-            for m in rows
-        ]
+        listed = [replies.wire(replies.listed(m.name, m.max_model_len)) for m in rows]
         return web.json_response({"object": "list", "data": listed})
 
     async def _health(self, _: web.Request) -> web.Response:
