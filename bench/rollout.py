@@ -38,6 +38,7 @@ from rft.config import (
     TasksetConfig,
 )
 from rft.data.taskset import TaskDefaults, Taskset
+from rft.ground.actor import ActorHandle
 from rft.ground.device import thread_environment
 from rft.ground.experience import GenerateRequest, decode, encode
 from rft.rollout.context import WorkflowContext
@@ -179,7 +180,7 @@ class Bench:
         ray.get(self.engine.start.remote(), timeout=START_S)
         config = ExplorerConfig(runner_per_model=RUNNERS)
         self.explorer = spawn(
-            Rounds, config, model, tasks, [], {"engine_0": self.engine}, buffer, TASKS
+            Rounds, config, model, tasks, [], {"engine_0": self.engine}, ActorHandle(buffer), TASKS
         )
         ray.get(self.explorer.prepare.remote(), timeout=START_S)
 

@@ -27,15 +27,17 @@ from functools import partial
 from typing import Any, Protocol
 
 from rft.buffer.calls import CallBatcher
+from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
+from rft.ground.actor import ActorHandle
 from rft.ground.device import freeze_loaded
 from rft.ground.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
 from rft.rollout.context import Endpoint, Shared
-from rft.rollout.engine import EngineUnavailable
+from rft.rollout.engine import EngineUnavailable, RolloutEngine
 from rft.rollout.evaluation import Evaluator
-from rft.rollout.pool import EnginePool
+from rft.rollout.pool import EnginePool, EngineSource
 from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
@@ -83,10 +85,10 @@ class Explorer:
         taskset: Taskset | None,
         eval_tasksets: list[Taskset],
         engines: dict[str, Any],
-        buffer: Any | None,
+        buffer: ActorHandle[ExperienceBuffer] | None,
         batch_size: int,
         seed: int | None = None,
-        synchronizer: Any | None = None,
+        synchronizer: ActorHandle[EngineSource] | None = None,
         greedy_baseline: bool = False,
         api: EndpointFactory | None = None,
         make_pipeline: Callable[[], Pipeline] | None = None,
@@ -199,7 +201,7 @@ class Explorer:
             "explore needs a taskset and a buffer"
         )
         self.phase = "exploring"
-        start = await self.buffer.attach_explorer.remote(self.config.name)
+        start = await self.buffer.ask(ExperienceBuffer.attach_explorer, self.config.name)
         unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
@@ -211,14 +213,14 @@ class Explorer:
         tasks, found = iter(self.taskset), []
         while found := found or await self._next(tasks):
             holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
-            groups = await self.buffer.admit_some.remote(self.config.name, asked)
+            groups = await self.buffer.ask(ExperienceBuffer.admit_some, self.config.name, asked)
             if not groups:  # enough groups for the last step were admitted
                 break
             for group, (task, _) in zip(groups, found, strict=False):
                 await self._launch(group, task, holds)
             found = found[len(groups) :]
         await asyncio.gather(*self.groups)
-        await self.buffer.input_done.remote(self.config.name)
+        await self.buffer.ask(ExperienceBuffer.input_done, self.config.name)
         self.phase = "done"
 
     async def _next(self, tasks: Iterator[Task]) -> list[tuple[Task, dict[str, Any]]]:
@@ -243,7 +245,7 @@ class Explorer:
 
     async def _follow_cuts(self) -> None:
         while True:
-            for group in await self.buffer.cuts.remote(self.config.name):  # type: ignore[union-attr]
+            for group in await self.buffer.ask(ExperienceBuffer.cuts, self.config.name):  # type: ignore[union-attr]
                 self.cut.add(group)
                 self.runner.cut(group)
 
@@ -265,7 +267,7 @@ class Explorer:
         while True:
             await self.may_sample.wait()
             holds = self.holds
-            await self.buffer.readmit.remote(self.config.name, group)
+            await self.buffer.ask(ExperienceBuffer.readmit, self.config.name, group)
             if holds == self.holds:
                 return holds
 
@@ -327,11 +329,11 @@ class Explorer:
         self._tell(task, value)
 
     async def _put(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
-        await self.buffer.put_some.remote(puts)  # type: ignore[union-attr]
+        await self.buffer.ask(ExperienceBuffer.put_some, puts)  # type: ignore[union-attr]
 
     async def _abandon(self, group: int, task: Task, cause: str) -> None:
         trace.instant("task failed", task=task.id, cause=cause)
-        await self.buffer.abandon.remote(group, cause)
+        await self.buffer.ask(ExperienceBuffer.abandon, group, cause)
         self._tell(task, None)
 
     def _tell(self, task: Task, value: float | None) -> None:
@@ -405,7 +407,9 @@ class Explorer:
             workflow="agent",
             sampling=Sampling(),
         )
-        group = await self.buffer.admit.remote(f"{self.config.name}/endpoint", encode(task), {})
+        group = await self.buffer.ask(
+            ExperienceBuffer.admit, f"{self.config.name}/endpoint", encode(task), {}
+        )
         for experience in experiences:
             experience.group, experience.task = group, task.id
         await self.put((group, encode(experiences), None))
@@ -428,7 +432,10 @@ class Explorer:
     async def load_weights(self, path: str, version: int) -> None:
         """Bench mode: every engine loads a Hugging Face directory."""
         await asyncio.gather(
-            *(m.handle.load_weights_from.remote(path, version) for m in self.pool.open())
+            *(
+                m.handle.ask(RolloutEngine.load_weights_from, path, version)
+                for m in self.pool.open()
+            )
         )
 
     # --- life -------------------------------------------------------------------------------------

@@ -17,11 +17,19 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, decode, encode
-from rft.rollout.engine import EngineDied, EngineUnavailable
+from rft.rollout.engine import EngineDied, EngineUnavailable, RolloutEngine
+
+
+class EngineSource(Protocol):
+    """Who says which engines there are; `rft.sync.synchronizer` does."""
+
+    async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
+        """(generation, Ray's handles by name) once the generation is another than `seen`."""
 
 
 @dataclass(eq=False)
@@ -29,7 +37,7 @@ class Member:
     """An engine that was admitted. `out`: why it gets no new requests, empty while it does."""
 
     name: str
-    handle: Any
+    handle: ActorHandle[RolloutEngine]
     load: int = 0  # sequences in flight
     out: str = ""
     is_dead: bool = False
@@ -94,6 +102,7 @@ class ResizableSemaphore:
 
 class EnginePool:
     def __init__(self, engines: dict[str, Any]):
+        """`engines`: Ray's handles by name."""
         self.members: dict[str, Member] = {}
         self.generation = -1  # of the admitted engines, as the synchronizer counts
         self.is_fixed = bool(engines)
@@ -110,14 +119,14 @@ class EnginePool:
 
     # --- who serves -------------------------------------------------------------------------------
 
-    async def follow(self, synchronizer: Any) -> None:
+    async def follow(self, synchronizer: ActorHandle[EngineSource]) -> None:
         """Take over who is admitted, change by change; never returns."""
         while True:
-            self._apply(*await synchronizer.members.remote(self.generation))
+            self._apply(*await synchronizer.ask(EngineSource.members, self.generation))
 
     def add(self, name: str, handle: Any) -> None:
         """Give it requests from now on; under a known name it takes the place of the one before."""
-        self.members[name] = Member(name, handle)
+        self.members[name] = Member(name, ActorHandle(handle))
         self.members[name].idle.set()
         self._changed()
 
@@ -169,9 +178,9 @@ class EnginePool:
             self.remove(name)
         for name, handle in admitted.items():
             known = self.members.get(name)
-            if name in self._leaving or (known and known.is_dead and known.handle == handle):
+            if name in self._leaving or (known and known.is_dead and known.handle.actor == handle):
                 continue
-            if known and known.handle == handle:
+            if known and known.handle.actor == handle:
                 known.out = ""
             else:
                 self.add(name, handle)
@@ -226,15 +235,16 @@ class EnginePool:
         """
         member = self._where.get(request_id)
         if member is not None:
-            await member.handle.abort.remote(request_id)
+            await member.handle.ask(RolloutEngine.abort, request_id)
 
     async def _ask(self, member: Member, request: GenerateRequest) -> list[Completion]:
         member.take(request.n)
         self._where[request.request_id] = member
         try:
-            return decode(await member.handle.generate.remote(encode(request)), list[Completion])
+            answer = await member.handle.ask(RolloutEngine.generate, encode(request))
+            return decode(answer, list[Completion])
         except asyncio.CancelledError:
-            member.handle.abort.remote(request.request_id)
+            member.handle.ask(RolloutEngine.abort, request.request_id)
             raise
         finally:
             member.take(-request.n)

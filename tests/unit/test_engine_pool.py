@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.rollout.engine import EngineDied, EngineUnavailable
 from rft.rollout.pool import EnginePool, ResizableSemaphore
@@ -93,7 +94,7 @@ def scenario(test: Callable[[EnginePool, Members], Awaitable[None]]) -> None:
 
     async def run() -> None:
         pool, synchronizer = EnginePool({}), Members()
-        following = asyncio.create_task(pool.follow(Handle(synchronizer)))
+        following = asyncio.create_task(pool.follow(ActorHandle(Handle(synchronizer))))
         async with asyncio.timeout(20):
             await test(pool, synchronizer)
         following.cancel()
@@ -192,7 +193,7 @@ def test_a_refusal_ends_with_the_next_admission_and_a_death_with_the_next_actor(
         assert [member.name for member in pool.open()] == ["engine_0"]
         again = Engine("engine_1")
         await synchronizer.admit(pool, first, again)
-        assert {member.handle.target for member in pool.open()} == {
+        assert {member.handle.actor.target for member in pool.open()} == {
             first,
             again,
         } and pool.absence() == ""

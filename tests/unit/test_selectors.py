@@ -26,6 +26,7 @@ from rft.config import (
 from rft.data import selectors
 from rft.data.selectors import DifficultyBased
 from rft.data.taskset import Mixture, TaskDefaults, Taskset
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Experience, Task, decode
 from rft.rollout import workflows
 from rft.rollout.context import WorkflowContext
@@ -185,7 +186,7 @@ async def trained(
     await buffer.attach_trainer(first, epoch)
     settings = ExplorerConfig(max_retry_times=0, runner_per_model=64)
     exploring = Explorer(
-        settings, ModelConfig(), tasks, [], {"engine_0": None}, Noting(buffer), SIZE
+        settings, ModelConfig(), tasks, [], {"engine_0": None}, ActorHandle(Noting(buffer)), SIZE
     )  # type: ignore[arg-type]
     exploring.max_failures = 10**6
 
