@@ -30,7 +30,7 @@ from rft.agents.endpoint.chat import ApiError, Asked
 from rft.agents.endpoint.models import Model
 from rft.agents.endpoint.registry import OpenedSession, Registry
 from rft.agents.endpoint.replies import SampledChoice
-from rft.agents.endpoint.sessions import Feedback
+from rft.agents.endpoint.sessions import Continuation, Feedback
 from rft.ground.experience import Completion, Sampling
 from rft.rollout.context import Access, AgentSession
 
@@ -152,7 +152,9 @@ class OpenAIEndpoint:
     def _model(self, name: str) -> Model:
         return self.others.get(name, self.policy)
 
-    def _prompt(self, model: Model, asked: Asked, found: OpenedSession) -> tuple[Any, list[int]]:
+    def _prompt(
+        self, model: Model, asked: Asked, found: OpenedSession
+    ) -> tuple[Continuation | None, list[int]]:
         """Where the conversation goes on, and the ids to go on from."""
         self.registry.counts["requests"] += 1
         session, place = found.session, None
@@ -175,7 +177,7 @@ class OpenAIEndpoint:
         model: Model,
         asked: Asked,
         found: OpenedSession,
-        place: Any,
+        place: Continuation | None,
         prompt: list[int],
         id: str,
     ) -> list[SampledChoice]:
@@ -199,7 +201,7 @@ class OpenAIEndpoint:
         model: Model,
         asked: Asked,
         found: OpenedSession,
-        place: Any,
+        place: Continuation | None,
         prompt: list[int],
         made: Completion,
         id: str,
