@@ -16,6 +16,7 @@ CORE = [
     "fsspec",
     "numpy",
     "omegaconf>=2.3.1,<2.5",
+    "openai",
     "psutil",
     "pydantic>=2.11,<3",
     "ray>=2.60",

@@ -38,12 +38,12 @@ from rft.config import (
     TasksetConfig,
 )
 from rft.data.taskset import TaskDefaults, Taskset
+from rft.ground.actor import ActorHandle
 from rft.ground.device import thread_environment
 from rft.ground.experience import GenerateRequest, decode, encode
-from rft.rollout.context import Context
-from rft.rollout.engine import RolloutEngine
+from rft.rollout.context import WorkflowContext
+from rft.rollout.engine import RolloutEngine, sampling_params
 from rft.rollout.explorer import Explorer
-from rft.rollout.vllm_requests import sampling_params
 from rft.run.actors import hosted
 from rft.run.ray_cluster import PRIVATE_RAY
 
@@ -106,7 +106,7 @@ class Rounds(Explorer):
     async def requests(self, count: int) -> list[bytes]:
         """Of the tasks that the next round runs; the taskset stays where it is."""
         assert isinstance(self.taskset, Taskset)
-        at, context = self.taskset.cursor, Context(self.shared, "", "")
+        at, context = self.taskset.cursor, WorkflowContext(self.shared, "", "")
         found = [
             GenerateRequest(
                 request_id=f"direct/{task.id}",
@@ -180,7 +180,7 @@ class Bench:
         ray.get(self.engine.start.remote(), timeout=START_S)
         config = ExplorerConfig(runner_per_model=RUNNERS)
         self.explorer = spawn(
-            Rounds, config, model, tasks, [], {"engine_0": self.engine}, buffer, TASKS
+            Rounds, config, model, tasks, [], {"engine_0": self.engine}, ActorHandle(buffer), TASKS
         )
         ray.get(self.explorer.prepare.remote(), timeout=START_S)
 

@@ -16,23 +16,20 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rft.agents.process import run_command, run_function
 from rft.config import ConfigError
 from rft.ground.experience import Experience, Task
-from rft.rollout.access import Access, AgentSession
+from rft.ground.plugins import lookup
+from rft.rollout.context import Access, AgentSession, WorkflowContext
 from rft.rollout.reward_worker import RewardResult, number
-from rft.rollout.rewards import lookup
-
-if TYPE_CHECKING:
-    from rft.rollout.workflows import WorkflowContext
 
 REWARDS = ("auto", "posted", "task")
 
 
 @dataclass(frozen=True)
-class Settings:
+class AgentSettings:
     """`workflow_args` of the workflow `agent`."""
 
     agent: str = ""  # package.module:function or path/to/file.py:function
@@ -46,7 +43,7 @@ class Settings:
     timeout: float | None = None
 
     @classmethod
-    def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "Settings":
+    def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "AgentSettings":
         """Raises ConfigError, naming `key`."""
         known = cls.__dataclass_fields__
         if unknown := sorted(set(given) - set(known)):
@@ -81,11 +78,11 @@ class Settings:
         return lookup("agent", self.agent, {})
 
 
-class Agent:
+class AgentWorkflow:
     """The workflow."""
 
-    async def run(self, task: Task, ctx: "WorkflowContext") -> list[Experience]:
-        settings = Settings.of(dict(task.workflow_args))
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        settings = AgentSettings.of(dict(task.workflow_args))
         runs = [
             asyncio.ensure_future(self._run(settings, task, ctx, n))
             for n in range(task.repeat_times)
@@ -98,7 +95,7 @@ class Agent:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run(
-        self, settings: Settings, task: Task, ctx: "WorkflowContext", sample: int
+        self, settings: AgentSettings, task: Task, ctx: WorkflowContext, sample: int
     ) -> list[Experience]:
         opened, limit = ctx.open_session(task.sampling), asyncio.timeout(settings.timeout)
         try:
@@ -128,7 +125,7 @@ class Agent:
         return made
 
     async def _agent(
-        self, settings: Settings, task: Task, ctx: "WorkflowContext", access: Access
+        self, settings: AgentSettings, task: Task, ctx: WorkflowContext, access: Access
     ) -> Any:
         """What it returns; None of a command."""
         if settings.command:
@@ -142,9 +139,9 @@ class Agent:
 
     async def _reward(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         task: Task,
-        ctx: "WorkflowContext",
+        ctx: WorkflowContext,
         opened: AgentSession,
         returned: Any,
     ) -> RewardResult | None:
@@ -155,7 +152,7 @@ class Agent:
         if settings.reward == "posted" and not session.feedback:
             try:
                 async with asyncio.timeout(settings.reward_timeout):
-                    await opened.rewarded()
+                    await opened.was_rewarded.wait()
             except TimeoutError:
                 raise TimeoutError(
                     f"no reward was posted for session {session.id} "

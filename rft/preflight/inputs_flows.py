@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rft.agents.workflow import Settings
+from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
 from rft.data.source import names_in
 from rft.ground import plugins
@@ -133,7 +133,7 @@ def _cell(isolate: bool, key: str, who: str) -> Iterator[str]:
 
 def import_agents(c: Config) -> None:
     for key, given in agents(c):
-        settings = Settings.of(given, key)
+        settings = AgentSettings.of(given, key)
         if settings.agent:
             settings.function()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from rft.agents.workflow import Settings
+from rft.agents.workflow import AgentSettings
 from rft.algorithm import mixing
 from rft.buffer.experience_file import SUFFIXES, is_file
 from rft.buffer.replay import ARGUMENTS, PRIORITIES
@@ -90,7 +90,7 @@ def agents(c: Config) -> list[tuple[str, dict[str, Any]]]:
 
 def _agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
-        yield from problems_of(Settings.of, given, key)
+        yield from problems_of(AgentSettings.of, given, key)
 
 
 TASKSETS = (

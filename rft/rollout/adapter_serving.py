@@ -43,7 +43,7 @@ Ask = Callable[[AdapterOrder], Awaitable[Installed]]
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAdapter:
     version: int
     number: int  # vLLM's lora_int_id
 
@@ -75,10 +75,11 @@ class AdapterServing:
         self.lora: Lora = found
         # what the trainer's streams must have
         self.tensors = adapter_names(Dims.of(hf), architecture_of(hf), found)
-        self.current: Served | None = None  # None: the base model
+        self.current: ServedAdapter | None = None  # None: the base model
         self._numbers = 0
-        self._held: set[Served] = set()  # by the workers, or by some of them after a failed round
-        self._users: Counter[Served] = Counter()
+        # by the workers, or by some of them after a failed round
+        self._held: set[ServedAdapter] = set()
+        self._users: Counter[ServedAdapter] = Counter()
         self._ended = asyncio.Event()
 
     def arguments(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class AdapterServing:
         return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": targets, **slots}
 
     @contextmanager
-    def use(self) -> Iterator[Served | None]:
+    def use(self) -> Iterator[ServedAdapter | None]:
         """For the life of one request: the newest adapter, which stays until then."""
         served = self.current
         if served is None:  # before the first version
@@ -115,14 +116,14 @@ class AdapterServing:
         await self._room(version, timeout)
         drop = [served for served in self._held if self._is_free(served)]
         self._numbers += 1
-        coming = Served(version, self._numbers)
+        coming = ServedAdapter(version, self._numbers)
         self._held.add(coming)
         report = await ask(self._order(coming, drop))
         self._held -= set(drop)
         self.current = coming
         return report
 
-    def _order(self, coming: Served, drop: list[Served]) -> AdapterOrder:
+    def _order(self, coming: ServedAdapter, drop: list[ServedAdapter]) -> AdapterOrder:
         return AdapterOrder(
             number=coming.number,
             drop=sorted(served.number for served in drop),
@@ -131,10 +132,10 @@ class AdapterServing:
             projections=list(self.lora.projections),
         )
 
-    def _is_free(self, served: Served) -> bool:
+    def _is_free(self, served: ServedAdapter) -> bool:
         return served != self.current and not self._users[served]
 
-    def _busy(self) -> list[Served]:
+    def _busy(self) -> list[ServedAdapter]:
         return sorted(
             (s for s in self._held if not self._is_free(s)), key=lambda served: served.number
         )

@@ -1,24 +1,30 @@
 """What a workflow may do, and what all workflows of one explorer share: tokenizer, engines, reward
-workers.
+workers, the endpoint of OpenAI's API.
+
+    workflow, judge, tool, agent ──► WorkflowContext ──► render, generate, decode, score
+                                           ├──► ask, openai: auxiliary models, clients of the API
+                                           └──► open_session: an agent's run, as its calls come
 
 In: a task and token ids from a workflow. Out: rendered prompts, completions of the engine pool,
-scored responses. Invariants: a prompt over the limit never reaches an engine; every request of a
-deterministic run has a seed of its own, made of the run's seed, the task, the attempt and the
-request's number, whichever engine answers it and whenever.
+scored responses; sessions for agents, addresses and keys for clients. Invariants: a prompt over the
+limit never reaches an engine; every request of a deterministic run has a seed of its own, made of
+the run's seed, the task, the attempt and the request's number, whichever engine answers it and
+whenever; sessions and history end with the attempt that they belong to.
 """
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import msgspec
+import xxhash
 
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, render_follow_up, render_prompt
-from rft.ground.experience import Completion, GenerateRequest, Sampling, Task
-from rft.rollout.access import ModelAccess, Served, seed_of
+from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout.pool import EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import UNKNOWN, RewardResult
@@ -27,8 +33,56 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
+class Access(NamedTuple):
+    """What a client of OpenAI's API is told."""
+
+    base_url: str
+    api_key: str
+
+
+class RecordedSession(Protocol):
+    """What was asked under one key, as its answers grow into experiences."""
+
+    id: str
+    calls: list[Any]
+    feedback: Any
+    too_long: Any
+
+    def experiences(self, merge: bool = True) -> list[Experience]: ...
+    def forget(self) -> None: ...
+
+
 @dataclass(frozen=True)
-class Limits:
+class AgentSession:
+    """A session as a workflow holds it. `was_rewarded`: a reward was posted."""
+
+    session: RecordedSession
+    access: Access
+    was_rewarded: asyncio.Event
+
+
+class AuxiliaryModel(Protocol):
+    async def say(
+        self, request_id: str, messages: list[dict[str, Any]], sampling: Sampling
+    ) -> str: ...
+
+
+class Endpoint(Protocol):
+    """The explorer's address of OpenAI's API; `rft.agents.endpoint.server` has one."""
+
+    url: str
+
+    @property
+    def others(self) -> Mapping[str, AuxiliaryModel]: ...
+    def base_url(self, session: str, model: str = "") -> str: ...
+    def open_session(self, sampling: Sampling) -> AgentSession: ...
+    def close_session(self, session: str) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TokenLimits:
     """Lengths that a prompt and a response must keep, in tokens."""
 
     max_prompt_tokens: int
@@ -46,7 +100,9 @@ class Shared:
         self.pool = EnginePool(engines)
         self.rewards = RewardPool(config.reward_workers, config.reward_timeout)
         self.counts = Counter({"prompts_too_long": 0, "prompts_cut": 0})
-        self.served = Served(config)
+        self.keeps_history = config.rollout_model.enable_history
+        self.agent_processes = asyncio.Semaphore(config.agent_processes)
+        self.endpoint: Endpoint | None = None  # where the run has one
 
     async def load(self) -> None:
         """Load the tokenizer, start the reward workers."""
@@ -56,8 +112,14 @@ class Shared:
             self.model.model_path, trust_remote_code=self.model.trust_remote_code
         )
         self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
-        self.limits = Limits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
+        self.limits = TokenLimits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
         await self.rewards.start()
+
+    async def close(self) -> None:
+        """End the endpoint and the reward workers."""
+        if self.endpoint is not None:
+            await self.endpoint.close()
+        await self.rewards.close()
 
     def count(self, name: str, what: str) -> None:
         """The first one is told in words, all are in the metrics."""
@@ -65,15 +127,14 @@ class Shared:
         if self.counts[name] == 1:
             log.warning("%s; later ones are only counted, as rollout/%s", what, name)
 
+    def stats(self) -> dict[str, float]:
+        return self.endpoint.stats() if self.endpoint is not None else {}
 
-class Context(ModelAccess):
-    """What a workflow may do: render, generate, decode, score.
 
-    One per attempt at a task, or per run of one.
-    """
+class WorkflowContext:
+    """One per attempt at a task, or per run of one."""
 
     def __init__(self, shared: Shared, request: str, stream: str):
-        super().__init__(shared.served, request, stream if shared.seed is not None else None)
         self.shared = shared
         self.request = request
         self.stream = stream  # of seeds: the same for every run, engine and start of this attempt
@@ -82,14 +143,20 @@ class Context(ModelAccess):
         self.calls_of: Counter[int] = Counter()
         self.doing = "in the workflow"
         self.closed = False
+        self._asked = 0
+        self._history: list[Experience] = []
+        self._sessions: list[AgentSession] = []
+        self._own: AgentSession | None = None  # of `openai`
 
     def close(self) -> None:
         """The task is given up: whoever still asks is refused."""
         self.closed = True
 
+    # --- tokens -----------------------------------------------------------------------------------
+
     def render(self, task: Task) -> list[int]:
-        """With model.enable_prompt_truncation a prompt that is too long keeps its end, where the
-        question is.
+        """Token ids of the task's prompt, chat template applied. With
+        model.enable_prompt_truncation one that is too long keeps its end, where the question is.
         """
         tokens = render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
         most = self.shared.limits.max_prompt_tokens
@@ -103,9 +170,18 @@ class Context(ModelAccess):
         return tokens
 
     def follow(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids behind an assistant's words: the end of its turn, these messages, and where the
+        assistant speaks again.
+        """
         return render_follow_up(
             self.shared.tokenizer, messages, self.shared.model.custom_chat_template
         )
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of response tokens, without special ones."""
+        return self.shared.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    # --- the policy and its rewards ---------------------------------------------------------------
 
     async def generate(
         self,
@@ -115,8 +191,12 @@ class Context(ModelAccess):
         prompt_length: int | None = None,
         run: int | None = None,
     ) -> list[Completion]:
-        """n continuations; a prompt over the limit comes back as n empty ones with stop
-        "prompt_too_long".
+        """`n` continuations of the same ids, from one request; of a prompt over the limit `n` empty
+        ones, with stop "prompt_too_long".
+
+        `prompt_length`: of a dialogue under way, how many ids are the task's own; the others only
+        have to fit the model. `run`: which run of the task asks, where several do at once; seeds of
+        a deterministic run depend on that, not on time.
         """
         limits = self.shared.limits
         if (prompt_length or len(prompt)) > limits.max_prompt_tokens or len(
@@ -138,8 +218,7 @@ class Context(ModelAccess):
         if run is not None:
             self.calls_of[run] += 1
             number = f"r{run}/{self.calls_of[run]}"
-        if self.shared.seed is not None and sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{number}"))
+        sampling = self._seeded(sampling, number)
         request = GenerateRequest(
             request_id=f"{self.request}/{number}",
             prompt=prompt,
@@ -148,18 +227,37 @@ class Context(ModelAccess):
             stop_token_ids=[self.shared.stop_token],
         )
         made = await self._doing("generating", self.shared.pool.generate(request))
-        self.record(prompt, made, sampling)
+        if self.shared.keeps_history:
+            self._history += [recorded(prompt, one, sampling) for one in made]
         return made
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.shared.tokenizer.decode(tokens, skip_special_tokens=True)
 
     async def score(
         self, task: Task, responses: list[str], tokens: list[int] | None = None
     ) -> list[RewardResult]:
+        """Run the task's reward function on each response, in killable processes.
+
+        `tokens`: how many each response has.
+        """
         counts = tokens or [UNKNOWN] * len(responses)
         items = [(task, response, count) for response, count in zip(responses, counts, strict=True)]
         return await self._doing("scoring", self.shared.rewards.score(items))
+
+    def extract_experience_from_history(self, clear: bool = True) -> list[Experience]:
+        """With `explorer.rollout_model.enable_history`: what the policy was asked in this attempt,
+        call by call, through `generate` and `openai`; without rewards yet.
+        """
+        if not self.shared.keeps_history:
+            raise RuntimeError(
+                "nothing is kept of model calls: set explorer.rollout_model.enable_history=true"
+            )
+        found = self._history + (self._own.session.experiences() if self._own else [])
+        for number, one in enumerate(found):
+            one.turn = number
+        if clear:
+            self._history = []
+            if self._own:
+                self._own.session.forget()
+        return found
 
     async def _doing(self, what: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
         if self.closed:
@@ -170,3 +268,89 @@ class Context(ModelAccess):
             return await answer
         finally:
             self.doing = "in the workflow"
+
+    def _seeded(self, sampling: Sampling, request: str) -> Sampling:
+        """With a seed of this request's own, in a deterministic run."""
+        if self.shared.seed is None or sampling.seed is not None:
+            return sampling
+        return msgspec.structs.replace(sampling, seed=seed_of(f"{self.stream}/{request}"))
+
+    # --- OpenAI's API -----------------------------------------------------------------------------
+
+    async def ask(
+        self, messages: list[dict[str, Any]], model: str = "", sampling: Sampling | None = None
+    ) -> str:
+        """What an auxiliary model says, the first of them unless one of
+        explorer.auxiliary_models is named; greedily, and as long as it likes.
+        """
+        others = self._endpoint.others
+        if not others or (model and model not in others):
+            self._refuse(model)
+        self._asked += 1
+        chosen = others[model] if model else next(iter(others.values()))
+        return await chosen.say(
+            f"{self.request}/ask {self._asked}",
+            messages,
+            sampling or Sampling(temperature=0.0, max_tokens=0),
+        )
+
+    def openai(self, model: str = "") -> Access:
+        """`base_url` and `api_key` for a client: of the policy, whose answers belong to this
+        attempt, or of an auxiliary model.
+        """
+        if model and model not in self._endpoint.others:
+            self._refuse(model)
+        self._own = self._own or self.open_session(Sampling())
+        return Access(
+            self._endpoint.base_url(self._own.session.id, model), self._own.access.api_key
+        )
+
+    def open_session(self, sampling: Sampling) -> AgentSession:
+        """A session of the endpoint for one run of an agent; closed with this attempt."""
+        sampling = self._seeded(sampling, f"session {len(self._sessions)}")
+        self._sessions.append(self._endpoint.open_session(sampling))
+        return self._sessions[-1]
+
+    def agent_slot(self) -> asyncio.Semaphore:
+        """Held while a process of an agent runs: `explorer.agent_processes`."""
+        return self.shared.agent_processes
+
+    def end_sessions(self) -> None:
+        """The attempt is over: its sessions answer nobody any more."""
+        for one in self._sessions:
+            self._endpoint.close_session(one.session.id)
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        if self.shared.endpoint is None:
+            raise RuntimeError(
+                "there is no OpenAI API in this run: set "
+                "explorer.rollout_model.enable_openai_api=true"
+            )
+        return self.shared.endpoint
+
+    def _refuse(self, model: str) -> NoReturn:
+        known = ", ".join(self._endpoint.others)
+        raise ValueError(
+            f"no auxiliary model {model!r}: there are {known or 'none'}; set "
+            "explorer.auxiliary_models"
+        )
+
+
+def recorded(prompt: list[int], made: Completion, sampling: Sampling) -> Experience:
+    """A call of the policy, without reward. A greedy answer was not sampled, and is not trained."""
+    return Experience(
+        tokens=[*prompt, *made.tokens],
+        prompt_length=len(prompt),
+        logprobs=made.logprobs,
+        versions=made.versions,
+        action_mask=[int(sampling.temperature > 0)] * len(made.tokens),
+        temperature=sampling.temperature or 1.0,
+        stop=made.stop,
+        routed_experts=made.routed_experts,
+    )
+
+
+def seed_of(text: str) -> int:
+    """Unlike Python's own hash, the same in every process; fits a signed 64-bit number."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1

@@ -13,6 +13,7 @@ returned token carries the version of exactly the weights that produced it.
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,28 +22,44 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import xxhash
 
 from rft.config import EngineConfig, ModelConfig
-from rft.ground.device import freeze_loaded
-from rft.ground.experience import Completion, GenerateRequest, decode, encode
+from rft.ground.device import freeze_loaded, thread_environment
+from rft.ground.experience import (
+    Completion,
+    GenerateRequest,
+    StopReason,
+    VersionSpan,
+    decode,
+    encode,
+)
 from rft.ground.names import DTYPES
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
-from rft.rollout.adapter_serving import Served
-from rft.rollout.endings import await_exit_code, ending
+from rft.rollout.adapter_serving import ServedAdapter
 from rft.rollout.engine_weights import EngineWeights
-from rft.rollout.environment import environment
-from rft.rollout.vllm_requests import completion, sampling_params
 
 if TYPE_CHECKING:
     from vllm import AsyncLLM, SamplingParams
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 log = logging.getLogger(__name__)
 GIB = 2**30
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
 SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
+STOPS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+# what vLLM must not do: phone home, talk on the user's terminal, resolve this machine's public
+# address
+QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",  # an engine's workers are on one machine
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class EngineUnavailable(RuntimeError):
@@ -182,7 +199,7 @@ class RolloutEngine(EngineWeights):
             trace.count("requests", self._running)
 
     async def _run(
-        self, asked: GenerateRequest, params: "SamplingParams", served: Served | None
+        self, asked: GenerateRequest, params: "SamplingParams", served: ServedAdapter | None
     ) -> "RequestOutput":
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -296,3 +313,100 @@ class RolloutEngine(EngineWeights):
             llm, self.llm = self.llm, None
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
             self.channel.close()
+
+
+# --- vLLM's words --------------------------------------------------------------------------------
+
+
+def environment(device_kind: str, threads: int, workers: int) -> dict[str, str]:
+    """On CPU: our thread budget instead of vLLM's core binding, and one
+    process less when there is one worker.
+    """
+    if device_kind != "cpu":
+        return QUIET
+    return {
+        **QUIET,
+        **thread_environment(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # 0: EngineCore runs the worker itself
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if workers == 1 else "1",
+        # the sampler's one compiled function costs 17 s of C++ compiler at the first request
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+
+
+def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
+    """Our request as vLLM's; `room` is what the context leaves for the response."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = asked.sampling
+    return SamplingParams(
+        n=asked.n,
+        stop_token_ids=asked.stop_token_ids,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=min(sampling.max_tokens, room),
+        min_tokens=min(sampling.min_tokens, room),
+        seed=None if sampling.seed is None else spread(sampling.seed),
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        stop=asked.stop,
+        detokenize=bool(asked.stop),  # nobody reads the text otherwise
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def spread(seed: int) -> int:
+    """A 62-bit seed: vLLM gives sample i the seed + i, so neighbouring request seeds must not be
+    neighbours there.
+    """
+    return xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little", signed=True)) >> 2
+
+
+def completion(engine: str, made: "CompletionOutput", served: ServedAdapter | None) -> Completion:
+    """vLLM's output as our record; raises when vLLM reports an
+    error or leaves a token without version.
+    """
+    stop = STOPS.get(made.finish_reason)
+    if stop is None:
+        raise RuntimeError(
+            f"{engine}: vLLM ended a request with finish reason {made.finish_reason!r}"
+        )
+    tokens = list(made.token_ids)
+    spans = [
+        VersionSpan(version=int(s.version), start=s.start, end=s.end)
+        for s in made.weight_versions or []
+    ]
+    if served:  # vLLM's version is that of the base model
+        spans = served.spans(len(tokens))
+    logprobs = list(made.logprobs.logprobs) if tokens else []  # type: ignore[union-attr]
+    if len(logprobs) != len(tokens) or sum(s.end - s.start for s in spans) != len(tokens):
+        raise RuntimeError(
+            f"{engine}: {len(tokens)} tokens came with {len(logprobs)} logprobs and versions "
+            f"{spans}"
+        )
+    return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
+
+
+def await_exit_code(process: Any) -> None:
+    """Return once an ended process's exit code is known, or after a second: vLLM waits for the same
+    process in a thread of its own, and whichever of the two the kernel did not tell sees None until
+    the other one has noted it.
+    """
+    deadline = time.monotonic() + 1
+    while process.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def ending(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "ended, how is not known"
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )

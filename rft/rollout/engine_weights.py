@@ -8,11 +8,15 @@ speaks to.
 Invariant: an engine whose weights are neither wholly old nor wholly new (`poisoned`) answers no
 request until a full round commits. How the key-value cache outlives a commit is told with the
 streams (`kv`): "recompute" drops it, also of requests in flight; "keep" keeps it for these, and
-salts the prefix cache, so that no new request meets it.
+salts the prefix cache, so that no new request meets it. `Turns` is the gate that requests
+pass, closed while weights are installed and while the engine sleeps.
 """
 
 import asyncio
+import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -36,12 +40,16 @@ from rft.ground.rounds import (
 )
 from rft.monitor import trace
 from rft.rollout.adapter_serving import AdapterServing
-from rft.rollout.turns import CACHE, WEIGHTS, Turns
-from rft.rollout.vllm_requests import pause
 from rft.rollout.worker_channel import WorkerChannel, within_reach
 
 if TYPE_CHECKING:
     from vllm import AsyncLLM
+
+log = logging.getLogger(__name__)
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's words for the parts of an engine that sleep
+# of vLLM's sleep: 2 would forget the weights, and a round that fails leaves the old ones to be
+# served
+LEVEL = 1
 
 
 class EngineWeights:
@@ -138,7 +146,7 @@ class EngineWeights:
 
     async def sleep(self, patience: float) -> dict[str, Any]:
         """Leave the devices to the trainer until the next round wakes this engine; see
-        `rft.rollout.turns`.
+        `Turns`.
         """
         assert self.llm is not None, "sleep before start"
         async with self._round:
@@ -262,3 +270,96 @@ def _confirmed(version: int, states: list[WorkerState]) -> Installed:
 
 def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class Turns:
+    """Says when an engine works, and when its devices are the trainer's.
+
+    request ──► gate ──► under way ──► answered      sleep: under way are finished
+            ─► gate closes ─► vLLM sleeps            wake:  weights ─► (new ones are installed)
+                                                            ─► cache ─► gate opens
+
+    On a GPU vLLM's sleep frees the card: the weights wait in host memory, the cache is dropped. On
+    a CPU it frees nothing, but nobody computes, so the cores are the trainer's; all the rest is the
+    same. Invariants: a request that has not passed the gate is not known to vLLM; nothing decodes
+    between `sleep` and the last `wake`.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.answered_asleep = 0  # requests; none, if all is right
+        self._asleep: set[str] = set()
+        self._under_way = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self._asleep)
+
+    def close(self) -> None:
+        """New requests wait from now on."""
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Wait for the gate; under way until the block is left."""
+        await self._open.wait()
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            self.answered_asleep += self.asleep
+            if not self._under_way:
+                self._idle.set()
+
+    async def sleep(self, llm: "AsyncLLM", patience: float) -> dict[str, Any]:
+        """Sleep as soon as nothing is under way. What is not finished after `patience` seconds is
+        frozen as it is, and goes on when the engine wakes: its tokens from then on are of the
+        weights from then on, as its versions say.
+        """
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(patience):
+                # one more may have come when this is told of the last one's end
+                while self._under_way:
+                    await self._idle.wait()
+        except TimeoutError:
+            log.warning(
+                "%s sleeps over %d requests that were not finished in %g s",
+                self.name,
+                self._under_way,
+                patience,
+            )
+        self.close()
+        if WEIGHTS not in self._asleep:
+            await llm.sleep(level=LEVEL, mode="keep")
+            self._asleep = {WEIGHTS, CACHE}
+        return {
+            "waited_s": time.monotonic() - began,
+            "frozen": self._under_way,
+            "answered_asleep": self.answered_asleep,
+        }
+
+    async def wake(self, llm: "AsyncLLM", *parts: str) -> None:
+        """Wake those parts that sleep. With the last one vLLM goes on with what was frozen."""
+        for part in parts:
+            if part in self._asleep:
+                await llm.wake_up([part])
+                self._asleep.discard(part)
+
+
+async def pause(llm: "AsyncLLM", clear_cache: bool) -> None:
+    """vLLM's `pause_generation(mode="keep")` without its last line, which sleeps for 20 ms so that
+    outputs of requests that are aborted reach their callers first. Here none is aborted.
+    """
+    if clear_cache:
+        await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)

@@ -27,17 +27,18 @@ from functools import partial
 from typing import Any, Protocol
 
 from rft.buffer.calls import CallBatcher
+from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
+from rft.ground.actor import ActorHandle
 from rft.ground.device import freeze_loaded
 from rft.ground.experience import Experience, Sampling, Task, decode, encode
 from rft.monitor import trace
-from rft.rollout.access import Endpoint
-from rft.rollout.context import Shared
-from rft.rollout.engine import EngineUnavailable
+from rft.rollout.context import Endpoint, Shared
+from rft.rollout.engine import EngineUnavailable, RolloutEngine
 from rft.rollout.evaluation import Evaluator
-from rft.rollout.pool import EnginePool
-from rft.rollout.runner import AllTasksFail, Cut, Runner, one_line
+from rft.rollout.pool import EnginePool, EngineSource
+from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class Pipeline(Protocol):
     async def close(self) -> None: ...
 
 
-class Api(Protocol):
-    """How the explorer opens its address of OpenAI's API; `rft.agents.endpoint.life` has it."""
+class EndpointFactory(Protocol):
+    """How the explorer opens its address of OpenAI's API; `rft.agents.endpoint` has it."""
 
     async def start(
         self,
@@ -84,12 +85,12 @@ class Explorer:
         taskset: Taskset | None,
         eval_tasksets: list[Taskset],
         engines: dict[str, Any],
-        buffer: Any | None,
+        buffer: ActorHandle[ExperienceBuffer] | None,
         batch_size: int,
         seed: int | None = None,
-        synchronizer: Any | None = None,
+        synchronizer: ActorHandle[EngineSource] | None = None,
         greedy_baseline: bool = False,
-        api: Api | None = None,
+        api: EndpointFactory | None = None,
         make_pipeline: Callable[[], Pipeline] | None = None,
     ):
         self.config = config
@@ -135,7 +136,7 @@ class Explorer:
             opened = await self.api.start(
                 self.config, model, shared.tokenizer, self.pool, self._store
             )
-            shared.served.by(opened)
+            shared.endpoint = opened
         if self.pipeline is not None:
             await self.pipeline.start(
                 partial(self.shared.tokenizer.decode, skip_special_tokens=True)
@@ -200,7 +201,7 @@ class Explorer:
             "explore needs a taskset and a buffer"
         )
         self.phase = "exploring"
-        start = await self.buffer.attach_explorer.remote(self.config.name)
+        start = await self.buffer.ask(ExperienceBuffer.attach_explorer, self.config.name)
         unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
@@ -212,14 +213,14 @@ class Explorer:
         tasks, found = iter(self.taskset), []
         while found := found or await self._next(tasks):
             holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
-            groups = await self.buffer.admit_some.remote(self.config.name, asked)
+            groups = await self.buffer.ask(ExperienceBuffer.admit_some, self.config.name, asked)
             if not groups:  # enough groups for the last step were admitted
                 break
             for group, (task, _) in zip(groups, found, strict=False):
                 await self._launch(group, task, holds)
             found = found[len(groups) :]
         await asyncio.gather(*self.groups)
-        await self.buffer.input_done.remote(self.config.name)
+        await self.buffer.ask(ExperienceBuffer.input_done, self.config.name)
         self.phase = "done"
 
     async def _next(self, tasks: Iterator[Task]) -> list[tuple[Task, dict[str, Any]]]:
@@ -244,7 +245,7 @@ class Explorer:
 
     async def _follow_cuts(self) -> None:
         while True:
-            for group in await self.buffer.cuts.remote(self.config.name):  # type: ignore[union-attr]
+            for group in await self.buffer.ask(ExperienceBuffer.cuts, self.config.name):  # type: ignore[union-attr]
                 self.cut.add(group)
                 self.runner.cut(group)
 
@@ -266,7 +267,7 @@ class Explorer:
         while True:
             await self.may_sample.wait()
             holds = self.holds
-            await self.buffer.readmit.remote(self.config.name, group)
+            await self.buffer.ask(ExperienceBuffer.readmit, self.config.name, group)
             if holds == self.holds:
                 return holds
 
@@ -303,7 +304,7 @@ class Explorer:
             EngineUnavailable
         ):  # of engines that are fixed: the task stays unfinished for the next attempt at the run
             raise
-        except Cut as error:
+        except GroupCancelled as error:
             await self._abandon(group, task, one_line(error))
             return
         except AllTasksFail:  # says the pipeline
@@ -328,11 +329,11 @@ class Explorer:
         self._tell(task, value)
 
     async def _put(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
-        await self.buffer.put_some.remote(puts)  # type: ignore[union-attr]
+        await self.buffer.ask(ExperienceBuffer.put_some, puts)  # type: ignore[union-attr]
 
     async def _abandon(self, group: int, task: Task, cause: str) -> None:
         trace.instant("task failed", task=task.id, cause=cause)
-        await self.buffer.abandon.remote(group, cause)
+        await self.buffer.ask(ExperienceBuffer.abandon, group, cause)
         self._tell(task, None)
 
     def _tell(self, task: Task, value: float | None) -> None:
@@ -372,7 +373,9 @@ class Explorer:
             if holds != self.holds:
                 holds = await self._readmit(group)
             if group in self.cut:  # before it began
-                raise Cut("never begun: its step had enough other tasks (explorer.over_rollout)")
+                raise GroupCancelled(
+                    "never begun: its step had enough other tasks (explorer.over_rollout)"
+                )
             job = asyncio.create_task(self.runner.run(group, task, holds))
             self.sampling[job] = None
             try:
@@ -387,7 +390,8 @@ class Explorer:
 
     async def base_url(self) -> str:
         """Of the OpenAI API, which answers since `prepare`."""
-        return f"{self.shared.served.endpoint.url}/v1"
+        assert self.shared.endpoint is not None, "base_url of a run without the API"
+        return f"{self.shared.endpoint.url}/v1"
 
     async def _store(self, name: str, experiences: list[Experience]) -> None:
         """A group that no taskset asked for: sessions of clients that got their reward.
@@ -403,7 +407,9 @@ class Explorer:
             workflow="agent",
             sampling=Sampling(),
         )
-        group = await self.buffer.admit.remote(f"{self.config.name}/endpoint", encode(task), {})
+        group = await self.buffer.ask(
+            ExperienceBuffer.admit, f"{self.config.name}/endpoint", encode(task), {}
+        )
         for experience in experiences:
             experience.group, experience.task = group, task.id
         await self.put((group, encode(experiences), None))
@@ -426,7 +432,10 @@ class Explorer:
     async def load_weights(self, path: str, version: int) -> None:
         """Bench mode: every engine loads a Hugging Face directory."""
         await asyncio.gather(
-            *(m.handle.load_weights_from.remote(path, version) for m in self.pool.open())
+            *(
+                m.handle.ask(RolloutEngine.load_weights_from, path, version)
+                for m in self.pool.open()
+            )
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -436,7 +445,7 @@ class Explorer:
         for the metrics of a step.
         """
         piped = self.pipeline.pop_metrics() if self.pipeline is not None else {}
-        return self.pool.stats() | self.runner.stats() | self.shared.served.stats() | piped
+        return self.pool.stats() | self.runner.stats() | self.shared.stats() | piped
 
     async def drain(self, engine: str) -> None:
         """Ask this engine for nothing more; return when it has
@@ -453,8 +462,7 @@ class Explorer:
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.shared.served.close()
-        await self.shared.rewards.close()
+        await self.shared.close()
         if self.pipeline is not None:
             await self.pipeline.close()
 

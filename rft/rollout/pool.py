@@ -15,13 +15,21 @@ cancelled), the engine is told to stop working on it.
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, decode, encode
-from rft.rollout.engine import EngineDied, EngineUnavailable
-from rft.rollout.slots import Slots
+from rft.rollout.engine import EngineDied, EngineUnavailable, RolloutEngine
+
+
+class EngineSource(Protocol):
+    """Who says which engines there are; `rft.sync.synchronizer` does."""
+
+    async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
+        """(generation, Ray's handles by name) once the generation is another than `seen`."""
 
 
 @dataclass(eq=False)
@@ -29,7 +37,7 @@ class Member:
     """An engine that was admitted. `out`: why it gets no new requests, empty while it does."""
 
     name: str
-    handle: Any
+    handle: ActorHandle[RolloutEngine]
     load: int = 0  # sequences in flight
     out: str = ""
     is_dead: bool = False
@@ -40,8 +48,61 @@ class Member:
         self.idle.set() if self.load == 0 else self.idle.clear()
 
 
+class ResizableSemaphore:
+    """Permissions to work, as many as the engines that serve can use: a semaphore whose size may
+    change.
+
+    Holders take one, wait for their turn in the order in which they came, and give it back.
+    Invariant: no slot is given while `taken` is at or above `size`; when the size falls, holders
+    keep theirs and the next ones wait for longer.
+    """
+
+    def __init__(self, each: int, engines: int):
+        self.each = each  # per engine
+        self.size = each * engines
+        self.taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def free(self) -> int:
+        return max(0, self.size - self.taken)
+
+    def resize(self, engines: int) -> None:
+        self.size = self.each * engines
+        self._grant()
+
+    async def acquire(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given in the same turn of the loop
+                self.release()
+            raise
+
+    def release(self) -> None:
+        self.taken -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self.taken < self.size:
+            turn = self._waiting.popleft()
+            if not turn.done():  # the others have given up
+                self.taken += 1
+                turn.set_result(None)
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+
 class EnginePool:
     def __init__(self, engines: dict[str, Any]):
+        """`engines`: Ray's handles by name."""
         self.members: dict[str, Member] = {}
         self.generation = -1  # of the admitted engines, as the synchronizer counts
         self.is_fixed = bool(engines)
@@ -49,7 +110,7 @@ class EnginePool:
         self.deaths = 0
         self._leaving: set[str] = set()  # they finish what they have
         self._where: dict[str, Member] = {}  # by request id
-        self._slots: WeakSet[Slots] = WeakSet()
+        self._slots: WeakSet[ResizableSemaphore] = WeakSet()
         self._serving = asyncio.Event()
         self._alone_since = time.monotonic()
         self._reasons: dict[str, str] = {}  # of those that do not serve
@@ -58,14 +119,14 @@ class EnginePool:
 
     # --- who serves -------------------------------------------------------------------------------
 
-    async def follow(self, synchronizer: Any) -> None:
+    async def follow(self, synchronizer: ActorHandle[EngineSource]) -> None:
         """Take over who is admitted, change by change; never returns."""
         while True:
-            self._apply(*await synchronizer.members.remote(self.generation))
+            self._apply(*await synchronizer.ask(EngineSource.members, self.generation))
 
     def add(self, name: str, handle: Any) -> None:
         """Give it requests from now on; under a known name it takes the place of the one before."""
-        self.members[name] = Member(name, handle)
+        self.members[name] = Member(name, ActorHandle(handle))
         self.members[name].idle.set()
         self._changed()
 
@@ -85,9 +146,9 @@ class EnginePool:
         """Those that get requests."""
         return [member for member in self.members.values() if not member.out]
 
-    def slots(self, each: int) -> Slots:
+    def slots(self, each: int) -> ResizableSemaphore:
         """`each` slots per engine that serves, now and later."""
-        slots = Slots(each, len(self.open()))
+        slots = ResizableSemaphore(each, len(self.open()))
         self._slots.add(slots)
         return slots
 
@@ -117,9 +178,9 @@ class EnginePool:
             self.remove(name)
         for name, handle in admitted.items():
             known = self.members.get(name)
-            if name in self._leaving or (known and known.is_dead and known.handle == handle):
+            if name in self._leaving or (known and known.is_dead and known.handle.actor == handle):
                 continue
-            if known and known.handle == handle:
+            if known and known.handle.actor == handle:
                 known.out = ""
             else:
                 self.add(name, handle)
@@ -174,15 +235,16 @@ class EnginePool:
         """
         member = self._where.get(request_id)
         if member is not None:
-            await member.handle.abort.remote(request_id)
+            await member.handle.ask(RolloutEngine.abort, request_id)
 
     async def _ask(self, member: Member, request: GenerateRequest) -> list[Completion]:
         member.take(request.n)
         self._where[request.request_id] = member
         try:
-            return decode(await member.handle.generate.remote(encode(request)), list[Completion])
+            answer = await member.handle.ask(RolloutEngine.generate, encode(request))
+            return decode(answer, list[Completion])
         except asyncio.CancelledError:
-            member.handle.abort.remote(request.request_id)
+            member.handle.ask(RolloutEngine.abort, request.request_id)
             raise
         finally:
             member.take(-request.n)

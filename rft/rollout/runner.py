@@ -24,7 +24,7 @@ from rft.config import ExplorerConfig
 from rft.ground import redact
 from rft.ground.experience import Experience, Task
 from rft.rollout import workflows
-from rft.rollout.context import Context, Shared
+from rft.rollout.context import Shared, WorkflowContext
 from rft.rollout.engine import EngineUnavailable
 
 log = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ COUNTS = (
     "partial_task_count",
 )
 Made = list[Experience]
-Called = Callable[[Task, Context], Awaitable[Made]]
+Called = Callable[[Task, WorkflowContext], Awaitable[Made]]
 
 
 class AllTasksFail(RuntimeError):
     """Not a task is to blame but the set-up: a workflow, an engine, a configuration."""
 
 
-class Cut(RuntimeError):
+class GroupCancelled(RuntimeError):
     """A step goes on without this group (explorer.over_rollout)."""
 
 
@@ -63,7 +63,7 @@ class UnderWay:
     start: int
     cut: asyncio.Future[None]
     attempt: int = 0
-    contexts: list[Context] = field(default_factory=list)
+    contexts: list[WorkflowContext] = field(default_factory=list)
     finished: dict[int, Made] = field(default_factory=dict)
     given_up: bool = False
 
@@ -130,7 +130,7 @@ class Runner:
         return min(self.config.max_timeout, dynamic.ratio * self.seconds / done)
 
     def cut(self, group: int) -> None:
-        """Its time is up now; `run` ends with what there is of it, or with `Cut`."""
+        """Its time is up now; `run` ends with what there is of it, or with `GroupCancelled`."""
         for here in self.under_way:
             if here.group == group and not here.cut.done():
                 here.cut.set_result(None)
@@ -164,7 +164,9 @@ class Runner:
             self._count(here.group, "partial_task_count")
             return stamped(here)
         if was_cut:
-            raise Cut("cancelled: its step had enough other tasks (explorer.over_rollout)")
+            raise GroupCancelled(
+                "cancelled: its step had enough other tasks (explorer.over_rollout)"
+            )
         key = "max_timeout" if here.limit == self.config.max_timeout else "dynamic_timeout"
         absence = self.shared.pool.absence()
         raise TimeoutError(
@@ -229,7 +231,9 @@ class Runner:
 
     async def _call(self, here: UnderWay, task: Task, run: str, what: Called | None = None) -> Made:
         request = f"{task.id}/g{here.group}/h{here.start}/a{here.attempt}{run}"
-        context = Context(self.shared, request, f"{self.shared.seed}/{task.id}/{here.attempt}{run}")
+        context = WorkflowContext(
+            self.shared, request, f"{self.shared.seed}/{task.id}/{here.attempt}{run}"
+        )
         here.contexts.append(context)
         try:
             return await (what or workflows.run)(task, context)

@@ -168,7 +168,7 @@ class Actors:
         """What the explorer's OpenAI API needs: a place for its key, and the engines of auxiliary
         models, which never change.
         """
-        from rft.agents.endpoint.life import Api
+        from rft.agents.endpoint import OpenAIEndpointFactory
 
         config, auxiliary = self.config, {}
         for model in config.explorer.auxiliary_models:
@@ -180,7 +180,7 @@ class Actors:
             self.auxiliary |= handles
             auxiliary[model.name] = {name: handle.actor for name, handle in handles.items()}
         serves, size = config.mode == "serve", int(config.algorithm.repeat_times or 1)
-        return Api(str(configs.job_dir(config)), serves, size, auxiliary)
+        return OpenAIEndpointFactory(str(configs.job_dir(config)), serves, size, auxiliary)
 
     def _await_ready(self) -> None:
         """All parts load at the same time; raises PartFailed for the first that cannot."""

@@ -5,7 +5,7 @@ by a program.
 from typing import Any
 
 from rft.rollout.workflows import ToolUse
-from rft.rollout.workflows.tools import Call
+from rft.rollout.workflows.tools import ToolCall
 
 
 class Counted(ToolUse):
@@ -15,5 +15,5 @@ class Counted(ToolUse):
         self.turn += 1
         if self.turn == 2:
             return None
-        call = Call("python", {"code": f"print(len({answer!r}))"})
+        call = ToolCall("python", {"code": f"print(len({answer!r}))"})
         return [{"role": "tool", "content": await self.answer_to(call)}]

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.pool import EnginePool
 
@@ -75,7 +76,7 @@ class Client:
         from ray.exceptions import RayActorError
 
         with suppress(RayActorError):  # the test knows; it tells us of another one
-            await self.pool.follow(synchronizer)
+            await self.pool.follow(ActorHandle(synchronizer))
 
     async def _ask(self) -> None:
         while not self._held:

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rft.rollout.reward_kinds.remote import PROMPT
+from rft.rollout.rewards.judge import PROMPT
 from rft.rollout.workflows.judges import RUBRIC, RULER
 from rft.tools.toy import CHARACTERS, SPECIAL, write_model
 

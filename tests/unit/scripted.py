@@ -10,7 +10,7 @@ from typing import Any
 
 from rft.agents.endpoint.models import Model
 from rft.agents.endpoint.registry import Registry
-from rft.agents.endpoint.server import Endpoint
+from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, GenerateRequest, VersionSpan
 from rft.tools.toy import character_tokenizer
 
@@ -87,10 +87,12 @@ async def listening(
     others: tuple[Model, ...] = (),
     timeout: float = 60.0,
     **model: Any,
-) -> AsyncIterator[Endpoint]:
+) -> AsyncIterator[OpenAIEndpoint]:
     """The endpoint on a free port of this machine."""
     registry = Registry(TOKEN, timeout, kept.store if kept else None, group_size)
-    endpoint = Endpoint(registry, [policy(pool, **model), *others], directory / "endpoint.json")
+    endpoint = OpenAIEndpoint(
+        registry, [policy(pool, **model), *others], directory / "endpoint.json"
+    )
     await endpoint.start("127.0.0.1", 0)
     try:
         yield endpoint

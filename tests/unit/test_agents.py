@@ -15,10 +15,10 @@ import pytest
 
 from rft import config as configs
 from rft import train
-from rft.agents.workflow import Agent, Settings
+from rft.agents.workflow import AgentSettings, AgentWorkflow
 from rft.config import ConfigError, ExplorerConfig, ModelConfig, RolloutModelConfig
 from rft.ground.experience import Experience, Sampling, Task
-from rft.rollout.context import Context, Limits, Shared
+from rft.rollout.context import Shared, TokenLimits, WorkflowContext
 from rft.rollout.reward_worker import RewardResult
 from tests.unit.scripted import TOKENIZER, Pool, listening, policy
 
@@ -61,12 +61,12 @@ def shared(pool: Pool, **rollout: Any) -> Shared:
     config = ExplorerConfig(rollout_model=RolloutModelConfig(**rollout), agent_processes=4)
     made = Shared(config, ModelConfig(), {}, None)
     made.pool, made.tokenizer, made.rewards = pool, TOKENIZER, Scores()  # type: ignore[assignment]
-    made.limits, made.stop_token = Limits(256, 512), TOKENIZER.eos_token_id
+    made.limits, made.stop_token = TokenLimits(256, 512), TOKENIZER.eos_token_id
     return made
 
 
 def in_context(
-    scenario: Callable[[Context], Awaitable[Any]],
+    scenario: Callable[[WorkflowContext], Awaitable[Any]],
     tmp_path: Path,
     others: tuple[Any, ...] = (),
     context: int = 512,
@@ -79,8 +79,8 @@ def in_context(
             listening(pool, tmp_path, others=others, context=context) as endpoint,
         ):
             all_ = shared(pool, **rollout)
-            all_.served.by(endpoint)
-            ctx = Context(all_, "t", "0")
+            all_.endpoint = endpoint
+            ctx = WorkflowContext(all_, "t", "0")
             try:
                 return await scenario(ctx)
             finally:
@@ -91,7 +91,7 @@ def in_context(
 
 
 def run(given: Task, tmp_path: Path, **more: Any) -> list[Experience]:
-    return in_context(lambda ctx: Agent().run(given, ctx), tmp_path, **more)
+    return in_context(lambda ctx: AgentWorkflow().run(given, ctx), tmp_path, **more)
 
 
 def test_an_async_function_is_run_once_per_response(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_a_plain_function_and_a_command_have_processes_of_their_own(
 def test_what_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     file = tmp_path / "pids"
 
-    async def scenario(ctx: Context) -> None:
+    async def scenario(ctx: WorkflowContext) -> None:
         running = asyncio.ensure_future(
-            Agent().run(task(repeat=1, agent="has_children", args={"file": str(file)}), ctx)
+            AgentWorkflow().run(task(repeat=1, agent="has_children", args={"file": str(file)}), ctx)
         )
         while not file.exists() or not file.read_text():
             await asyncio.sleep(0.01)
@@ -203,7 +203,7 @@ def test_what_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
 def test_an_auxiliary_model_is_asked_by_name(tmp_path: Path) -> None:
     judge = Pool(lambda p, n: "fine" if "good?" in p else "what")
 
-    async def scenario(ctx: Context) -> None:
+    async def scenario(ctx: WorkflowContext) -> None:
         asked = [{"role": "user", "content": "good?"}]
         assert [await ctx.ask(asked), await ctx.ask(asked, "judge", Sampling(max_tokens=3))] == [
             "fine",
@@ -219,7 +219,7 @@ def test_an_auxiliary_model_is_asked_by_name(tmp_path: Path) -> None:
 
     in_context(scenario, tmp_path, others=(policy(judge, name="judge"),))
 
-    async def without(ctx: Context) -> None:
+    async def without(ctx: WorkflowContext) -> None:
         with pytest.raises(ValueError, match="explorer.auxiliary_models"):
             await ctx.ask([{"role": "user", "content": "x"}])
 
@@ -227,7 +227,7 @@ def test_an_auxiliary_model_is_asked_by_name(tmp_path: Path) -> None:
 
 
 def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
-    async def scenario(ctx: Context) -> None:
+    async def scenario(ctx: WorkflowContext) -> None:
         prompt = TOKENIZER.encode("1+1=")
         made = await ctx.generate(prompt, 2, Sampling(max_tokens=4))
         async with __import__("openai").AsyncOpenAI(**ctx.openai()._asdict()) as client:
@@ -248,7 +248,7 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
 
     in_context(scenario, tmp_path, enable_history=True)
 
-    async def off(ctx: Context) -> None:
+    async def off(ctx: WorkflowContext) -> None:
         await ctx.generate([7], 1, Sampling())
         with pytest.raises(RuntimeError, match="explorer.rollout_model.enable_history=true"):
             ctx.extract_experience_from_history()
@@ -273,7 +273,7 @@ def test_history_holds_every_call_until_it_is_taken(tmp_path: Path) -> None:
 )
 def test_settings_are_refused_by_name(given: dict[str, Any], names: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Settings.of(given)
+        AgentSettings.of(given)
     assert names in str(refused.value)
 
 

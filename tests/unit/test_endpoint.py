@@ -13,9 +13,12 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 
-from rft.agents.endpoint.server import Endpoint
-from rft.ground.experience import Experience
+from rft.agents.endpoint import chat, replies
+from rft.agents.endpoint.server import OpenAIEndpoint
+from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
 from rft.rollout.workflows import check
 from tests.unit.scripted import END, TOKEN, TOKENIZER, Kept, Pool, listening, policy
 from tests.unit.test_explorer import tasks
@@ -41,7 +44,9 @@ TOOLS = (  # shows tools, calls and their results, as Qwen's template does
 CLIENTS: list[AsyncOpenAI] = []  # of the scenario that runs
 
 
-def client(endpoint: Endpoint, session: str = "", key: str = TOKEN, **more: Any) -> AsyncOpenAI:
+def client(
+    endpoint: OpenAIEndpoint, session: str = "", key: str = TOKEN, **more: Any
+) -> AsyncOpenAI:
     base = endpoint.base_url(session) if session else f"{endpoint.url}/v1"
     CLIENTS.append(AsyncOpenAI(base_url=base, api_key=key, max_retries=0, **more))
     return CLIENTS[-1]
@@ -56,7 +61,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def run(
-    scenario: Callable[[Endpoint, Pool], Awaitable[Any]],
+    scenario: Callable[[OpenAIEndpoint, Pool], Awaitable[Any]],
     tmp_path: Path,
     script: Callable[[str, int], Any] = lambda p, n: "ok",
     **more: Any,
@@ -107,7 +112,7 @@ def test_a_conversation_is_one_sequence_of_the_sampled_ids(tmp_path: Path) -> No
     def script(prompt: str, n: int) -> Any:
         return (" two ", "length") if "b?" in prompt and "c?" not in prompt else " one "
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> Experience:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> Experience:
         session = endpoint.registry.open()
         asked, said = client(endpoint, session.id, endpoint.registry.key(session.id)), []
         for version, text in enumerate(("a?", "b?", "c?")):
@@ -134,7 +139,7 @@ def test_a_conversation_is_one_sequence_of_the_sampled_ids(tmp_path: Path) -> No
 def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(
     tmp_path: Path,
 ) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         first = (await ask(model="m", messages=[user("a")])).choices[0].message.content
@@ -162,7 +167,7 @@ def test_changed_history_begins_anew_and_an_earlier_point_goes_on_from_its_ids(
 
 
 def test_several_choices_and_two_requests_at_a_time_are_trained_once_each(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         made = await ask(model="m", messages=[user("a")], n=2)
@@ -184,7 +189,7 @@ def test_several_choices_and_two_requests_at_a_time_are_trained_once_each(tmp_pa
 
 
 def test_one_answer_per_experience_where_that_is_wanted(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         await ask(model="m", messages=[user("a")])
@@ -216,7 +221,7 @@ def test_tools_make_a_round(tmp_path: Path) -> None:
     """
     called = '<tool_call>{"name":  "weather", "arguments": {"town": "Bern"}}</tool_call>'
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask, said = client(endpoint, session.id).chat.completions.create, [user("rain?")]
         made = (await ask(model="m", messages=said, tools=[WEATHER])).choices[0]
@@ -244,7 +249,7 @@ def test_tools_make_a_round(tmp_path: Path) -> None:
 
 
 def test_a_stream_is_the_reply_in_parts(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = client(endpoint, session.id).chat.completions.create
         stream = await ask(
@@ -271,7 +276,7 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
     leaves (row D10).
     """
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         api = client(endpoint, session.id)
         made = await api.chat.completions.create(
@@ -334,7 +339,7 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_by_name(
     tmp_path: Path, more: dict[str, Any], names: str
 ) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         with pytest.raises(openai.BadRequestError, match=names):
             await client(endpoint, endpoint.registry.open().id).chat.completions.create(
                 **{"model": "m", "messages": [user("a")], "extra_body": {}, **more}
@@ -345,7 +350,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_a_key_opens_its_own_session_and_none_opens_nothing(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         one, other = endpoint.registry.open(), endpoint.registry.open()
         key = endpoint.registry.key(one.id)
         ask = {"model": "m", "messages": [user("a")]}
@@ -389,7 +394,7 @@ def test_a_key_opens_its_own_session_and_none_opens_nothing(tmp_path: Path) -> N
 
 
 def test_many_sessions_at_a_time_do_not_meet(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         async def talk(number: int) -> None:
             session = endpoint.registry.open()
             api, said = client(endpoint, session.id), []
@@ -409,7 +414,7 @@ def test_many_sessions_at_a_time_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_what_a_client_gave_up_is_not_recorded(tmp_path: Path) -> None:
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         pool.gate.clear()
         asking = asyncio.create_task(
@@ -428,7 +433,7 @@ def test_what_a_client_gave_up_is_not_recorded(tmp_path: Path) -> None:
 def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Path) -> None:
     kept = Kept()
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         async with httpx.AsyncClient(
             base_url=endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}
         ) as http:
@@ -486,7 +491,7 @@ def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Pat
 def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path: Path) -> None:
     judge = Pool(lambda p, n: "fine")
 
-    async def scenario(endpoint: Endpoint, pool: Pool) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
         session = endpoint.registry.open()
         ask = {"messages": [user("a")]}
         api = client(endpoint, session.id)
@@ -508,3 +513,96 @@ def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path:
         assert list(endpoint.registry.open_) == [session.id], "nothing is left to expire"
 
     run(scenario, tmp_path, others=(policy(judge, name="judge"),))
+
+
+# --- OpenAI's own types ---------------------------------------------------------------------------
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+USAGE = {"stream_options": {"include_usage": True}}
+CALLS = (
+    'so <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    '<tool_call>{"name": "g"}</tool_call>'
+)
+SAID: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = [
+    ({**ASKED, **USAGE}, [("It is four, I am rather sure of it.", "stop"), ("é", "length")]),
+    ({**ASKED, **TOOL}, [(CALLS, "stop"), ('{"name": "f"}', "stop")]),
+    ({"messages": ASKED["messages"], "logprobs": True}, [("aé", "stop")]),
+    (
+        {"model": "m", "prompt": "x", "logprobs": 1, **USAGE},
+        [("A text of more than one piece.", "length")],
+    ),
+    (ASKED, [("", "stop")]),
+    ({"prompt": "x", **TOOL}, [('{"name": "f"}', "stop")]),
+]
+
+
+def test_answers_are_on_the_wire_byte_for_byte_what_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Recorded before they were OpenAI's own objects."""
+    monkeypatch.setattr("time.time", lambda: 1700000000.5)
+    sent = []
+    for body, said in SAID:
+        asked, choices = chat.read(body, Sampling()), []
+        for number, (text, stop) in enumerate(said):
+            tokens = list(range(len(text)))
+            spans = [VersionSpan(version=number + 2, start=0, end=len(tokens))]
+            logprobs = [-one / 4 for one in tokens]
+            made = Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
+            message = chat.answer_message(text, bool(asked.tools), f"call-{number}")
+            shown = list(text) if asked.logprobs else []
+            choices.append(replies.SampledChoice(made, message, text, shown))
+        sent.append(replies.reply("id-1", asked, choices, 7))
+        sent += replies.chunks("id-1", asked, choices, 7)
+    recorded = Path(__file__).parents[1] / "recorded" / "endpoint_wire.jsonl"
+    assert [json.dumps(replies.wire(one)) for one in sent] == recorded.read_text().splitlines()
+
+
+class Noting(dict[str, Any]):
+    """A request that notes which of its fields are looked at."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+
+# what vLLM's server takes and OpenAI's does not; of the other path's fields each is refused, too
+VLLM = {"chat_template_kwargs", "guided_choice", "guided_json", "guided_regex", "min_p"}
+VLLM |= {"min_tokens", "repetition_penalty", "structured_outputs", "top_k"}
+CHAT_ONLY = {"max_completion_tokens", "messages", "response_format", "tool_choice", "tools"}
+TEXT_ONLY = {"best_of", "echo", "prompt", "suffix"}
+# of OpenAI's, passed over: their service's own, other media, and two old names of tools
+PASSED_OVER = {"audio", "function_call", "functions", "metadata", "modalities", "moderation"}
+PASSED_OVER |= {"parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
+PASSED_OVER |= {"prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier"}
+PASSED_OVER |= {"store", "top_logprobs", "user", "verbosity", "web_search_options"}
+
+
+@pytest.mark.parametrize(
+    ("body", "theirs", "foreign", "passed_over"),
+    [
+        (ASKED, chat_params, VLLM | TEXT_ONLY, PASSED_OVER),
+        ({"prompt": "x"}, text_params, VLLM | CHAT_ONLY, {"user"}),
+    ],
+    ids=["chat", "text"],
+)
+def test_a_request_has_openais_fields(
+    body: dict[str, Any], theirs: Any, foreign: set[str], passed_over: set[str]
+) -> None:
+    """Each is read, refused or known to be passed over: a new one of theirs has to be decided."""
+    noting = Noting(body)
+    chat.read(noting, Sampling())
+    known = {
+        *theirs.CompletionCreateParamsBase.__annotations__,
+        *theirs.CompletionCreateParamsStreaming.__annotations__,
+    }
+    assert (noting.read - known, known - noting.read) == (foreign, passed_over)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.rollout.engine import EngineDied, EngineUnavailable
-from rft.rollout.pool import EnginePool
-from rft.rollout.slots import Slots
+from rft.rollout.pool import EnginePool, ResizableSemaphore
 
 
 class Handle:
@@ -94,7 +94,7 @@ def scenario(test: Callable[[EnginePool, Members], Awaitable[None]]) -> None:
 
     async def run() -> None:
         pool, synchronizer = EnginePool({}), Members()
-        following = asyncio.create_task(pool.follow(Handle(synchronizer)))
+        following = asyncio.create_task(pool.follow(ActorHandle(Handle(synchronizer))))
         async with asyncio.timeout(20):
             await test(pool, synchronizer)
         following.cancel()
@@ -193,7 +193,7 @@ def test_a_refusal_ends_with_the_next_admission_and_a_death_with_the_next_actor(
         assert [member.name for member in pool.open()] == ["engine_0"]
         again = Engine("engine_1")
         await synchronizer.admit(pool, first, again)
-        assert {member.handle.target for member in pool.open()} == {
+        assert {member.handle.actor.target for member in pool.open()} == {
             first,
             again,
         } and pool.absence() == ""
@@ -307,7 +307,7 @@ def test_slots_follow_the_engines() -> None:
 
 def test_a_slot_is_not_lost_by_who_gives_up() -> None:
     async def test() -> None:
-        slots = Slots(1, 1)
+        slots = ResizableSemaphore(1, 1)
         await slots.acquire()
         early, late = asyncio.ensure_future(slots.acquire()), asyncio.ensure_future(slots.acquire())
         await turns()

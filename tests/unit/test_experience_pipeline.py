@@ -21,6 +21,7 @@ from rft.config import (
 from rft.extras.pipeline.experiences import ExperiencePipeline
 from rft.extras.pipeline.output import recorded_groups
 from rft.extras.pipeline.process import OperatorFailed
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Batch, Experience, Sampling, Task
 from rft.rollout.runner import AllTasksFail
 from tests.unit.test_explorer import Remote, explorer
@@ -262,7 +263,7 @@ def exploring(
         STEPS,
     )
     actor = explorer(behaviour, monkeypatch)
-    actor.taskset, actor.buffer = Endless(), Called(buffer)
+    actor.taskset, actor.buffer = Endless(), ActorHandle(Called(buffer))
     actor.pipeline = pipeline(directory, *operators, **settings)
     return actor, buffer
 
@@ -386,7 +387,7 @@ def test_sampling_goes_on_beside_a_slow_pipeline_up_to_a_limit(
             await asyncio.sleep(0)
         assert sampled == [0, 1, 2, 3], "three wait in the pipeline, one holds the runner"
         await actor.shutdown()
-        assert not actor.buffer.stored, "none counts before it came out"
+        assert not actor.buffer.actor.stored, "none counts before it came out"
 
     asyncio.run(scenario())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import (
     EvalResult,
     Experience,
@@ -20,7 +21,7 @@ from rft.ground.experience import (
     encode,
 )
 from rft.rollout import evaluation, workflows
-from rft.rollout.context import Limits
+from rft.rollout.context import TokenLimits
 from rft.rollout.engine import EngineDied
 from rft.rollout.explorer import Explorer
 from rft.rollout.runner import AllTasksFail
@@ -131,7 +132,7 @@ def explorer(
         tasks(count),
         [tasks(count)],
         {"engine_0": None},
-        Buffer(),
+        ActorHandle(Buffer()),
         batch_size=2,
     )
     actor.shared.tokenizer = Tokenizer()
@@ -141,7 +142,7 @@ def explorer(
 async def explored(actor: Explorer) -> Buffer:
     await actor.explore()
     await actor.finished()
-    return actor.buffer  # type: ignore[return-value]
+    return actor.buffer.actor  # type: ignore[return-value]
 
 
 def test_attempts_are_numbered_unless_the_workflow_says_which_is_which(
@@ -211,11 +212,11 @@ def test_as_many_are_asked_for_as_runners_are_free_and_then_a_few(
         actor = explorer(lambda _: behaviour(), monkeypatch, count=40, runner_per_model=16)
         actor.at_most = 100
         await actor.explore()
-        while len(actor.buffer.asked) < 7:
+        while len(actor.buffer.actor.asked) < 7:
             await asyncio.sleep(0)
         go.set()
         assert len((await explored(actor)).stored) == 40
-        return actor.buffer.asked[:7]
+        return actor.buffer.actor.asked[:7]
 
     # the buffer admits three of what it is asked for
     assert asyncio.run(scenario()) == [16, 13, 10, 7, 4, 1, 2]
@@ -275,7 +276,7 @@ def test_a_dead_engine_loses_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
         await actor.explore()
         with pytest.raises(RuntimeError, match="engine_0 died"):
             await actor.watch()
-        return actor.buffer
+        return actor.buffer.actor
 
     buffer = asyncio.run(scenario())
     assert not buffer.failed and not buffer.stored and len(calls) == 1
@@ -337,10 +338,10 @@ def test_hold_starts_anew_what_is_not_stored(monkeypatch: pytest.MonkeyPatch) ->
         await actor.hold()
         for _ in range(100):  # turns of the loop, in which nothing may happen
             await asyncio.sleep(0)
-        assert begun == [0, 1, 2] and actor.buffer.readmitted == []
+        assert begun == [0, 1, 2] and actor.buffer.actor.readmitted == []
         await actor.explore()
         await actor.finished()
-        return actor.buffer
+        return actor.buffer.actor
 
     buffer = asyncio.run(scenario())
     assert sorted(buffer.stored) == [0, 1, 2, 3] and not buffer.failed
@@ -360,7 +361,7 @@ def test_shutdown_while_held_ends_everything(monkeypatch: pytest.MonkeyPatch) ->
         return actor
 
     actor = asyncio.run(scenario())
-    assert not actor.groups and not actor.sampling and not actor.buffer.failed
+    assert not actor.groups and not actor.sampling and not actor.buffer.actor.failed
 
 
 class Pool:
@@ -382,7 +383,7 @@ def seeds_of(
     async def scenario() -> list[GenerateRequest]:
         actor = explorer(lambda t: made(), monkeypatch)
         actor.shared.seed, actor.shared.pool, actor.shared.stop_token = seed, Pool(), 0
-        actor.shared.limits = Limits(8, 16)
+        actor.shared.limits = TokenLimits(8, 16)
         monkeypatch.setattr(workflows, "run", ask_twice)
         for group, task in enumerate(tasks(2)):
             await actor.runner.run(group, task)

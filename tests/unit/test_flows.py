@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from rft.config import ExplorerConfig
 from rft.ground.experience import (
     Completion,
     Experience,
@@ -23,11 +22,10 @@ from rft.ground.experience import (
     VersionSpan,
 )
 from rft.rollout import rewards, sandbox, workflows
-from rft.rollout.access import Served
-from rft.rollout.context import Context, Limits
+from rft.rollout.context import TokenLimits, WorkflowContext
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.workflows import MultiTurn, RewardPropagation, StepWiseReward, ToolUse
-from rft.rollout.workflows.tools import Call, Tool, calls
+from rft.rollout.workflows.tools import Tool, ToolCall, calls
 from rft.tools.toy import character_tokenizer
 
 END = "<|end|>"
@@ -38,7 +36,7 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-class Scripted(Context):
+class Scripted(WorkflowContext):
     """Says `lines` in turn, `per` of them to each run, from a
     version that grows with every turn.
     """
@@ -49,11 +47,11 @@ class Scripted(Context):
         shared: Any = SimpleNamespace(
             tokenizer=TOKENIZER,
             model=SimpleNamespace(custom_chat_template=None, enable_prompt_truncation=False),
-            limits=Limits(600, room),
+            limits=TokenLimits(600, room),
             seed=None,
             stop_token=ids(END)[0],
             count=lambda *_: None,
-            served=Served(ExplorerConfig()),
+            keeps_history=False,
         )
         self.lines, self.judge = list(lines), judge
         self.asked: list[GenerateRequest] = []
@@ -318,13 +316,16 @@ def test_what_a_plain_function_raises_is_raised(run: Any) -> None:
     ("text", "found"),
     [
         ("just text", []),
-        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [Call("f", {"a": 1})]),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+            [ToolCall("f", {"a": 1})],
+        ),
         (
             (
                 'a <tool_call>{"name": "f"}</tool_call> b <tool_call>{"name": "g", "arguments": '
                 '"{\\"x\\": 2}"}</tool_call>'
             ),
-            [Call("f"), Call("g", {"x": 2})],
+            [ToolCall("f"), ToolCall("g", {"x": 2})],
         ),
         ('<tool_call>{"name": "f"}', "has no </tool_call>"),
         ("<tool_call>{name: f}</tool_call>", "no JSON"),

@@ -13,6 +13,7 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.selection import OverRollout
 from rft.config import ExperienceBufferConfig, ExplorerConfig, ModelConfig
 from rft.config.explorer import OverRolloutConfig
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Experience, Sampling, Task
 from rft.rollout import workflows
 from rft.rollout.explorer import Explorer
@@ -87,7 +88,9 @@ def one_token() -> Experience:
 
 def explorer(buffer: ExperienceBuffer, over: OverRolloutConfig, name: str = "explorer") -> Explorer:
     settings = ExplorerConfig(name=name, over_rollout=over, max_timeout=9000.0, runner_per_model=64)
-    return Explorer(settings, ModelConfig(), Tasks(), [], {"engine_0": None}, Actor(buffer), TASKS)  # type: ignore[arg-type]
+    return Explorer(
+        settings, ModelConfig(), Tasks(), [], {"engine_0": None}, ActorHandle(Actor(buffer)), TASKS
+    )
 
 
 async def train(buffer: ExperienceBuffer, first: int, last: int) -> list[list[tuple[int, int]]]:

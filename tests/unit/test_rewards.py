@@ -21,6 +21,7 @@ from rft.ground.experience import Sampling, Task
 from rft.rollout import rewards
 from rft.rollout.child import Child
 from rft.rollout.reward_pool import RewardPool
+from rft.rollout.rewards.text import last_boxed
 
 SAYS_TWO = """
     from rft.rollout.child import frame, parents_socket
@@ -143,8 +144,8 @@ def test_a_missing_reference_answer_is_refused_not_scored_zero(name: str) -> Non
 
 
 def test_the_last_box_is_read_with_balanced_braces() -> None:
-    assert rewards.last_boxed("\\boxed{1} \\boxed{\\frac{1}{2}} end") == "\\frac{1}{2}"
-    assert rewards.last_boxed("\\boxed{1") is None
+    assert last_boxed("\\boxed{1} \\boxed{\\frac{1}{2}} end") == "\\frac{1}{2}"
+    assert last_boxed("\\boxed{1") is None
 
 
 def test_an_unknown_reward_names_the_nearest() -> None:

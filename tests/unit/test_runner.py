@@ -12,9 +12,9 @@ from rft.config import ExplorerConfig, ModelConfig
 from rft.config.explorer import DynamicTimeoutConfig, OverRolloutConfig
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout import workflows
-from rft.rollout.context import Context, Limits, Shared
+from rft.rollout.context import Shared, TokenLimits, WorkflowContext
 from rft.rollout.pool import EnginePool
-from rft.rollout.runner import CANCEL_S, Cut, Runner
+from rft.rollout.runner import CANCEL_S, GroupCancelled, Runner
 from tests.unit.virtual_clock import run
 
 
@@ -100,7 +100,7 @@ def test_when_time_is_up_the_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch)
         runs = runner(monkeypatch, asks)
         runs.shared.pool, runs.shared.limits, runs.shared.stop_token = (
             EnginePool({"engine_0": engine}),
-            Limits(8, 16),
+            TokenLimits(8, 16),
             0,
         )
         with pytest.raises(TimeoutError):
@@ -128,7 +128,7 @@ def test_a_workflow_that_will_not_end_is_left_without_engines(
 
     async def scenario() -> None:
         runs = runner(monkeypatch, stubborn)
-        runs.shared.limits = Limits(8, 16)
+        runs.shared.limits = TokenLimits(8, 16)
         runs.shared.stop_token = 0
         with pytest.raises(TimeoutError):
             await runs.run(0, task())
@@ -199,7 +199,7 @@ def test_a_cut_group_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         runs = runner(monkeypatch, forever)
         asyncio.get_running_loop().call_later(7, runs.cut, 4)
-        with pytest.raises(Cut, match="over_rollout"):
+        with pytest.raises(GroupCancelled, match="over_rollout"):
             await runs.run(4, task())
         assert (
             now() == 7 and runs.counts["cut_task_count"] == 1 and runs.counts["timeout_count"] == 0
@@ -247,7 +247,7 @@ def test_part_of_a_task(
         runs = runner(monkeypatch, runs_of, over_rollout=over, max_retry_times=1)
         asyncio.get_running_loop().call_later(cut_at, runs.cut, 5)
         if found is None:
-            with pytest.raises((Cut, KeyError)):
+            with pytest.raises((GroupCancelled, KeyError)):
                 await runs.run(5, task(4, workflow=name))
             return
         got = await runs.run(5, task(4, workflow=name))
@@ -327,12 +327,12 @@ def test_a_prompt_that_is_too_long_is_counted_and_cut_only_when_asked(
         )
         shared.tokenizer, shared.limits, shared.stop_token, shared.pool = (
             Tokenizer(),
-            Limits(4, 16),
+            TokenLimits(4, 16),
             0,
             Answers(),
         )  # type: ignore[assignment]
         runs = Runner(ExplorerConfig(), shared)
-        context = Context(shared, "r", "s")
+        context = WorkflowContext(shared, "r", "s")
         prompt = context.render(
             Task(id="t", taskset="t", row=0, prompt="0123456789", sampling=Sampling())
         )

@@ -26,9 +26,10 @@ from rft.config import (
 from rft.data import selectors
 from rft.data.selectors import DifficultyBased
 from rft.data.taskset import Mixture, TaskDefaults, Taskset
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Experience, Task, decode
 from rft.rollout import workflows
-from rft.rollout.context import Context
+from rft.rollout.context import WorkflowContext
 from rft.rollout.explorer import Explorer
 from tests.unit.test_over_rollout import Actor
 from tests.unit.virtual_clock import run
@@ -185,14 +186,14 @@ async def trained(
     await buffer.attach_trainer(first, epoch)
     settings = ExplorerConfig(max_retry_times=0, runner_per_model=64)
     exploring = Explorer(
-        settings, ModelConfig(), tasks, [], {"engine_0": None}, Noting(buffer), SIZE
+        settings, ModelConfig(), tasks, [], {"engine_0": None}, ActorHandle(Noting(buffer)), SIZE
     )  # type: ignore[arg-type]
     exploring.max_failures = 10**6
 
     async def sleep(self: Any, task: Task) -> None:
         await asyncio.sleep(lasts(task))
 
-    Context.sleep = sleep  # type: ignore[attr-defined]
+    WorkflowContext.sleep = sleep  # type: ignore[attr-defined]
     try:
         await exploring.explore()
         for step in range(first, last):
@@ -201,7 +202,7 @@ async def trained(
             await buffer.published(step + 1)
             await buffer.retain(await buffer.position(), step)
     finally:
-        del Context.sleep  # type: ignore[attr-defined]
+        del WorkflowContext.sleep  # type: ignore[attr-defined]
         await exploring.shutdown()
         await buffer.shutdown()
     return drawn

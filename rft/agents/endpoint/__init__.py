@@ -1,0 +1,76 @@
+"""The endpoint's life in the explorer: made when the run wants it, with the models that it serves,
+and ended with the explorer.
+
+In: what the supervisor says (`OpenAIEndpointFactory`), the policy's tokenizer and engines, a way to
+store what sessions made. Out: a listening `OpenAIEndpoint`, and its address and key in a file that
+only the owner of the run can read. Invariants: the key is nowhere else; the server, and OpenAI's
+library, are imported where it listens, not by the supervisor.
+"""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft.agents.endpoint.models import Model, load_tokenizer
+from rft.agents.endpoint.registry import Registry, Store
+from rft.config import AuxiliaryModelConfig, ExplorerConfig, ModelConfig
+from rft.rollout.pool import EnginePool
+
+if TYPE_CHECKING:
+    from rft.agents.endpoint.server import OpenAIEndpoint
+
+FILE = "endpoint.json"  # in the job's directory
+TOKEN = "RFT_ENDPOINT_TOKEN"  # a key of the user's own choice; default: another one for every run
+
+
+@dataclass(frozen=True)
+class OpenAIEndpointFactory:
+    """`auxiliary`: engines by name, for each of `explorer.auxiliary_models`.
+
+    `group_size`: of what mode=serve stores.
+    """
+
+    directory: str
+    serves: bool = False
+    group_size: int = 1
+    auxiliary: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    async def start(
+        self,
+        config: ExplorerConfig,
+        model: ModelConfig,
+        tokenizer: Any,
+        pool: EnginePool,
+        store: Store,
+    ) -> "OpenAIEndpoint":
+        """`store` is used by mode=serve only: elsewhere sessions are those of workflows, which
+        return what they made.
+        """
+        from rft.agents.endpoint.server import OpenAIEndpoint
+
+        name = Path(str(model.model_path)).name
+        policy = Model(
+            name, tokenizer, model.custom_chat_template, pool, int(model.max_model_len or 0)
+        )
+        others = [_auxiliary(one, self.auxiliary[one.name]) for one in config.auxiliary_models]
+        token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+        registry = Registry(
+            token, config.session_timeout, store if self.serves else None, self.group_size
+        )
+        endpoint = OpenAIEndpoint(registry, [policy, *others], Path(self.directory) / FILE)
+        await endpoint.start(config.listen_address, config.proxy_port)
+        return endpoint
+
+
+def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, Any]) -> Model:
+    model = ModelConfig(model_path=config.model_path, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(model)
+    return Model(
+        config.name,
+        tokenizer,
+        config.custom_chat_template,
+        EnginePool(engines),
+        int(config.max_model_len or 0),
+    )

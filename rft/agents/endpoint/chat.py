@@ -1,7 +1,7 @@
 """OpenAI's chat format against a model's own: messages in, prompt text and back; no tokens are
 counted here, no session known.
 
-    request body ──► `Asked` (or `Refused`, with OpenAI's status and field)        conversation
+    request body ──► `Asked` (or `ApiError`, with OpenAI's status and field)        conversation
             ──► template ──► text
     text of a response ──► content and tool calls ──► the `choice` of a reply
 
@@ -41,7 +41,7 @@ REFUSED = {
 MOST_CHOICES = 128
 
 
-class Refused(ValueError):
+class ApiError(ValueError):
     """A request that cannot be answered.
 
     `status` of HTTP, `code` and `param` as OpenAI names them.
@@ -79,22 +79,24 @@ class Asked:
 def read(body: Any, defaults: Sampling) -> Asked:
     """A request's JSON; `defaults` says how to sample where it does not."""
     if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
+        raise ApiError("the body is no JSON object")
     for name, harmless in REFUSED.items():
         if body.get(name) not in (None, harmless):
-            raise Refused(
+            raise ApiError(
                 f"{name} is not served: it changes what is sampled, and the recorded probabilities",
                 name,
             )
     if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise Refused("response_format is not served: ask for the form in words", "response_format")
+        raise ApiError(
+            "response_format is not served: ask for the form in words", "response_format"
+        )
     is_chat, n = "messages" in body, _number(body, "n", 1, int, 1, MOST_CHOICES)
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
-        raise Refused("stop is a text or a list of texts", "stop")
+        raise ApiError("stop is a text or a list of texts", "stop")
     if not is_chat and not isinstance(body.get("prompt"), str) and not _is_ids(body.get("prompt")):
-        raise Refused(
+        raise ApiError(
             "prompt is a text or a list of token ids; give several in several requests", "prompt"
         )
     return Asked(
@@ -139,18 +141,18 @@ def _number(
         or not isinstance(value, int | float)
         or (kind is int and value != int(value))
     ):
-        raise Refused(f"{name} is a number, not {value!r}", name)
+        raise ApiError(f"{name} is a number, not {value!r}", name)
     if not low <= value <= high:
-        raise Refused(f"{name}={value} must be between {low:g} and {high:g}", name)
+        raise ApiError(f"{name}={value} must be between {low:g} and {high:g}", name)
     return kind(value)
 
 
 def _list(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
     found = body.get(name) or []
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise Refused(f"{name} is a list of objects", name)
+        raise ApiError(f"{name} is a list of objects", name)
     if name == "messages" and not found:
-        raise Refused("messages is empty", name)
+        raise ApiError("messages is empty", name)
     return found
 
 
@@ -161,7 +163,7 @@ def _is_ids(prompt: Any) -> bool:
 def _message(given: dict[str, Any]) -> dict[str, Any]:
     """As templates take it: content is one text, and a tool call's arguments are an object."""
     if not isinstance(given.get("role"), str):
-        raise Refused("every message has a role", "messages")
+        raise ApiError("every message has a role", "messages")
     made = {
         "role": "system" if given["role"] == "developer" else given["role"],
         "content": _text(given.get("content")),
@@ -178,7 +180,7 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         kinds = {part.get("type") for part in content if isinstance(part, dict)}
         if strange := kinds - {"text", "input_text", "output_text", "refusal"}:
-            raise Refused(
+            raise ApiError(
                 f"a message's content has {sorted(map(str, strange))}: only text is served",
                 "messages",
             )

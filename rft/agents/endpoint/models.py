@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 
-from rft.agents.endpoint.chat import Asked, Refused, behind, read
-from rft.agents.endpoint.sessions import Place
+from rft.agents.endpoint.chat import ApiError, Asked, behind, read
+from rft.agents.endpoint.sessions import Continuation
 from rft.config import ConfigError, ModelConfig
 from rft.data.chat import chat_text, end_of_turn
 from rft.ground.experience import Completion, GenerateRequest, Sampling
@@ -33,7 +33,7 @@ class Model:
         self.max_model_len = max_model_len
         self.stop_token = end_of_turn(tokenizer, template)
 
-    def prompt(self, asked: Asked, place: Place | None) -> list[int]:
+    def prompt(self, asked: Asked, place: Continuation | None) -> list[int]:
         """The ids to go on from. `place`: what they are of a conversation that is recorded."""
         if asked.messages is None:
             return (
@@ -48,11 +48,11 @@ class Model:
                 return known + (new[1:] if new[:1] == known[-1:] else new)
             return self._ids(self._render(asked, asked.messages))
         except (TemplateError, ConfigError) as error:
-            raise Refused(
+            raise ApiError(
                 f"the chat template does not take these messages: {error}", "messages"
             ) from error
 
-    def _new(self, asked: Asked, place: Place) -> str | None:
+    def _new(self, asked: Asked, place: Continuation) -> str | None:
         """What the template writes behind the recorded answer."""
         assert asked.messages is not None
         answer = len(place.line.calls[place.call].messages) - 1
@@ -91,7 +91,7 @@ class Model:
     async def say(self, request_id: str, messages: list[dict[str, Any]], sampling: Sampling) -> str:
         """The text of one answer to a conversation of its own.
 
-        Raises Refused, a ValueError, for one that is too long.
+        Raises ApiError, a ValueError, for one that is too long.
         """
         asked = read({"messages": messages}, sampling)
         prompt = self.prompt(asked, None)
@@ -101,7 +101,7 @@ class Model:
 
     def check_room(self, prompt: list[int]) -> None:
         if self.max_model_len - len(prompt) <= 0:
-            raise Refused(
+            raise ApiError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the "
                 f"prompt has {len(prompt)}: it must "
                 "be shorter",

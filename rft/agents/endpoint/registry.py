@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from rft.agents.endpoint.chat import Refused
+from rft.agents.endpoint.chat import ApiError
 from rft.agents.endpoint.sessions import Feedback, Session
 from rft.ground.experience import Experience, Sampling
 
@@ -30,7 +30,7 @@ Store = Callable[[str, list[Experience]], Awaitable[None]]  # (name of the task,
 
 
 @dataclass
-class Open:
+class OpenedSession:
     """A session in use. `under_way`: requests that are being answered."""
 
     session: Session
@@ -50,7 +50,7 @@ class Registry:
         self.timeout = timeout
         self.store = store
         self.group_size = group_size
-        self.open_: dict[str, Open] = {}
+        self.open_: dict[str, OpenedSession] = {}
         self.counts: Counter[str] = Counter()
         self._groups: dict[str, list[list[Experience]]] = {}  # of tasks whose group is not whole
         self._began: dict[str, float] = {}
@@ -73,15 +73,15 @@ class Registry:
             own = rest
         elif name and hmac.compare_digest(key.encode(), self.key(name).encode()):
             if named not in (None, name):
-                raise Refused(
+                raise ApiError(
                     "this key belongs to another session", status=403, code="invalid_api_key"
                 )
             own = name
         else:
-            raise Refused("wrong or missing API key", status=401, code="invalid_api_key")
+            raise ApiError("wrong or missing API key", status=401, code="invalid_api_key")
         found = named if named is not None else own
         if found is not None and not NAME.fullmatch(found):
-            raise Refused(
+            raise ApiError(
                 "a session's name has letters, digits and . @ - _, at most 128", "session"
             )
         return found
@@ -90,14 +90,14 @@ class Registry:
 
     def open(self, name: str | None = None, sampling: Sampling | None = None) -> Session:
         session = Session(name or uuid.uuid4().hex, sampling or Sampling())
-        self.open_[session.id] = Open(session, time.monotonic())
+        self.open_[session.id] = OpenedSession(session, time.monotonic())
         self.counts["sessions"] += 1
         return session
 
-    def _get(self, name: str | None, unrecorded: bool) -> Open:
+    def _get(self, name: str | None, unrecorded: bool) -> OpenedSession:
         """The session of a request; where anybody may, a new name begins one."""
         if name is None and unrecorded:
-            return Open(
+            return OpenedSession(
                 Session(uuid.uuid4().hex, Sampling()), time.monotonic()
             )  # of this request alone: nothing is kept
         if name is not None and name in self.open_:
@@ -105,14 +105,14 @@ class Registry:
         elif self.store is not None:
             found = self.open_[self.open(name).id]
         else:
-            raise Refused(
+            raise ApiError(
                 f"there is no session {name}" if name else "this key names no session",
                 "session",
                 status=404,
             )
         return found
 
-    def enter(self, name: str | None, unrecorded: bool = False) -> Open:
+    def enter(self, name: str | None, unrecorded: bool = False) -> OpenedSession:
         """The same for a request; it does not expire before `leave`.
 
         `unrecorded`: it needs no session, having no rewards.
@@ -121,7 +121,7 @@ class Registry:
         found.under_way += 1
         return found
 
-    def leave(self, found: Open) -> None:
+    def leave(self, found: OpenedSession) -> None:
         found.under_way -= 1
         found.touched = time.monotonic()
 
@@ -139,7 +139,7 @@ class Registry:
         """
         found = self.open_.get(name)
         if found is None:
-            raise Refused(
+            raise ApiError(
                 f"there is no session {name}: it was never used, has its reward or is over",
                 "session",
                 status=404,
@@ -147,7 +147,7 @@ class Registry:
         try:
             found.session.check(feedback)
         except ValueError as error:
-            raise Refused(str(error), "turn_rewards") from error
+            raise ApiError(str(error), "turn_rewards") from error
         found.session.feedback = feedback
         found.rewarded.set()
         self.counts["feedbacks"] += 1
@@ -155,12 +155,12 @@ class Registry:
             return 0, False
         return await self._finish(found, task)
 
-    async def _finish(self, found: Open, task: str | None) -> tuple[int, bool]:
+    async def _finish(self, found: OpenedSession, task: str | None) -> tuple[int, bool]:
         session = found.session
         made = [one for one in session.experiences() if any(one.action_mask)]
         self.close(session.id)
         if not made:
-            raise Refused(
+            raise ApiError(
                 f"session {session.id} has nothing to learn from: no sampled answer",
                 "session",
                 status=409,

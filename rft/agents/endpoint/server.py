@@ -26,12 +26,13 @@ import msgspec
 from aiohttp import web
 
 from rft.agents.endpoint import chat, replies
-from rft.agents.endpoint.chat import Asked, Refused
+from rft.agents.endpoint.chat import ApiError, Asked
 from rft.agents.endpoint.models import Model
-from rft.agents.endpoint.registry import Open, Registry
-from rft.agents.endpoint.replies import Choice
-from rft.agents.endpoint.sessions import Feedback
-from rft.ground.experience import Completion
+from rft.agents.endpoint.registry import OpenedSession, Registry
+from rft.agents.endpoint.replies import SampledChoice
+from rft.agents.endpoint.sessions import Continuation, Feedback
+from rft.ground.experience import Completion, Sampling
+from rft.rollout.context import Access, AgentSession
 
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
@@ -41,7 +42,7 @@ SCOPES = ("", "/s/{session}", "/m/{model}", "/s/{session}/m/{model}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Endpoint:
+class OpenAIEndpoint:
     """`models[0]` is the policy."""
 
     def __init__(self, registry: Registry, models: list[Model], file: Path):
@@ -83,6 +84,18 @@ class Endpoint:
             await self._runner.cleanup()
             self.file.unlink(missing_ok=True)
 
+    def open_session(self, sampling: Sampling) -> AgentSession:
+        """A session for one run of an agent, with a key that opens it alone."""
+        session = self.registry.open(sampling=sampling)
+        access = Access(self.base_url(session.id), self.registry.key(session.id))
+        return AgentSession(session, access, self.registry.open_[session.id].rewarded)
+
+    def close_session(self, session: str) -> None:
+        self.registry.close(session)
+
+    def stats(self) -> dict[str, float]:
+        return self.registry.stats()
+
     def base_url(self, session: str, model: str = "") -> str:
         """For a client that is to belong to this session."""
         return f"{self.url}/s/{session}{f'/m/{model}' if model else ''}/v1"
@@ -98,17 +111,17 @@ class Endpoint:
                 key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
                 request[SESSION] = self.registry.admit(key, named)
             return await handler(request)
-        except Refused as refused:
+        except ApiError as refused:
             self.registry.counts["refused"] += 1
             return web.json_response(replies.error(refused), status=refused.status)
         except web.HTTPException as error:
-            refused = Refused(
+            refused = ApiError(
                 f"{request.method} {request.path}: {error.reason}", status=error.status
             )
             return web.json_response(replies.error(refused), status=error.status)
         except Exception as error:
             log.exception("%s %s", request.method, request.path)
-            refused = Refused(
+            refused = ApiError(
                 f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", status=500
             )
             return web.json_response(replies.error(refused), status=500)
@@ -120,7 +133,7 @@ class Endpoint:
         try:
             asked = chat.read(body, found.session.sampling)
             if (asked.messages is None) == request.path.endswith("/chat/completions"):
-                raise Refused(
+                raise ApiError(
                     "messages belong to /v1/chat/completions, a prompt to /v1/completions",
                     "messages",
                 )
@@ -131,16 +144,17 @@ class Endpoint:
             headers = {"X-Session-Id": found.session.id}
             if asked.stream:
                 return await self._stream(request, asked, answering, len(prompt), id, headers)
-            return web.json_response(
-                replies.reply(id, asked, await answering, len(prompt)), headers=headers
-            )
+            answer = replies.reply(id, asked, await answering, len(prompt))
+            return web.json_response(replies.wire(answer), headers=headers)
         finally:
             self.registry.leave(found)
 
     def _model(self, name: str) -> Model:
         return self.others.get(name, self.policy)
 
-    def _prompt(self, model: Model, asked: Asked, found: Open) -> tuple[Any, list[int]]:
+    def _prompt(
+        self, model: Model, asked: Asked, found: OpenedSession
+    ) -> tuple[Continuation | None, list[int]]:
         """Where the conversation goes on, and the ids to go on from."""
         self.registry.counts["requests"] += 1
         session, place = found.session, None
@@ -153,14 +167,20 @@ class Endpoint:
             place = None  # the template writes something else behind an answer: rendered anew
         try:
             model.check_room(prompt)
-        except Refused:
+        except ApiError:
             session.too_long = prompt if model is self.policy else session.too_long
             raise
         return place, prompt
 
     async def _answer(
-        self, model: Model, asked: Asked, found: Open, place: Any, prompt: list[int], id: str
-    ) -> list[Choice]:
+        self,
+        model: Model,
+        asked: Asked,
+        found: OpenedSession,
+        place: Continuation | None,
+        prompt: list[int],
+        id: str,
+    ) -> list[SampledChoice]:
         sampling = asked.sampling
         if sampling.seed is not None:  # of the session: every call of it another one
             sampling = msgspec.structs.replace(
@@ -170,7 +190,7 @@ class Endpoint:
             f"{found.session.id}/{id}", prompt, sampling, asked.n, tuple(asked.stop)
         )
         if any(one.stop == "abort" for one in made):
-            raise Refused("the engine was told to give this answer up; ask again", status=503)
+            raise ApiError("the engine was told to give this answer up; ask again", status=503)
         return [
             self._choice(model, asked, found, place, prompt, one, f"{id}-{n}" if n else id)
             for n, one in enumerate(made)
@@ -180,12 +200,12 @@ class Endpoint:
         self,
         model: Model,
         asked: Asked,
-        found: Open,
-        place: Any,
+        found: OpenedSession,
+        place: Continuation | None,
         prompt: list[int],
         made: Completion,
         id: str,
-    ) -> Choice:
+    ) -> SampledChoice:
         text = chat.cut(model.text(made.tokens), asked.stop)
         message = chat.answer_message(text, bool(asked.tools), id.replace("chatcmpl", "call"))
         if model is self.policy:
@@ -196,7 +216,7 @@ class Endpoint:
                 answers=1, tokens=len(made.tokens), branches=session.branches - before
             )
         tokens = [model.tokenizer.decode([one]) for one in made.tokens] if asked.logprobs else []
-        return Choice(made, message, text, tokens)
+        return SampledChoice(made, message, text, tokens)
 
     async def _stream(
         self,
@@ -217,12 +237,12 @@ class Endpoint:
             while not (await asyncio.wait([task], timeout=KEEP_ALIVE_S))[0]:
                 await response.write(b": still sampling\n\n")
             for chunk in replies.chunks(id, asked, task.result(), prompt_tokens):
-                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                await response.write(f"data: {json.dumps(replies.wire(chunk))}\n\n".encode())
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:  # the status is sent: the stream says it
             log.exception("a stream broke")
-            told = replies.error(Refused(f"{type(error).__name__}: {error}", status=500))
+            told = replies.error(ApiError(f"{type(error).__name__}: {error}", status=500))
             await response.write(f"data: {json.dumps(told)}\n\n".encode())
         finally:
             task.cancel()
@@ -236,11 +256,11 @@ class Endpoint:
         body = await _json(request)
         session = request[SESSION] or body.get("session")
         if request[SESSION] is not None and body.get("session") not in (None, session):
-            raise Refused(
+            raise ApiError(
                 "the body names another session than the key, path or header", "session", status=403
             )
         if not isinstance(session, str):
-            raise Refused("say which session the reward is for", "session")
+            raise ApiError("say which session the reward is for", "session")
         feedback = Feedback(
             reward=_one(body, "reward"),
             turns=_numbers(body, "turn_rewards"),
@@ -252,7 +272,7 @@ class Endpoint:
             info=_object(body, "info"),
         )
         if not feedback:
-            raise Refused("give reward, turn_rewards or token_rewards", "reward")
+            raise ApiError("give reward, turn_rewards or token_rewards", "reward")
         task = body.get("task")
         made, stored = await self.registry.feedback(
             session, feedback, None if task is None else str(task)
@@ -262,10 +282,12 @@ class Endpoint:
     async def _commit(self, request: web.Request) -> web.Response:
         body = await _json(request) if request.can_read_body else {}
         if request[SESSION] is not None and self.registry.store is None:
-            raise Refused("the workflow that opened this session takes its experiences", status=409)
+            raise ApiError(
+                "the workflow that opened this session takes its experiences", status=409
+            )
         tasks = body.get("tasks")
         if tasks is not None and not isinstance(tasks, list):
-            raise Refused("tasks is a list of names", "tasks")
+            raise ApiError("tasks is a list of names", "tasks")
         return web.json_response(
             {"groups": await self.registry.commit(None if tasks is None else list(map(str, tasks)))}
         )
@@ -274,16 +296,7 @@ class Endpoint:
 
     async def _models(self, _: web.Request) -> web.Response:
         rows = [self.policy, *self.others.values()]
-        listed = [
-            {
-                "id": m.name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "rft",
-                "max_model_len": m.max_model_len,
-            }
-            for m in rows
-        ]
+        listed = [replies.wire(replies.listed(m.name, m.max_model_len)) for m in rows]
         return web.json_response({"object": "list", "data": listed})
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -312,16 +325,16 @@ async def _json(request: web.Request) -> dict[str, Any]:
     try:
         found = await request.json()
     except ValueError as error:
-        raise Refused(f"the body is no JSON: {error}") from error
+        raise ApiError(f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise Refused("the body is no JSON object")
+        raise ApiError("the body is no JSON object")
     return found
 
 
 def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
     found = body.get(name) or {}
     if not isinstance(found, dict):
-        raise Refused(f"{name} is an object", name)
+        raise ApiError(f"{name} is an object", name)
     return found
 
 
@@ -332,11 +345,11 @@ def _one(body: dict[str, Any], name: str) -> float | None:
 def _numbers(body: dict[str, Any], name: str) -> list[float]:
     found = body.get(name) or []
     if not isinstance(found, list):
-        raise Refused(f"{name} is a list of numbers", name)
+        raise ApiError(f"{name} is a list of numbers", name)
     return [_finite(one, name) for one in found]
 
 
 def _finite(value: Any, name: str) -> float:
     if isinstance(value, bool | int | float) and abs(float(value)) < float("inf"):
         return float(value)
-    raise Refused(f"{name} has {value!r}: give finite numbers", name)
+    raise ApiError(f"{name} has {value!r}: give finite numbers", name)

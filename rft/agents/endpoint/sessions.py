@@ -32,7 +32,7 @@ from rft.ground.experience import (
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One sampled answer: tokens [start, end) of its line.
 
     `messages`: the conversation with it, empty for plain text.
@@ -59,7 +59,7 @@ class Line:
     action_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
     routed_experts: RoutedExperts | None = None
 
     @property
@@ -67,7 +67,7 @@ class Line:
         """The one of all that is trained; None while nothing is."""
         return next((call.temperature for call in self.calls if call.temperature > 0), None)
 
-    def add(self, prompt: Sequence[int], made: Completion, call: Call) -> None:
+    def add(self, prompt: Sequence[int], made: Completion, call: ModelCall) -> None:
         """`prompt` begins with all tokens of this line.
 
         A greedy answer was not sampled, and is not trained.
@@ -86,7 +86,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
+class Continuation:
     """Behind answer `call` of `line`: where a request goes on."""
 
     line: Line
@@ -131,12 +131,12 @@ class Session:
     id: str
     sampling: Sampling = field(default_factory=Sampling)
     lines: list[Line] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)  # in the order of their answers
+    calls: list[ModelCall] = field(default_factory=list)  # in the order of their answers
     feedback: Feedback = field(default_factory=Feedback)
     branches: int = 0  # lines that began although something was recorded
     too_long: list[int] | None = None  # a prompt that left no room for an answer
 
-    def find(self, asked: Asked) -> Place | None:
+    def find(self, asked: Asked) -> Continuation | None:
         """Where the conversation goes on: the longest recorded one that
         it begins with, the newest of equals.
         """
@@ -151,27 +151,27 @@ class Session:
                     and known > 0
                     and list(call.messages) == history[:known]
                 ):
-                    best, length = Place(line, number), known
+                    best, length = Continuation(line, number), known
         return best
 
-    def find_ids(self, prompt: list[int]) -> Place | None:
+    def find_ids(self, prompt: list[int]) -> Continuation | None:
         """The same for a prompt of ids."""
         for line in reversed(self.lines):
             if len(line.tokens) <= len(prompt) and prompt[: len(line.tokens)] == line.tokens:
-                return Place(line, len(line.calls) - 1)
+                return Continuation(line, len(line.calls) - 1)
         return None
 
     def record(
         self,
         asked: Asked,
-        place: Place | None,
+        place: Continuation | None,
         prompt: list[int],
         made: Completion,
         text: str,
         *,
         id: str,
         answer: dict[str, Any] | None,
-    ) -> Call:
+    ) -> ModelCall:
         """An answer.
 
         Its line is the one it went on from, if that has not grown since and is sampled alike.
@@ -184,7 +184,7 @@ class Session:
             self.lines.append(line)
         end = len(prompt) + len(made.tokens)
         said = (*map(canonical, asked.messages or ()), answer) if answer is not None else ()
-        call = Call(id, len(prompt), end, said, temperature, made.stop, text)
+        call = ModelCall(id, len(prompt), end, said, temperature, made.stop, text)
         line.add(prompt, made, call)
         self.calls.append(call)
         return call
@@ -233,7 +233,7 @@ class Session:
             experience.token_rewards = list(self.feedback.tokens)
         return self._rewarded(experience, self.feedback.total)
 
-    def _alone(self, line: Line, call: Call) -> Experience:
+    def _alone(self, line: Line, call: ModelCall) -> Experience:
         start, end = call.start - line.prompt_length, call.end - line.prompt_length
         spans = [
             VersionSpan(version=s.version, start=s.start - start, end=s.end - start)
@@ -257,7 +257,7 @@ class Session:
         experience.reward, experience.reward_outcome = reward, "ok" if self.feedback else "none"
         return experience
 
-    def _of_turn(self, call: Call) -> float:
+    def _of_turn(self, call: ModelCall) -> float:
         return self.feedback.turns[self.calls.index(call)]
 
     def forget(self) -> None:

@@ -7,30 +7,29 @@ A workflow is a class with `run(task, ctx)`, or just that function, `async` or n
 the whole table; instead of a name from it users give their own `package.module:name` or
 `path/to/file.py:name`, or register one in a plug-in (`rft.ground.plugins`).
 
-Invariant: a workflow returns all its experiences or raises: what becomes of part of a group is for
-`rft.rollout.runner` to say.
+Invariants: a workflow returns all its experiences or raises: what becomes of part of a group is for
+`rft.rollout.runner` to say; what the trainer could not learn from is refused, by name (`check`),
+also of a user's workflow.
 """
 
 import inspect
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import msgspec
 
 from rft.ground.experience import Experience, Task
-from rft.rollout.rewards import lookup
-from rft.rollout.workflows.base import Workflow as Workflow
-from rft.rollout.workflows.base import WorkflowContext as WorkflowContext
-from rft.rollout.workflows.base import check as check
-from rft.rollout.workflows.base import experience as experience
-from rft.rollout.workflows.base import numbered as numbered
-from rft.rollout.workflows.base import problem as problem
+from rft.ground.plugins import lookup
+from rft.rollout.context import WorkflowContext as WorkflowContext
+from rft.rollout.workflows.dialogue import Math
 from rft.rollout.workflows.dialogue import MultiTurn as MultiTurn
 from rft.rollout.workflows.dialogue import RewardPropagation as RewardPropagation
+from rft.rollout.workflows.dialogue import SingleTurn as SingleTurn
 from rft.rollout.workflows.dialogue import StepWiseReward as StepWiseReward
+from rft.rollout.workflows.dialogue import Workflow as Workflow
+from rft.rollout.workflows.dialogue import experience as experience
 from rft.rollout.workflows.judges import RubricJudge, Ruler
-from rft.rollout.workflows.single import Math
-from rft.rollout.workflows.single import SingleTurn as SingleTurn
 from rft.rollout.workflows.threads import called
 from rft.rollout.workflows.tools import Tool as Tool
 from rft.rollout.workflows.tools import ToolUse as ToolUse
@@ -41,7 +40,7 @@ WORKFLOWS: dict[str, Callable[..., Any] | str] = {
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
-    "agent": "rft.agents.workflow:Agent",  # a floor above: by path, as a user's own
+    "agent": "rft.agents.workflow:AgentWorkflow",  # a floor above: by path, as a user's own
 }
 
 
@@ -76,3 +75,60 @@ async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     )
     check(task, made)
     return made
+
+
+def check(task: Task, experiences: list[Experience]) -> None:
+    """Refuse, by name, what the trainer could not learn from or would learn wrongly from."""
+    if not experiences:
+        raise ValueError(f"workflow {task.workflow!r} returned no experience for task {task.id}")
+    if not isinstance(experiences, list) or not all(
+        isinstance(made, Experience) for made in experiences
+    ):
+        raise TypeError(
+            f"workflow {task.workflow!r} must return a list of Experience, not {experiences!r:.80}"
+        )
+    for position, made in enumerate(experiences):
+        if wrong := problem(made):
+            raise ValueError(f"workflow {task.workflow!r}, experience {position}: {wrong}")
+
+
+def problem(made: Experience) -> str | None:
+    """What of an experience contradicts itself."""
+    if not 0 < made.prompt_length <= len(made.tokens):
+        return f"prompt_length {made.prompt_length}"
+    per_token = {"action_mask": made.action_mask, "logprobs": made.logprobs}
+    if made.token_rewards:
+        per_token["token_rewards"] = made.token_rewards
+    for name, values in per_token.items():
+        if len(values) != made.response_length:
+            return f"{len(values)} entries of {name} for {made.response_length} response tokens"
+    for name, numbers in (
+        ("reward", [made.reward]),
+        ("logprobs", made.logprobs),
+        ("token_rewards", made.token_rewards),
+    ):
+        if not all(map(isfinite, numbers)):
+            return f"{name} is not finite"
+    for span in made.versions:
+        if not 0 <= span.start <= span.end <= made.response_length:
+            return (
+                f"version {span.version} of tokens {span.start} to {span.end}, but the response "
+                f"has {made.response_length}"
+            )
+    return None
+
+
+def numbered(task: Task, experiences: list[Experience]) -> None:
+    """Which run of the task each belongs to: what the workflow said, or, where it said nothing, its
+    place in the list.
+    """
+    if not any(made.sample or made.turn for made in experiences):
+        for number, made in enumerate(experiences):
+            made.sample = number
+    places = [(made.sample, made.turn) for made in experiences]
+    if double := next((place for place in places if places.count(place) > 1), None):
+        raise ValueError(
+            f"workflow {task.workflow!r} returned two experiences with sample {double[0]} and turn "
+            f"{double[1]}: number the runs "
+            "of a task by sample, and what one run made by turn"
+        )

@@ -1,26 +1,115 @@
-"""Workflows of several turns: the model speaks, an environment answers, until it has nothing more
-to say.
+"""Workflows that speak with the model: one prompt and its answers, or several turns, where an
+environment answers until it has nothing more to say.
 
     prompt ids ──► model ── text ──► step ── messages ──► ids behind the turn ──► model ──► ...
             one such run per repeat
                                       └── None: over
 
-In: a task; what the subclass writes is `step`, and `reward` where the task's own reward function
-does not judge it. Out: one experience per run, or per turn. Invariant: what was sampled is never
-tokenized again: a turn's ids go on from the ids before it, those of the environment have action
-mask 0 and log-probability 0, and version spans cover the model's tokens only.
+In: a task; what a subclass of `MultiTurn` writes is `step`, and `reward` where the task's own
+reward function does not judge it. Out: one experience per run, or per turn. Invariant: what was
+sampled is never tokenized again: the ids of an experience are those that the engine saw and
+produced, a turn's go on from the ids before it, those of the environment have action mask 0 and
+log-probability 0, and version spans cover the model's tokens only.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from rft.ground.experience import Completion, Experience, Task, VersionSpan
+from rft.rollout.context import WorkflowContext
 from rft.rollout.reward_worker import RewardResult, failure, judged
-from rft.rollout.workflows.base import WorkflowContext, experience, rewarded
 from rft.rollout.workflows.threads import called, together
 
 Messages = list[dict[str, Any]]
+
+
+class Workflow(Protocol):
+    """Runs one task. Made anew for every attempt, so `self` may hold the state of an episode. `run`
+    may also be a plain function: it then has a thread of its own, where the context's methods wait
+    (`rft.rollout.workflows.threads`).
+
+    A class may say `needs_judge = True`: it asks an auxiliary model, and is refused before the
+    start where there is none; `needs_cell = True`: it runs foreign programs, and is refused where
+    they cannot be isolated; `needs_template = True`: it speaks in chat messages. `compares_runs =
+    True`: it judges the runs against each other, so part of them is never taken. `can_repeat =
+    False`: it is called once per run of the task, all at the same time, each with `repeat_times` 1.
+    """
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
+
+
+def experience(
+    task: Task,
+    prompt: list[int],
+    completion: Completion,
+    result: RewardResult | None,
+    sample: int = 0,
+    turn: int = 0,
+) -> Experience:
+    """One experience of one turn; `result` None: there was nothing to score."""
+    made = Experience(
+        tokens=[*prompt, *completion.tokens],
+        prompt_length=len(prompt),
+        action_mask=[1] * len(completion.tokens),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        temperature=task.sampling.temperature,
+        stop=completion.stop,
+        sample=sample,
+        turn=turn,
+        task=task.id,
+        routed_experts=completion.routed_experts,
+    )
+    return made if result is None else rewarded(made, result)
+
+
+def rewarded(made: Experience, result: RewardResult) -> Experience:
+    made.reward, made.reward_outcome = result.reward, result.outcome
+    made.metrics = {**made.metrics, **result.metrics}
+    if result.message:
+        made.info = {**made.info, "reward_message": result.message}
+    return made
+
+
+class SingleTurn:
+    """`task.repeat_times` responses to the prompt, from one request, each scored on its own."""
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        made, answered = await self.answers(task, ctx)
+        texts = [ctx.decode(one.tokens[one.prompt_length :]) for one in answered]
+        results = await ctx.score(task, texts, [one.response_length for one in answered])
+        for one, result in zip(answered, results, strict=True):
+            rewarded(one, result)
+        return made
+
+    async def answers(
+        self, task: Task, ctx: WorkflowContext
+    ) -> tuple[list[Experience], list[Experience]]:
+        """Every response, not scored yet, and those of them that there is something to score of."""
+        prompt = ctx.render(task)
+        completions = await ctx.generate(prompt, task.repeat_times, task.sampling)
+        aborted = sum(completion.stop == "abort" for completion in completions)
+        if aborted or len(completions) != task.repeat_times:
+            raise RuntimeError(
+                f"task {task.id}: asked for {task.repeat_times} responses, got {len(completions)}, "
+                f"{aborted} aborted"
+            )
+        made = [
+            experience(task, prompt, one, None, sample) for sample, one in enumerate(completions)
+        ]
+        return made, [one for one in made if one.stop != "prompt_too_long"]
+
+
+class Math(SingleTurn):
+    """`SingleTurn` whose reward is `math`, unless the task names one: there, texts are never
+    compared as they stand.
+    """
+
+    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        if task.reward == "exact_match":
+            task = msgspec.structs.replace(task, reward="math")
+        return await super().run(task, ctx)
 
 
 class Dialogue:

@@ -11,10 +11,10 @@ import json
 from abc import ABC, abstractmethod
 
 from rft.ground.experience import Experience, Sampling, Task
+from rft.rollout.context import WorkflowContext
 from rft.rollout.reward_worker import RewardResult, failure, number
-from rft.rollout.verdict import entries, share
-from rft.rollout.workflows.base import WorkflowContext, rewarded
-from rft.rollout.workflows.single import SingleTurn
+from rft.rollout.rewards.judge import entries, share
+from rft.rollout.workflows.dialogue import SingleTurn, rewarded
 from rft.rollout.workflows.threads import together
 
 JUDGE_TOKENS = 1024
@@ -32,7 +32,7 @@ End with one JSON object and nothing behind it: {{"scores": [the {count} scores,
 of the responses]}}"""
 
 
-class Judged(SingleTurn, ABC):
+class JudgedSingleTurn(SingleTurn, ABC):
     """`workflow_args`:
 
     `judge`, its name under explorer.auxiliary_models (default: the first), and `judge_tokens`.
@@ -61,7 +61,7 @@ class Judged(SingleTurn, ABC):
         )
 
 
-class RubricJudge(Judged):
+class RubricJudge(JudgedSingleTurn):
     """The reward is the weight of the criteria that a response meets, of 1. They are the row's
     `rubric` (or the column that `workflow_args.rubric_key` names), else `workflow_args.rubric`:
     texts, or objects with `description` and `weight`.
@@ -99,7 +99,7 @@ class RubricJudge(Judged):
         )
 
 
-class Ruler(Judged):
+class Ruler(JudgedSingleTurn):
     """All responses of the group in one question; the reward is the judge's relative score."""
 
     compares_runs = True

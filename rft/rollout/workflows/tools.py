@@ -56,7 +56,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call as the model wrote it; `problem` says why it cannot be made."""
 
     name: str = ""
@@ -64,24 +64,26 @@ class Call:
     problem: str = ""
 
 
-def calls(text: str) -> list[Call]:
+def calls(text: str) -> list[ToolCall]:
     """Every <tool_call> of an answer, in order."""
     return [_call(found[1], bool(found[2])) for found in CALL.finditer(text)]
 
 
-def _call(body: str, closed: bool) -> Call:
+def _call(body: str, closed: bool) -> ToolCall:
     if not closed:
-        return Call(problem="the call has no </tool_call>")
+        return ToolCall(problem="the call has no </tool_call>")
     try:
         told = json.loads(body)
         arguments = told.get("arguments", {}) if isinstance(told, dict) else None
         if isinstance(arguments, str):  # some models write them as text
             arguments = json.loads(arguments)
     except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is no JSON: {error}")
+        return ToolCall(problem=f"the call is no JSON: {error}")
     if not isinstance(arguments, dict) or not isinstance(told.get("name"), str):
-        return Call(problem='the call must be an object like {"name": "...", "arguments": {...}}')
-    return Call(told["name"], arguments)
+        return ToolCall(
+            problem='the call must be an object like {"name": "...", "arguments": {...}}'
+        )
+    return ToolCall(told["name"], arguments)
 
 
 def python_tool(limits: Limits) -> Tool:
@@ -138,7 +140,7 @@ class ToolUse(MultiTurn):
             for said in await together(*map(self.answer_to, asked))
         ]
 
-    async def answer_to(self, call: Call) -> str:
+    async def answer_to(self, call: ToolCall) -> str:
         self.made += 1
         tool = self.known.get(call.name)
         problem = call.problem or (

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 
 from rft.ground.experience import Task
-from rft.rollout.answers import needed
-from rft.rollout.reward_kinds.asserts import Asserts, Unreadable
+from rft.rollout.rewards.asserts import Asserts, UnreadableTest
+from rft.rollout.rewards.text import needed
 from rft.rollout.sandbox import Limits, run
 
 FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -71,7 +71,7 @@ def read_tests(given: Any, task: Task) -> list[dict[str, Any]]:
     if isinstance(told, list) and told and all(isinstance(one, str) for one in told):
         try:
             return [{"statement": Asserts(one)} for one in told]
-        except Unreadable as error:
+        except UnreadableTest as error:
             raise ValueError(f"task {task.id} has a test that is no Python: {error}") from error
     if (
         isinstance(told, dict)

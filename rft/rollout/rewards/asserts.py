@@ -100,7 +100,7 @@ TOLERANT = ("abs", "round", "isclose", "math.isclose")
 HUGE = ("factorial", "comb", "perm", "prod")  # small arguments, large results
 
 
-class Unreadable(ValueError):
+class UnreadableTest(ValueError):
     """A test that is no Python."""
 
 
@@ -338,7 +338,7 @@ def _surely(tree: ast.Module) -> set[ast.AST]:
 
 
 class Asserts:
-    """A test of assert statements. Raises Unreadable."""
+    """A test of assert statements. Raises UnreadableTest."""
 
     def __init__(self, text: str):
         try:
@@ -346,7 +346,7 @@ class Asserts:
             rewriting = _Rewriting(_surely(tree))
             self._code = ast.unparse(ast.fix_missing_locations(rewriting.visit(tree)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise Unreadable(str(error)) from error
+            raise UnreadableTest(str(error)) from error
         self._sites, self._required = rewriting.sites, rewriting.required
 
     def behind(self, program: str, word: str) -> str:

@@ -1,5 +1,5 @@
 """A judge behind an OpenAI-compatible HTTP address: a response in, the number that the judge gives
-it out.
+it out; and what any judging model said: its answer in, the JSON value that was asked for out.
 
 Invariant: a judge that does not answer in time, or not in the form asked for, raises: the outcome
 is an error with its reason, and never a number. The key comes from the environment, by the name of
@@ -12,9 +12,9 @@ import os
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 from rft.ground.experience import Task
-from rft.rollout.verdict import entry, share
 
 PROMPT = """Judge a response to a task. {{"task": {task}, "reference": {truth}, "response": \
 {response}}}
@@ -104,3 +104,44 @@ def _opener() -> urllib.request.OpenerDirector:
             return None
 
     return urllib.request.build_opener(Stay)
+
+
+# --- what a judging model said ------------------------------------------------------------------
+
+
+def entry(reply: str, key: str) -> Any:
+    """What the last JSON object of `reply` that has `key` holds there.
+
+    ValueError: there is none.
+    """
+    decoder, found, some = json.JSONDecoder(), None, False
+    for place, character in enumerate(reply):
+        if character != "{":
+            continue
+        try:
+            value, _ = decoder.raw_decode(reply, place)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and key in value:
+            found, some = value[key], True
+    if not some:
+        raise ValueError(
+            f"the judge's answer has no JSON object with `{key}`: it ends in {reply[-200:]!r}"
+        )
+    return found
+
+
+def entries(reply: str, key: str, count: int) -> list[Any]:
+    """A list of exactly `count` entries under `key`."""
+    found = entry(reply, key)
+    if not isinstance(found, list) or len(found) != count:
+        said = f"{len(found)} entries" if isinstance(found, list) else f"{found!r:.100}"
+        raise ValueError(f"the judge's `{key}` must be a list of {count}; it has {said}")
+    return found
+
+
+def share(value: Any) -> float:
+    """A score from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"the judge's score {value!r:.100} is no number from 0 to 1")
+    return float(value)

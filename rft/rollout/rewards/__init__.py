@@ -1,0 +1,63 @@
+"""Reward functions: a response and its reference answer in, one number (or a dict of numbers) out.
+
+A reward function is `(response: str, truth: str | None, task: Task, **task.reward_args) -> float |
+dict[str, float]`; the entries of a dict are summed and become metrics. `REWARDS` is the whole
+table; instead of a name from it users give their own `package.module:function` or
+`path/to/file.py:function`.
+
+Invariant: a function says "wrong" with a number and "I cannot judge this" by raising. Nothing here
+guards against a function that hangs or crashes: the pool (`rft.rollout.reward_pool`) runs it in a
+process that it can kill.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+
+from rft.ground.plugins import lookup
+from rft.rollout.rewards.code import code_tests
+from rft.rollout.rewards.judge import remote_judge
+from rft.rollout.rewards.text import (
+    accuracy,
+    countdown,
+    exact_match,
+    format,
+    gsm8k,
+    math,
+    math_boxed,
+    math_dapo,
+)
+
+RewardFunction = Callable[..., float | dict[str, float]]
+REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "math": math,
+    "math_boxed": math_boxed,
+    "format": format,
+    "accuracy": accuracy,
+    "gsm8k": gsm8k,
+    "countdown": countdown,
+    "math_dapo": math_dapo,
+    "code_tests": code_tests,
+    "remote_judge": remote_judge,
+}
+LAZY_IMPORTS = dict.fromkeys(
+    ("math", "math_boxed", "math_dapo"), "math_verify"
+)  # seconds to import: only in processes that score
+
+
+def resolve(name: str) -> RewardFunction:
+    """The function called `name`: from the table, or the user's own `module:function` /
+    `file.py:function`.
+    """
+    return lookup("reward", name, REWARDS)
+
+
+def prepare(name: str) -> RewardFunction:
+    """`resolve`, and import now what the function would import at its first call."""
+    function = resolve(name)
+    if name in LAZY_IMPORTS:
+        module = importlib.import_module(LAZY_IMPORTS[name])
+        # a line for each response it cannot parse
+        logging.getLogger(module.__name__).setLevel(logging.CRITICAL)
+    return function
