@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from bench import report
-from rft.monitor.sinks import read_metrics
+from rft.monitor.records import read_metrics
 from rft.run import processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]

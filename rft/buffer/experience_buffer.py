@@ -27,7 +27,7 @@ from typing import Any
 
 from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of, oldest_version
+from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of, oldest_version
 from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
@@ -204,7 +204,7 @@ class ExperienceBuffer(BatchedCalls):
             await self._settle()
             if self._copy is not None:
                 async with self._copying:
-                    part = Part(group=group, timeline=timeline, experiences=experiences)
+                    part = StoredGroup(group=group, timeline=timeline, experiences=experiences)
                     await asyncio.to_thread(self._copy.add, part)
         else:
             await self._settle()  # the first put may still be on its way to the disk
@@ -213,7 +213,7 @@ class ExperienceBuffer(BatchedCalls):
         """Give a group up: no step waits for it any more. Does nothing for one that is stored."""
         if self._is_open_group(group, "late_abandons"):
             logger.warning("group %d was abandoned: %s", group, reason)
-            await self._record(records.Failed(group=group, reason=reason))
+            await self._record(records.GroupFailed(group=group, reason=reason))
 
     async def cuts(self, explorer: str) -> list[int]:
         """Wait for groups of this explorer that a step goes on without: it puts what is finished of

@@ -43,7 +43,7 @@ class JournalError(RuntimeError):
 
 
 @dataclass
-class Segment:
+class JournalSegment:
     """An open file that holds the positions [start, end)."""
 
     path: Path
@@ -164,7 +164,7 @@ class Journal:
         self.commits = 0
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock_fd = take_lock(self.directory)
-        self._segments: list[Segment] = []
+        self._segments: list[JournalSegment] = []
         self._failure: BaseException | None = None
         self._durable = 0
         self._syncing = threading.Lock()
@@ -207,7 +207,7 @@ class Journal:
         os.fsync(self._segments[-1].fd)
         durable.sync_directory(self.directory)
 
-    def _checked(self, path: Path, start: int, may_be_torn: bool) -> Segment:
+    def _checked(self, path: Path, start: int, may_be_torn: bool) -> JournalSegment:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             good = max((end for _, end, _ in frames(file.fileno(), size)), default=0)
@@ -233,13 +233,13 @@ class Journal:
                 start + good,
             )
             os.truncate(path, good)
-        return Segment(path, start, start + good, os.open(path, os.O_RDWR | os.O_APPEND))
+        return JournalSegment(path, start, start + good, os.open(path, os.O_RDWR | os.O_APPEND))
 
-    def _new_segment(self, start: int) -> Segment:
+    def _new_segment(self, start: int) -> JournalSegment:
         path = self.directory / f"{start:020d}.log"
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         durable.sync_directory(self.directory)
-        return Segment(path, start, start, fd)
+        return JournalSegment(path, start, start, fd)
 
     # Writing
 
@@ -395,7 +395,7 @@ class Journal:
         ]
         kept = self._segments[len(old) :]
         self._segments = [
-            Segment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
+            JournalSegment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
             *kept,
         ]
         for segment in old:

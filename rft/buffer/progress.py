@@ -68,7 +68,7 @@ class Stored(Record, tag="stored", kw_only=True):
     told: list[Any] | None = None
 
 
-class Failed(Record, tag="failed", kw_only=True):
+class GroupFailed(Record, tag="failed", kw_only=True):
     """The group will never have experiences."""
 
     group: int
@@ -135,7 +135,7 @@ JournalRecord = (
     | Attached
     | Restarted
     | Stored
-    | Failed
+    | GroupFailed
     | Leased
     | Evicted
     | Pooled
@@ -239,7 +239,7 @@ class Progress:
                 self.num_stored += 1
                 if record.told is not None:
                     self.told.setdefault(group.explorer, []).append(record.told)
-            case Failed():
+            case GroupFailed():
                 del self.waiting[record.group]
                 self.num_failed += 1
             case Leased():

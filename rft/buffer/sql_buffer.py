@@ -34,7 +34,7 @@ from sqlalchemy import Connection
 
 from rft.buffer import sql_steps as steps
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of
+from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of
 from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, connect, create
 from rft.config import ExperienceBufferConfig
@@ -275,7 +275,9 @@ class SqlBuffer(BatchedCalls):
             return encode(Delivery(step=step))
         me, epoch = f"{self.owner}/{trainer}", self._trainer[1] if self._trainer else 0
 
-        def take(db: Connection, incomplete: bool = False) -> tuple[list[Part], bool] | object:
+        def take(
+            db: Connection, incomplete: bool = False
+        ) -> tuple[list[StoredGroup], bool] | object:
             if attempt != self._attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             self._steps.lock_trainer(db, me, epoch)

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sql
 from sqlalchemy import Connection
 
-from rft.buffer.delivery import Facts, Part, oldest_version
+from rft.buffer.delivery import Facts, StoredGroup, oldest_version
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_tables import OPEN, Tables, blobs, now
 from rft.ground import redact
@@ -376,7 +376,7 @@ class Steps:
             ).scalars()
         )
 
-    def parts(self, db: Connection, trainer: str, step: int) -> list[Part]:
+    def parts(self, db: Connection, trainer: str, step: int) -> list[StoredGroup]:
         """The groups of a lease with all of their experiences, in admission order."""
         groups = self.tables.groups
         held = (groups.c.trainer == trainer) & (groups.c.step == step)
@@ -397,7 +397,9 @@ class Steps:
                     f"from another checkpoint"
                 )
             found.append(
-                Part(group=group.number, timeline=group.run_epoch, experiences=encode(experiences))
+                StoredGroup(
+                    group=group.number, timeline=group.run_epoch, experiences=encode(experiences)
+                )
             )
         return found
 

@@ -36,7 +36,7 @@ from sqlalchemy import (
     Table,
 )
 
-from rft.buffer.delivery import Part
+from rft.buffer.delivery import StoredGroup
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.ground import redact
 from rft.ground.experience import encode
@@ -280,7 +280,7 @@ def now(connection: Connection) -> float:
     )
 
 
-def stored(connection: Connection, tables: Tables) -> Iterator[Part]:
+def stored(connection: Connection, tables: Tables) -> Iterator[StoredGroup]:
     """All groups whose experiences are there, by number."""
     groups = tables.groups
     query = (
@@ -289,7 +289,7 @@ def stored(connection: Connection, tables: Tables) -> Iterator[Part]:
         .order_by(groups.c.number)
     )
     for group in connection.execute(query).all():
-        yield Part(
+        yield StoredGroup(
             group=group.number,
             timeline=group.run_epoch,
             experiences=encode(blobs(connection, tables, group.number)),

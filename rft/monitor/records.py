@@ -39,7 +39,7 @@ class JsonLines:
         os.close(self._file)
 
 
-class Files:
+class RunFiles:
     """The sink of both files."""
 
     def __init__(

@@ -77,7 +77,8 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
     """
     import ray
 
-    from rft.monitor.sinks import build, read_metrics
+    from rft.monitor.records import read_metrics
+    from rft.monitor.sinks import build
 
     job = configs.job_dir(config)
     names = [str(taskset.name) for taskset in config.buffer.explorer_input.eval_tasksets]

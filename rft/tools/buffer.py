@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rft.buffer.delivery import Part
+from rft.buffer.delivery import StoredGroup
 from rft.buffer.experience_file import SUFFIXES, dump
 from rft.buffer.journal import JournalError
 from rft.config import ConfigError
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def from_journal(source: str, name: str) -> Iterator[Part]:
+def from_journal(source: str, name: str) -> Iterator[StoredGroup]:
     from rft.buffer.ledger import Ledger
 
     places = (Path(source), Path(source) / "buffer" / name)
@@ -64,7 +64,7 @@ def from_journal(source: str, name: str) -> Iterator[Part]:
         ledger.journal.close()
 
 
-def from_database(url: str, name: str) -> Iterator[Part]:
+def from_database(url: str, name: str) -> Iterator[StoredGroup]:
     from rft.buffer.sql_tables import Tables, check_database, connect, stored
     from rft.config import ExperienceBufferConfig
 

@@ -34,7 +34,7 @@ from rft.ground.errors import refuse
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.run.cards import engine_cards
 from rft.tools import config as config_tool
-from rft.tools.memory_plan import PROCESS, Plan, plan
+from rft.tools.memory_plan import PROCESS, MemoryPlan, plan
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PYTHONS = ((3, 11), (3, 12))
@@ -350,7 +350,7 @@ def cores(config: Config) -> Finding:
     )
 
 
-def rank_memory(config: Config, wanted: Plan, there: int) -> Finding:
+def rank_memory(config: Config, wanted: MemoryPlan, there: int) -> Finding:
     parts = {
         "weights": wanted.weights,
         "gradients": wanted.gradients,
@@ -378,7 +378,7 @@ def rank_memory(config: Config, wanted: Plan, there: int) -> Finding:
     )
 
 
-def host_memory(config: Config, wanted: Plan, on_cpu: bool) -> Finding:
+def host_memory(config: Config, wanted: MemoryPlan, on_cpu: bool) -> Finding:
     """Staging always lies in the host's memory; on CPUs everything does."""
     ranks = int(config.trainer.num_ranks or 1) if config.mode in ("both", "train") else 0
     engines = engine_cards(config) if config.mode != "train" else 0
@@ -413,7 +413,7 @@ def available() -> int:
     return free
 
 
-def disk(config: Config, wanted: Plan) -> Finding:
+def disk(config: Config, wanted: MemoryPlan) -> Finding:
     if config.mode not in ("both", "train"):
         return Finding(OK, "disk", f"{configs.job_dir(config)} can be written")
     trainer, steps = config.trainer, int(config.trainer.total_steps or 0)

@@ -7,22 +7,16 @@ run's supervisor (`rft.run.control_socket`).
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from rft.checkpoint import fence
-from rft.run.control_socket import NAME, NobodyAnswers, ask
+from rft.run.control_socket import NobodyAnswers, ask
+from rft.tools.places import InputError, find_control
 
 # the supervisor asks its engines, those that load do not answer it, and another caller may come
 # first
 ANSWER_S = 30.0
 COLUMNS = ("name", "state", "version", "restarts", "requests", "tokens", "active", "last end")
-DEPTH = 3  # directories between what is typed and `control`: <root>/<project>/<name>/<stage>
 MOST = 64  # engines added at once: more is a slip of the finger
-
-
-class InputError(ValueError):
-    """One line for the user."""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,31 +60,6 @@ def question(options: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--add {options.add}: give a number from 1 to {MOST}")
         return {"add": options.add}
     return {"remove": options.remove} if options.remove is not None else {}
-
-
-def find_control(text: str) -> Path:
-    """The directory with the socket of the one run at or below `text`; raises InputError when there
-    is none or more.
-    """
-    path = Path(text).resolve()
-    if not path.is_dir():
-        raise InputError(f"{text}: no such directory")
-    jobs = [
-        path,
-        *(job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth)))),
-    ]
-    found = [control for control in map(fence.control_dir, jobs) if (control / NAME).is_socket()]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise InputError(
-            f"{text} holds {len(found)} runs, give one: "
-            f"{', '.join(str(c.parent) for c in found[:8])}"
-        )
-    raise InputError(
-        f"{text}: no run is under way here; give the directory of one that is, like "
-        "runs/rft/quickstart"
-    )
 
 
 def table(engines: list[dict[str, Any]]) -> list[str]:

@@ -31,7 +31,7 @@ PROCESS = int(1.2e9)  # a rank or an engine of its own, with torch, before it ho
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     parameters: int  # of the whole model
     trained: int  # of those, or the adapter's
     weights: int  # bytes of one rank from here on
@@ -49,7 +49,7 @@ class Plan:
         return self.weights + self.gradients + self.optimizer + self.beside + self.activations
 
 
-def plan(config: Config) -> Plan:
+def plan(config: Config) -> MemoryPlan:
     hf = read_hf_config(config.model.model_path)
     dims, architecture = Dims.of(hf), architecture_of(hf)
     lora = lora_of(config.model.lora_configs, dims)
@@ -83,7 +83,7 @@ def plan(config: Config) -> Plan:
     budget = config.trainer.checkpoint.host_memory_gb
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
     workers, versions = rollout.tensor_parallel_size, 1 if synchronizer.receive == "direct" else 2
-    return Plan(
+    return MemoryPlan(
         parameters=total,
         trained=trained,
         weights=mine * item,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.config import Config
-from rft.monitor.sinks import read_metrics
+from rft.monitor.records import read_metrics
 from rft.run.stages import result
 from rft.tools import curves
 from rft.tools.toy import write_arithmetic, write_model

@@ -24,7 +24,7 @@ MOST_NAMED = 8  # curves in the legend; of more trials, the best ones
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """A trial as the report tells of it.
 
     `chosen`: the overrides in which trials of the sweep differ.
@@ -94,7 +94,7 @@ def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
     return found
 
 
-def read(sweep_dir: Path, judged_by: SweepConfig) -> list[Row]:
+def read(sweep_dir: Path, judged_by: SweepConfig) -> list[TrialRow]:
     trials = records.trials(sweep_dir)
     if not trials:
         raise ConfigError(
@@ -108,17 +108,17 @@ def read(sweep_dir: Path, judged_by: SweepConfig) -> list[Row]:
             line for line in trial.overrides if line not in shared and not line.startswith("sweep.")
         )
         value = objective.value(trial, judged_by) if trial.state == "finished" else None
-        rows.append(Row(trial, state(trial), chosen, value, objective.steps(trial)))
+        rows.append(TrialRow(trial, state(trial), chosen, value, objective.steps(trial)))
     return rows
 
 
-def best_of(rows: list[Row], judged_by: SweepConfig) -> Row | None:
+def best_of(rows: list[TrialRow], judged_by: SweepConfig) -> TrialRow | None:
     judged = [row for row in rows if row.value is not None]
     sign = 1 if judged_by.direction == "maximize" else -1
     return max(judged, key=lambda row: sign * (row.value or 0.0), default=None)
 
 
-def cells_of(row: Row, judged_by: SweepConfig) -> dict[str, str]:
+def cells_of(row: TrialRow, judged_by: SweepConfig) -> dict[str, str]:
     return {
         "trial": str(row.trial.number),
         "overrides": row.chosen or "-",
@@ -140,7 +140,7 @@ def markdown(cells: list[dict[str, str]]) -> str:
 # The picture
 
 
-def draw(rows: list[Row], judged_by: SweepConfig, path: Path) -> None:
+def draw(rows: list[TrialRow], judged_by: SweepConfig, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -154,7 +154,9 @@ def draw(rows: list[Row], judged_by: SweepConfig, path: Path) -> None:
     figure.savefig(path)
 
 
-def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
+def _over_trials(
+    axes: Any, rows: list[TrialRow], best: TrialRow | None, judged_by: SweepConfig
+) -> None:
     counts = {
         kind: sum(row.state == kind for row in rows)
         for kind in dict.fromkeys(row.state for row in rows)
@@ -205,7 +207,7 @@ def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepC
     _legend(axes)
 
 
-def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
+def _curves(axes: Any, rows: list[TrialRow], best: TrialRow | None, judged_by: SweepConfig) -> None:
     from matplotlib import colormaps
 
     style(axes, "Curves of all trials", f"{judged_by.objective or 'no objective'} over steps")

@@ -11,7 +11,8 @@ from typing import Any
 
 from rft.config import Config
 from rft.ground.experience import EvalResult, Experience
-from rft.monitor.sinks import build, read_metrics
+from rft.monitor.records import read_metrics
+from rft.monitor.sinks import build
 from rft.monitor.speed import Speed
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

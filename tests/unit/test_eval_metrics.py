@@ -13,7 +13,7 @@ import ray
 from rft.config import Config, ConfigError, TasksetConfig
 from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, Experience, Sampling, Task, encode
-from rft.monitor.sinks import read_metrics
+from rft.monitor.records import read_metrics
 from rft.rollout import evaluation
 from rft.rollout.evaluation import extremes, pass_at, repeated, sizes
 from rft.run import exports, modes

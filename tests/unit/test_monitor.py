@@ -146,7 +146,7 @@ def test_on_a_terminal_there_is_a_bar_below_the_lines(monkeypatch: pytest.Monkey
 
 def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path: Path) -> None:
     clock = Clock()
-    files = records.Files(tmp_path, 0, clock)
+    files = records.RunFiles(tmp_path, 0, clock)
     clock.now += 1.5
     files.log({"loss": 0.5, "bad": math.nan}, 1)
     files.table("rollouts", [{"prompt": "a\nb\u2028c", "reward": 1.0}], 1)
@@ -161,7 +161,7 @@ def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path
 
 def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -> None:
     clock = Clock()
-    files = records.Files(tmp_path, 0, clock)
+    files = records.RunFiles(tmp_path, 0, clock)
     for step in range(1, 6):
         clock.now += 1
         files.log({"loss": float(step)}, step)
@@ -170,7 +170,7 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
     files.close()
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 6, "time_s"')  # killed in the middle of a line
-    again = records.Files(tmp_path, 3, clock)
+    again = records.RunFiles(tmp_path, 3, clock)
     clock.now += 1
     again.log({"loss": 40.0}, 4)
     again.close()
@@ -186,12 +186,12 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
 
 def test_a_start_without_anything_to_resume_logs_step_zero_once(tmp_path: Path) -> None:
     for _attempt in range(2):  # the first was killed before its first checkpoint
-        files = records.Files(tmp_path, 0)
+        files = records.RunFiles(tmp_path, 0)
         files.log({"eval/sums/accuracy": 0.1}, 0)
         files.log({"loss": 1.0}, 1)
         files.close()
         assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
-    records.Files(tmp_path, 1).close()
+    records.RunFiles(tmp_path, 1).close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
@@ -211,7 +211,7 @@ def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    files = records.Files(tmp_path, 0)
+    files = records.RunFiles(tmp_path, 0)
     files.log({"loss": 1.0}, 1)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
     files.close()
