@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import ConfigError
-from rft.monitor.records import flattened_config
+from rft.monitor.records import RunRecord
 
 log = logging.getLogger(__name__)
 ARGS = ("uri", "username", "password")
@@ -116,7 +116,7 @@ class MLflow:
         made = {"experiment_id": self._experiment(project), "run_name": name, "start_time": _now()}
         run = self._server.call("mlflow/runs/create", made)["run"]["info"]
         found = {"id": run["run_id"], "artifacts": run["artifact_uri"]}
-        config = flattened_config(job_dir / "resolved.yaml")
+        config = RunRecord(job_dir).flattened_config()
         params = [
             {"key": key, "value": value[:PARAM_LENGTH]} for key, value in config.items() if value
         ]

@@ -26,7 +26,7 @@ from rft.monitor.console import Console
 from rft.monitor.mlflow import ARGS as MLFLOW_ARGS
 from rft.monitor.mlflow import MLflow
 from rft.monitor.names import with_other_names
-from rft.monitor.records import RunFiles, flattened_config
+from rft.monitor.records import RunFiles, RunRecord
 
 WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
 
@@ -120,7 +120,7 @@ class Wandb:
             dir=str(job_dir),
             mode=mode,
             settings=settings,
-            config=flattened_config(job_dir / "resolved.yaml"),
+            config=RunRecord(job_dir).flattened_config(),
             # a resumed job is the same run
             id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
             resume="allow" if mode == "online" else None,

@@ -18,7 +18,7 @@ import pytest
 from rft.config import ConfigError, MonitorConfig
 from rft.ground.experience import Experience, VersionSpan
 from rft.monitor import mlflow, names, sinks
-from rft.monitor.records import flattened_config
+from rft.monitor.records import RunRecord
 from rft.trainer.reporting import distributions, quantiles
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")
@@ -136,9 +136,9 @@ def test_a_detailed_step_has_the_values_behind_its_means() -> None:
 
 def test_the_config_is_flat_text_for_services(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text(CONFIG)
-    found = flattened_config(tmp_path / "resolved.yaml")
+    found = RunRecord(tmp_path).flattened_config()
     assert found["algorithm.optimizer.lr"] == "1e-06" and found["trainer.total_steps"] == ""
-    assert flattened_config(tmp_path / "none.yaml") == {}
+    assert RunRecord(tmp_path / "none").flattened_config() == {}
 
 
 # MLflow: tests/verify/test_mlflow.py speaks to a real server
