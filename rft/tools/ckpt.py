@@ -27,6 +27,7 @@ from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
 from rft.tools.places import InputError, Run, find_checkpoint, find_run
+from rft.tools.tables import table
 
 SHOWN = 8
 PARALLEL = ("tp", "pp", "cp", "ep", "dp")
@@ -123,11 +124,9 @@ def ls(options: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:
             damaged.append(f"{name}: {error}")
     print(run.where)
-    head = ("name", "step", "attempt", "age", "size", "layout", "score", "tag", "exported", "")
     ordered = sorted(rows, key=lambda row: (row[0].epoch, row[0].step))
-    table = [head, *(_row(run, manifest, name, latest) for manifest, name in ordered)]
-    for line in _aligned(table) if rows else ["no checkpoints"]:
-        print(line)
+    told = [_row(run, manifest, name, latest) for manifest, name in ordered]
+    print(table(told) if told else "no checkpoints")
     _print_apart("damaged manifest", damaged)
     drafts = [
         n
@@ -140,23 +139,23 @@ def ls(options: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _row(run: Run, manifest: Manifest, name: str, latest: str) -> tuple[str, ...]:
+def _row(run: Run, manifest: Manifest, name: str, latest: str) -> dict[str, str]:
     score = manifest.loop.get("scores", {}).get(str(manifest.step))
     tags = run.storage.list("tags")
     label = run.storage.get(f"tags/{name}").decode() or "yes" if name in tags else ""
     exported = run.job and (run.job / "huggingface" / f"step_{manifest.step:08d}").is_dir()
-    return (
-        name,
-        str(manifest.step),
-        str(manifest.epoch),
-        _age(run, name),
-        _size(manifest.bytes),
-        _layout(manifest),
-        "" if score is None else f"{score:.4g}",
-        label,
-        "yes" if exported else "",
-        LATEST if name == latest else "",
-    )
+    return {
+        "name": name,
+        "step": str(manifest.step),
+        "attempt": str(manifest.epoch),
+        "age": _age(run, name),
+        "size": _size(manifest.bytes),
+        "layout": _layout(manifest),
+        "score": "" if score is None else f"{score:.4g}",
+        "tag": label,
+        "exported": "yes" if exported else "",
+        "": LATEST if name == latest else "",
+    }
 
 
 def _latest(storage: Storage) -> str:
@@ -187,12 +186,6 @@ def _layout(manifest: Manifest) -> str:
         " ".join(f"{name}{sizes[name]}" for name in PARALLEL if sizes.get(name, 1) > 1)
         or f"{manifest.world} rank"
     )
-
-
-def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _print_apart(title: str, lines: Iterable[str]) -> None:

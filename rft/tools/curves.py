@@ -1,4 +1,4 @@
-"""The picture and the table at the end of a run: what one would show to a colleague.
+"""The picture at the end of a run: what one would show to a colleague.
 
 In: the stages of a run in order, each with its record. Out: one PNG: evaluation accuracy,
 warm-up loss, training reward, staleness, how far trainer and engines disagree, and where the time
@@ -7,8 +7,7 @@ recorded leaves its panel saying so; nothing is invented for it.
 """
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,27 +88,6 @@ def draw(records: Sequence[tuple[str, RunRecord]], out_png: Path) -> Path:
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png)
     return out_png
-
-
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows as an aligned text table, numbers to the right; with
-    box drawing where stdout is a terminal.
-    """
-    found = list(rows)
-    columns = list(dict.fromkeys(key for row in found for key in row))
-    cells = [[_text(row.get(column)) for column in columns] for row in found]
-    right = [all(_numeric(line[i]) for line in cells) for i in range(len(columns))]
-    if sys.stdout.isatty():
-        return _rich(columns, cells, right)
-    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    lines = [columns, ["-" * width for width in widths], *cells]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
 
 
 def smooth(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
@@ -397,32 +375,3 @@ def _heading(figure: Any, stages: Sequence[Stage]) -> None:
             va="center",
         )
         left = facts.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width + 0.03
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _numeric(text: str) -> bool:
-    return (
-        text == "-"
-        or text.replace(",", "").replace(".", "", 1).removeprefix("-").removesuffix("%").isdigit()
-    )
-
-
-def _rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    from rich.box import ROUNDED
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(box=ROUNDED)
-    for column, to_right in zip(columns, right, strict=True):
-        made.add_column(column, justify="right" if to_right else "left")
-    for line in cells:
-        made.add_row(*line)
-    console = Console()
-    with console.capture() as captured:
-        console.print(made)
-    return captured.get().rstrip("\n")

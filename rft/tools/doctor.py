@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from rft.ground.errors import refuse
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.run.cards import engine_cards
 from rft.tools import config as config_tool
+from rft.tools import tables
 from rft.tools.memory_plan import PROCESS, MemoryPlan, plan
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -79,7 +81,7 @@ def main(argv: list[str]) -> int:
         found = list(findings(words))
     except ConfigError as error:  # before any check: these words are no config
         return refuse(error)
-    print("\n".join(table(found)))
+    print(table(found))
     return int(any(one.level == FAIL for one in found))
 
 
@@ -471,17 +473,18 @@ def monitor(config: Config) -> Iterator[Finding]:
 # --- as text --------------------------------------------------------------------------------------
 
 
-def table(found: list[Finding]) -> list[str]:
-    width = max(len(one.what) for one in found)
-    lines = [
-        f"{one.level:<4}  {one.what:<{width}}  {one.said}"
-        + (f"\n{'':<{width + 6}}  -> {one.fix}" if one.fix else "")
+def table(found: list[Finding]) -> str:
+    rows = [
+        {
+            "level": f"{one.level:<4}",
+            "what": one.what,
+            "said": one.said + (f"\n-> {one.fix}" if one.fix else ""),
+        }
         for one in found
     ]
-    counts = ", ".join(
-        f"{sum(one.level == level for one in found)} {level}" for level in (OK, WARN, FAIL)
-    )
-    return [*lines, counts]
+    counts = Counter(one.level for one in found)
+    told = ", ".join(f"{counts[level]} {level}" for level in (OK, WARN, FAIL))
+    return f"{tables.table(rows, headed=False)}\n{told}"
 
 
 def gigabytes(size: float) -> str:

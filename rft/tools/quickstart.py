@@ -14,6 +14,7 @@ from rft.config import Config
 from rft.monitor.records import RunRecord
 from rft.run.stages import result
 from rft.tools import curves
+from rft.tools.tables import table
 from rft.tools.toy import write_arithmetic, write_model
 
 EVAL_SET = "held_out"
@@ -67,7 +68,8 @@ def finish(stages: list[Config]) -> None:
     names = [str(stage.stage_name) for stage in (warmup, tuned)]
     curves.draw(list(zip(names, records, strict=True)), picture)
     export = result(tuned)["huggingface"]
-    print(curves.table(table_rows((warmup, records[0], first), (tuned, records[1], last))))
+    rows = table_rows((warmup, records[0], first), (tuned, records[1], last))
+    print(table(rows, ruled=True))
     print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
     print(summary.read_text(encoding="utf-8"), flush=True)
 

@@ -17,7 +17,8 @@ from rft.config import ConfigError, SweepConfig
 from rft.extras.sweep import objective, records
 from rft.extras.sweep.records import Trial, state
 from rft.ground import durable
-from rft.tools.curves import INK, MUTED, style, table
+from rft.tools.curves import INK, MUTED, style
+from rft.tools.tables import table
 
 BEST, OTHERS, BAD = "#3b5bdb", "#91a7ff", "#e8590c"
 MOST_NAMED = 8  # curves in the legend; of more trials, the best ones
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
         print(f"rft sweep-report: {error}", file=sys.stderr)
         return 2
     cells = [cells_of(row, judged_by) for row in rows]
-    print(table(cells))
+    print(table(cells, ruled=True))
     best = best_of(rows, judged_by)
     if best is not None:
         print(

@@ -11,6 +11,7 @@ import pytest
 
 from rft.monitor.records import RunRecord
 from rft.tools import curves
+from rft.tools.tables import table
 
 
 def write(job: Path, rows: list[dict[str, Any]]) -> RunRecord:
@@ -166,8 +167,9 @@ def test_time_parts_add_up_to_the_step_and_long_runs_are_binned() -> None:
 
 def test_the_table_is_aligned_with_numbers_to_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    text = curves.table(
-        [{"stage": "sft", "steps": 300, "accuracy": 0.5}, {"stage": "grpo_long", "steps": 1500}]
+    text = table(
+        [{"stage": "sft", "steps": 300, "accuracy": 0.5}, {"stage": "grpo_long", "steps": 1500}],
+        ruled=True,
     )
     assert text.splitlines() == [
         "stage      steps  accuracy",
@@ -179,5 +181,23 @@ def test_the_table_is_aligned_with_numbers_to_the_right(monkeypatch: pytest.Monk
 
 def test_on_a_terminal_the_table_has_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    text = curves.table([{"stage": "sft", "steps": 300}])
+    text = table([{"stage": "sft", "steps": 300}])
     assert "╭" in text and "sft" in text
+
+
+def test_in_a_pipe_nothing_is_cut_off_and_no_cell_is_markup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = "/runs/" + "deep/" * 100
+    assert (
+        table([{"what": path, "said": "[red] :smile:"}], headed=False) == f"{path}  [red] :smile:"
+    )
+
+
+def test_on_a_terminal_a_long_cell_is_folded_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert table([{"path": "x" * 100}]).count("x") == 100
