@@ -16,10 +16,16 @@ from collections.abc import Callable
 from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
-from rft.algorithm.correction import Correction
-from rft.algorithm.fields import Fields, clipped_share, limited, versus_engine
-from rft.algorithm.kl import Coefficient, estimate
+from rft.algorithm.fields import Fields
 from rft.algorithm.pairs import dpo
+from rft.algorithm.ratios import (
+    Coefficient,
+    Correction,
+    clipped_share,
+    estimate,
+    limited,
+    versus_engine,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

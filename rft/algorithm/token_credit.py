@@ -16,7 +16,7 @@ import numpy as np
 
 from rft.algorithm import recipe
 from rft.algorithm.advantages import ADVANTAGES, Columns
-from rft.algorithm.kl import estimate
+from rft.algorithm.ratios import estimate
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, whitened
 from rft.config import AlgorithmConfig
 from rft.data.packing import Packed

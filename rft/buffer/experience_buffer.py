@@ -32,8 +32,7 @@ from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Evicted, Group, JournalRecord
-from rft.buffer.replay import Replay
-from rft.buffer.selection import BatchSelection, OverRollout
+from rft.buffer.selection import BatchSelection, OverRollout, Replay
 from rft.config import ExperienceBufferConfig
 from rft.config.explorer import OverRolloutConfig
 from rft.ground.experience import encode

@@ -23,9 +23,9 @@ from rft.config import ConfigError, MonitorConfig
 from rft.ground import redact
 from rft.ground.protocols import MetricSink
 from rft.monitor.console import Console
+from rft.monitor.metrics import with_other_names
 from rft.monitor.mlflow import ARGS as MLFLOW_ARGS
 from rft.monitor.mlflow import MLflow
-from rft.monitor.names import with_other_names
 from rft.monitor.records import RunFiles, RunRecord
 
 WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")

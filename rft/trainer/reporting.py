@@ -11,9 +11,9 @@ from typing import Any
 
 from rft.config import Config
 from rft.ground.experience import EvalResult, Experience
+from rft.monitor.metrics import Speed
 from rft.monitor.records import RunRecord
 from rft.monitor.sinks import build
-from rft.monitor.speed import Speed
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 

@@ -12,9 +12,9 @@ from jobs import part_of, pieces_of
 from rows import CUTS, make_rows
 from torch import Tensor
 
-from rft.algorithm.correction import Correction
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
+from rft.algorithm.ratios import Correction
 from rft.config import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import BY_TOKENS, PackingPolicy, Row
 from rft.megatron.mesh import Mesh
