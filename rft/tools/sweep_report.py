@@ -17,6 +17,7 @@ from rft.config import ConfigError, SweepConfig
 from rft.extras.sweep import objective, records
 from rft.extras.sweep.records import Trial, state
 from rft.ground import durable
+from rft.monitor.sinks import markdown
 from rft.tools.curves import INK, MUTED, style
 from rft.tools.tables import table
 
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
         )
     out = Path(options.out or sweep_dir)
     out.mkdir(parents=True, exist_ok=True)
-    durable.put(out / "sweep.md", markdown(cells))
+    durable.put(out / "sweep.md", markdown(cells) + "\n")
     with (out / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(cells[0]))
         writer.writeheader()
@@ -129,13 +130,6 @@ def cells_of(row: TrialRow, judged_by: SweepConfig) -> dict[str, str]:
         "seconds": f"{row.trial.seconds:.0f}",
         "attempts": str(row.trial.attempts),
     }
-
-
-def markdown(cells: list[dict[str, str]]) -> str:
-    lines = [list(cells[0]), ["---"] * len(cells[0]), *([*line.values()] for line in cells)]
-    return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
-    )
 
 
 # The picture
