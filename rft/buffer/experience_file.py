@@ -137,15 +137,15 @@ def _experience(line: bytes, where: str) -> Experience:
     response = found.response_length
     if found.prompt_length < 1 or response < 1:
         raise ConfigError(
-            f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} tokens; correct "
-            "it"
+            f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} "
+            "tokens; correct it"
         )
     for name in ("action_mask", "logprobs", "token_rewards"):
         length = len(getattr(found, name))
         if length != response and (length or name == "action_mask"):
             raise ConfigError(
-                f"{where}: {name} has {length} numbers for {response} tokens of the response; "
-                "correct it"
+                f"{where}: {name} has {length} numbers for {response} tokens "
+                "of the response; correct it"
             )
     if not all(math.isfinite(number) for number in (found.reward, *found.token_rewards)):
         raise ConfigError(f"{where}: reward={found.reward}; give a finite number")
@@ -169,8 +169,8 @@ class ExperienceFile(StatelessSource):
         self.total_steps = total_steps
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"{KEY}: {path} has {len(self.groups)} groups, fewer than "
-                f"buffer.batch_size={tasks_per_step}: lower it"
+                f"{KEY}: {path} has {len(self.groups)} groups, "
+                f"fewer than buffer.batch_size={tasks_per_step}: lower it"
             )
 
     def take(self, step: int) -> Batch:

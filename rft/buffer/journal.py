@@ -143,9 +143,8 @@ def take_lock(directory: Path) -> int:
     if descriptor is None:
         owner = durable.signed_by(directory / "lock") or "unknown"
         raise JournalError(
-            f"the journal {directory} is already open in process {owner}: one process may write it "
-            "at a time. "
-            f"End that process, or give this run another name or directory."
+            f"the journal {directory} is already open in process {owner}: one process may write "
+            "it at a time. End that process, or give this run another name or directory."
         )
     durable.sign(descriptor, str(os.getpid()))
     return descriptor
@@ -196,8 +195,8 @@ class Journal:
             if int(log.stem) != end:
                 raise JournalError(
                     f"the journal {self.directory} lacks the positions {end} to {int(log.stem)}, "
-                    "which "
-                    f"should be in {end:020d}.log: restore that file, or move the directory away."
+                    f"which should be in {end:020d}.log: "
+                    "restore that file, or move the directory away."
                 )
             self._segments.append(self._checked(log, end, may_be_torn=log == logs[-1]))
             end = self._segments[-1].end
@@ -218,15 +217,13 @@ class Journal:
             if damaged:
                 raise JournalError(
                     f"the journal file {path} is damaged at byte {good} of {size} (position "
-                    f"{start + good}), with "
-                    f"more data behind it. Restore the file from a copy; or move {self.directory} "
-                    "away to begin with "
-                    f"an empty buffer, which loses the experiences that were not trained yet."
+                    f"{start + good}), with more data behind it. Restore the file from a copy; "
+                    f"or move {self.directory} away to begin with an empty buffer, "
+                    "which loses the experiences that were not trained yet."
                 )
             logger.warning(
                 "journal file %s: cutting off a torn record of %d bytes at byte %d (position %d), "
-                "which was "
-                "never acknowledged",
+                "which was never acknowledged",
                 path,
                 size - good,
                 good,

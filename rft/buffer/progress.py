@@ -353,9 +353,9 @@ class Progress:
     def check_resume(self, step: int) -> None:
         if step < self.oldest_step:
             raise ValueError(
-                f"cannot resume at step {step}: the journal was cut and keeps batches from step "
-                f"{self.oldest_step} on. "
-                f"Resume from a newer checkpoint, or begin with an empty buffer directory."
+                f"cannot resume at step {step}: "
+                f"the journal was cut and keeps batches from step {self.oldest_step} on. "
+                "Resume from a newer checkpoint, or begin with an empty buffer directory."
             )
 
     def replays(self, step: int) -> list[int]:

@@ -150,8 +150,7 @@ class SqlBuffer(BatchedCalls):
         if numbers is WAIT:
             raise TimeoutError(
                 f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: it serves "
-                f"version {self._published}, "
-                f"and too many groups are ahead ({await self._where()})"
+                f"version {self._published}, and too many groups are ahead ({await self._where()})"
             )
         return numbers
 
@@ -189,8 +188,8 @@ class SqlBuffer(BatchedCalls):
         elif largest > self.max_bytes:
             self._counts["oversized_groups"] += 1
             why = (
-                f"an experience has {largest} bytes, more than "
-                f"experience_buffer.max_experience_mb allows ({self.max_bytes})"
+                f"an experience has {largest} bytes, "
+                f"more than experience_buffer.max_experience_mb allows ({self.max_bytes})"
             )
         if why:
             await self.abandon(group, why)
@@ -302,9 +301,8 @@ class SqlBuffer(BatchedCalls):
             if self._stopped:
                 return encode(Delivery(step=step))
             raise TimeoutError(
-                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is an "
-                "explorer alive? "
-                f"({await self._where()})"
+                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
+                f"is an explorer alive? ({await self._where()})"
             )
         parts, replayed = found
         return encode(
@@ -455,8 +453,8 @@ class SqlBuffer(BatchedCalls):
     def _check_explorer(self, db: Connection, name: str) -> None:
         if self._steps.incarnation(db, name) != self._explorers.get(name):
             raise Lost(
-                f"another process has begun as explorer {name}: give every explorer of a run its "
-                "own explorer.name"
+                f"another process has begun as explorer {name}: "
+                "give every explorer of a run its own explorer.name"
             )
 
     def _epoch(self, db: Connection) -> int:

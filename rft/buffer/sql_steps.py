@@ -241,10 +241,9 @@ class Steps:
             )
         if step < found.oldest_step:
             raise ValueError(
-                f"cannot resume at step {step}: the database keeps batches of {name} from step "
-                f"{found.oldest_step} on. "
-                "Resume from a newer checkpoint, or set another "
-                "buffer.trainer_input.experience_buffer.name."
+                f"cannot resume at step {step}: the database keeps batches "
+                f"of {name} from step {found.oldest_step} on. Resume from a newer checkpoint, "
+                "or set another buffer.trainer_input.experience_buffer.name."
             )
         db.execute(trainers.update().where(trainers.c.name == name).values(values))
 
@@ -267,8 +266,8 @@ class Steps:
         ).scalar()
         if found != run_epoch:
             raise Lost(
-                f"another process has begun as trainer {name} since: this one, of run epoch "
-                f"{run_epoch}, is over"
+                f"another process has begun as trainer {name} since: "
+                f"this one, of run epoch {run_epoch}, is over"
             )
 
     def lease(self, db: Connection, trainer: str, step: int) -> int | None:
@@ -390,11 +389,10 @@ class Steps:
             experiences = blobs(db, self.tables, group.number)
             if len(experiences) != group.size:
                 raise JournalError(
-                    f"the database has {len(experiences)} of the {group.size} experiences of group "
-                    f"{group.number}, which step "
-                    f"{step} of {trainer} needs: restore the rows of "
-                    f"{self.tables.experiences.name} that were deleted, or resume "
-                    f"from another checkpoint"
+                    f"the database has {len(experiences)} of the {group.size} "
+                    f"experiences of group {group.number}, which step {step} of {trainer} needs: "
+                    f"restore the rows of {self.tables.experiences.name} that were deleted, "
+                    "or resume from another checkpoint"
                 )
             found.append(
                 StoredGroup(
@@ -407,9 +405,9 @@ class Steps:
         self.lock_trainer(db, trainer, run_epoch)
         if self.lease(db, trainer, step) is None:
             raise Lost(
-                f"the batch of step {step} is no longer {trainer}'s: it was silent for "
-                "experience_buffer.lease_s="
-                f"{self.lease_s:g} s, and another trainer has it; go on from the newest checkpoint"
+                f"the batch of step {step} is no longer {trainer}'s: "
+                f"it was silent for experience_buffer.lease_s={self.lease_s:g} s, "
+                "and another trainer has it; go on from the newest checkpoint"
             )
         trainers = self.tables.trainers
         db.execute(

@@ -69,8 +69,8 @@ def read_experiences(source: Path) -> Iterator[Experience]:
         )
         if not queues and not file.is_file():
             raise ConfigError(
-                f"{source}: no queue in {source / 'buffer'}: give the job directory of a run with "
-                "rollouts"
+                f"{source}: no queue in {source / 'buffer'}: "
+                "give the job directory of a run with rollouts"
             )
         for queue in queues:
             yield from stored_experiences(queue)

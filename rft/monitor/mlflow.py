@@ -93,9 +93,8 @@ class MLflow:
             self._run = self._known(job_dir, resume_step) or self._create(job_dir, project, name)
         except TrackingError as error:
             raise ConfigError(
-                f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer as "
-                f"one ({error}); "
-                "start it, give its address, or set monitor.monitor_type=none"
+                f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer "
+                f"as one ({error}); start it, give its address, or set monitor.monitor_type=none"
             ) from error
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()

@@ -207,9 +207,8 @@ def _needs(module: str, package: str, install: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"monitor.monitor_type={package} cannot be imported ({error}): pip install "
-            f"'{install}', "
-            "or set monitor.monitor_type=none"
+            f"monitor.monitor_type={package} cannot be imported ({error}): "
+            f"pip install '{install}', or set monitor.monitor_type=none"
         ) from error
 
 
@@ -219,6 +218,6 @@ def _refuse_unknown(args: dict[str, Any], known: Sequence[str]) -> None:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ConfigError(
-                f"monitor.monitor_args.{key} is unknown: {hint}known are "
-                f"{', '.join(known) or 'none'}"
+                f"monitor.monitor_args.{key} is unknown: "
+                f"{hint}known are {', '.join(known) or 'none'}"
             )

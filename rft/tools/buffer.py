@@ -54,8 +54,8 @@ def from_journal(source: str, name: str) -> Iterator[StoredGroup]:
     place = next((p for p in places if list(p.glob("[0-9]*.log"))), None)
     if place is None:
         raise ConfigError(
-            f"{source} is no run with a queue, and no journal: give the run's directory, or the "
-            "URL of its database"
+            f"{source} is no run with a queue, and no journal: "
+            "give the run's directory, or the URL of its database"
         )
     ledger = Ledger(str(place), 64 * 2**20)
     try:

@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rft ckpt",
         description=(
-            "RUN: a run, job or checkpoints directory, or a URL. CHECKPOINT: RUN (the "
-            "newest), RUN@STEP, or a path."
+            "RUN: a run, job or checkpoints directory, or a URL. CHECKPOINT: "
+            "RUN (the newest), RUN@STEP, or a path."
         ),
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -330,8 +330,8 @@ def diff(options: argparse.Namespace) -> int:
         found = _differing(a, b, same)
         for largest, count, key in found:
             lines.append(
-                f"{key}: {count:,} of {prod(a.tensors[key][1]):,} elements, by at most "
-                f"{largest:.3g}"
+                f"{key}: {count:,} of {prod(a.tensors[key][1]):,} elements, "
+                f"by at most {largest:.3g}"
             )
         lines += _loop_lines(a.manifest.loop, b.manifest.loop)
         print(f"A  {a.where}\nB  {b.where}")

@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rft debug",
         usage=(
-            "rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] "
-            "[section.key=value ...]"
+            "rft debug [--set NAME] [--row N] [experiment=NAME | "
+            "--config FILE] [section.key=value ...]"
         ),
         description="Run one task through a live engine and print every token of it.",
         allow_abbrev=False,
@@ -118,8 +118,8 @@ def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator
         yield ""
         yield (
             f"{told}: reward {experience.reward:g} ({experience.reward_outcome}), "
-            f"{experience.prompt_length} + "
-            f"{experience.response_length} tokens, stop: {experience.stop}"
+            f"{experience.prompt_length} + {experience.response_length} "
+            f"tokens, stop: {experience.stop}"
         )
         yield from (
             f"  {name} = {value}"

@@ -72,8 +72,8 @@ def main(argv: list[str]) -> int:
         usage="rft doctor [experiment=NAME | --config FILE] [section.key=value ...]",
         allow_abbrev=False,
         description=(
-            "Look at this machine and, where words are given, at the config that they "
-            "mean, before a job is queued."
+            "Look at this machine and, where words are given, at the config that they mean, "
+            "before a job is queued."
         ),
     )
     _, words = parser.parse_known_args(argv)
@@ -176,8 +176,8 @@ def together(installed: dict[str, str]) -> Iterator[Finding]:
                 continue
             if not asked.specifier.contains(there, prereleases=True):
                 wrong.append(
-                    f"{name} {installed[name]} asks for {asked.name}{asked.specifier}, and {there} "
-                    "is installed"
+                    f"{name} {installed[name]} asks for {asked.name}{asked.specifier}, "
+                    f"and {there} is installed"
                 )
     yield Finding(
         FAIL if wrong else OK,
@@ -289,8 +289,8 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
     """What is left to say when the config itself has been accepted."""
     if is_remote(config):
         said = (
-            f"{config.model.tinker.base_model}: its weights and whatever is computed with them "
-            "are at the Tinker service"
+            f"{config.model.tinker.base_model}: "
+            "its weights and whatever is computed with them are at the Tinker service"
         )
         yield Finding(OK, "model", said)
         yield from monitor(config)
@@ -306,8 +306,8 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
         f"cp{layout.context_parallel_size}"
     )
     said = (
-        f"{short(wanted.parameters)} parameters{trained}; {cut} on {config.trainer.num_ranks} "
-        "rank(s) divides it"
+        f"{short(wanted.parameters)} parameters{trained}; "
+        f"{cut} on {config.trainer.num_ranks} rank(s) divides it"
     )
     yield Finding(OK, "model", said)
     yield cores(config)
@@ -368,8 +368,8 @@ def rank_memory(config: Config, wanted: MemoryPlan, there: int) -> Finding:
         ""
         if fits
         else (
-            "more trainer.megatron.*_size, trainer.recompute_granularity=full or a lower "
-            "max_token_len_per_gpu"
+            "more trainer.megatron.*_size, "
+            "trainer.recompute_granularity=full or a lower max_token_len_per_gpu"
         )
     )
     return Finding(
@@ -393,8 +393,8 @@ def host_memory(config: Config, wanted: MemoryPlan, on_cpu: bool) -> Finding:
         ""
         if fits
         else (
-            "lower trainer.checkpoint.host_memory_gb, explorer.rollout_model.kv_cache_gb or the "
-            "number of parts"
+            "lower trainer.checkpoint.host_memory_gb, "
+            "explorer.rollout_model.kv_cache_gb or the number of parts"
         )
     )
     return Finding(
@@ -432,8 +432,8 @@ def disk(config: Config, wanted: MemoryPlan) -> Finding:
         ""
         if fits
         else (
-            "lower trainer.max_checkpoints_to_keep, or set checkpoint_root_dir or "
-            "trainer.checkpoint.storage"
+            "lower trainer.max_checkpoints_to_keep, "
+            "or set checkpoint_root_dir or trainer.checkpoint.storage"
         )
     )
     where = configs.checkpoint_root(config)

@@ -95,8 +95,8 @@ def find_control(text: str) -> Path:
             f"{', '.join(str(c.parent) for c in found[:8])}"
         )
     raise InputError(
-        f"{text}: no run is under way here; give the directory of one that is, like "
-        "runs/rft/quickstart"
+        f"{text}: no run is under way here; "
+        "give the directory of one that is, like runs/rft/quickstart"
     )
 
 

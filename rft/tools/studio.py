@@ -31,8 +31,8 @@ PAGE = Path(__file__).with_name("studio.html")
 RECIPES = ("grpo", "ppo", "sft")
 TRAINING = ("both", "train")
 LEFT_OUT = (
-    "functions and operators of your own, databases, services, ports, isolation, whether "
-    "checkpoint_root_dir can be written"
+    "functions and operators of your own, databases, services, ports, isolation, "
+    "whether checkpoint_root_dir can be written"
 )
 
 

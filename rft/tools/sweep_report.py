@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
     best = best_of(rows, judged_by)
     if best is not None:
         print(
-            f"best     trial {best.trial.number}: {judged_by.objective}={best.value:g} with "
-            f"{best.chosen}"
+            f"best     trial {best.trial.number}: "
+            f"{judged_by.objective}={best.value:g} with {best.chosen}"
         )
     out = Path(options.out or sweep_dir)
     out.mkdir(parents=True, exist_ok=True)
@@ -100,8 +100,8 @@ def read(sweep_dir: Path, judged_by: SweepConfig) -> list[TrialRow]:
     trials = records.trials(sweep_dir)
     if not trials:
         raise ConfigError(
-            f"{sweep_dir} has no trials: give the directory of a sweep, "
-            "<root>/<project>/<name>/sweep"
+            f"{sweep_dir} has no trials: "
+            "give the directory of a sweep, <root>/<project>/<name>/sweep"
         )
     shared = set.intersection(*(set(trial.overrides) for trial in trials))
     rows = []

@@ -259,8 +259,8 @@ def write(run: Path) -> Path:
     tracks = load(run)
     if not any(track.events for track in tracks):
         raise ValueError(
-            f"{run} has recorded no timeline: it ran with monitor.trace=false, or before rft had "
-            "one"
+            f"{run} has recorded no timeline: "
+            "it ran with monitor.trace=false, or before rft had one"
         )
     path = run / "timeline.json"
     with path.open("w", encoding="utf-8") as file:
@@ -283,7 +283,7 @@ def main(arguments: list[str]) -> int:
         print(f"rft trace: {error}", file=sys.stderr)
         return 2
     print(
-        f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in ui.perfetto.dev or "
-        "chrome://tracing"
+        f"{path} ({path.stat().st_size / 1e6:.1f} MB): "
+        "open it in ui.perfetto.dev or chrome://tracing"
     )
     return 0

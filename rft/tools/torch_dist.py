@@ -263,8 +263,8 @@ class TorchDist:
             )
             if not fits:
                 raise TorchDistError(
-                    f"{self.directory}: {key} is {list(found)}, config.json says {list(wanted)} "
-                    "for it"
+                    f"{self.directory}: {key} is {list(found)}, "
+                    f"config.json says {list(wanted)} for it"
                 )
 
     def _entry(self, key: str) -> TensorStorageMetadata:
@@ -321,8 +321,8 @@ class TorchDist:
 def _refuse_experts(dims: Dims) -> None:
     if dims.experts:
         raise TorchDistError(
-            "torch_dist checkpoints of models with experts are not read or written; go through "
-            "Hugging Face files"
+            "torch_dist checkpoints of models with experts are not read or written; "
+            "go through Hugging Face files"
         )
 
 
@@ -335,8 +335,8 @@ def _index(directory: Path) -> Metadata:
         stated = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
         if stated.get("sharded_backend") != "torch_dist":
             raise TorchDistError(
-                f"{directory} is a checkpoint of backend {stated.get('sharded_backend')}, not of "
-                "torch_dist"
+                f"{directory} is a checkpoint of backend "
+                f"{stated.get('sharded_backend')}, not of torch_dist"
             )
         with open(directory / ".metadata", "rb") as file:
             found = IndexUnpickler(file).load()

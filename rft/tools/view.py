@@ -74,14 +74,14 @@ def tokenizer_of(source: Path, model: str | None) -> Any:
     )
     if model is None and resolved is None:
         raise ConfigError(
-            f"--model: {directory} has no resolved.yaml that names a model: give the directory of "
-            "its tokenizer"
+            f"--model: {directory} has no resolved.yaml that names a model: "
+            "give the directory of its tokenizer"
         )
     path = model or OmegaConf.load(resolved).model.model_path
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ConfigError(
-            f"--model: {path} has no tokenizer_config.json: give the directory of the model's "
-            "tokenizer"
+            f"--model: {path} has no tokenizer_config.json: "
+            "give the directory of the model's tokenizer"
         )
     return AutoTokenizer.from_pretrained(path)
 
