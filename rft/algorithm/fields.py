@@ -40,13 +40,11 @@ class Fields:
     entropy: "Tensor | None" = None  # of the current policy, with gradient
     margin: "Tensor | None" = None  # of the pair that the response belongs to: see `dpo`
     expert: "Tensor | None" = None  # 1 where no policy sampled the token
-    sequence: "Tensor | None" = (
-        None  # int64: number of the token's sequence in this microbatch, the same on all its ranks
-    )
+    # int64: number of the token's sequence in this microbatch, the same on all its ranks
+    sequence: "Tensor | None" = None
     sequences: int = 0  # how many numbers there are, that of padding included
-    reduced: "Callable[[Tensor], Tensor] | None" = (
-        None  # adds up over the ranks that hold parts of a sequence, with gradient
-    )
+    # adds up over the ranks that hold parts of a sequence, with gradient
+    reduced: "Callable[[Tensor], Tensor] | None" = None
 
     @classmethod
     def of(

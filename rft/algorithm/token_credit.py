@@ -171,10 +171,8 @@ def _of_responses(
     def spread(packed: Packed, reward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         trained, sequence = packed.weight != 0, np.repeat(packed.rows, np.diff(packed.cu_seqlens))
         advantage, returns = np.zeros((2, packed.length))
-        advantage[: len(sequence)], returns[: len(sequence)] = (
-            judged.advantages[sequence],
-            of_step.rewards[sequence],
-        )
+        advantage[: len(sequence)] = judged.advantages[sequence]
+        returns[: len(sequence)] = of_step.rewards[sequence]
         return advantage * trained, returns * trained
 
     return spread

@@ -408,9 +408,8 @@ class Progress:
                 groups=[group.number for group in lease.groups],
                 at=lease.at,
                 uses=lease.uses,
-                kept=[group.number for group in lease.groups]
-                if lease.uses
-                else [],  # for the leases behind, then `Pooled`
+                # for the leases behind, then `Pooled`
+                kept=[group.number for group in lease.groups] if lease.uses else [],
             )
         if any(lease.uses for lease in self.leases.values()) or self.pool:
             pool = self.pool.values()

@@ -117,11 +117,9 @@ class Replay:
         of the lowest priority, the oldest.
         """
         over = len(groups) - self.capacity
-        return (
-            sorted(groups, key=lambda group: (self.priority(group), group.number))[:over]
-            if over > 0
-            else []
-        )
+        if over <= 0:
+            return []
+        return sorted(groups, key=lambda group: (self.priority(group), group.number))[:over]
 
 
 def arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -319,11 +319,8 @@ class Steps:
             return [number for number, _ in found]
         if incomplete or not is_over:
             return WAIT
-        return (
-            [number for number, _ in found]
-            if all(state == "stored" for _, state in found)
-            else WAIT
-        )
+        is_stored = all(state == "stored" for _, state in found)
+        return [number for number, _ in found] if is_stored else WAIT
 
     def _stored(self, db: Connection) -> list[tuple[int, str]]:
         """The oldest stored groups that no other transaction is about to take."""
@@ -422,12 +419,8 @@ class Steps:
         db.execute(trainers.update().where(newer).values(saved=step))
 
     def forget(self, db: Connection, trainer: str, step: int) -> None:
-        groups, rows, leases, trainers = (
-            self.tables.groups,
-            self.tables.experiences,
-            self.tables.leases,
-            self.tables.trainers,
-        )
+        groups, rows = self.tables.groups, self.tables.experiences
+        leases, trainers = self.tables.leases, self.tables.trainers
         done = (groups.c.trainer == trainer) & (groups.c.step < step) & (groups.c.state == "stored")
         db.execute(rows.delete().where(rows.c.group.in_(sql.select(groups.c.number).where(done))))
         db.execute(groups.update().where(done).values(state="consumed"))

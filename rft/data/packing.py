@@ -49,11 +49,8 @@ class Cost:
         """From a Hugging Face config; every layer of a mixture counts as sparse: its router and the
         experts of one token.
         """
-        hidden, layers, heads = (
-            int(hf["hidden_size"]),
-            int(hf["num_hidden_layers"]),
-            int(hf["num_attention_heads"]),
-        )
+        hidden, layers = int(hf["hidden_size"]), int(hf["num_hidden_layers"])
+        heads = int(hf["num_attention_heads"])
         groups = int(hf.get("num_key_value_heads") or heads)
         size = int(hf.get("head_dim") or hidden // heads)
         experts = num_experts(hf)

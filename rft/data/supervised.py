@@ -78,11 +78,9 @@ def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
     pair = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     if messages:
         prompt = {"messages_key": config.messages_key}
-        return (
-            Needs({}, prompt, pair, tools)
-            if schema == "dpo"
-            else Needs({}, answers=prompt, tools=tools)
-        )
+        if schema == "dpo":
+            return Needs({}, prompt, pair, tools)
+        return Needs({}, answers=prompt, tools=tools)
     text = {"prompt_key": config.prompt_key} | (
         pair if schema == "dpo" else {"response_key": config.response_key}
     )

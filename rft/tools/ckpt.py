@@ -347,11 +347,9 @@ def _only(one: Checkpoint, other: Checkpoint) -> list[str]:
 
 def _few(lines: list[str]) -> list[str]:
     """What is so for whole kinds of tensors need not be said of each."""
-    return (
-        lines
-        if len(lines) <= SHOWN
-        else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more like that"]
-    )
+    if len(lines) <= SHOWN:
+        return lines
+    return [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more like that"]
 
 
 def _differing(a: Checkpoint, b: Checkpoint, keys: list[str]) -> list[tuple[float, int, str]]:

@@ -359,17 +359,11 @@ def _heading(figure: Any, stages: Sequence[Stage]) -> None:
             left + 0.015, 0.956, stage.name, color=INK, fontsize=14, weight="bold", va="center"
         )
         right = words.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width
-        spent = (
-            f", {seconds / 60:.1f} min"
-            if seconds >= 60
-            else f", {seconds:.1f} s"
-            if seconds
-            else ""
-        )
+        spent = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
         facts = figure.text(
             right + 0.006,
             0.955,
-            f"{stage.record.last_step} steps{spent}",
+            f"{stage.record.last_step} steps" + (f", {spent}" if seconds else ""),
             color=MUTED,
             fontsize=10.5,
             va="center",

@@ -57,13 +57,8 @@ def keys_table() -> str:
 
 
 def row(setting: Setting) -> str:
-    origin = (
-        "Trinity-RFT"
-        if setting.key in trinity_keys.SHARED
-        else "Megatron"
-        if ".override_" in setting.key
-        else "rft"
-    )
+    origin = "Megatron" if ".override_" in setting.key else "rft"
+    origin = "Trinity-RFT" if setting.key in trinity_keys.SHARED else origin
     default = f"`{setting.default}`" if setting.default else ""
     return line(f"`{setting.key}`", setting.takes, default, setting.meaning, origin)
 

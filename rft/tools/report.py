@@ -264,13 +264,9 @@ def _compare(ours: Any, default: Any, path: str, found: list[list[str]]) -> None
 
 
 def _plain(value: Any) -> str:
-    return (
-        ""
-        if value is None or value == "???"
-        else json.dumps(value)
-        if isinstance(value, list | dict)
-        else str(value)
-    )
+    if value is None or value == "???":
+        return ""
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
 def _at(config: dict[str, Any], key: str) -> Any:

@@ -81,11 +81,8 @@ def stage_dirs(run: Path) -> list[Path]:
 
     Raises ValueError if there is none.
     """
-    found = (
-        [run]
-        if (run / "logs").is_dir()
-        else [path.parent for path in run.glob("*/logs") if path.is_dir()]
-    )
+    stages = [path.parent for path in run.glob("*/logs") if path.is_dir()]
+    found = [run] if (run / "logs").is_dir() else stages
     if not found:
         raise ValueError(
             f"{run} is no run directory: there are no logs in it, and none one level below"
