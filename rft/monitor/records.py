@@ -96,18 +96,11 @@ class RunRecord:
 
         Secrets are names of variables there.
         """
-        found: dict[str, str] = {}
-
-        def walk(node: Any, prefix: str) -> None:
-            if isinstance(node, dict) and node:
-                for key, value in node.items():
-                    walk(value, f"{prefix}.{key}" if prefix else str(key))
-            else:
-                found[prefix] = "" if node is None else redact.text(str(node))
-
-        if self.config:
-            walk(self.config, "")
-        return found
+        return {
+            key: "" if value is None else redact.text(str(value))
+            for key, value in flat(self.config).items()
+            if key
+        }
 
 
 class JsonLines:
@@ -171,6 +164,16 @@ def read_metrics(path: Path) -> list[Row]:
     for line in read_lines(path):
         merged.setdefault(line["step"], {}).update(line)
     return [merged[step] for step in sorted(merged)]
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one, with dotted keys; an empty dictionary is a value."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def is_number(value: object) -> bool:

@@ -26,6 +26,7 @@ from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
+from rft.monitor.records import flat
 from rft.tools.places import InputError, Run, find_checkpoint, find_run
 from rft.tools.tables import table
 
@@ -215,7 +216,7 @@ def show(options: argparse.Namespace) -> int:
         for key, value in lines.items():
             print(f"  {key:<14}{value}")
         print("cut")
-        for key, value in sorted(_flat(manifest.loop).items()):
+        for key, value in sorted(flat(manifest.loop).items()):
             print(f"  {key:<24}{json.dumps(value)}")
         print("tensors")
         for line in _kinds(checkpoint):
@@ -232,16 +233,6 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[str]:
     for (kind, dtype), sizes in kinds.items():
         size = _size(sum(sizes) * ITEM_BYTES[dtype])
         yield f"{kind:<12}{len(sizes):>6} tensors {sum(sizes):>16,} elements  {dtype:<9} {size}"
-
-
-def _flat(loop: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted keys."""
-    if not isinstance(loop, dict) or not loop:
-        return {prefix: loop}
-    found: dict[str, Any] = {}
-    for key, value in loop.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -396,7 +387,7 @@ def values(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _loop_lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
-    one, two = _flat(a), _flat(b)
+    one, two = flat(a), flat(b)
     for key in sorted(one.keys() | two.keys()):
         if one.get(key) != two.get(key):
             yield f"cut {key}: {json.dumps(one.get(key))} and {json.dumps(two.get(key))}"

@@ -12,13 +12,14 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rft.config import Config
 from rft.ground import redact
-from rft.monitor.records import Row, RunRecord
+from rft.monitor.records import Row, RunRecord, flat
+from rft.tools import config as config_tool
 from rft.tools import timeline
 from rft.tools.curves import OTHER, TIMES, time_shares
 from rft.tools.timeline import Track
@@ -244,23 +245,14 @@ def checkpoints(record: RunRecord, tracks: Sequence[Track]) -> list[Row]:
     return [found[step] | {"kept": step in kept} for step in sorted(found)]
 
 
-def changed(config: dict[str, Any]) -> list[list[str]]:
+def changed(config: Row) -> list[list[str]]:
     """Keys that differ from their defaults: key, value, default."""
-    found: list[list[str]] = []
-    _compare(config, asdict(Config(name="?")), "", found)
-    return found
-
-
-def _compare(ours: Any, default: Any, path: str, found: list[list[str]]) -> None:
-    if isinstance(ours, dict) and (isinstance(default, dict) or not path):
-        for key in ours:
-            _compare(ours[key], default.get(key), f"{path}{key}.", found)
-    elif ours != (asdict(default) if is_dataclass(default) else default):  # type: ignore[arg-type]
-        if isinstance(ours, dict):
-            for key, value in ours.items():
-                _compare(value, None, f"{path}{key}.", found)
-        else:
-            found.append([path.rstrip("."), _plain(ours), _plain(default)])
+    default = asdict(Config(name="?"))
+    different = flat(config_tool.changed(config, default))
+    found = [(key, value, _at(default, key)) for key, value in different.items()]
+    return [
+        [key, _plain(ours), _plain(there)] for key, ours, there in found if ours not in (there, {})
+    ]
 
 
 def _plain(value: Any) -> str:
