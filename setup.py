@@ -6,6 +6,7 @@ Tool configuration is in pyproject.toml; the tested set of versions in requireme
 from setuptools import find_namespace_packages, setup
 
 CORE = [
+    "aiohttp",
     "annotated-types",
     "datasets",
     "hydra-core>=1.3.8,<1.5",
@@ -14,11 +15,17 @@ CORE = [
     "megatron-core>=0.16.1",
     "msgspec>=0.20",
     "fsspec",
+    "httpx",
+    "jinja2",
     "numpy",
     "omegaconf>=2.3.1,<2.5",
     "openai",
+    "packaging",
     "psutil",
+    "pyarrow",
     "pydantic>=2.11,<3",
+    "pydantic-core",
+    "pyyaml",
     "ray>=2.60",
     "rich",
     "safetensors",

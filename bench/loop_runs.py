@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from bench import report
-from rft.monitor.sinks import read_metrics
+from rft.monitor.records import RunRecord
 from rft.run import processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -285,7 +285,7 @@ def read(
     working = in_work(groups)
     if way == ROLLOUT:
         return Measured(groups[-1]["at"] - groups[0]["at"], busy, rollouts=working, tokens=tokens)
-    rows = [row for row in read_metrics(job / "metrics.jsonl") if "time/step_s" in row]
+    rows = RunRecord(job).timed
     lengths = {row["response_length/mean"] for row in rows}
     if (
         len(rows) != sizes.steps

@@ -200,7 +200,7 @@ def trainer_of(
 ) -> tuple[Any, Any]:
     from rft.algorithm import recipe
     from rft.data.packing import Cost
-    from rft.monitor.speed import Speed
+    from rft.monitor.metrics import Speed
     from rft.run.sources import tokenizer_of
     from rft.sync.style import Cadence
     from rft.trainer.feed import Feed

@@ -143,11 +143,9 @@ def grpo(
             advantages[members] = (rewards[members] - rewards[members].mean()) / (
                 divisor if normalize_std else 1.0
             )
-    return (
-        Credit(advantages)
-        if std_threshold is None
-        else without(columns, advantages, silent, duplicate_experiences)
-    )
+    if std_threshold is None:
+        return Credit(advantages)
+    return without(columns, advantages, silent, duplicate_experiences)
 
 
 def _penalised(columns: Columns, penalty: float) -> np.ndarray:

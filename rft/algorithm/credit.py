@@ -19,7 +19,7 @@ from rft.ground.experience import Experience
 
 
 @dataclass(frozen=True)
-class Judged:
+class CreditedStep:
     """What a step trains on: experiences, as often as their advantage function wants each, and the
     advantage of each.
 
@@ -44,7 +44,7 @@ def judge(
     arguments: dict[str, Any],
     seed: int = 0,
     penalised: bool = False,
-) -> Judged:
+) -> CreditedStep:
     """`seed`: the step. `penalised`: a KL term comes off the rewards later. Experiences that have
     no token to train on are compared with the others of their group, and then left out.
     """
@@ -60,12 +60,12 @@ def judge(
     times = np.ones(len(compared), dtype=np.int64) if found.times is None else found.times
     chosen = np.repeat(np.arange(len(compared)), times * is_taught)
     baselines = _baselines(experiences) if later is not None and later.needs_baseline else None
-    return Judged(
+    return CreditedStep(
         [compared[i] for i in chosen], found.advantages[chosen], per_token, baselines, found.metrics
     )
 
 
-def rows(judged: Judged, mode: str, longest: int = 1) -> list[Row]:
+def rows(judged: CreditedStep, mode: str, longest: int = 1) -> list[Row]:
     """One row per experience; `mode` is a loss_agg_mode, `longest` the length of response that one
     of them divides by.
 

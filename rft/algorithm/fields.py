@@ -1,5 +1,4 @@
-"""What a loss may look at, and what losses have in common. Pure functions on tensors; importing
-this loads no torch.
+"""What a loss may look at. Pure functions on tensors; importing this loads no torch.
 
 Masks, weights and global counts belong to the caller, so a loss cannot depend on how a batch was
 cut. A loss that needs a sum over a whole response asks `Fields.sums` for it: a response may be cut
@@ -9,8 +8,6 @@ over context-parallel ranks, and only there it is whole.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from rft.algorithm.kl import LOG_RATIO_LIMIT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,13 +40,11 @@ class Fields:
     entropy: "Tensor | None" = None  # of the current policy, with gradient
     margin: "Tensor | None" = None  # of the pair that the response belongs to: see `dpo`
     expert: "Tensor | None" = None  # 1 where no policy sampled the token
-    sequence: "Tensor | None" = (
-        None  # int64: number of the token's sequence in this microbatch, the same on all its ranks
-    )
+    # int64: number of the token's sequence in this microbatch, the same on all its ranks
+    sequence: "Tensor | None" = None
     sequences: int = 0  # how many numbers there are, that of padding included
-    reduced: "Callable[[Tensor], Tensor] | None" = (
-        None  # adds up over the ranks that hold parts of a sequence, with gradient
-    )
+    # adds up over the ranks that hold parts of a sequence, with gradient
+    reduced: "Callable[[Tensor], Tensor] | None" = None
 
     @classmethod
     def of(
@@ -103,42 +98,3 @@ class Fields:
         total, count = self.sums(value, self.mask.to(value.dtype))
         mean: Tensor = total / count.clamp(min=1)
         return mean
-
-
-def limited(log_ratio: "Tensor") -> "Tensor":
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def clipped_share(is_clipped: "Tensor", ratio: "Tensor") -> dict[str, "Tensor"]:
-    """How many tokens have no gradient because the policy has moved too far: in all, down (`low`)
-    and up (`high`).
-    """
-    below, above = is_clipped & (ratio < 1), is_clipped & (ratio > 1)
-    return {
-        "clip_frac": is_clipped.float(),
-        "clip_frac_low": below.float(),
-        "clip_frac_high": above.float(),
-    }
-
-
-def versus_engine(logprobs: "Tensor", fields: Fields) -> dict[str, "Tensor"]:
-    """`mismatch` of the trainer as it is now: part of what every loss on rollouts tells."""
-    return mismatch(limited(logprobs - fields.behaviour).detach())
-
-
-def mismatch(log_ratio: "Tensor") -> dict[str, "Tensor"]:
-    """How far trainer and engine disagree on the sampled tokens; log_ratio [T] = trainer - engine.
-
-    `kl/mismatch` is the k3 estimate of KL(engine || trainer), r - 1 - log r (Schulman 2020). At
-    max_staleness=0 in fp32 all of this is arithmetic noise (below 1e-4); with staleness it includes
-    the policy's own movement.
-    """
-    ratio = log_ratio.exp()
-    gap = log_ratio.abs()
-    return {
-        "kl/mismatch": ratio - 1 - log_ratio,
-        "logprob_diff/mean": gap,
-        "logprob_diff/max:max": gap,
-        "ratio/mean": ratio,
-        "ratio/max:max": ratio,
-    }

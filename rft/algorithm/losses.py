@@ -16,10 +16,16 @@ from collections.abc import Callable
 from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
-from rft.algorithm.correction import Correction
-from rft.algorithm.fields import Fields, clipped_share, limited, versus_engine
-from rft.algorithm.kl import Coefficient, estimate
+from rft.algorithm.fields import Fields
 from rft.algorithm.pairs import dpo
+from rft.algorithm.ratios import (
+    Coefficient,
+    Correction,
+    clipped_share,
+    estimate,
+    limited,
+    versus_engine,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -382,16 +388,13 @@ def token_loss(
         if kl != "none":
             assert fields.reference is not None
             term = estimate(kl, logprobs, fields.reference, fields.old)
-            losses, metrics["kl/reference"] = (
-                losses + float(kl_coef) * _of_rollouts(term, fields),
-                term,
-            )
+            losses = losses + float(kl_coef) * _of_rollouts(term, fields)
+            metrics["kl/reference"] = term
         if fields.entropy is not None:
             metrics["entropy/mean"] = fields.entropy
             if entropy_coef:
-                counted = (
-                    _of_rollouts(fields.entropy, fields) if entropy_of == "mix" else fields.entropy
-                )
+                is_mixed = entropy_of == "mix"
+                counted = _of_rollouts(fields.entropy, fields) if is_mixed else fields.entropy
                 losses = losses - entropy_coef * counted
         return losses, metrics
 
@@ -400,6 +403,6 @@ def token_loss(
 
 def _of_rollouts(values: "Tensor", fields: Fields) -> "Tensor":
     """0 on expert rows."""
-    return (
-        values if fields.expert is None else values.where(fields.expert == 0, values.new_zeros(()))
-    )
+    if fields.expert is None:
+        return values
+    return values.where(fields.expert == 0, values.new_zeros(()))

@@ -62,13 +62,13 @@ def share(algorithm: AlgorithmConfig, step: int) -> float:
 
 def rows(
     experiences: list[Experience], algorithm: AlgorithmConfig, step: int, longest: int = 1
-) -> tuple[credit.Judged, list[Row]]:
+) -> tuple[credit.CreditedStep, list[Row]]:
     """Rollouts first, then expert rows; `longest` as in `credit.rows`."""
     mu, mode = share(algorithm, step), str(algorithm.loss_agg_mode)
     rollouts, experts = split(experiences)
     judged = credit.judge(rollouts, algorithm.advantage_fn, algorithm.advantage_fn_args, step)
     found = credit.rows(replace(judged, advantages=(1 - mu) * judged.advantages), mode, longest)
-    taught = credit.Judged(experts, np.full(len(experts), mu))
+    taught = credit.CreditedStep(experts, np.full(len(experts), mu))
     whole = [_marked(row, 0.0) for row in found] + [
         _marked(row, 1.0) for row in credit.rows(taught, mode, longest)
     ]

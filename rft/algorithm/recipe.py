@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from rft.algorithm import ALGORITHMS, mixing
 from rft.algorithm.advantages import ADVANTAGES
-from rft.algorithm.correction import MASKS, WEIGHTS, Correction
-from rft.algorithm.kl import ESTIMATORS, KL_COEF, Coefficient
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.pairs import BETA
+from rft.algorithm.ratios import ESTIMATORS, KL_COEF, MASKS, WEIGHTS, Coefficient, Correction
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage
 from rft.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig, nearest
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rft.algorithm.advantages import Columns, Credit, grpo
-from rft.algorithm.kl import LOG_RATIO_LIMIT
+from rft.algorithm.ratios import LOG_RATIO_LIMIT
 from rft.data.packing import Packed
 
 EPSILON = 1e-8

@@ -16,7 +16,7 @@ import numpy as np
 
 from rft.algorithm import recipe
 from rft.algorithm.advantages import ADVANTAGES, Columns
-from rft.algorithm.kl import estimate
+from rft.algorithm.ratios import estimate
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, whitened
 from rft.config import AlgorithmConfig
 from rft.data.packing import Packed
@@ -171,10 +171,8 @@ def _of_responses(
     def spread(packed: Packed, reward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         trained, sequence = packed.weight != 0, np.repeat(packed.rows, np.diff(packed.cu_seqlens))
         advantage, returns = np.zeros((2, packed.length))
-        advantage[: len(sequence)], returns[: len(sequence)] = (
-            judged.advantages[sequence],
-            of_step.rewards[sequence],
-        )
+        advantage[: len(sequence)] = judged.advantages[sequence]
+        returns[: len(sequence)] = of_step.rewards[sequence]
         return advantage * trained, returns * trained
 
     return spread

@@ -14,7 +14,7 @@ import msgspec
 from rft.ground.experience import Batch, Experience, Record, VersionSpan, decode
 
 
-class Part(Record, kw_only=True):
+class StoredGroup(Record, kw_only=True):
     """One group.
 
     `uses`: how often it is trained on with this batch, where groups may be trained on again.
@@ -33,7 +33,7 @@ class Delivery(Record, kw_only=True):
     """
 
     step: int
-    parts: list[Part] = []
+    parts: list[StoredGroup] = []
     replayed: bool = False
     waited_s: float = 0.0
 

@@ -27,13 +27,12 @@ from typing import Any
 
 from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of, oldest_version
+from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of, oldest_version
 from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
 from rft.buffer.progress import Evicted, Group, JournalRecord
-from rft.buffer.replay import Replay
-from rft.buffer.selection import BatchSelection, OverRollout
+from rft.buffer.selection import BatchSelection, OverRollout, Replay
 from rft.config import ExperienceBufferConfig
 from rft.config.explorer import OverRolloutConfig
 from rft.ground.experience import encode
@@ -136,9 +135,8 @@ class ExperienceBuffer(BatchedCalls):
                 lambda: self._may_admit() or self._is_supplied(), self.timeout
             ):
                 raise TimeoutError(
-                    f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: the "
-                    "trainer "
-                    f"published no version after {self._published} ({self._where()})"
+                    f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: "
+                    f"the trainer published no version after {self._published} ({self._where()})"
                 )
             numbers, now = [], self._now()
             for task, cursor in takewhile(lambda _: self._may_admit(), tasks):
@@ -165,9 +163,8 @@ class ExperienceBuffer(BatchedCalls):
         async with self._waits.changed:
             if not await self._waits.wait(is_free, self.timeout):
                 raise TimeoutError(
-                    f"group {group} could not start again in {self.timeout:g} s: the trainer "
-                    "published "
-                    f"no version after {self._published} ({self._where()})"
+                    f"group {group} could not start again in {self.timeout:g} s: "
+                    f"the trainer published no version after {self._published} ({self._where()})"
                 )
             if group not in {
                 unfinished.number for unfinished in self._progress.unfinished(explorer)
@@ -204,7 +201,7 @@ class ExperienceBuffer(BatchedCalls):
             await self._settle()
             if self._copy is not None:
                 async with self._copying:
-                    part = Part(group=group, timeline=timeline, experiences=experiences)
+                    part = StoredGroup(group=group, timeline=timeline, experiences=experiences)
                     await asyncio.to_thread(self._copy.add, part)
         else:
             await self._settle()  # the first put may still be on its way to the disk
@@ -213,7 +210,7 @@ class ExperienceBuffer(BatchedCalls):
         """Give a group up: no step waits for it any more. Does nothing for one that is stored."""
         if self._is_open_group(group, "late_abandons"):
             logger.warning("group %d was abandoned: %s", group, reason)
-            await self._record(records.Failed(group=group, reason=reason))
+            await self._record(records.GroupFailed(group=group, reason=reason))
 
     async def cuts(self, explorer: str) -> list[int]:
         """Wait for groups of this explorer that a step goes on without: it puts what is finished of
@@ -476,8 +473,8 @@ class ExperienceBuffer(BatchedCalls):
     def _check_step(self, step: int) -> None:
         if step not in self._progress.leases and step != self._progress.next_step:
             raise ValueError(
-                f"cannot take step {step}: the next one is {self._progress.next_step} "
-                f"({self._where()})"
+                f"cannot take step {step}: "
+                f"the next one is {self._progress.next_step} ({self._where()})"
             )
 
     def _next_groups(self, step: int, min_model_version: int | None) -> list[Group] | None:
@@ -537,13 +534,13 @@ class ExperienceBuffer(BatchedCalls):
         groups = self._selection.here()
         if not groups:
             raise TimeoutError(
-                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is the "
-                f"explorer alive? ({self._where()})"
+                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
+                f"is the explorer alive? ({self._where()})"
             )
         self._counts["incomplete_batches"] += 1
         told = (
-            f"{len(groups)} of {self.tasks_per_step} groups after {self.timeout:g} s "
-            f"({self._where()})"
+            f"{len(groups)} of {self.tasks_per_step} groups after "
+            f"{self.timeout:g} s ({self._where()})"
         )
         logger.warning("step %d takes %s", step, told)
         return groups

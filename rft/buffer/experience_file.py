@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from rft.buffer.delivery import Part
+from rft.buffer.delivery import StoredGroup
 from rft.config import ConfigError
 from rft.data.files import StatelessSource
 from rft.ground.experience import Batch, Experience, decode
@@ -40,7 +40,7 @@ def is_file(path: str | None) -> bool:
     return path is not None and path.endswith(SUFFIXES)
 
 
-def lines_of(part: Part) -> bytes:
+def lines_of(part: StoredGroup) -> bytes:
     """The lines of one group."""
     lines = []
     for experience in decode(part.experiences, list[Experience]):
@@ -49,7 +49,7 @@ def lines_of(part: Part) -> bytes:
     return b"".join(lines)
 
 
-def dump(parts: Iterable[Part], path: Path) -> int:
+def dump(parts: Iterable[StoredGroup], path: Path) -> int:
     """Write a file of these groups, whole or not at all; returns how many groups."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, count = path.with_name(path.name + ".tmp"), 0
@@ -69,7 +69,7 @@ def dump(parts: Iterable[Part], path: Path) -> int:
 class Copy:
     """The file at `path`, while a queue writes to it."""
 
-    def __init__(self, path: str | Path, stored: Iterable[Part]) -> None:
+    def __init__(self, path: str | Path, stored: Iterable[StoredGroup]) -> None:
         """`stored`: the groups that the queue has already; those that the file lacks are added."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Copy:
             if group not in there:
                 self.add(part)
 
-    def _mended(self, known: dict[int, Part]) -> set[int]:
+    def _mended(self, known: dict[int, StoredGroup]) -> set[int]:
         """Cut off what a crash tore, which is the last group at most;
         returns the groups that are there.
         """
@@ -99,7 +99,7 @@ class Copy:
         os.truncate(self.path, at)
         return set(starts)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: StoredGroup) -> None:
         self._file.write(lines_of(part))
         self._file.flush()
 
@@ -137,15 +137,15 @@ def _experience(line: bytes, where: str) -> Experience:
     response = found.response_length
     if found.prompt_length < 1 or response < 1:
         raise ConfigError(
-            f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} tokens; correct "
-            "it"
+            f"{where}: prompt_length={found.prompt_length} of {len(found.tokens)} "
+            "tokens; correct it"
         )
     for name in ("action_mask", "logprobs", "token_rewards"):
         length = len(getattr(found, name))
         if length != response and (length or name == "action_mask"):
             raise ConfigError(
-                f"{where}: {name} has {length} numbers for {response} tokens of the response; "
-                "correct it"
+                f"{where}: {name} has {length} numbers for {response} tokens "
+                "of the response; correct it"
             )
     if not all(math.isfinite(number) for number in (found.reward, *found.token_rewards)):
         raise ConfigError(f"{where}: reward={found.reward}; give a finite number")
@@ -169,8 +169,8 @@ class ExperienceFile(StatelessSource):
         self.total_steps = total_steps
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"{KEY}: {path} has {len(self.groups)} groups, fewer than "
-                f"buffer.batch_size={tasks_per_step}: lower it"
+                f"{KEY}: {path} has {len(self.groups)} groups, "
+                f"fewer than buffer.batch_size={tasks_per_step}: lower it"
             )
 
     def take(self, step: int) -> Batch:

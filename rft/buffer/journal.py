@@ -43,7 +43,7 @@ class JournalError(RuntimeError):
 
 
 @dataclass
-class Segment:
+class JournalSegment:
     """An open file that holds the positions [start, end)."""
 
     path: Path
@@ -143,9 +143,8 @@ def take_lock(directory: Path) -> int:
     if descriptor is None:
         owner = durable.signed_by(directory / "lock") or "unknown"
         raise JournalError(
-            f"the journal {directory} is already open in process {owner}: one process may write it "
-            "at a time. "
-            f"End that process, or give this run another name or directory."
+            f"the journal {directory} is already open in process {owner}: one process may write "
+            "it at a time. End that process, or give this run another name or directory."
         )
     durable.sign(descriptor, str(os.getpid()))
     return descriptor
@@ -164,7 +163,7 @@ class Journal:
         self.commits = 0
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock_fd = take_lock(self.directory)
-        self._segments: list[Segment] = []
+        self._segments: list[JournalSegment] = []
         self._failure: BaseException | None = None
         self._durable = 0
         self._syncing = threading.Lock()
@@ -196,8 +195,8 @@ class Journal:
             if int(log.stem) != end:
                 raise JournalError(
                     f"the journal {self.directory} lacks the positions {end} to {int(log.stem)}, "
-                    "which "
-                    f"should be in {end:020d}.log: restore that file, or move the directory away."
+                    f"which should be in {end:020d}.log: "
+                    "restore that file, or move the directory away."
                 )
             self._segments.append(self._checked(log, end, may_be_torn=log == logs[-1]))
             end = self._segments[-1].end
@@ -207,7 +206,7 @@ class Journal:
         os.fsync(self._segments[-1].fd)
         durable.sync_directory(self.directory)
 
-    def _checked(self, path: Path, start: int, may_be_torn: bool) -> Segment:
+    def _checked(self, path: Path, start: int, may_be_torn: bool) -> JournalSegment:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             good = max((end for _, end, _ in frames(file.fileno(), size)), default=0)
@@ -218,28 +217,26 @@ class Journal:
             if damaged:
                 raise JournalError(
                     f"the journal file {path} is damaged at byte {good} of {size} (position "
-                    f"{start + good}), with "
-                    f"more data behind it. Restore the file from a copy; or move {self.directory} "
-                    "away to begin with "
-                    f"an empty buffer, which loses the experiences that were not trained yet."
+                    f"{start + good}), with more data behind it. Restore the file from a copy; "
+                    f"or move {self.directory} away to begin with an empty buffer, "
+                    "which loses the experiences that were not trained yet."
                 )
             logger.warning(
                 "journal file %s: cutting off a torn record of %d bytes at byte %d (position %d), "
-                "which was "
-                "never acknowledged",
+                "which was never acknowledged",
                 path,
                 size - good,
                 good,
                 start + good,
             )
             os.truncate(path, good)
-        return Segment(path, start, start + good, os.open(path, os.O_RDWR | os.O_APPEND))
+        return JournalSegment(path, start, start + good, os.open(path, os.O_RDWR | os.O_APPEND))
 
-    def _new_segment(self, start: int) -> Segment:
+    def _new_segment(self, start: int) -> JournalSegment:
         path = self.directory / f"{start:020d}.log"
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         durable.sync_directory(self.directory)
-        return Segment(path, start, start, fd)
+        return JournalSegment(path, start, start, fd)
 
     # Writing
 
@@ -395,7 +392,7 @@ class Journal:
         ]
         kept = self._segments[len(old) :]
         self._segments = [
-            Segment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
+            JournalSegment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
             *kept,
         ]
         for segment in old:

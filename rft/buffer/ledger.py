@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-from rft.buffer.delivery import Part
+from rft.buffer.delivery import StoredGroup
 from rft.buffer.journal import Journal
 from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
 from rft.ground.experience import encode
@@ -18,7 +18,7 @@ from rft.ground.experience import encode
 logger = logging.getLogger(__name__)
 
 
-def read_parts(journal: Journal, rows: list[tuple[int, Part]]) -> list[Part]:
+def read_parts(journal: Journal, rows: list[tuple[int, StoredGroup]]) -> list[StoredGroup]:
     """The parts of a batch, each with its experiences, which lie in the record at this position."""
     for position, part in rows:
         record = decode_record(journal.read(position))
@@ -73,20 +73,20 @@ class Ledger:
         if self.progress.finished != finished:
             self._finished.append((position, self.progress.finished))
 
-    async def parts(self, lease: Lease) -> list[Part]:
+    async def parts(self, lease: Lease) -> list[StoredGroup]:
         """The groups of a lease with their experiences, in the lease's order."""
         uses = lease.uses or [0] * len(lease.groups)
         async with self._files:
             rows = [
                 (
                     self._rows[g.number],
-                    Part(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count),
+                    StoredGroup(group=g.number, timeline=g.run_epoch, experiences=b"", uses=count),
                 )
                 for g, count in zip(lease.groups, uses, strict=True)
             ]
             return await asyncio.to_thread(read_parts, self.journal, rows)
 
-    def stored(self) -> Iterator[Part]:
+    def stored(self) -> Iterator[StoredGroup]:
         """All groups that have experiences here, by number."""
         progress = self.progress
         leased = {
@@ -94,7 +94,7 @@ class Ledger:
         }
         for number, group in sorted((leased | progress.pool | progress.waiting).items()):
             if group.stored:
-                part = Part(group=number, timeline=group.run_epoch, experiences=b"")
+                part = StoredGroup(group=number, timeline=group.run_epoch, experiences=b"")
                 yield from read_parts(self.journal, [(self._rows[number], part)])
 
     async def retain(self, position: int, step: int | None) -> None:

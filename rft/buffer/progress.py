@@ -68,7 +68,7 @@ class Stored(Record, tag="stored", kw_only=True):
     told: list[Any] | None = None
 
 
-class Failed(Record, tag="failed", kw_only=True):
+class GroupFailed(Record, tag="failed", kw_only=True):
     """The group will never have experiences."""
 
     group: int
@@ -135,7 +135,7 @@ JournalRecord = (
     | Attached
     | Restarted
     | Stored
-    | Failed
+    | GroupFailed
     | Leased
     | Evicted
     | Pooled
@@ -239,7 +239,7 @@ class Progress:
                 self.num_stored += 1
                 if record.told is not None:
                     self.told.setdefault(group.explorer, []).append(record.told)
-            case Failed():
+            case GroupFailed():
                 del self.waiting[record.group]
                 self.num_failed += 1
             case Leased():
@@ -353,9 +353,9 @@ class Progress:
     def check_resume(self, step: int) -> None:
         if step < self.oldest_step:
             raise ValueError(
-                f"cannot resume at step {step}: the journal was cut and keeps batches from step "
-                f"{self.oldest_step} on. "
-                f"Resume from a newer checkpoint, or begin with an empty buffer directory."
+                f"cannot resume at step {step}: "
+                f"the journal was cut and keeps batches from step {self.oldest_step} on. "
+                "Resume from a newer checkpoint, or begin with an empty buffer directory."
             )
 
     def replays(self, step: int) -> list[int]:
@@ -408,9 +408,8 @@ class Progress:
                 groups=[group.number for group in lease.groups],
                 at=lease.at,
                 uses=lease.uses,
-                kept=[group.number for group in lease.groups]
-                if lease.uses
-                else [],  # for the leases behind, then `Pooled`
+                # for the leases behind, then `Pooled`
+                kept=[group.number for group in lease.groups] if lease.uses else [],
             )
         if any(lease.uses for lease in self.leases.values()) or self.pool:
             pool = self.pool.values()

@@ -34,7 +34,7 @@ from sqlalchemy import Connection
 
 from rft.buffer import sql_steps as steps
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, Part, bad_reward, facts_of
+from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of
 from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, connect, create
 from rft.config import ExperienceBufferConfig
@@ -150,8 +150,7 @@ class SqlBuffer(BatchedCalls):
         if numbers is WAIT:
             raise TimeoutError(
                 f"no slot became free in {self.timeout:g} s for explorer {explorer!r}: it serves "
-                f"version {self._published}, "
-                f"and too many groups are ahead ({await self._where()})"
+                f"version {self._published}, and too many groups are ahead ({await self._where()})"
             )
         return numbers
 
@@ -189,8 +188,8 @@ class SqlBuffer(BatchedCalls):
         elif largest > self.max_bytes:
             self._counts["oversized_groups"] += 1
             why = (
-                f"an experience has {largest} bytes, more than "
-                f"experience_buffer.max_experience_mb allows ({self.max_bytes})"
+                f"an experience has {largest} bytes, "
+                f"more than experience_buffer.max_experience_mb allows ({self.max_bytes})"
             )
         if why:
             await self.abandon(group, why)
@@ -275,7 +274,9 @@ class SqlBuffer(BatchedCalls):
             return encode(Delivery(step=step))
         me, epoch = f"{self.owner}/{trainer}", self._trainer[1] if self._trainer else 0
 
-        def take(db: Connection, incomplete: bool = False) -> tuple[list[Part], bool] | object:
+        def take(
+            db: Connection, incomplete: bool = False
+        ) -> tuple[list[StoredGroup], bool] | object:
             if attempt != self._attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             self._steps.lock_trainer(db, me, epoch)
@@ -300,9 +301,8 @@ class SqlBuffer(BatchedCalls):
             if self._stopped:
                 return encode(Delivery(step=step))
             raise TimeoutError(
-                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): is an "
-                "explorer alive? "
-                f"({await self._where()})"
+                f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
+                f"is an explorer alive? ({await self._where()})"
             )
         parts, replayed = found
         return encode(
@@ -453,8 +453,8 @@ class SqlBuffer(BatchedCalls):
     def _check_explorer(self, db: Connection, name: str) -> None:
         if self._steps.incarnation(db, name) != self._explorers.get(name):
             raise Lost(
-                f"another process has begun as explorer {name}: give every explorer of a run its "
-                "own explorer.name"
+                f"another process has begun as explorer {name}: "
+                "give every explorer of a run its own explorer.name"
             )
 
     def _epoch(self, db: Connection) -> int:

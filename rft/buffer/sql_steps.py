@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sql
 from sqlalchemy import Connection
 
-from rft.buffer.delivery import Facts, Part, oldest_version
+from rft.buffer.delivery import Facts, StoredGroup, oldest_version
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_tables import OPEN, Tables, blobs, now
 from rft.ground import redact
@@ -241,10 +241,9 @@ class Steps:
             )
         if step < found.oldest_step:
             raise ValueError(
-                f"cannot resume at step {step}: the database keeps batches of {name} from step "
-                f"{found.oldest_step} on. "
-                "Resume from a newer checkpoint, or set another "
-                "buffer.trainer_input.experience_buffer.name."
+                f"cannot resume at step {step}: the database keeps batches "
+                f"of {name} from step {found.oldest_step} on. Resume from a newer checkpoint, "
+                "or set another buffer.trainer_input.experience_buffer.name."
             )
         db.execute(trainers.update().where(trainers.c.name == name).values(values))
 
@@ -267,8 +266,8 @@ class Steps:
         ).scalar()
         if found != run_epoch:
             raise Lost(
-                f"another process has begun as trainer {name} since: this one, of run epoch "
-                f"{run_epoch}, is over"
+                f"another process has begun as trainer {name} since: "
+                f"this one, of run epoch {run_epoch}, is over"
             )
 
     def lease(self, db: Connection, trainer: str, step: int) -> int | None:
@@ -320,11 +319,8 @@ class Steps:
             return [number for number, _ in found]
         if incomplete or not is_over:
             return WAIT
-        return (
-            [number for number, _ in found]
-            if all(state == "stored" for _, state in found)
-            else WAIT
-        )
+        is_stored = all(state == "stored" for _, state in found)
+        return [number for number, _ in found] if is_stored else WAIT
 
     def _stored(self, db: Connection) -> list[tuple[int, str]]:
         """The oldest stored groups that no other transaction is about to take."""
@@ -376,7 +372,7 @@ class Steps:
             ).scalars()
         )
 
-    def parts(self, db: Connection, trainer: str, step: int) -> list[Part]:
+    def parts(self, db: Connection, trainer: str, step: int) -> list[StoredGroup]:
         """The groups of a lease with all of their experiences, in admission order."""
         groups = self.tables.groups
         held = (groups.c.trainer == trainer) & (groups.c.step == step)
@@ -390,14 +386,15 @@ class Steps:
             experiences = blobs(db, self.tables, group.number)
             if len(experiences) != group.size:
                 raise JournalError(
-                    f"the database has {len(experiences)} of the {group.size} experiences of group "
-                    f"{group.number}, which step "
-                    f"{step} of {trainer} needs: restore the rows of "
-                    f"{self.tables.experiences.name} that were deleted, or resume "
-                    f"from another checkpoint"
+                    f"the database has {len(experiences)} of the {group.size} "
+                    f"experiences of group {group.number}, which step {step} of {trainer} needs: "
+                    f"restore the rows of {self.tables.experiences.name} that were deleted, "
+                    "or resume from another checkpoint"
                 )
             found.append(
-                Part(group=group.number, timeline=group.run_epoch, experiences=encode(experiences))
+                StoredGroup(
+                    group=group.number, timeline=group.run_epoch, experiences=encode(experiences)
+                )
             )
         return found
 
@@ -405,9 +402,9 @@ class Steps:
         self.lock_trainer(db, trainer, run_epoch)
         if self.lease(db, trainer, step) is None:
             raise Lost(
-                f"the batch of step {step} is no longer {trainer}'s: it was silent for "
-                "experience_buffer.lease_s="
-                f"{self.lease_s:g} s, and another trainer has it; go on from the newest checkpoint"
+                f"the batch of step {step} is no longer {trainer}'s: "
+                f"it was silent for experience_buffer.lease_s={self.lease_s:g} s, "
+                "and another trainer has it; go on from the newest checkpoint"
             )
         trainers = self.tables.trainers
         db.execute(
@@ -422,12 +419,8 @@ class Steps:
         db.execute(trainers.update().where(newer).values(saved=step))
 
     def forget(self, db: Connection, trainer: str, step: int) -> None:
-        groups, rows, leases, trainers = (
-            self.tables.groups,
-            self.tables.experiences,
-            self.tables.leases,
-            self.tables.trainers,
-        )
+        groups, rows = self.tables.groups, self.tables.experiences
+        leases, trainers = self.tables.leases, self.tables.trainers
         done = (groups.c.trainer == trainer) & (groups.c.step < step) & (groups.c.state == "stored")
         db.execute(rows.delete().where(rows.c.group.in_(sql.select(groups.c.number).where(done))))
         db.execute(groups.update().where(done).values(state="consumed"))

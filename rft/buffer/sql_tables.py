@@ -36,7 +36,7 @@ from sqlalchemy import (
     Table,
 )
 
-from rft.buffer.delivery import Part
+from rft.buffer.delivery import StoredGroup
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.ground import redact
 from rft.ground.experience import encode
@@ -137,8 +137,8 @@ def connect(url: str) -> Engine:
     kind = kind.partition("+")[0]
     if not found or kind not in DRIVERS:
         raise ConfigError(
-            f"{KEY}.path={shown(url)}: storage_type=sql needs sqlite:////absolute/file.db, or "
-            "postgresql://user:password@host/database"
+            f"{KEY}.path={shown(url)}: storage_type=sql needs "
+            "sqlite:////absolute/file.db, or postgresql://user:password@host/database"
         )
     try:
         address = sql.make_url(url).set(drivername=DRIVERS[kind])
@@ -244,13 +244,13 @@ def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> Non
     """
     if not config.path:
         raise ConfigError(
-            f"{KEY}.path: storage_type=sql needs a database: sqlite:////absolute/file.db or "
-            "postgresql://..."
+            f"{KEY}.path: storage_type=sql needs a database: "
+            "sqlite:////absolute/file.db or postgresql://..."
         )
     if not NAME.fullmatch(config.name):
         raise ConfigError(
-            f"{KEY}.name={config.name}: it begins the names of tables: use letters, digits and _, "
-            "at most 40"
+            f"{KEY}.name={config.name}: it begins the names of tables: "
+            "use letters, digits and _, at most 40"
         )
     if not at_start:
         return
@@ -260,8 +260,8 @@ def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> Non
     except sql.exc.SQLAlchemyError as error:
         cause = redact.text(str(getattr(error, "orig", None) or error).strip().splitlines()[0])
         raise ConfigError(
-            f"{KEY}.path={shown(config.path)}: the database cannot be used: {cause}; correct it or "
-            "start it"
+            f"{KEY}.path={shown(config.path)}: the database cannot be used: {cause}; "
+            "correct it or start it"
         ) from None
     finally:
         engine.dispose()
@@ -280,7 +280,7 @@ def now(connection: Connection) -> float:
     )
 
 
-def stored(connection: Connection, tables: Tables) -> Iterator[Part]:
+def stored(connection: Connection, tables: Tables) -> Iterator[StoredGroup]:
     """All groups whose experiences are there, by number."""
     groups = tables.groups
     query = (
@@ -289,7 +289,7 @@ def stored(connection: Connection, tables: Tables) -> Iterator[Part]:
         .order_by(groups.c.number)
     )
     for group in connection.execute(query).all():
-        yield Part(
+        yield StoredGroup(
             group=group.number,
             timeline=group.run_epoch,
             experiences=encode(blobs(connection, tables, group.number)),

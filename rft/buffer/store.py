@@ -63,14 +63,12 @@ def buffer_of(
 def read_experiences(source: Path) -> Iterator[Experience]:
     """Raises ConfigError for what is neither, naming the file and the line that cannot be read."""
     if source.is_dir():
-        queues, file = (
-            sorted({path.parent for path in source.glob("buffer/*/*.log")}),
-            source / DEBUGGED,
-        )
+        queues = sorted({path.parent for path in source.glob("buffer/*/*.log")})
+        file = source / DEBUGGED
         if not queues and not file.is_file():
             raise ConfigError(
-                f"{source}: no queue in {source / 'buffer'}: give the job directory of a run with "
-                "rollouts"
+                f"{source}: no queue in {source / 'buffer'}: "
+                "give the job directory of a run with rollouts"
             )
         for queue in queues:
             yield from stored_experiences(queue)

@@ -5,7 +5,7 @@ config, or a ConfigError. Every documented key is one row of `KEYS`, and is eith
 accepted with the values that say what rft does anyway, or refused with what to use instead.
 Invariant: no key is ignored; null means that a key is not set, as in veRL's own files.
 
-`docs/verl.md` is this table (`python -m rft.tools.config_page`).
+`docs/verl.md` is this table (`python -m rft.tools.docs_tables`).
 """
 
 import difflib

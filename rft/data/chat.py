@@ -64,10 +64,9 @@ def chat_text(
     """
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
-            "these rows have chat messages or a system prompt, but the model's tokenizer has no "
-            "chat template: set "
-            "model.chat_template_path or model.custom_chat_template, or use "
-            "format.prompt_type=plaintext without one"
+            "these rows have chat messages or a system prompt, but the model's tokenizer has "
+            "no chat template: set model.chat_template_path or model.custom_chat_template, "
+            "or use format.prompt_type=plaintext without one"
         )
     return tokenizer.apply_chat_template(
         messages,
@@ -136,8 +135,8 @@ def end_of_turn(tokenizer: Any, chat_template: str | None = None) -> int:
             return behind[0]
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            "the model's tokenizer has no end-of-sequence token: set eos_token in "
-            "tokenizer_config.json"
+            "the model's tokenizer has no end-of-sequence token: "
+            "set eos_token in tokenizer_config.json"
         )
     return tokenizer.eos_token_id
 
@@ -174,8 +173,8 @@ class Dialogues:
         spans = spans_of(made["assistant_masks"])
         if not spans:
             raise ConfigError(
-                "the chat template has {% generation %}, but marks no token of this dialogue: "
-                "correct it"
+                "the chat template has {% generation %}, "
+                "but marks no token of this dialogue: correct it"
             )
         return list(made["input_ids"]), spans
 
@@ -219,11 +218,10 @@ class Dialogues:
         before = chat_text(self.tokenizer, messages[:number], self.template, True, tools=tools)
         if not text.startswith(before):
             raise ConfigError(
-                f"the chat template does not write message {number + 1}, an answer, behind the "
-                "prompt that it makes of the "
-                "messages before it: give a template that marks answers with {% generation %} as "
-                "format.chat_template, or "
-                "set format.enable_concatenated_multi_turn=false"
+                f"the chat template does not write message {number + 1}, "
+                "an answer, behind the prompt that it makes of the messages before it: "
+                "give a template that marks answers with {% generation %} as format.chat_template, "
+                "or set format.enable_concatenated_multi_turn=false"
             )
         return len(before)
 

@@ -72,8 +72,8 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
         near = difflib.get_close_matches(root.name, [p.name for p in root.parent.glob("*")], 1)
         hint = f"; did you mean {root.parent / near[0]}?" if near else ""
         raise ConfigError(
-            f"{key}.path: {path} does not exist{hint} (a local file or directory; rft downloads "
-            "nothing)"
+            f"{key}.path: {path} does not exist{hint} (a local file or directory; "
+            "rft downloads nothing)"
         )
     if root.is_file():
         if root.suffix not in SUFFIXES:
@@ -97,13 +97,13 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
     if not found:
         there = sorted(str(p.relative_to(root)) for p in files)[:8] or "none"
         raise ConfigError(
-            f"{key}.split: no {', '.join(SUFFIXES)} file of split {split!r} in {root}; data files: "
-            f"{there}"
+            f"{key}.split: no {', '.join(SUFFIXES)} file of split {split!r} in {root}; "
+            f"data files: {there}"
         )
     if len({p.suffix for p in found}) > 1:
         raise ConfigError(
-            f"{key}.path: {root} mixes file types for split {split!r}: {[p.name for p in found]}; "
-            "keep one"
+            f"{key}.path: {root} mixes file types for split {split!r}: "
+            f"{[p.name for p in found]}; keep one"
         )
     return found
 
@@ -177,8 +177,7 @@ def load_parquet(files: list[Path], key: str) -> Any:
     except datasets.exceptions.DatasetGenerationError as error:
         raise ConfigError(
             f"{key}.path: `datasets` cannot read {names} together: {error.__cause__ or error}. "
-            "Give every "
-            f"file the same columns and types."
+            "Give every file the same columns and types."
         ) from error
 
 
@@ -221,8 +220,8 @@ def json_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Raw
                 ) from error
             if line.startswith(b"\xef\xbb\xbf"):
                 raise ConfigError(
-                    f"{key}.path: {where} begins with a byte-order mark: save the file as UTF-8 "
-                    "without BOM"
+                    f"{key}.path: {where} begins with a byte-order mark: "
+                    "save the file as UTF-8 without BOM"
                 )
             if not line.isspace():
                 yield where, parse_row(line, where, key)
@@ -237,9 +236,8 @@ def parse_row(line: bytes, where: str, key: str) -> dict[str, msgspec.Raw]:
         ) from error
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{key}.path: {where} is malformed JSON ({error}): each line must be one whole JSON "
-            "object, "
-            f"and this one is {line[:60]!r}"
+            f"{key}.path: {where} is malformed JSON ({error}): "
+            f"each line must be one whole JSON object, and this one is {line[:60]!r}"
         ) from error
 
 
@@ -270,9 +268,9 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
         number = name == "response_key" and (first.isdigit() or first == b"-")
         if first != b'"' and not number:
             raise ConfigError(
-                f"{key}.format.{name}: {where} has "
-                f"{bytes(row[column])[:40].decode(errors='replace')} as "
-                f"{column!r}, which must be text"
+                f"{key}.format.{name}: {where} "
+                f"has {bytes(row[column])[:40].decode(errors='replace')} as {column!r}, "
+                "which must be text"
             )
     for name, column in (needs.messages | needs.answers).items():
         problem = messages_problem(bytes(row[column]), name in needs.answers)
@@ -281,8 +279,8 @@ def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -
     for name, column in needs.tools.items():
         if column in row and not is_list_of_tools(bytes(row[column])):
             raise ConfigError(
-                f"{key}.format.{name}: {where}: {column!r} must be a list of tools, each an "
-                "object, or that as JSON text"
+                f"{key}.format.{name}: {where}: "
+                f"{column!r} must be a list of tools, each an object, or that as JSON text"
             )
 
 
@@ -301,8 +299,8 @@ def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
         return 'needs at least one message, and "role" and "content" in each'
     if ends_with_assistant and messages[-1]["role"] != "assistant":
         return (
-            f"ends with role {messages[-1]['role']!r}, but supervised rows must end with the "
-            "assistant's answer"
+            f"ends with role {messages[-1]['role']!r}, "
+            "but supervised rows must end with the assistant's answer"
         )
     return None
 
@@ -376,8 +374,8 @@ def refuse_column(name: str, column: str, there: Iterable[str], where: str, key:
     near = difflib.get_close_matches(column, keys, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"{key}.format.{name}: {where} has no {column!r}; there are "
-        f"{', '.join(map(repr, keys)) or 'no keys'}. "
+        f"{key}.format.{name}: {where} has no {column!r}; "
+        f"there are {', '.join(map(repr, keys)) or 'no keys'}. "
         f"{hint}Set {key}.format.{name} to the right one, or add {column!r} to the row"
     )
 

@@ -49,11 +49,8 @@ class Cost:
         """From a Hugging Face config; every layer of a mixture counts as sparse: its router and the
         experts of one token.
         """
-        hidden, layers, heads = (
-            int(hf["hidden_size"]),
-            int(hf["num_hidden_layers"]),
-            int(hf["num_attention_heads"]),
-        )
+        hidden, layers = int(hf["hidden_size"]), int(hf["num_hidden_layers"])
+        heads = int(hf["num_attention_heads"])
         groups = int(hf.get("num_key_value_heads") or heads)
         size = int(hf.get("head_dim") or hidden // heads)
         experts = num_experts(hf)
@@ -110,7 +107,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PackingPolicy:
     """How a step is cut, where that is not by tokens, balanced and
     without padding between the sequences.
     """
@@ -120,7 +117,7 @@ class Cut:
     pad: bool = False  # every sequence of a microbatch takes the room of its longest
 
 
-BY_TOKENS = Cut()
+BY_TOKENS = PackingPolicy()
 AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-mean",
@@ -157,7 +154,7 @@ def pack(
     max_tokens: int,
     multiple: int,
     cost: Cost = Cost(),
-    cut: Cut = BY_TOKENS,
+    cut: PackingPolicy = BY_TOKENS,
 ) -> list[list[Packed]]:
     """Microbatches of at most `max_tokens`, padding included, for each of `dp` ranks: the same
     number everywhere.
@@ -211,7 +208,7 @@ def assign(
 
 
 def divide(
-    lengths: list[int], dp: int, max_tokens: int, cut: Cut, cost: Cost = Cost()
+    lengths: list[int], dp: int, max_tokens: int, cut: PackingPolicy, cost: Cost = Cost()
 ) -> list[list[list[int]]]:
     """As `assign`, for another cut: rows over ranks, by cost or in order, then as many into a
     microbatch as it may hold.
@@ -233,7 +230,9 @@ def divide(
     return [part + [[] for _ in range(max(map(len, parts)) - len(part))] for part in parts]
 
 
-def _chunks(rows: list[int], lengths: list[int], max_tokens: int, cut: Cut) -> list[list[int]]:
+def _chunks(
+    rows: list[int], lengths: list[int], max_tokens: int, cut: PackingPolicy
+) -> list[list[int]]:
     """`rows` in this order, each microbatch as full as it may be; a
     row that is too long gets one of its own.
     """

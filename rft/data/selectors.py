@@ -48,20 +48,20 @@ def check_selector(config: TaskSelectorConfig, key: str) -> None:
         )
     if kind == LEARNING and len(config.feature_keys) > 2:
         raise ConfigError(
-            f"{at}.feature_keys: difficulty_based takes none, one pass rate, or two (weak and "
-            "strong model)"
+            f"{at}.feature_keys: difficulty_based takes none, one pass rate, "
+            "or two (weak and strong model)"
         )
     if config.feature_keys and kind not in ("offline_easy2hard", LEARNING):
         raise ConfigError(
-            f"{at}.feature_keys: {kind} does not look at the rows; set "
-            "selector_type=offline_easy2hard"
+            f"{at}.feature_keys: {kind} does not look "
+            "at the rows; set selector_type=offline_easy2hard"
         )
     known = OPTIONS if kind == LEARNING else {}
     for name, value in config.kwargs.items():
         if name not in known:
             raise ConfigError(
-                f"{at}.kwargs.{name}: {kind} does not take it; it takes "
-                f"{', '.join(known) or 'none'}"
+                f"{at}.kwargs.{name}: {kind} does not take it; "
+                f"it takes {', '.join(known) or 'none'}"
             )
         if not isinstance(value, int | float):
             raise ConfigError(f"{at}.kwargs.{name}={value!r}: give a number")

@@ -32,9 +32,8 @@ STORAGES = ("file", "sql")
 def check_storage(config: TasksetConfig, key: str) -> None:
     if config.storage_type not in STORAGES:
         raise ConfigError(
-            f"{key}.storage_type={config.storage_type}: tasks are rows of files or of a table, and "
-            "nobody fills a queue of "
-            "them; set file, or sql with the path of an SQLite file"
+            f"{key}.storage_type={config.storage_type}: tasks are rows of files or of a table, "
+            "and nobody fills a queue of them; set file, or sql with the path of an SQLite file"
         )
 
 
@@ -108,8 +107,8 @@ def _numbers(config: TasksetConfig, name: str, key: str) -> Iterator[float]:
     for where, value in column(config, name, key):
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise ConfigError(
-                f"{key}.task_selector.feature_keys: {where} has {value!r} as {name!r}, which must "
-                "be a number"
+                f"{key}.task_selector.feature_keys: "
+                f"{where} has {value!r} as {name!r}, which must be a number"
             )
         yield float(value)
 
@@ -123,8 +122,8 @@ def names_in(config: TasksetConfig, which: str, key: str) -> set[str]:
     for where, value in column(config, name, key) if name else ():
         if value is not None and not isinstance(value, str):
             raise ConfigError(
-                f"{key}.format.{which}: {where} has {value!r} as {name!r}, which must be a name or "
-                "null"
+                f"{key}.format.{which}: {where} has {value!r} as {name!r}, "
+                "which must be a name or null"
             )
         found |= {value} if value else set()
     if name and not found:
@@ -168,8 +167,8 @@ class SqlRows(Sequence[dict[str, Any]]):
         named = [name for name in (config.subset_name, config.name) if name in tables]
         if config.subset_name not in (None, *tables) or not (named or len(tables) == 1):
             raise ConfigError(
-                f"{key}.subset_name={config.subset_name}: {self.path} has the tables "
-                f"{', '.join(tables) or 'none'}; name one"
+                f"{key}.subset_name={config.subset_name}: "
+                f"{self.path} has the tables {', '.join(tables) or 'none'}; name one"
             )
         self.table = named[0] if named else tables[0]
         self.where = f"{self.path} table {self.table}"

@@ -64,25 +64,23 @@ def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
     messages = config.prompt_type == "messages"
     if config.enable_concatenated_multi_turn and not (messages and schema == "sft"):
         raise ConfigError(
-            f"{form}.enable_concatenated_multi_turn=true is for sft with prompt_type=messages: "
-            "leave it out"
+            f"{form}.enable_concatenated_multi_turn=true is for sft "
+            "with prompt_type=messages: leave it out"
         )
     if schema == "cpt":
         if messages or config.system_prompt or config.system_prompt_key or config.tools_key:
             raise ConfigError(
-                f"{form}: cpt learns plain text: set prompt_type=plaintext, without "
-                "system_prompt(_key) and tools_key"
+                f"{form}: cpt learns plain text: "
+                "set prompt_type=plaintext, without system_prompt(_key) and tools_key"
             )
         return Needs({"prompt_key": config.prompt_key})
     tools = {"tools_key": config.tools_key} if config.tools_key else {}
     pair = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     if messages:
         prompt = {"messages_key": config.messages_key}
-        return (
-            Needs({}, prompt, pair, tools)
-            if schema == "dpo"
-            else Needs({}, answers=prompt, tools=tools)
-        )
+        if schema == "dpo":
+            return Needs({}, prompt, pair, tools)
+        return Needs({}, answers=prompt, tools=tools)
     text = {"prompt_key": config.prompt_key} | (
         pair if schema == "dpo" else {"response_key": config.response_key}
     )
@@ -189,8 +187,8 @@ def check_supervised(
     )
     if train_batch_size % PER_ROW[schema]:
         raise ConfigError(
-            f"buffer.train_batch_size={train_batch_size}: a pair is two experiences; give an even "
-            "number"
+            f"buffer.train_batch_size={train_batch_size}: a pair is two experiences; "
+            "give an even number"
         )
     if rows < rows_per_step(train_batch_size, schema):
         raise ConfigError(
@@ -250,10 +248,9 @@ class SupervisedRows(StatelessSource):
         self.steps_per_epoch = len(self._rows) // self.batch_size
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"{key_path}.path: {config.path} has {len(self._rows)} rows of at most {max_len} "
-                "tokens, fewer "
-                f"than buffer.train_batch_size={train_batch_size}: lower it, add rows, or raise "
-                f"model.max_model_len"
+                f"{key_path}.path: {config.path} has {len(self._rows)} rows of at most "
+                f"{max_len} tokens, fewer than buffer.train_batch_size={train_batch_size}: "
+                "lower it, add rows, or raise model.max_model_len"
             )
         self.total_steps = (
             total_steps

@@ -104,8 +104,8 @@ class Epochs:
     def _go_to(self, cursor: dict[str, int], who: str, what: str) -> None:
         if not 0 <= cursor["index"] <= self._length or cursor["epoch"] < 0:
             raise ConfigError(
-                f"{who} cannot continue at {cursor}: an epoch has {self._length} tasks. {what} "
-                "changed since the checkpoint?"
+                f"{who} cannot continue at {cursor}: an epoch has {self._length} tasks. "
+                f"{what} changed since the checkpoint?"
             )
         self._epoch, self._index = cursor["epoch"], cursor["index"]
 
@@ -142,8 +142,8 @@ class Taskset(Epochs):
         self._length = len(self._rows) if whole else len(self._rows) // batch_size * batch_size
         if self._length == 0:
             raise ConfigError(
-                f"{key_path}.path: {config.path} has {len(self._rows)} rows, fewer than "
-                f"buffer.batch_size={batch_size}: lower buffer.batch_size or add rows"
+                f"{key_path}.path: {config.path} has {len(self._rows)} rows, "
+                f"fewer than buffer.batch_size={batch_size}: lower buffer.batch_size or add rows"
             )
         self._sampling = self._make_sampling(key_path)
         self._epoch, self._index = 0, 0
@@ -225,9 +225,8 @@ class Taskset(Epochs):
         max_tokens = self.defaults.max_tokens if args.max_tokens is None else args.max_tokens
         if max_tokens is None:
             raise ConfigError(
-                f"set model.max_response_tokens (or {key_path}.rollout_args.max_tokens): nothing "
-                "says how "
-                f"long a response may be"
+                f"set model.max_response_tokens (or {key_path}.rollout_args.max_tokens): "
+                "nothing says how long a response may be"
             )
         temperature = self.defaults.temperature if args.temperature is None else args.temperature
         return Sampling(
@@ -282,9 +281,8 @@ class Mixture(Epochs):
         self._length = len(self._places) // batch_size * batch_size
         if self._length == 0:
             raise ConfigError(
-                f"buffer.explorer_input.tasksets have {len(self._places)} rows together, fewer "
-                "than "
-                f"buffer.batch_size={batch_size}: lower buffer.batch_size or add rows"
+                f"buffer.explorer_input.tasksets have {len(self._places)} rows together, "
+                f"fewer than buffer.batch_size={batch_size}: lower buffer.batch_size or add rows"
             )
         self.seek({"epoch": 0, "index": 0})
 
@@ -395,7 +393,6 @@ def from_journal(data: bytes) -> Task:
     except KeyError as error:
         raise ConfigError(
             f"{task.id} was begun with a secret in the variable {error.args[0]}, which is not set: "
-            "set it, or give the same "
-            "reward_fn_args and workflow_args as before"
+            "set it, or give the same reward_fn_args and workflow_args as before"
         ) from error
     return msgspec.structs.replace(task, **args)

@@ -1,5 +1,8 @@
-"""An MLflow run, over the tracking server's REST interface (2.0): the `mlflow` package is not
-needed beside the trainer.
+"""An MLflow run, over the tracking server's REST interface (2.0).
+
+Not with MLflow's own client: `mlflow-skinny` (3.17.2) wants cachetools below 8, which our lock
+has at 8.0, and six packages more (databricks-sdk, gitpython, sqlparse ...), for five calls that
+are a line of JSON each.
 
 In: metrics and tables with their step. Out: a run of the experiment `project` with the config as
 its parameters, metrics with the policy version as their step, and tables as artifacts
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import ConfigError
-from rft.monitor.records import flattened_config
+from rft.monitor.records import RunRecord
 
 log = logging.getLogger(__name__)
 ARGS = ("uri", "username", "password")
@@ -34,7 +37,7 @@ BATCH = 900  # metrics of one call; the server takes 1,000
 PARAMS, PARAM_LENGTH = 100, 500  # of one call; of one value
 
 
-class Unreachable(RuntimeError):
+class TrackingError(RuntimeError):
     """The server did not do what it was asked."""
 
 
@@ -59,7 +62,7 @@ class Server:
             self.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, path: str, body: Any, method: str = "POST") -> dict[str, Any]:
-        """The answer of `api/2.0/<path>`; raises Unreachable with the server's own words."""
+        """The answer of `api/2.0/<path>`; raises TrackingError with the server's own words."""
         request = urllib.request.Request(
             f"{self.uri}/api/2.0/{path}",
             None if body is None else json.dumps(body).encode(),
@@ -70,11 +73,11 @@ class Server:
             with urllib.request.urlopen(request, timeout=REPLY_S) as answer:
                 return json.loads(answer.read() or b"{}")  # type: ignore[no-any-return]
         except urllib.error.HTTPError as error:
-            raise Unreachable(
+            raise TrackingError(
                 f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}"
             ) from error
         except (OSError, ValueError) as error:  # refused, late, or no address at all
-            raise Unreachable(f"{path}: {error}") from error
+            raise TrackingError(f"{path}: {error}") from error
 
 
 class MLflow:
@@ -88,11 +91,10 @@ class MLflow:
         self._orders: queue.SimpleQueue[tuple[str, Any, str] | None] = queue.SimpleQueue()
         try:
             self._run = self._known(job_dir, resume_step) or self._create(job_dir, project, name)
-        except Unreachable as error:
+        except TrackingError as error:
             raise ConfigError(
-                f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer as "
-                f"one ({error}); "
-                "start it, give its address, or set monitor.monitor_type=none"
+                f"monitor.monitor_args.uri={self._server.uri}: MLflow's server does not answer "
+                f"as one ({error}); start it, give its address, or set monitor.monitor_type=none"
             ) from error
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()
@@ -113,7 +115,7 @@ class MLflow:
         made = {"experiment_id": self._experiment(project), "run_name": name, "start_time": _now()}
         run = self._server.call("mlflow/runs/create", made)["run"]["info"]
         found = {"id": run["run_id"], "artifacts": run["artifact_uri"]}
-        config = flattened_config(job_dir / "resolved.yaml")
+        config = RunRecord(job_dir).flattened_config()
         params = [
             {"key": key, "value": value[:PARAM_LENGTH]} for key, value in config.items() if value
         ]
@@ -134,7 +136,7 @@ class MLflow:
                 "GET",
             )
             return str(found["experiment"]["experiment_id"])
-        except Unreachable as error:
+        except TrackingError as error:
             if "RESOURCE_DOES_NOT_EXIST" not in str(error):
                 raise
         return str(self._server.call("mlflow/experiments/create", {"name": name})["experiment_id"])
@@ -193,7 +195,7 @@ class MLflow:
         while (order := self._orders.get()) is not None:
             try:
                 self._server.call(*order)
-            except Unreachable as error:
+            except TrackingError as error:
                 self._lost += 1
                 log.warning("MLflow: %s", error)
 

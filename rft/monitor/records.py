@@ -1,9 +1,11 @@
-"""The files that every run leaves: `metrics.jsonl` and `samples.jsonl`, one JSON object per line.
+"""The files that every run leaves: `metrics.jsonl` and `samples.jsonl`, one JSON object per line;
+and `RunRecord`, through which everybody reads a run's directory.
 
 In: metrics and rows with their step. Out: lines `{"step": 37, "time_s": 12.3, ...}`; `time_s` is
 time spent in this job, going on where the resumed run stood. Invariants: a line is written whole by
 one append and never changed; after a resume at step T nothing of a later step is left, so no step
-appears twice however often the run was killed.
+appears twice however often the run was killed. Who reads writes nothing, also beside a run that is
+under way.
 """
 
 import json
@@ -11,10 +13,94 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rft.ground import durable, redact
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the directory of a job (a run, or one stage of it) tells, read when it is asked for.
+
+    What was not recorded is in no answer; null, which stands for NaN, was not.
+    """
+
+    directory: Path
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Metrics by name, a row per step, in order of steps."""
+        return read_metrics(self.directory / "metrics.jsonl")
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def timed(self) -> list[Row]:
+        """Rows of training steps; an evaluation of step 0 is none."""
+        return [row for row in self.rows if row.get("time/step_s") is not None]
+
+    @property
+    def seconds(self) -> float:
+        """Time in training steps."""
+        return float(sum(row["time/step_s"] for row in self.timed))
+
+    @cached_property
+    def names(self) -> set[str]:
+        """Metrics that were a finite number at least once."""
+        found = {name for row in self.rows for name, value in row.items() if is_number(value)}
+        return found - {"step", "time_s"}
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) wherever the value is a finite number."""
+        return [
+            (int(row["step"]), float(row[metric]))
+            for row in self.rows
+            if is_number(row.get(metric))
+        ]
+
+    def accuracies(self) -> dict[str, str]:
+        """Metrics of evaluations, `eval/<set>/accuracy`, with the name of the set."""
+        return {
+            name: name.split("/")[1]
+            for name in sorted(self.names)
+            if name.startswith("eval/") and name.endswith("/accuracy")
+        }
+
+    @cached_property
+    def config(self) -> Row:
+        """resolved.yaml as written: interpolations, which stand for secrets, stay what they are."""
+        path = self.directory / "resolved.yaml"
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    @cached_property
+    def samples(self) -> list[Row]:
+        return read_lines(self.directory / "samples.jsonl")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the job has written down that it has done all that it was asked for."""
+        path = self.directory / "result.json"
+        return path.exists() and bool(json.loads(path.read_text(encoding="utf-8"))["complete"])
+
+    def flattened_config(self) -> dict[str, str]:
+        """Return the config by dotted keys, as text, for services that keep a run's parameters.
+
+        Secrets are names of variables there.
+        """
+        return {
+            key: "" if value is None else redact.text(str(value))
+            for key, value in flat(self.config).items()
+            if key
+        }
 
 
 class JsonLines:
@@ -39,7 +125,7 @@ class JsonLines:
         os.close(self._file)
 
 
-class Files:
+class RunFiles:
     """The sink of both files."""
 
     def __init__(
@@ -72,39 +158,31 @@ class Files:
         self._samples.close()
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Lines merged by step, in order of steps (an evaluation may be logged after its step): what
-    plots start from.
-    """
-    merged: dict[int, dict[str, Any]] = {}
-    for line in read_lines(Path(path)):
+def read_metrics(path: Path) -> list[Row]:
+    """Read lines merged by step, in order of steps: an evaluation may be logged after its step."""
+    merged: dict[int, Row] = {}
+    for line in read_lines(path):
         merged.setdefault(line["step"], {}).update(line)
     return [merged[step] for step in sorted(merged)]
 
 
-def flattened_config(path: Path) -> dict[str, str]:
-    """resolved.yaml by dotted keys, as text, for services that keep a run's parameters.
-
-    Secrets are names of variables there.
-    """
-    import yaml
-
-    found: dict[str, str] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        if isinstance(node, dict) and node:
-            for key, value in node.items():
-                walk(value, f"{prefix}.{key}" if prefix else str(key))
-        else:
-            found[prefix] = "" if node is None else redact.text(str(node))
-
-    if path.exists():
-        walk(yaml.safe_load(path.read_text(encoding="utf-8")), "")
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one, with dotted keys; an empty dictionary is a value."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return found
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; the torn end of a file whose writer was killed is not one."""
+def is_number(value: object) -> bool:
+    """Whether a metric's value is one that can be drawn and compared."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read_lines(path: Path) -> list[Row]:
+    """Read all whole lines; the torn end of a file whose writer was killed is not one."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")

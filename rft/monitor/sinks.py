@@ -1,8 +1,8 @@
 """Where metrics go: the console and the job's own files always, TensorBoard, Weights & Biases or
 MLflow as configured.
 
-    monitor.log(metrics, step) ──► Console, Files (metrics.jsonl), TensorBoard | Wandb | MLflow
-    monitor.table(name, rows, step) ──► Files (samples.jsonl), TensorBoard | Wandb | MLflow
+    monitor.log(metrics, step) ──► Console, RunFiles (metrics.jsonl), TensorBoard | Wandb | MLflow
+    monitor.table(name, rows, step) ──► RunFiles (samples.jsonl), TensorBoard | Wandb | MLflow
     monitor.histograms(values, step)
             ──► quantiles as metrics to all, histograms where the service has them
 
@@ -22,11 +22,11 @@ from typing import Any, TextIO
 from rft.config import ConfigError, MonitorConfig
 from rft.ground import redact
 from rft.ground.protocols import MetricSink
-from rft.monitor import mlflow
 from rft.monitor.console import Console
-from rft.monitor.names import with_other_names
-from rft.monitor.records import Files, flattened_config
-from rft.monitor.records import read_metrics as read_metrics
+from rft.monitor.metrics import with_other_names
+from rft.monitor.mlflow import ARGS as MLFLOW_ARGS
+from rft.monitor.mlflow import MLflow
+from rft.monitor.records import RunFiles, RunRecord
 
 WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
 
@@ -71,7 +71,6 @@ class TensorBoard:
     def __init__(
         self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
     ) -> None:
-        _refuse_unknown(args, ())
         module = _needs("torch.utils.tensorboard", "tensorboard", "tensorboard")
         purge_step = resume_step + 1 if resume_step > 0 else 0
         self._summary = _needs("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard")
@@ -105,7 +104,6 @@ class Wandb:
     def __init__(
         self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
     ) -> None:
-        _refuse_unknown(args, WANDB_ARGS)
         wandb = self._wandb = _needs("wandb", "wandb", "rft[monitor]")
         mode = args.get("mode", "offline")
         if mode not in ("offline", "online", "disabled"):
@@ -122,7 +120,7 @@ class Wandb:
             dir=str(job_dir),
             mode=mode,
             settings=settings,
-            config=flattened_config(job_dir / "resolved.yaml"),
+            config=RunRecord(job_dir).flattened_config(),
             # a resumed job is the same run
             id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
             resume="allow" if mode == "online" else None,
@@ -150,21 +148,12 @@ class Wandb:
         self._wandb.teardown()  # waits for its own process, which may still have lines to write
 
 
-class MLflow(mlflow.MLflow):
-    """A run of an MLflow tracking server; see `rft.monitor.mlflow`."""
-
-    def __init__(
-        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
-    ) -> None:
-        _refuse_unknown(args, mlflow.ARGS)
-        super().__init__(job_dir, project, name, resume_step, args)
-
-
-SERVICES: dict[str, type[TensorBoard] | type[Wandb] | type[MLflow] | None] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": MLflow,
-    "none": None,
+# the sink, and the keys of monitor_args that it takes
+SERVICES: dict[str, tuple[type[TensorBoard | Wandb | MLflow] | None, tuple[str, ...]]] = {
+    "tensorboard": (TensorBoard, ()),
+    "wandb": (Wandb, WANDB_ARGS),
+    "mlflow": (MLflow, MLFLOW_ARGS),
+    "none": (None, ()),
 }
 
 
@@ -187,11 +176,12 @@ def build(
         raise ConfigError(
             f"monitor.monitor_type={config.monitor_type}: {hint}known are {', '.join(SERVICES)}"
         )
-    job_dir, service = Path(job_dir), SERVICES[config.monitor_type]
+    job_dir, (service, known) = Path(job_dir), SERVICES[config.monitor_type]
     sinks: list[MetricSink] = []
     if service is not None:  # first: it may be refused, and then nothing else has been touched
+        _refuse_unknown(config.monitor_args, known)
         sinks.append(service(job_dir, project, name, resume_step, dict(config.monitor_args)))
-    sinks.append(Files(job_dir, resume_step))
+    sinks.append(RunFiles(job_dir, resume_step))
     return Monitor(
         [Console(name, total_steps, max(resume_step, 0), stream), *sinks], config.other_names
     )
@@ -217,9 +207,8 @@ def _needs(module: str, package: str, install: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"monitor.monitor_type={package} cannot be imported ({error}): pip install "
-            f"'{install}', "
-            "or set monitor.monitor_type=none"
+            f"monitor.monitor_type={package} cannot be imported ({error}): "
+            f"pip install '{install}', or set monitor.monitor_type=none"
         ) from error
 
 
@@ -229,6 +218,6 @@ def _refuse_unknown(args: dict[str, Any], known: Sequence[str]) -> None:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ConfigError(
-                f"monitor.monitor_args.{key} is unknown: {hint}known are "
-                f"{', '.join(known) or 'none'}"
+                f"monitor.monitor_args.{key} is unknown: "
+                f"{hint}known are {', '.join(known) or 'none'}"
             )

@@ -90,11 +90,8 @@ class Recorder:
 def _plain(args: dict[str, Any]) -> str:
     """As JSON; only texts can hold a secret."""
     text = json.dumps(args, default=str)
-    return (
-        redact.text(text)
-        if any(not isinstance(value, int | float) for value in args.values())
-        else text
-    )
+    has_text = any(not isinstance(value, int | float) for value in args.values())
+    return redact.text(text) if has_text else text
 
 
 _recorder: Recorder | None = None  # of this process

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from rft.agents.workflow import AgentSettings
 from rft.algorithm import mixing
 from rft.buffer.experience_file import SUFFIXES, is_file
-from rft.buffer.replay import ARGUMENTS, PRIORITIES
+from rft.buffer.selection import ARGUMENTS, PRIORITIES
 from rft.config import Config, ExperienceBufferConfig, get, nearest
 from rft.extras.pipeline.process import EXPERIENCES, TASKS
 from rft.ground import redact

@@ -77,13 +77,12 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
     """
     import ray
 
-    from rft.monitor.sinks import build, read_metrics
+    from rft.monitor.records import RunRecord
+    from rft.monitor.sinks import build
 
     job = configs.job_dir(config)
     names = [str(taskset.name) for taskset in config.buffer.explorer_input.eval_tasksets]
-    reported = [
-        row for row in read_metrics(job / "bench" / "metrics.jsonl") if is_whole(row, names)
-    ]
+    reported = [row for row in RunRecord(job / "bench").rows if is_whole(row, names)]
     done = {int(row["step"]) for row in reported}
     if done == {0}:  # a monitor that goes on from step 0 begins anew
         done = set()

@@ -314,7 +314,7 @@ def build_reporter(
     explorer: "control.ExplorerHandle | None",
 ) -> "StepReporter":
     """Rank 0's, of a run that goes on from `step`; `cost` is that of a token."""
-    from rft.monitor.speed import Speed
+    from rft.monitor.metrics import Speed
     from rft.run.sources import tokenizer_of
     from rft.trainer.reporting import StepReporter
 

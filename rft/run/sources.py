@@ -9,7 +9,7 @@ from typing import Any
 from rft.algorithm import ALGORITHMS, mixing
 from rft.buffer.experience_file import ExperienceFile
 from rft.config import Config, TrainerConfig
-from rft.data.packing import Cost, Cut
+from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
 from rft.ground.actor import ActorHandle
 from rft.ground.protocols import Mesh
@@ -33,9 +33,9 @@ def build_feed(config: Config, mesh: Mesh, policy: Any) -> Feed:
     )
 
 
-def cut_of(trainer: TrainerConfig) -> Cut:
+def cut_of(trainer: TrainerConfig) -> PackingPolicy:
     rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
-    return Cut(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
+    return PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
 
 
 def source(config: Config) -> Source:

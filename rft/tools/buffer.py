@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rft.buffer.delivery import Part
+from rft.buffer.delivery import StoredGroup
 from rft.buffer.experience_file import SUFFIXES, dump
 from rft.buffer.journal import JournalError
 from rft.config import ConfigError
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def from_journal(source: str, name: str) -> Iterator[Part]:
+def from_journal(source: str, name: str) -> Iterator[StoredGroup]:
     from rft.buffer.ledger import Ledger
 
     places = (Path(source), Path(source) / "buffer" / name)
@@ -54,8 +54,8 @@ def from_journal(source: str, name: str) -> Iterator[Part]:
     place = next((p for p in places if list(p.glob("[0-9]*.log"))), None)
     if place is None:
         raise ConfigError(
-            f"{source} is no run with a queue, and no journal: give the run's directory, or the "
-            "URL of its database"
+            f"{source} is no run with a queue, and no journal: "
+            "give the run's directory, or the URL of its database"
         )
     ledger = Ledger(str(place), 64 * 2**20)
     try:
@@ -64,7 +64,7 @@ def from_journal(source: str, name: str) -> Iterator[Part]:
         ledger.journal.close()
 
 
-def from_database(url: str, name: str) -> Iterator[Part]:
+def from_database(url: str, name: str) -> Iterator[StoredGroup]:
     from rft.buffer.sql_tables import Tables, check_database, connect, stored
     from rft.config import ExperienceBufferConfig
 

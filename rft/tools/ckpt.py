@@ -26,7 +26,9 @@ from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
+from rft.monitor.records import flat
 from rft.tools.places import InputError, Run, find_checkpoint, find_run
+from rft.tools.tables import table
 
 SHOWN = 8
 PARALLEL = ("tp", "pp", "cp", "ep", "dp")
@@ -49,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rft ckpt",
         description=(
-            "RUN: a run, job or checkpoints directory, or a URL. CHECKPOINT: RUN (the "
-            "newest), RUN@STEP, or a path."
+            "RUN: a run, job or checkpoints directory, or a URL. CHECKPOINT: "
+            "RUN (the newest), RUN@STEP, or a path."
         ),
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -123,11 +125,9 @@ def ls(options: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:
             damaged.append(f"{name}: {error}")
     print(run.where)
-    head = ("name", "step", "attempt", "age", "size", "layout", "score", "tag", "exported", "")
     ordered = sorted(rows, key=lambda row: (row[0].epoch, row[0].step))
-    table = [head, *(_row(run, manifest, name, latest) for manifest, name in ordered)]
-    for line in _aligned(table) if rows else ["no checkpoints"]:
-        print(line)
+    told = [_row(run, manifest, name, latest) for manifest, name in ordered]
+    print(table(told) if told else "no checkpoints")
     _print_apart("damaged manifest", damaged)
     drafts = [
         n
@@ -140,23 +140,23 @@ def ls(options: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _row(run: Run, manifest: Manifest, name: str, latest: str) -> tuple[str, ...]:
+def _row(run: Run, manifest: Manifest, name: str, latest: str) -> dict[str, str]:
     score = manifest.loop.get("scores", {}).get(str(manifest.step))
     tags = run.storage.list("tags")
     label = run.storage.get(f"tags/{name}").decode() or "yes" if name in tags else ""
     exported = run.job and (run.job / "huggingface" / f"step_{manifest.step:08d}").is_dir()
-    return (
-        name,
-        str(manifest.step),
-        str(manifest.epoch),
-        _age(run, name),
-        _size(manifest.bytes),
-        _layout(manifest),
-        "" if score is None else f"{score:.4g}",
-        label,
-        "yes" if exported else "",
-        LATEST if name == latest else "",
-    )
+    return {
+        "name": name,
+        "step": str(manifest.step),
+        "attempt": str(manifest.epoch),
+        "age": _age(run, name),
+        "size": _size(manifest.bytes),
+        "layout": _layout(manifest),
+        "score": "" if score is None else f"{score:.4g}",
+        "tag": label,
+        "exported": "yes" if exported else "",
+        "": LATEST if name == latest else "",
+    }
 
 
 def _latest(storage: Storage) -> str:
@@ -189,12 +189,6 @@ def _layout(manifest: Manifest) -> str:
     )
 
 
-def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
 def _print_apart(title: str, lines: Iterable[str]) -> None:
     for line in lines:
         print(f"{title}: {line}")
@@ -222,7 +216,7 @@ def show(options: argparse.Namespace) -> int:
         for key, value in lines.items():
             print(f"  {key:<14}{value}")
         print("cut")
-        for key, value in sorted(_flat(manifest.loop).items()):
+        for key, value in sorted(flat(manifest.loop).items()):
             print(f"  {key:<24}{json.dumps(value)}")
         print("tensors")
         for line in _kinds(checkpoint):
@@ -239,16 +233,6 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[str]:
     for (kind, dtype), sizes in kinds.items():
         size = _size(sum(sizes) * ITEM_BYTES[dtype])
         yield f"{kind:<12}{len(sizes):>6} tensors {sum(sizes):>16,} elements  {dtype:<9} {size}"
-
-
-def _flat(loop: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted keys."""
-    if not isinstance(loop, dict) or not loop:
-        return {prefix: loop}
-    found: dict[str, Any] = {}
-    for key, value in loop.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -337,8 +321,8 @@ def diff(options: argparse.Namespace) -> int:
         found = _differing(a, b, same)
         for largest, count, key in found:
             lines.append(
-                f"{key}: {count:,} of {prod(a.tensors[key][1]):,} elements, by at most "
-                f"{largest:.3g}"
+                f"{key}: {count:,} of {prod(a.tensors[key][1]):,} elements, "
+                f"by at most {largest:.3g}"
             )
         lines += _loop_lines(a.manifest.loop, b.manifest.loop)
         print(f"A  {a.where}\nB  {b.where}")
@@ -354,11 +338,9 @@ def _only(one: Checkpoint, other: Checkpoint) -> list[str]:
 
 def _few(lines: list[str]) -> list[str]:
     """What is so for whole kinds of tensors need not be said of each."""
-    return (
-        lines
-        if len(lines) <= SHOWN
-        else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more like that"]
-    )
+    if len(lines) <= SHOWN:
+        return lines
+    return [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more like that"]
 
 
 def _differing(a: Checkpoint, b: Checkpoint, keys: list[str]) -> list[tuple[float, int, str]]:
@@ -405,7 +387,7 @@ def values(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _loop_lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
-    one, two = _flat(a), _flat(b)
+    one, two = flat(a), flat(b)
     for key in sorted(one.keys() | two.keys()):
         if one.get(key) != two.get(key):
             yield f"cut {key}: {json.dumps(one.get(key))} and {json.dumps(two.get(key))}"

@@ -192,21 +192,21 @@ def import_(
     present = commit.list_entries(storage)
     if present and step is None:
         raise InputError(
-            f"{storage.where} has checkpoints already (newest: step {present[-1].step}); a run "
-            "would go on from the "
-            "import instead of them: give the directory of another run, or say --step N"
+            f"{storage.where} has checkpoints already (newest: "
+            f"step {present[-1].step}); a run would go on from the import instead of them: "
+            "give the directory of another run, or say --step N"
         )
     directory = Path(model) if model else source
     if not (directory / "config.json").is_file():
         raise InputError(
-            f"{directory} has no config.json: give the Hugging Face directory of this model as "
-            "--model"
+            f"{directory} has no config.json: "
+            "give the Hugging Face directory of this model as --model"
         )
     given = Given(source, read_hf_config(directory))
     if dtype is None and given.dtype not in DTYPES.values():
         raise InputError(
-            f"{source} holds {given.dtype}; say --dtype fp32 or --dtype bf16, as trainer.dtype of "
-            "the run"
+            f"{source} holds {given.dtype}; "
+            "say --dtype fp32 or --dtype bf16, as trainer.dtype of the run"
         )
     stored = DTYPES[dtype] if dtype else given.dtype
     sources = list(given.sources(stored))

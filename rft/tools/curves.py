@@ -1,19 +1,18 @@
-"""The picture and the table at the end of a run: what one would show to a colleague.
+"""The picture at the end of a run: what one would show to a colleague.
 
-In: the stages of a run in order, each with its `metrics.jsonl`. Out: one PNG: evaluation accuracy,
+In: the stages of a run in order, each with its record. Out: one PNG: evaluation accuracy,
 warm-up loss, training reward, staleness, how far trainer and engines disagree, and where the time
 went. Stages that share a panel follow each other on its axis. Invariant: a metric that was not
 recorded leaves its panel saying so; nothing is invented for it.
 """
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rft.monitor.records import read_metrics
+from rft.monitor.records import RunRecord
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 STAGE_COLORS = ("#3b5bdb", "#f59f00", "#0ca678", "#ae3ec9")  # from the last stage back
@@ -32,36 +31,27 @@ OTHER = ("other", "#ced4da")
 
 @dataclass(frozen=True)
 class Stage:
-    """Rows of one stage, its color, and where its step 0 lies on the axis."""
+    """The record of one stage, its color, and where its step 0 lies on the axis."""
 
     name: str
-    rows: list[dict[str, Any]]
+    record: RunRecord
     start: int
     color: str
 
-    @property
-    def steps(self) -> int:
-        return max((row["step"] for row in self.rows), default=0)
-
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        found = [
-            (self.start + row["step"], row[metric])
-            for row in self.rows
-            if row.get(metric) is not None
-        ]
-        return [step for step, _ in found], [float(value) for _, value in found]
+        found = self.record.series(metric)
+        return [self.start + step for step, _ in found], [value for _, value in found]
 
     def has(self, metric: str) -> bool:
-        return any(row.get(metric) is not None for row in self.rows)
+        return metric in self.record.names
 
 
-def load(run_dirs: Sequence[tuple[str, Path | str]]) -> list[Stage]:
-    """Read the stages, each with its color."""
-    count = len(run_dirs)
+def colored(records: Sequence[tuple[str, RunRecord]]) -> list[Stage]:
+    """The stages, each with its color."""
+    count = len(records)
     colors = [STAGE_COLORS[(count - 1 - number) % len(STAGE_COLORS)] for number in range(count)]
     return [
-        Stage(name, read_metrics(path), 0, color)
-        for (name, path), color in zip(run_dirs, colors, strict=True)
+        Stage(name, record, 0, color) for (name, record), color in zip(records, colors, strict=True)
     ]
 
 
@@ -70,16 +60,16 @@ def in_a_row(stages: Sequence[Stage]) -> list[Stage]:
     placed, start = [], 0
     for stage in stages:
         placed.append(replace(stage, start=start))
-        start += stage.steps
+        start += stage.record.last_step
     return placed
 
 
-def draw(run_dirs: Sequence[tuple[str, Path | str]], out_png: Path | str) -> Path:
-    """Draw the stages `(name, path of metrics.jsonl)` into `out_png`; returns its path."""
+def draw(records: Sequence[tuple[str, RunRecord]], out_png: Path) -> Path:
+    """Draw the stages `(name, record)` into `out_png`; returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    stages = load(run_dirs)
+    stages = colored(records)
     supervised = [stage for stage in stages if stage.has("loss") and not stage.has("reward/mean")]
     rollouts = [stage for stage in stages if stage.has("reward/mean")]
     figure = Figure(figsize=(15, 8.4), dpi=130, facecolor="white")
@@ -95,31 +85,9 @@ def draw(run_dirs: Sequence[tuple[str, Path | str]], out_png: Path | str) -> Pat
     _mismatch(figure.add_subplot(grid[1, 3:6]), rollouts)
     _time(figure.add_subplot(grid[1, 6:]), stages)
     _heading(figure, stages)
-    out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png)
     return out_png
-
-
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows as an aligned text table, numbers to the right; with
-    box drawing where stdout is a terminal.
-    """
-    found = list(rows)
-    columns = list(dict.fromkeys(key for row in found for key in row))
-    cells = [[_text(row.get(column)) for column in columns] for row in found]
-    right = [all(_numeric(line[i]) for line in cells) for i in range(len(columns))]
-    if sys.stdout.isatty():
-        return _rich(columns, cells, right)
-    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    lines = [columns, ["-" * width for width in widths], *cells]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
 
 
 def smooth(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
@@ -132,11 +100,10 @@ def smooth(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
     return smoothed
 
 
-def time_shares(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
-    """Steps in at most `MAX_BARS` bins: the middle of each, and seconds per step of `TIMES` and
-    then of the rest.
+def time_shares(timed: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
+    """Put rows of training steps in at most `MAX_BARS` bins: the middle of each, and seconds per
+    step of `TIMES` and then of the rest.
     """
-    timed = [row for row in rows if row.get("time/step_s") is not None]
     size = max(1, math.ceil(len(timed) / MAX_BARS))
     bins = [timed[begin : begin + size] for begin in range(0, len(timed), size)]
     centers, parts = [], []
@@ -156,15 +123,7 @@ def time_shares(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[
 
 def _accuracy(axes: Any, stages: Sequence[Stage]) -> None:
     style(axes, "Evaluation accuracy", "share of right answers on held-out tasks")
-    names = sorted(
-        {
-            n
-            for s in stages
-            for row in s.rows
-            for n in row
-            if n.startswith("eval/") and n.endswith("/accuracy")
-        }
-    )
+    names = sorted({name for stage in stages for name in stage.record.accuracies()})
     stages = in_a_row([stage for stage in stages if any(stage.has(name) for name in names)])
     found = [(stage, name) for stage in stages for name in names if stage.has(name)]
     if not found:
@@ -286,8 +245,8 @@ def _mismatch(axes: Any, stages: Sequence[Stage]) -> None:
 def _time(axes: Any, stages: Sequence[Stage]) -> None:
     style(axes, "Where the time went", "seconds per step")
     binned = [
-        (s, *time_shares(s.rows))
-        for s in in_a_row([stage for stage in stages if stage.has("time/step_s")])
+        (stage, *time_shares(stage.record.timed))
+        for stage in in_a_row([stage for stage in stages if stage.has("time/step_s")])
     ]
     if not binned:
         return _absent(axes)
@@ -302,7 +261,7 @@ def _time(axes: Any, stages: Sequence[Stage]) -> None:
                 [stage.start + c for c in centers], heights, width, bottom, color=color, linewidth=0
             )
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        steps_per_bin = sum(row.get("time/step_s") is not None for row in stage.rows) / len(centers)
+        steps_per_bin = len(stage.record.timed) / len(centers)
         totals = [t + steps_per_bin * sum(part[i] for part in parts) for i, t in enumerate(totals)]
     for stage, _, _ in binned[1:]:
         axes.axvline(stage.start + 0.5, color=MUTED, linewidth=1, linestyle=(0, (4, 4)))
@@ -394,54 +353,19 @@ def _heading(figure: Any, stages: Sequence[Stage]) -> None:
     """Stage names with their colors, steps and time."""
     left = 0.05
     for stage in stages:
-        seconds = sum(row.get("time/step_s") or 0.0 for row in stage.rows)
+        seconds = stage.record.seconds
         figure.text(left, 0.955, "●", color=stage.color, fontsize=15, va="center")
         words = figure.text(
             left + 0.015, 0.956, stage.name, color=INK, fontsize=14, weight="bold", va="center"
         )
         right = words.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width
-        spent = (
-            f", {seconds / 60:.1f} min"
-            if seconds >= 60
-            else f", {seconds:.1f} s"
-            if seconds
-            else ""
-        )
+        spent = f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
         facts = figure.text(
             right + 0.006,
             0.955,
-            f"{stage.steps} steps{spent}",
+            f"{stage.record.last_step} steps" + (f", {spent}" if seconds else ""),
             color=MUTED,
             fontsize=10.5,
             va="center",
         )
         left = facts.get_window_extent(figure.canvas.get_renderer()).x1 / figure.bbox.width + 0.03
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _numeric(text: str) -> bool:
-    return (
-        text == "-"
-        or text.replace(",", "").replace(".", "", 1).removeprefix("-").removesuffix("%").isdigit()
-    )
-
-
-def _rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    from rich.box import ROUNDED
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(box=ROUNDED)
-    for column, to_right in zip(columns, right, strict=True):
-        made.add_column(column, justify="right" if to_right else "left")
-    for line in cells:
-        made.add_row(*line)
-    console = Console()
-    with console.capture() as captured:
-        console.print(made)
-    return captured.get().rstrip("\n")

@@ -30,6 +30,7 @@ from rft.ground.experience import Experience, Task, decode, encode
 from rft.run import launch, processes
 from rft.run.supervisor import Events, StageFailed, signals_as_events
 from rft.tools import config as config_tool
+from rft.tools import tables
 
 WIDTH = 100  # of what is printed of a text
 
@@ -38,8 +39,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rft debug",
         usage=(
-            "rft debug [--set NAME] [--row N] [experiment=NAME | --config FILE] "
-            "[section.key=value ...]"
+            "rft debug [--set NAME] [--row N] [experiment=NAME | "
+            "--config FILE] [section.key=value ...]"
         ),
         description="Run one task through a live engine and print every token of it.",
         allow_abbrev=False,
@@ -117,8 +118,8 @@ def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator
         yield ""
         yield (
             f"{told}: reward {experience.reward:g} ({experience.reward_outcome}), "
-            f"{experience.prompt_length} + "
-            f"{experience.response_length} tokens, stop: {experience.stop}"
+            f"{experience.prompt_length} + {experience.response_length} "
+            f"tokens, stop: {experience.stop}"
         )
         yield from (
             f"  {name} = {value}"
@@ -130,19 +131,23 @@ def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator
         yield from table(experience, tokenizer)
 
 
-def table(experience: Experience, tokenizer: Any) -> Iterator[str]:
-    """A line per token of the response, tokens of tools and users included."""
-    yield "     #      id  trained   logprob  version  token" + (
-        "  reward" if experience.token_rewards else ""
-    )
-    versions = experience.token_versions
+def table(experience: Experience, tokenizer: Any) -> list[str]:
+    """Return a line per token of the response, tokens of tools and users included."""
+    rows, versions = [], experience.token_versions
     for place, token in enumerate(experience.tokens[experience.prompt_length :]):
-        logprob = f"{experience.logprobs[place]:9.4f}" if experience.logprobs else f"{'':>9}"
-        trained = "yes" if experience.action_mask[place] else "no"
-        piece = json.dumps(tokenizer.decode([token]), ensure_ascii=False)
-        reward = f"  {experience.token_rewards[place]:g}" if experience.token_rewards else ""
-        version = "" if versions[place] is None else versions[place]
-        yield f"{place:>6}  {token:>6}  {trained:>7} {logprob}  {version:>7}  {piece}{reward}"
+        version = versions[place]
+        row = {
+            "#": str(place),
+            "id": str(token),
+            "trained": "yes" if experience.action_mask[place] else "no",
+            "logprob": f"{experience.logprobs[place]:.4f}" if experience.logprobs else "",
+            "version": "" if version is None else str(version),
+            "token": json.dumps(tokenizer.decode([token]), ensure_ascii=False),
+        }
+        if experience.token_rewards:
+            row["reward"] = f"{experience.token_rewards[place]:g}"
+        rows.append(row)
+    return tables.table(rows).splitlines()
 
 
 def shortened(text: str) -> str:

@@ -7,22 +7,17 @@ run's supervisor (`rft.run.control_socket`).
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from rft.checkpoint import fence
-from rft.run.control_socket import NAME, NobodyAnswers, ask
+from rft.run.control_socket import NobodyAnswers, ask
+from rft.tools.places import InputError, find_control
+from rft.tools.tables import table
 
 # the supervisor asks its engines, those that load do not answer it, and another caller may come
 # first
 ANSWER_S = 30.0
-COLUMNS = ("name", "state", "version", "restarts", "requests", "tokens", "active", "last end")
-DEPTH = 3  # directories between what is typed and `control`: <root>/<project>/<name>/<stage>
+COLUMNS = ("name", "state", "version", "restarts", "requests", "tokens", "active")
 MOST = 64  # engines added at once: more is a slip of the finger
-
-
-class InputError(ValueError):
-    """One line for the user."""
 
 
 def main(arguments: list[str]) -> int:
@@ -37,8 +32,10 @@ def main(arguments: list[str]) -> int:
     if "error" in reply:
         print(f"rft engines: {reply['error']}", file=sys.stderr)
         return 1
-    for line in table(reply["engines"]) if "engines" in reply else begun(options, reply["begun"]):
-        print(line)
+    if "engines" in reply:
+        print(table([_row(engine) for engine in reply["engines"]]))
+    else:
+        print("\n".join(begun(options, reply["begun"])))
     return 0
 
 
@@ -68,47 +65,10 @@ def question(options: argparse.Namespace) -> dict[str, Any]:
     return {"remove": options.remove} if options.remove is not None else {}
 
 
-def find_control(text: str) -> Path:
-    """The directory with the socket of the one run at or below `text`; raises InputError when there
-    is none or more.
-    """
-    path = Path(text).resolve()
-    if not path.is_dir():
-        raise InputError(f"{text}: no such directory")
-    jobs = [
-        path,
-        *(job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth)))),
-    ]
-    found = [control for control in map(fence.control_dir, jobs) if (control / NAME).is_socket()]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise InputError(
-            f"{text} holds {len(found)} runs, give one: "
-            f"{', '.join(str(c.parent) for c in found[:8])}"
-        )
-    raise InputError(
-        f"{text}: no run is under way here; give the directory of one that is, like "
-        "runs/rft/quickstart"
-    )
-
-
-def table(engines: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        COLUMNS,
-        *(tuple(str(_value(engine, column)) for column in COLUMNS) for engine in engines),
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def _value(engine: dict[str, Any], column: str) -> Any:
-    if column == "last end":
-        return engine.get("poisoned") or engine["cause"]
-    return engine.get(column, "-")
+def _row(engine: dict[str, Any]) -> dict[str, Any]:
+    return {column: engine.get(column, "-") for column in COLUMNS} | {
+        "last end": engine.get("poisoned") or engine["cause"]
+    }
 
 
 def begun(options: argparse.Namespace, names: list[str]) -> list[str]:

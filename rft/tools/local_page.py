@@ -118,11 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             return "ask from the page itself"
         if self.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
             return "ask from the page itself"
-        return (
-            None
-            if self.headers.get_content_type() == "application/json"
-            else "ask in application/json"
-        )
+        is_json = self.headers.get_content_type() == "application/json"
+        return None if is_json else "ask in application/json"
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._send(status, "text/plain; charset=utf-8", why.encode() + b"\n")

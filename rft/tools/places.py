@@ -1,20 +1,22 @@
-"""Which checkpoint somebody means: a run, job or checkpoints directory, `RUN@STEP`, one
+"""Which run or checkpoint somebody means: a run, job or checkpoints directory, `RUN@STEP`, one
 checkpoint's path, or a URL.
 
 In: what was typed. Out: the storage it lies in, its name there, and the job directory if there is
-one. Whatever does not name exactly one thing raises `InputError` with what would.
+one; of a run that is under way, the directory with its socket. Whatever does not name exactly one
+thing raises `InputError` with what would.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from rft import config as configs
-from rft.checkpoint import commit
+from rft.checkpoint import commit, fence
 from rft.checkpoint.records import MANIFEST
 from rft.checkpoint.storage import Storage, committed, open_storage, step_of
 from rft.config import ConfigError
+from rft.run.control_socket import NAME
 
-DEPTH = 3  # directories between what is typed and `checkpoints`: <root>/<project>/<name>/<stage>
+DEPTH = 3  # directories between what is typed and a job: <root>/<project>/<name>/<stage>
 
 
 class InputError(ValueError):
@@ -44,12 +46,7 @@ def find_run(text: str) -> Run:
         return Run(_opened(path), path.parent)
     if run := _job(path):
         return run
-    below = [
-        job
-        for depth in range(1, DEPTH + 1)
-        for job in sorted(path.glob("/".join("*" * depth)))
-        if _job(job)
-    ]
+    below = [job for job in _below(path) if _job(job)]
     if len(below) == 1:
         run = _job(below[0])
         assert run is not None
@@ -79,6 +76,35 @@ def find_checkpoint(text: str) -> tuple[Run, str]:
         return run, _newest(run, int(number))
     run = find_run(text)
     return run, _newest(run, None)
+
+
+def find_control(text: str) -> Path:
+    """Return the directory with the socket of the one run that is under way at or below `text`;
+    raises InputError when there is none or more.
+    """
+    path = Path(text).resolve()
+    if not path.is_dir():
+        raise InputError(f"{text}: no such directory")
+    jobs = map(fence.control_dir, [path, *_below(path)])
+    found = [control for control in jobs if (control / NAME).is_socket()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InputError(
+            f"{text} holds {len(found)} runs, give one: "
+            f"{', '.join(str(c.parent) for c in found[:8])}"
+        )
+    raise InputError(
+        f"{text}: no run is under way here; "
+        "give the directory of one that is, like runs/rft/quickstart"
+    )
+
+
+def _below(path: Path) -> list[Path]:
+    """Every directory that may be a job's, nearest first."""
+    return [
+        job for depth in range(1, DEPTH + 1) for job in sorted(path.glob("/".join("*" * depth)))
+    ]
 
 
 def _newest(run: Run, step: int | None) -> str:

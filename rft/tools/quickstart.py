@@ -7,12 +7,14 @@
 import json
 import time
 from pathlib import Path
+from statistics import fmean as mean
 
 from rft import config as configs
 from rft.config import Config
-from rft.monitor.sinks import read_metrics
+from rft.monitor.records import RunRecord
 from rft.run.stages import result
 from rft.tools import curves
+from rft.tools.tables import table
 from rft.tools.toy import write_arithmetic, write_model
 
 EVAL_SET = "held_out"
@@ -49,12 +51,8 @@ def finish(stages: list[Config]) -> None:
     """
     root = configs.job_dir(stages[0]).parent
     warmup, tuned = stages[0], stages[-1]
-    rows = read_metrics(configs.job_dir(tuned) / "metrics.jsonl")
-    scores = {
-        row["step"]: row[f"eval/{EVAL_SET}/accuracy"]
-        for row in rows
-        if f"eval/{EVAL_SET}/accuracy" in row
-    }
+    records = [RunRecord(configs.job_dir(stage)) for stage in (warmup, tuned)]
+    scores = dict(records[-1].series(f"eval/{EVAL_SET}/accuracy"))
     first = scores.pop(0, None)  # of what the warm-up left; None: nothing was evaluated there
     last = scores.get(max(scores, default=0))
     summary = root / "quickstart.json"
@@ -67,33 +65,27 @@ def finish(stages: list[Config]) -> None:
         }
         summary.write_text(json.dumps({"quickstart": outcome}), encoding="utf-8")
     picture = root / "curves.png"
-    curves.draw(
-        [(str(c.stage_name), configs.job_dir(c) / "metrics.jsonl") for c in (warmup, tuned)],
-        picture,
-    )
+    names = [str(stage.stage_name) for stage in (warmup, tuned)]
+    curves.draw(list(zip(names, records, strict=True)), picture)
     export = result(tuned)["huggingface"]
-    print(curves.table(table_rows((warmup, first), (tuned, last))))
+    rows = table_rows((warmup, records[0], first), (tuned, records[1], last))
+    print(table(rows, ruled=True))
     print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
     print(summary.read_text(encoding="utf-8"), flush=True)
 
 
-def table_rows(*stages: tuple[Config, float | None]) -> list[dict[str, str]]:
-    """One row per stage: steps, how they were spent, and
-    accuracy on the held-out tasks after it.
+def table_rows(*stages: tuple[Config, RunRecord, float | None]) -> list[dict[str, str]]:
+    """Return a row per stage: steps, how they were spent, and accuracy on the held-out tasks after
+    it.
     """
-    found = []
-    for config, score in stages:
-        rows = [
-            r for r in read_metrics(configs.job_dir(config) / "metrics.jsonl") if "time/step_s" in r
-        ]
-        found.append(
-            {
-                "stage": str(config.stage_name),
-                "algorithm": config.algorithm.algorithm_type,
-                "steps": str(max(r["step"] for r in rows)),
-                "seconds": f"{sum(r['time/step_s'] for r in rows):.0f}",
-                "tokens/s": f"{sum(r['tokens_per_s'] for r in rows) / len(rows):,.0f}",
-                f"accuracy on {NUM_EVAL} held-out tasks": "-" if score is None else f"{score:.3f}",
-            }
-        )
-    return found
+    return [
+        {
+            "stage": str(config.stage_name),
+            "algorithm": config.algorithm.algorithm_type,
+            "steps": str(record.timed[-1]["step"]),
+            "seconds": f"{record.seconds:.0f}",
+            "tokens/s": f"{mean(row['tokens_per_s'] for row in record.timed):,.0f}",
+            f"accuracy on {NUM_EVAL} held-out tasks": "-" if score is None else f"{score:.3f}",
+        }
+        for config, record, score in stages
+    ]

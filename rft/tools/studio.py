@@ -25,14 +25,14 @@ from rft import preflight
 from rft.config import Config, ConfigError
 from rft.ground.errors import refuse_all
 from rft.tools import config as config_tool
-from rft.tools import doctor, local_page, memory_plan, studio_fields
+from rft.tools import fit, local_page, studio_fields
 
 PAGE = Path(__file__).with_name("studio.html")
 RECIPES = ("grpo", "ppo", "sft")
 TRAINING = ("both", "train")
 LEFT_OUT = (
-    "functions and operators of your own, databases, services, ports, isolation, whether "
-    "checkpoint_root_dir can be written"
+    "functions and operators of your own, databases, services, ports, isolation, "
+    "whether checkpoint_root_dir can be written"
 )
 
 
@@ -136,10 +136,10 @@ def planned(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, 
     if config is None:
         return
     yield "only at the start", LEFT_OUT, True
-    wanted = memory_plan.plan(config)
+    wanted = fit.plan(config)
     yield (
         "model",
-        f"{doctor.short(wanted.parameters)} parameters, {doctor.short(wanted.trained)} trained",
+        f"{fit.short(wanted.parameters)} parameters, {fit.short(wanted.trained)} trained",
         True,
     )
     if config.mode in TRAINING:
@@ -147,12 +147,12 @@ def planned(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, 
         copies = ranks // preflight.fewest_ranks(config.trainer.megatron) or 1
         even = "" if batch % copies == 0 else ", which does not divide: some ranks get one more"
         yield "batch", f"{batch} experiences a step over {copies} copies of the model{even}", True
-        rank = doctor.rank_memory(config, wanted, 0)
+        rank = fit.rank_memory(wanted, 0)
         yield "memory per rank", rank.said, True
         steps = f"{config.trainer.total_steps or 'so many'} steps"
-        yield "checkpoint", f"{doctor.gigabytes(wanted.checkpoint)} each, {steps}", True
+        yield "checkpoint", f"{fit.gigabytes(wanted.checkpoint)} each, {steps}", True
     if config.mode != "train":
-        yield "memory per engine worker", doctor.gigabytes(wanted.engine), True
+        yield "memory per engine worker", fit.gigabytes(wanted.engine), True
 
 
 def gpus(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, bool]]:
@@ -161,10 +161,8 @@ def gpus(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, boo
     if not per_node:
         yield "GPUs", "cluster.gpu_per_node is not set: those that are found, or none", True
         return
-    total, engines = (
-        per_node * nodes,
-        rollout.engine_num * rollout.tensor_parallel_size if raw.mode != "train" else 0,
-    )
+    total, engines = per_node * nodes, rollout.engine_num * rollout.tensor_parallel_size
+    engines = engines if raw.mode != "train" else 0
     left = total - (0 if raw.cluster.colocate else engines)
     shared = "the same" if raw.cluster.colocate else str(left)
     yield (

@@ -17,14 +17,16 @@ from rft.config import ConfigError, SweepConfig
 from rft.extras.sweep import objective, records
 from rft.extras.sweep.records import Trial, state
 from rft.ground import durable
-from rft.tools.curves import INK, MUTED, style, table
+from rft.monitor.sinks import markdown
+from rft.tools.curves import INK, MUTED, style
+from rft.tools.tables import table
 
 BEST, OTHERS, BAD = "#3b5bdb", "#91a7ff", "#e8590c"
 MOST_NAMED = 8  # curves in the legend; of more trials, the best ones
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """A trial as the report tells of it.
 
     `chosen`: the overrides in which trials of the sweep differ.
@@ -47,16 +49,16 @@ def main(arguments: list[str]) -> int:
         print(f"rft sweep-report: {error}", file=sys.stderr)
         return 2
     cells = [cells_of(row, judged_by) for row in rows]
-    print(table(cells))
+    print(table(cells, ruled=True))
     best = best_of(rows, judged_by)
     if best is not None:
         print(
-            f"best     trial {best.trial.number}: {judged_by.objective}={best.value:g} with "
-            f"{best.chosen}"
+            f"best     trial {best.trial.number}: "
+            f"{judged_by.objective}={best.value:g} with {best.chosen}"
         )
     out = Path(options.out or sweep_dir)
     out.mkdir(parents=True, exist_ok=True)
-    durable.put(out / "sweep.md", markdown(cells))
+    durable.put(out / "sweep.md", markdown(cells) + "\n")
     with (out / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(cells[0]))
         writer.writeheader()
@@ -94,12 +96,12 @@ def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
     return found
 
 
-def read(sweep_dir: Path, judged_by: SweepConfig) -> list[Row]:
+def read(sweep_dir: Path, judged_by: SweepConfig) -> list[TrialRow]:
     trials = records.trials(sweep_dir)
     if not trials:
         raise ConfigError(
-            f"{sweep_dir} has no trials: give the directory of a sweep, "
-            "<root>/<project>/<name>/sweep"
+            f"{sweep_dir} has no trials: "
+            "give the directory of a sweep, <root>/<project>/<name>/sweep"
         )
     shared = set.intersection(*(set(trial.overrides) for trial in trials))
     rows = []
@@ -108,17 +110,17 @@ def read(sweep_dir: Path, judged_by: SweepConfig) -> list[Row]:
             line for line in trial.overrides if line not in shared and not line.startswith("sweep.")
         )
         value = objective.value(trial, judged_by) if trial.state == "finished" else None
-        rows.append(Row(trial, state(trial), chosen, value, objective.steps(trial)))
+        rows.append(TrialRow(trial, state(trial), chosen, value, objective.steps(trial)))
     return rows
 
 
-def best_of(rows: list[Row], judged_by: SweepConfig) -> Row | None:
+def best_of(rows: list[TrialRow], judged_by: SweepConfig) -> TrialRow | None:
     judged = [row for row in rows if row.value is not None]
     sign = 1 if judged_by.direction == "maximize" else -1
     return max(judged, key=lambda row: sign * (row.value or 0.0), default=None)
 
 
-def cells_of(row: Row, judged_by: SweepConfig) -> dict[str, str]:
+def cells_of(row: TrialRow, judged_by: SweepConfig) -> dict[str, str]:
     return {
         "trial": str(row.trial.number),
         "overrides": row.chosen or "-",
@@ -130,17 +132,10 @@ def cells_of(row: Row, judged_by: SweepConfig) -> dict[str, str]:
     }
 
 
-def markdown(cells: list[dict[str, str]]) -> str:
-    lines = [list(cells[0]), ["---"] * len(cells[0]), *([*line.values()] for line in cells)]
-    return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
-    )
-
-
 # The picture
 
 
-def draw(rows: list[Row], judged_by: SweepConfig, path: Path) -> None:
+def draw(rows: list[TrialRow], judged_by: SweepConfig, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -154,7 +149,9 @@ def draw(rows: list[Row], judged_by: SweepConfig, path: Path) -> None:
     figure.savefig(path)
 
 
-def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
+def _over_trials(
+    axes: Any, rows: list[TrialRow], best: TrialRow | None, judged_by: SweepConfig
+) -> None:
     counts = {
         kind: sum(row.state == kind for row in rows)
         for kind in dict.fromkeys(row.state for row in rows)
@@ -205,7 +202,7 @@ def _over_trials(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepC
     _legend(axes)
 
 
-def _curves(axes: Any, rows: list[Row], best: Row | None, judged_by: SweepConfig) -> None:
+def _curves(axes: Any, rows: list[TrialRow], best: TrialRow | None, judged_by: SweepConfig) -> None:
     from matplotlib import colormaps
 
     style(axes, "Curves of all trials", f"{judged_by.objective or 'no objective'} over steps")

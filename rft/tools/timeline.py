@@ -2,21 +2,24 @@
 
 In: `logs/attempt_*/trace/*.json` of a run, or of every stage below it (see `rft.monitor.trace`).
 Out: `<run>/timeline.json`, for Perfetto or chrome://tracing: all attempts after each other, a track
-per process, trainer ranks first. Invariants: what a killed process was doing ends with its last
-word and is marked unfinished; a torn last line is left out; the run is only read.
+per process, trainer ranks first; and for `rft report` the last moments, and what happened when.
+Invariants: what a killed process was doing ends with its last word and is marked unfinished; a torn
+last line is left out; the run is only read.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ORDER = ("supervisor", "rank", "checkpoint_agent", "synchronizer", "explorer", "buffer", "engine")
 Event = dict[str, Any]
+# of the end that the report draws: so many steps, if they take no longer, and so many spans at most
+LAST_STEPS, WINDOW_US, SPANS = 12, 20e6, 4000
 
 
 @dataclass
@@ -78,11 +81,8 @@ def stage_dirs(run: Path) -> list[Path]:
 
     Raises ValueError if there is none.
     """
-    found = (
-        [run]
-        if (run / "logs").is_dir()
-        else [path.parent for path in run.glob("*/logs") if path.is_dir()]
-    )
+    stages = [path.parent for path in run.glob("*/logs") if path.is_dir()]
+    found = [run] if (run / "logs").is_dir() else stages
     if not found:
         raise ValueError(
             f"{run} is no run directory: there are no logs in it, and none one level below"
@@ -161,6 +161,93 @@ def _endings(track: Track, start: float) -> Iterator[Event]:
         yield same | {"ph": phase, "ts": at, "pid": track.number, "args": {"unfinished": True}}
 
 
+# What the report tells
+
+
+def last_moments(tracks: Sequence[Track]) -> dict[str, Any] | None:
+    """The end of the newest attempt, span by span, in microseconds from its begin."""
+    newest = max((track.attempt for track in tracks if track.events), default=None)
+    shown = [track for track in tracks if track.attempt == newest]
+    trained = (event for track in shown if track.part == "rank_0" for event in track.events)
+    steps = [event["ts"] for event in trained if event["name"].startswith("version ")]
+    end = max(steps or [event["ts"] for track in shown for event in track.events], default=0.0)
+    begin = max([end - WINDOW_US, *sorted(set(steps))[-LAST_STEPS - 1 : -LAST_STEPS]])
+    most = SPANS // max(1, len(shown))
+    drawn = [(track.part, _drawn(track, begin, end, most)) for track in shown]
+    lanes = [{"name": part, "spans": spans} for part, spans in drawn if spans]
+    if not lanes:
+        return None
+    first = min(span[1] for _, spans in drawn for span in spans)
+    marks = sorted({round(at - begin) for at in steps if at >= begin})
+    return {"lanes": lanes, "from": first, "to": round(end - begin), "marks": marks}
+
+
+def _drawn(track: Track, begin: float, end: float, most: int) -> list[list[Any]]:
+    """The longest spans between `begin` and `end`: name, begin, end, version or step, finished."""
+    spans = [span for span in track.spans() if span[2] > begin and span[1] < end]
+    longest = sorted(spans, key=lambda span: span[1] - span[2])[:most]
+    return [
+        [
+            name,
+            round(max(at, begin) - begin),
+            round(min(to, end) - begin),
+            args.get("version", args.get("step")),
+            done,
+        ]
+        for name, at, to, args, done in sorted(longest, key=lambda span: (span[1], -span[2]))
+    ]
+
+
+def happened(tracks: Sequence[Track]) -> list[dict[str, Any]]:
+    """Starts, ends, failures and deaths in order of time."""
+    found = [
+        _happening(track, event, *told)
+        for track in tracks
+        for event in track.events
+        if event["ph"] == "i" and (told := _told(track, event))
+    ]
+    found += [_restart(before, track) for before, track in _successors(tracks)]
+    return sorted(found, key=lambda row: row["at"])
+
+
+def _happening(track: Track, event: Event, kind: str, what: str, cause: str) -> dict[str, Any]:
+    at = {"at": event["ts"] / 1e6, "attempt": track.attempt, "part": track.part}
+    return at | {"kind": kind, "what": what, "cause": cause}
+
+
+def _told(track: Track, event: Event) -> tuple[str, str, str] | None:
+    """(kind, what, cause) of an event that a reader wants to know of."""
+    name, args = event["name"], event.get("args", {})
+    if name == "ranks start":
+        return "start", f"attempt {track.attempt} starts its trainer ranks", ""
+    if name == "ending" and args.get("cause"):
+        return "failed", f"{args['part']} failed while {args['phase']}", args["cause"]
+    if name == "ending" and args.get("signal"):
+        return "stopped", "stopped by a signal", f"signal {args['signal']}"
+    if name == "failed" or name.endswith((" leaves", " failed")):
+        said = f"{track.part} failed" if name == "failed" else name
+        step = f" (step {args['step']})" if "step" in args else ""
+        return "trouble", said + step, str(args.get("cause", args.get("reason", "")))
+    return None
+
+
+def _successors(tracks: Sequence[Track]) -> list[tuple[Track, Track]]:
+    """Processes of one attempt that took the place of one that ended: (that one, its successor)."""
+    found, last = [], {}
+    for track in sorted((t for t in tracks if t.events), key=lambda t: t.events[0]["ts"]):
+        if (track.attempt, track.part) in last:
+            found.append((last[track.attempt, track.part], track))
+        last[track.attempt, track.part] = track
+    return found
+
+
+def _restart(before: Track, track: Track) -> dict[str, Any]:
+    open_ = [name for name, *_, done in before.spans() if not done]
+    cause = f"ended while it did: {', '.join(open_)}" if open_ else "had ended"
+    what = f"{track.part} was started again"
+    return _happening(track, track.events[0], "restart", what, f"the one before {cause}")
+
+
 def write(run: Path) -> Path:
     """Join what `run` has recorded; returns the timeline's path.
 
@@ -169,8 +256,8 @@ def write(run: Path) -> Path:
     tracks = load(run)
     if not any(track.events for track in tracks):
         raise ValueError(
-            f"{run} has recorded no timeline: it ran with monitor.trace=false, or before rft had "
-            "one"
+            f"{run} has recorded no timeline: "
+            "it ran with monitor.trace=false, or before rft had one"
         )
     path = run / "timeline.json"
     with path.open("w", encoding="utf-8") as file:
@@ -193,7 +280,7 @@ def main(arguments: list[str]) -> int:
         print(f"rft trace: {error}", file=sys.stderr)
         return 2
     print(
-        f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in ui.perfetto.dev or "
-        "chrome://tracing"
+        f"{path} ({path.stat().st_size / 1e6:.1f} MB): "
+        "open it in ui.perfetto.dev or chrome://tracing"
     )
     return 0

@@ -63,7 +63,7 @@ EXTRA = (
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-class Unreadable(ValueError):
+class TorchDistError(ValueError):
     """Not a torch_dist checkpoint, a damaged one, or one of something else."""
 
 
@@ -170,7 +170,7 @@ class TorchDist:
         }
         self._keys = self._by_kind()
         if "" not in self._keys:
-            raise Unreadable(f"{directory} holds no weights of a GPT model that rft knows")
+            raise TorchDistError(f"{directory} holds no weights of a GPT model that rft knows")
         self.names = hf_names(dims, architecture)
         self._check()
 
@@ -199,7 +199,10 @@ class TorchDist:
         return self._entry(next(iter(self._keys[kind].values()))).properties.dtype
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """HF tensor `name` of "model", "master", "exp_avg" or "exp_avg_sq". Raises Unreadable."""
+        """Read HF tensor `name` of "model", "master", "exp_avg" or "exp_avg_sq".
+
+        Raises TorchDistError.
+        """
         short = next(key for key, value in KINDS.items() if value == kind)
         rule, part, layer = rule_of(name)
         key, stacked = self._key(short, rule, layer)
@@ -237,14 +240,14 @@ class TorchDist:
                 return held[stacked], True
             if (plain := pattern.format(layer=layer)) in held:
                 return held[plain], False
-        raise Unreadable(
+        raise TorchDistError(
             f"{self.directory}: {KINDS[kind]} of {rule.megatron[0].format(layer=layer)} is missing"
         )
 
     def _check(self) -> None:
         """Every tensor of the model is there, in the shape that config.json says.
 
-        Raises Unreadable.
+        Raises TorchDistError.
         """
         for name in self.names:
             rule, part, layer = rule_of(name)
@@ -252,16 +255,16 @@ class TorchDist:
             size = tuple(self._entry(key).size)
             found, wanted = (size[1:] if stacked else size), _packed_shape(rule, name, self.dims)
             if stacked and size[0] != self.dims.layers:
-                raise Unreadable(
+                raise TorchDistError(
                     f"{self.directory} has {size[0]} layers, config.json says {self.dims.layers}"
                 )
             fits = found[1:] == wanted[1:] and (
                 found[0] >= self.dims.vocab if rule.kind == "vocab" else found[0] == wanted[0]
             )
             if not fits:
-                raise Unreadable(
-                    f"{self.directory}: {key} is {list(found)}, config.json says {list(wanted)} "
-                    "for it"
+                raise TorchDistError(
+                    f"{self.directory}: {key} is {list(found)}, "
+                    f"config.json says {list(wanted)} for it"
                 )
 
     def _entry(self, key: str) -> TensorStorageMetadata:
@@ -287,7 +290,7 @@ class TorchDist:
             out[place] = value
             filled += value.numel()
         if filled != out.numel():
-            raise Unreadable(
+            raise TorchDistError(
                 f"{self.directory}: {filled} of {out.numel()} elements of {key} are there"
             )
         return out if layer is None else out[0]
@@ -295,7 +298,9 @@ class TorchDist:
     def _chunk(self, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         info = self._places.get((key, offset))
         if info is None:
-            raise Unreadable(f"{self.directory}: the chunk of {key} at {list(offset)} is missing")
+            raise TorchDistError(
+                f"{self.directory}: the chunk of {key} at {list(offset)} is missing"
+            )
         path = self.directory / info.relative_path
         try:
             with open(path, "rb") as file:
@@ -305,17 +310,19 @@ class TorchDist:
                 )
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             cause = (str(error) or type(error).__name__).splitlines()[0]
-            raise Unreadable(f"{path}: the chunk of {key} cannot be read: {cause}") from error
+            raise TorchDistError(f"{path}: the chunk of {key} cannot be read: {cause}") from error
         if not isinstance(value, Tensor) or tuple(value.shape) != sizes:
-            raise Unreadable(f"{path}: the chunk of {key} is not the tensor that the index says")
+            raise TorchDistError(
+                f"{path}: the chunk of {key} is not the tensor that the index says"
+            )
         return value
 
 
 def _refuse_experts(dims: Dims) -> None:
     if dims.experts:
-        raise Unreadable(
-            "torch_dist checkpoints of models with experts are not read or written; go through "
-            "Hugging Face files"
+        raise TorchDistError(
+            "torch_dist checkpoints of models with experts are not read or written; "
+            "go through Hugging Face files"
         )
 
 
@@ -327,20 +334,22 @@ def _index(directory: Path) -> Metadata:
     try:
         stated = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
         if stated.get("sharded_backend") != "torch_dist":
-            raise Unreadable(
-                f"{directory} is a checkpoint of backend {stated.get('sharded_backend')}, not of "
-                "torch_dist"
+            raise TorchDistError(
+                f"{directory} is a checkpoint of backend "
+                f"{stated.get('sharded_backend')}, not of torch_dist"
             )
         with open(directory / ".metadata", "rb") as file:
             found = IndexUnpickler(file).load()
     except OSError as error:
-        raise Unreadable(f"{directory} is no complete torch_dist checkpoint: {error}") from error
-    except Unreadable:
+        raise TorchDistError(
+            f"{directory} is no complete torch_dist checkpoint: {error}"
+        ) from error
+    except TorchDistError:
         raise
     except Exception as error:  # a damaged pickle fails in any way there is
-        raise Unreadable(f"{directory}/.metadata cannot be read: {error}") from error
+        raise TorchDistError(f"{directory}/.metadata cannot be read: {error}") from error
     if not isinstance(found, Metadata):
-        raise Unreadable(f"{directory}/.metadata is no index")
+        raise TorchDistError(f"{directory}/.metadata is no index")
     return found
 
 
@@ -354,15 +363,15 @@ def _common(directory: Path) -> dict[str, Any]:
         with zipfile.ZipFile(directory / "common.pt") as archive:
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             if "constants.pkl" in names:
-                raise Unreadable(
+                raise TorchDistError(
                     f"{directory}/common.pt is a TorchScript program, which is not run"
                 )
             with archive.open(names["data.pkl"]) as file:
                 found = CommonUnpickler(file).load()
-    except Unreadable:
+    except TorchDistError:
         raise
     except Exception as error:  # a damaged pickle fails in any way there is
-        raise Unreadable(f"{directory}/common.pt cannot be read: {error}") from error
+        raise TorchDistError(f"{directory}/common.pt cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}
 
 

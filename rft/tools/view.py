@@ -74,14 +74,14 @@ def tokenizer_of(source: Path, model: str | None) -> Any:
     )
     if model is None and resolved is None:
         raise ConfigError(
-            f"--model: {directory} has no resolved.yaml that names a model: give the directory of "
-            "its tokenizer"
+            f"--model: {directory} has no resolved.yaml that names a model: "
+            "give the directory of its tokenizer"
         )
     path = model or OmegaConf.load(resolved).model.model_path
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ConfigError(
-            f"--model: {path} has no tokenizer_config.json: give the directory of the model's "
-            "tokenizer"
+            f"--model: {path} has no tokenizer_config.json: "
+            "give the directory of the model's tokenizer"
         )
     return AutoTokenizer.from_pretrained(path)
 
@@ -112,10 +112,8 @@ class View:
         """{wanted, offset} to {total, matching, rows, mean}: a page of those that match, in the
         order asked for.
         """
-        wanted, offset = (
-            msgspec.convert(asked.get("wanted", {}), Wanted),
-            int(asked.get("offset", 0)),
-        )
+        wanted = msgspec.convert(asked.get("wanted", {}), Wanted)
+        offset = int(asked.get("offset", 0))
         matching = [number for number in range(len(self.found)) if self._matches(number, wanted)]
         rewards = [self.found[number].reward for number in matching]
         keys = {
@@ -131,12 +129,8 @@ class View:
 
     def _matches(self, number: int, wanted: Wanted) -> bool:
         one, texts = self.found[number], self.texts[number]
-        if (
-            wanted.least is not None
-            and one.reward < wanted.least
-            or wanted.most is not None
-            and one.reward > wanted.most
-        ):
+        least, most = wanted.least, wanted.most
+        if least is not None and one.reward < least or most is not None and one.reward > most:
             return False
         if wanted.outcome and one.reward_outcome != wanted.outcome:
             return False

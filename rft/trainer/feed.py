@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
 from rft.config import AlgorithmConfig, Config
-from rft.data.packing import BY_TOKENS, Cost, Cut, Packed, Row, pack
+from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row, pack
 from rft.ground.experience import Batch, Experience
 from rft.ground.protocols import Mesh
 
@@ -48,7 +48,7 @@ class Feed:
         max_tokens: int,
         multiple: int,
         cost: Cost,
-        cut: Cut = BY_TOKENS,
+        cut: PackingPolicy = BY_TOKENS,
         longest: int = 1,
         experts: Source | None = None,
     ):

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from rft.algorithm import pairs, recipe, token_credit
-from rft.algorithm.kl import Coefficient
 from rft.algorithm.losses import clipped_value
+from rft.algorithm.ratios import Coefficient
 from rft.config import AlgorithmConfig
 from rft.data.packing import Packed
 from rft.ground.protocols import Snapshot

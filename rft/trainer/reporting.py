@@ -11,8 +11,9 @@ from typing import Any
 
 from rft.config import Config
 from rft.ground.experience import EvalResult, Experience
-from rft.monitor.sinks import build, read_metrics
-from rft.monitor.speed import Speed
+from rft.monitor.metrics import Speed
+from rft.monitor.records import RunRecord
+from rft.monitor.sinks import build
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -44,7 +45,7 @@ class StepReporter:
             for taskset in config.buffer.explorer_input.eval_tasksets
         ]
         # those of this step and before: `build` has dropped the rest
-        rows = read_metrics(job / "metrics.jsonl")
+        rows = RunRecord(job).rows
         self.evaluated = {
             row["step"]: row for row in rows if sets and all(name in row for name in sets)
         }

@@ -15,7 +15,7 @@ from rows import CUTS, RATES, make_rows
 from rft.algorithm.losses import token_loss
 from rft.checkpoint.layout import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rft.data.packing import BY_TOKENS, Cut, Row, pack
+from rft.data.packing import BY_TOKENS, PackingPolicy, Row, pack
 from rft.ground import device as devices
 from rft.megatron.mesh import Mesh
 from rft.megatron.policy import Policy
@@ -61,7 +61,7 @@ def policy_on(
 
 
 def part_of(
-    policy: Policy, rows: list[Row], max_tokens: int = 128, cut: Cut = BY_TOKENS
+    policy: Policy, rows: list[Row], max_tokens: int = 128, cut: PackingPolicy = BY_TOKENS
 ) -> list[Any]:
     mesh = policy.mesh
     return mesh.scatter_parts(

@@ -12,11 +12,11 @@ from jobs import part_of, pieces_of
 from rows import CUTS, make_rows
 from torch import Tensor
 
-from rft.algorithm.correction import Correction
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
+from rft.algorithm.ratios import Correction
 from rft.config import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rft.data.packing import BY_TOKENS, Cut, Row
+from rft.data.packing import BY_TOKENS, PackingPolicy, Row
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Reference
 from rft.megatron.policy import Policy
@@ -99,7 +99,7 @@ def policy_on(mesh: Mesh, sizes: MegatronConfig, path: str) -> Policy:
 
 
 def advantages(
-    policy: Policy, reference: Reference, algorithm: AlgorithmConfig, cut: Cut = BY_TOKENS
+    policy: Policy, reference: Reference, algorithm: AlgorithmConfig, cut: PackingPolicy = BY_TOKENS
 ) -> dict[str, Any]:
     models = Models(
         policy, reference if algorithm.kl_penalty_fn != "none" else None, None, algorithm

@@ -4,13 +4,13 @@ transformers.
 
 import numpy as np
 
-from rft.data.packing import BY_TOKENS, Cut, Row, token_weights
+from rft.data.packing import BY_TOKENS, PackingPolicy, Row, token_weights
 
 CUTS = {
     "tokens-packed": BY_TOKENS,
-    "tokens-padded": Cut(pad=True),
-    "rows-packed": Cut(rows=3),
-    "rows-padded": Cut(rows=3, pad=True),
+    "tokens-padded": PackingPolicy(pad=True),
+    "rows-packed": PackingPolicy(rows=3),
+    "rows-padded": PackingPolicy(rows=3, pad=True),
 }
 RATES = {"sgd": 0.05, "adam": 1e-3}
 # what every mesh is compared in: first gradients, two of them of few rows, and optimizers

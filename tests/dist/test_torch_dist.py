@@ -16,7 +16,7 @@ from torch_dist_jobs import digest
 
 from rft.ground.names import Dims, architecture_of, read_hf_config
 from rft.tools import torch_dist
-from rft.tools.torch_dist import TorchDist, Unreadable
+from rft.tools.torch_dist import TorchDist, TorchDistError
 from rft.tools.toy import write_model
 
 from ranks import Ranks
@@ -128,7 +128,7 @@ def test_no_pickle_runs_code(models: dict[str, Path], written: Path, tmp_path: P
     torch.save({"iteration": 3, "args": Bomb(mark)}, written / "common.pt")
     assert opened(models["qwen3"], written).iteration == 3
     (written / ".metadata").write_bytes(pickle.dumps({"a": Bomb(mark)}))
-    with pytest.raises(Unreadable, match="has no place in a checkpoint's index"):
+    with pytest.raises(TorchDistError, match="has no place in a checkpoint's index"):
         opened(models["qwen3"], written)
     assert not mark.exists()
 
@@ -164,7 +164,7 @@ def test_no_torchscript_program_is_run(
     mark.unlink()
     good = (written / "common.pt").read_bytes()
     (written / "common.pt").write_bytes(program.getvalue())
-    with pytest.raises(Unreadable, match=r"common\.pt is a TorchScript program"):
+    with pytest.raises(TorchDistError, match=r"common\.pt is a TorchScript program"):
         opened(models["qwen3"], written)
     (written / "common.pt").write_bytes(good)
     found = opened(models["qwen3"], written)
@@ -172,7 +172,7 @@ def test_no_torchscript_program_is_run(
     chunks = written / place.relative_path
     chunks.write_bytes(chunks.read_bytes()[: place.offset] + program.getvalue())
     place.length = len(program.getvalue())
-    with pytest.raises(Unreadable, match="TorchScript"):
+    with pytest.raises(TorchDistError, match="TorchScript"):
         found.tensor("model", "model.norm.weight")
     assert not mark.exists()
 
@@ -180,27 +180,27 @@ def test_no_torchscript_program_is_run(
 def test_a_tar_of_the_oldest_torch_is_refused(models: dict[str, Path], written: Path) -> None:
     with tarfile.open(written / "common.pt", "w") as archive:
         archive.addfile(tarfile.TarInfo("pickle"), io.BytesIO())
-    with pytest.raises(Unreadable, match=r"common\.pt cannot be read: File is not a zip file"):
+    with pytest.raises(TorchDistError, match=r"common\.pt cannot be read: File is not a zip file"):
         opened(models["qwen3"], written)
 
 
 def test_bad_input_is_named(models: dict[str, Path], written: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        Unreadable,
+        TorchDistError,
         match=r"model of decoder\.layers\.0\.self_attention\.q_layernorm\.weight is missing",
     ):
         opened(models["qwen3"], strip(written, tmp_path / "less", "q_layernorm"))
     wide = write_model(tmp_path / "wide", "qwen3", tied=True, **(SMALL | {"ffn": 96}))
     with pytest.raises(
-        Unreadable, match=r"linear_fc1\.weight is \[128, 48\], config\.json says \[192, 48\]"
+        TorchDistError, match=r"linear_fc1\.weight is \[128, 48\], config\.json says \[192, 48\]"
     ):
         opened(wide, written)
     found = opened(models["qwen3"], written)
     (written / "__0_0.distcp").write_bytes((written / "__0_0.distcp").read_bytes()[:1000])
-    with pytest.raises(Unreadable, match=r"__0_0\.distcp: the chunk of .* cannot be read"):
+    with pytest.raises(TorchDistError, match=r"__0_0\.distcp: the chunk of .* cannot be read"):
         found.tensor("model", "model.norm.weight")
     (written / "metadata.json").unlink()
-    with pytest.raises(Unreadable, match="no complete torch_dist checkpoint"):
+    with pytest.raises(TorchDistError, match="no complete torch_dist checkpoint"):
         opened(models["qwen3"], written)
 
 

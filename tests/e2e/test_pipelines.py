@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.buffer.progress import Failed
+from rft.buffer.progress import GroupFailed
 from rft.extras.pipeline.output import recorded_groups
 
 import runs
@@ -46,7 +46,7 @@ def test_a_run_with_both_pipelines(tmp_path: Path) -> None:
         "every step is full"
     )
     dropped = [
-        one for one in history.of(Failed) if one.reason == "dropped by dapo_dynamic_sampling"
+        one for one in history.of(GroupFailed) if one.reason == "dropped by dapo_dynamic_sampling"
     ]
     assert len(dropped) == history.progress.num_failed
     came = {

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.buffer.progress import Consumed, Failed, Issued, Leased, Progress, Resumed, Stored
+from rft.buffer.progress import Consumed, GroupFailed, Issued, Leased, Progress, Resumed, Stored
 from rft.config import SynchronizerConfig
 from rft.sync.style import Cadence
 
@@ -122,7 +122,7 @@ class Simulation:
     def _finish(self, number: int) -> None:
         rollout = self.running.pop(number)
         if self.chance.random() < self.pace.failures:
-            self._record(Failed, group=number, reason="failed")
+            self._record(GroupFailed, group=number, reason="failed")
             self.failed.add(number)
             return
         self._record(Stored, group=number, experiences=b"")

@@ -9,9 +9,9 @@ import torch
 from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES, Columns
 from rft.algorithm.credit import judge, metrics, rows
-from rft.algorithm.fields import Fields, mismatch
-from rft.algorithm.kl import ESTIMATORS
+from rft.algorithm.fields import Fields
 from rft.algorithm.losses import LOSSES, token_loss
+from rft.algorithm.ratios import ESTIMATORS, mismatch
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES
 from rft.config import AlgorithmConfig
 from rft.ground.experience import Experience, VersionSpan

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,34 @@ def test_only_device_decides_about_devices() -> None:
     for path in set(PACKAGE.rglob("*.py")) - exempt:
         text = path.read_text(encoding="utf-8")
         assert "torch.cuda" not in text, f"{path} speaks to torch.cuda"
+
+
+def test_everything_imported_is_declared() -> None:
+    """In setup.py, as what a user needs, or as an extra."""
+    tree = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    names = (re.match(r"[\w-]+", word) for word in words if isinstance(word, str))
+    declared = {name[0].lower().replace("-", "_") for name in names if name}
+    distributions = packages_distributions()
+    imported = {
+        module.split(".")[0]
+        for path in (*files(), *(PACKAGE.parent / "hydra_plugins").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for module in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    } - sys.stdlib_module_names
+    missing = {
+        module
+        for module in imported - {"rft", "hydra_plugins"}
+        if not declared
+        & {name.lower().replace("-", "_") for name in (module, *distributions.get(module, []))}
+    }
+    assert not missing, "setup.py does not say that these are needed"
 
 
 def test_no_file_and_no_function_grows_out_of_sight() -> None:

@@ -23,7 +23,7 @@ from rft.config.compose import CONFIG_DIR
 from rft.config.layout import stored_bytes
 from rft.data import packing
 from rft.megatron import schedule
-from rft.tools import config_page
+from rft.tools import docs_tables
 
 
 def composed(overrides: list[str]) -> Any:
@@ -497,9 +497,9 @@ def test_every_key_is_documented() -> None:
 
 
 def test_the_tables_of_keys_are_those_of_the_code() -> None:
-    for page, text in config_page.pages().items():
+    for page, text in docs_tables.pages().items():
         assert page.read_text(encoding="utf-8") == text, (
-            f"{page}: run `python -m rft.tools.config_page`"
+            f"{page}: run `python -m rft.tools.docs_tables`"
         )
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from rft.tools import coverage_page
+from rft.tools import docs_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-STANDINGS = coverage_page.standings()
+STANDINGS = docs_tables.standings()
 
 
 @cache
@@ -25,8 +25,8 @@ def names_in(file: str) -> set[str]:
 def test_every_feature_stands_somewhere_once() -> None:
     counts = Counter(standing.row for standing in STANDINGS)
     assert not [row for row, count in counts.items() if count > 1], "said twice"
-    assert not set(counts) - set(coverage_page.features()), "no feature of the reference"
-    assert not set(coverage_page.features()) - set(counts), "nothing is said of these"
+    assert not set(counts) - set(docs_tables.features()), "no feature of the reference"
+    assert not set(docs_tables.features()) - set(counts), "nothing is said of these"
 
 
 def test_most_are_here() -> None:
@@ -41,8 +41,8 @@ def test_what_is_said_is_shown_by_tests_that_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def problems(standing: coverage_page.Standing) -> Iterator[str]:
-    if standing.state not in coverage_page.STATES:
+def problems(standing: docs_tables.Standing) -> Iterator[str]:
+    if standing.state not in docs_tables.STATES:
         yield f"{standing.state} is no state"
     if not standing.how:
         yield "say how, or why not"
@@ -57,6 +57,7 @@ def problems(standing: coverage_page.Standing) -> Iterator[str]:
 
 
 def test_the_page_is_that_of_the_tables() -> None:
-    assert coverage_page.PAGE.read_text(encoding="utf-8") == coverage_page.page(), (
-        "run python -m rft.tools.coverage_page"
+    page = docs_tables.DOCS / "coverage.md"
+    assert page.read_text(encoding="utf-8") == docs_tables.pages()[page], (
+        "run python -m rft.tools.docs_tables"
     )

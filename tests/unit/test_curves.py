@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from rft.monitor.records import RunRecord
 from rft.tools import curves
+from rft.tools.tables import table
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write(job: Path, rows: list[dict[str, Any]]) -> RunRecord:
+    job.mkdir(parents=True, exist_ok=True)
+    (job / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunRecord(job)
 
 
 def warm_up(steps: int = 300) -> list[dict[str, Any]]:
@@ -94,8 +96,8 @@ def test_a_run_of_two_stages_is_drawn_with_before_and_after(
 ) -> None:
     written = panel_texts(monkeypatch)
     stages = [
-        ("sft_warmup", write(tmp_path / "a" / "metrics.jsonl", warm_up())),
-        ("grpo", write(tmp_path / "b" / "metrics.jsonl", rollouts())),
+        ("sft_warmup", write(tmp_path / "a", warm_up())),
+        ("grpo", write(tmp_path / "b", rollouts())),
     ]
     picture = curves.draw(stages, tmp_path / "out" / "curves.png")
     assert size(picture)[0] > 1500
@@ -108,7 +110,7 @@ def test_missing_metrics_leave_their_panels_saying_so(
 ) -> None:
     written = panel_texts(monkeypatch)
     rows = [{"step": i, "reward/mean": 0.5, "loss": None} for i in (1, 2)]
-    curves.draw([("grpo", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png")
+    curves.draw([("grpo", write(tmp_path, rows))], tmp_path / "curves.png")
     assert written.count("not recorded") == 3 and "no evaluation was run" in written
     assert "Warm-up loss" not in written
 
@@ -122,7 +124,7 @@ def test_a_short_run_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.Monke
         {"step": i, "reward/mean": 0.0, "kl/mismatch": 0.0, "time/step_s": 1.0} for i in (1, 2, 3)
     ]
     rows.append({"step": 3, "eval/held_out/accuracy": 0.25})
-    curves.draw([("rft", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png")
+    curves.draw([("rft", write(tmp_path, rows))], tmp_path / "curves.png")
     assert "after  25.0%" in written and not any(text.startswith("before") for text in written)
     assert "0 in every step" in written
 
@@ -131,15 +133,15 @@ def test_a_short_run_shows_what_it_has(tmp_path: Path, monkeypatch: pytest.Monke
     "rows", [[], [{"step": 1, "reward/mean": 1.0, "kl/mismatch": 0.0, "time/step_s": 1.0}]]
 )
 def test_an_empty_or_tiny_run_is_drawn(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    size(curves.draw([("only", write(tmp_path / "metrics.jsonl", rows))], tmp_path / "curves.png"))
+    size(curves.draw([("only", write(tmp_path, rows))], tmp_path / "curves.png"))
 
 
 def test_stages_follow_each_other_on_the_axis(tmp_path: Path) -> None:
-    paths = [
-        write(tmp_path / f"{i}.jsonl", [{"step": 1, "loss": 1.0}, {"step": 5, "loss": 2.0}])
+    records = [
+        write(tmp_path / f"{i}", [{"step": 1, "loss": 1.0}, {"step": 5, "loss": 2.0}])
         for i in range(2)
     ]
-    first, second = curves.in_a_row(curves.load([("a", paths[0]), ("b", paths[1])]))
+    first, second = curves.in_a_row(curves.colored([("a", records[0]), ("b", records[1])]))
     assert first.series("loss") == ([1, 5], [1.0, 2.0])
     assert second.series("loss") == ([6, 10], [1.0, 2.0])
 
@@ -165,8 +167,9 @@ def test_time_parts_add_up_to_the_step_and_long_runs_are_binned() -> None:
 
 def test_the_table_is_aligned_with_numbers_to_the_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    text = curves.table(
-        [{"stage": "sft", "steps": 300, "accuracy": 0.5}, {"stage": "grpo_long", "steps": 1500}]
+    text = table(
+        [{"stage": "sft", "steps": 300, "accuracy": 0.5}, {"stage": "grpo_long", "steps": 1500}],
+        ruled=True,
     )
     assert text.splitlines() == [
         "stage      steps  accuracy",
@@ -178,5 +181,23 @@ def test_the_table_is_aligned_with_numbers_to_the_right(monkeypatch: pytest.Monk
 
 def test_on_a_terminal_the_table_has_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    text = curves.table([{"stage": "sft", "steps": 300}])
+    text = table([{"stage": "sft", "steps": 300}])
     assert "╭" in text and "sft" in text
+
+
+def test_in_a_pipe_nothing_is_cut_off_and_no_cell_is_markup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = "/runs/" + "deep/" * 100
+    assert (
+        table([{"what": path, "said": "[red] :smile:"}], headed=False) == f"{path}  [red] :smile:"
+    )
+
+
+def test_on_a_terminal_a_long_cell_is_folded_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert table([{"path": "x" * 100}]).count("x") == 100

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from safetensors import safe_open
 
-from rft.tools import doctor
-from rft.tools.doctor import FAIL, OK, WARN, Finding
-from rft.tools.memory_plan import plan
+from rft.tools import doctor, fit
+from rft.tools.fit import FAIL, OK, WARN, Finding, plan
 from tests.unit.test_config import grpo
 
 MET = {"backend": "gloo", "device": "cpu, 1 thread(s), collectives over gloo", "memory": 10**10}
@@ -155,21 +154,21 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     (config,) = grpo(
         assets, tmp_path, "explorer.rollout_model.kv_cache_gb=0.1", "trainer.save_interval=10"
     )
-    found = by_name(list(doctor.of_config(config, GPU)))
+    found = by_name(list(fit.of_config(config, GPU)))
     assert {one.level for one in found.values()} <= {OK, WARN} and "a device has 10.00 GB" in found[
         "memory per rank"
     ].said
-    small = by_name(list(doctor.of_config(config, GPU | {"memory": 10**5})))["memory per rank"]
+    small = by_name(list(fit.of_config(config, GPU | {"memory": 10**5})))["memory per rank"]
     assert small.level == FAIL and "trainer.recompute_granularity=full" in small.fix
 
     assert "GPUs" not in found
     config.cluster.gpu_per_node = 8
-    assert by_name(list(doctor.of_config(config, MET)))["GPUs"].level == WARN
+    assert by_name(list(fit.of_config(config, MET)))["GPUs"].level == WARN
 
     config.cluster.threads_per_rank = 10**4
     config.explorer.rollout_model.kv_cache_gb = 10.0**6
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**5))
-    found = by_name(list(doctor.of_config(config, MET)))
+    monkeypatch.setattr(fit.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**5))
+    found = by_name(list(fit.of_config(config, MET)))
     assert found["cores"].level == WARN and "cluster.threads_per_rank" in found["cores"].fix
     assert found["host memory"].level == FAIL and "kv_cache_gb" in found["host memory"].fix
     assert found["disk"].level == FAIL and "3 checkpoints" in found["disk"].said
@@ -182,8 +181,8 @@ def test_an_online_monitor_needs_a_key(
     (config,) = grpo(assets, tmp_path, "monitor=wandb", "monitor.monitor_args.mode=online")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    (found,) = doctor.monitor(config)
+    (found,) = fit.monitor(config)
     assert found.level == FAIL and "WANDB_API_KEY" in found.fix
     monkeypatch.setenv("WANDB_API_KEY", "planted")
-    (found,) = doctor.monitor(config)
+    (found,) = fit.monitor(config)
     assert found.level == OK and "planted" not in json.dumps(doctor.table([found]))

@@ -13,7 +13,7 @@ import ray
 from rft.config import Config, ConfigError, TasksetConfig
 from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, Experience, Sampling, Task, encode
-from rft.monitor.sinks import read_metrics
+from rft.monitor.records import RunRecord
 from rft.rollout import evaluation
 from rft.rollout.evaluation import extremes, pass_at, repeated, sizes
 from rft.run import exports, modes
@@ -150,7 +150,7 @@ def evaluated(config: Config, dies_at: int | None = None) -> list[int]:
 
 
 def results(config: Config) -> dict[int, float]:
-    rows = read_metrics(Path(config.checkpoint_root_dir) / "rft" / "b" / "bench" / "metrics.jsonl")
+    rows = RunRecord(Path(config.checkpoint_root_dir) / "rft" / "b" / "bench").rows
     assert all("bench/one/accuracy" in row and "bench/two/accuracy" in row for row in rows)
     return {row["step"]: row["bench/one/accuracy"] for row in rows}
 

@@ -7,7 +7,7 @@ import pytest
 from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, TrainerConfig
-from rft.data.packing import Cost, Cut, Packed
+from rft.data.packing import Cost, Packed, PackingPolicy
 from rft.ground.experience import Batch, Experience, encode
 from rft.run.sources import cut_of
 from rft.trainer.control import QueueSource
@@ -48,21 +48,21 @@ class Rows:
 @pytest.mark.parametrize(
     ("keys", "cut", "bounds"),
     [
-        ({}, Cut(), [[0, 9, 12, 19, 24]]),
+        ({}, PackingPolicy(), [[0, 9, 12, 19, 24]]),
         (
             {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3},
-            Cut(rows=3),
+            PackingPolicy(rows=3),
             [[0, 9, 16, 21], [0, 3]],
         ),
         (
             {"balance_batch": False, "use_remove_padding": False},
-            Cut(balance=False, pad=True),
+            PackingPolicy(balance=False, pad=True),
             [[0, 9, 18, 27], [0, 5]],
         ),
     ],
 )
 def test_microbatches_are_what_the_config_asks_for(
-    keys: dict[str, Any], cut: Cut, bounds: list[list[int]]
+    keys: dict[str, Any], cut: PackingPolicy, bounds: list[list[int]]
 ) -> None:
     assert cut_of(TrainerConfig(**keys)) == cut
     recipe = AlgorithmConfig(algorithm_type="sft", loss_agg_mode="token-mean")

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.correction import Correction
 from rft.algorithm.fields import Fields
-from rft.algorithm.kl import Coefficient
 from rft.algorithm.losses import LOSSES, token_loss
+from rft.algorithm.ratios import Coefficient, Correction
 from rft.config import AlgorithmConfig
 from rft.trainer.models import Nearness
 

@@ -146,7 +146,7 @@ def test_on_a_terminal_there_is_a_bar_below_the_lines(monkeypatch: pytest.Monkey
 
 def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path: Path) -> None:
     clock = Clock()
-    files = records.Files(tmp_path, 0, clock)
+    files = records.RunFiles(tmp_path, 0, clock)
     clock.now += 1.5
     files.log({"loss": 0.5, "bad": math.nan}, 1)
     files.table("rollouts", [{"prompt": "a\nb\u2028c", "reward": 1.0}], 1)
@@ -161,7 +161,7 @@ def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path
 
 def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -> None:
     clock = Clock()
-    files = records.Files(tmp_path, 0, clock)
+    files = records.RunFiles(tmp_path, 0, clock)
     for step in range(1, 6):
         clock.now += 1
         files.log({"loss": float(step)}, step)
@@ -170,7 +170,7 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
     files.close()
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 6, "time_s"')  # killed in the middle of a line
-    again = records.Files(tmp_path, 3, clock)
+    again = records.RunFiles(tmp_path, 3, clock)
     clock.now += 1
     again.log({"loss": 40.0}, 4)
     again.close()
@@ -186,12 +186,12 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
 
 def test_a_start_without_anything_to_resume_logs_step_zero_once(tmp_path: Path) -> None:
     for _attempt in range(2):  # the first was killed before its first checkpoint
-        files = records.Files(tmp_path, 0)
+        files = records.RunFiles(tmp_path, 0)
         files.log({"eval/sums/accuracy": 0.1}, 0)
         files.log({"loss": 1.0}, 1)
         files.close()
         assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
-    records.Files(tmp_path, 1).close()
+    records.RunFiles(tmp_path, 1).close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
@@ -211,7 +211,7 @@ def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    files = records.Files(tmp_path, 0)
+    files = records.RunFiles(tmp_path, 0)
     files.log({"loss": 1.0}, 1)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
     files.close()
@@ -225,6 +225,21 @@ def test_reading_merges_a_late_evaluation_into_its_step(tmp_path: Path) -> None:
         {"step": 2, "loss": 1, "eval": 5},
         {"step": 3, "loss": 2},
     ]
+
+
+def test_the_record_of_a_run_tells_what_was_recorded_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "time_s": 0, "eval/sums/accuracy": 0.25}\n'
+        '{"step": 1, "time_s": 2, "loss": 1, "bad": null, "time/step_s": 1.5}\n'
+        '{"step": 2, "time_s": 4, "loss": null, "time/step_s": 2.5}\n{"step": 3, "lo'
+    )
+    record = records.RunRecord(tmp_path)
+    assert record.last_step == 2 and record.seconds == 4.0
+    assert [row["step"] for row in record.timed] == [1, 2]
+    assert record.series("loss") == [(1, 1.0)] and record.series("bad") == []
+    assert record.names == {"eval/sums/accuracy", "loss", "time/step_s"}
+    assert record.accuracies() == {"eval/sums/accuracy": "sums"}
+    assert not record.is_complete and record.config == {} and record.samples == []
 
 
 # Building, services

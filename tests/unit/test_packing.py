@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rft.data.packing import (
     Cost,
-    Cut,
     Packed,
+    PackingPolicy,
     Row,
     assign,
     cp_index,
@@ -228,13 +228,15 @@ def test_cost_counts_the_multiplications_of_a_model() -> None:
     assert Cost.of(sparse)(np.array([n]))[0] == linear + attention + 3 * 2 * n * 64 * 32
 
 
-CUTS = st.builds(Cut, st.one_of(st.none(), st.integers(1, 5)), st.booleans(), st.booleans())
+CUTS = st.builds(
+    PackingPolicy, st.one_of(st.none(), st.integers(1, 5)), st.booleans(), st.booleans()
+)
 
 
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.integers(8, 128), st.sampled_from([1, 2, 8]), CUTS)
 def test_another_cut_keeps_every_token_and_weight(
-    lengths: list[int], dp: int, limit: int, multiple: int, cut: Cut
+    lengths: list[int], dp: int, limit: int, multiple: int, cut: PackingPolicy
 ) -> None:
     rows = make_rows(lengths)
     parts = pack(rows, dp, limit, multiple, cut=cut)
@@ -276,7 +278,7 @@ def test_microbatches_of_so_many_rows_are_balanced_over_ranks_by_cost() -> None:
     rng = np.random.default_rng(3)
     lengths = [int(n) for n in np.clip(rng.lognormal(np.log(400), 1.0, 256), 1, 8192)]
     balanced, in_order = (
-        divide(lengths, 4, 0, Cut(rows=8, balance=balance)) for balance in (True, False)
+        divide(lengths, 4, 0, PackingPolicy(rows=8, balance=balance)) for balance in (True, False)
     )
     assert (
         {len(bin_) for part in balanced for bin_ in part}
@@ -290,11 +292,11 @@ def test_microbatches_of_so_many_rows_are_balanced_over_ranks_by_cost() -> None:
 def test_exchanges_equalise_ranks_of_equal_row_counts_too() -> None:
     """Largest first ends with 22 and 24."""
     lengths, linear = [11, 9, 7, 7, 6, 6], Cost(1.0, 0.0)
-    assert costs(lengths, divide(lengths, 2, 0, Cut(rows=3), linear), linear) == [23, 23]
+    assert costs(lengths, divide(lengths, 2, 0, PackingPolicy(rows=3), linear), linear) == [23, 23]
 
 
 def test_padded_microbatches_hold_rows_of_similar_length() -> None:
-    parts = divide([10, 100, 11, 99, 12, 98], 1, 300, Cut(pad=True))
+    parts = divide([10, 100, 11, 99, 12, 98], 1, 300, PackingPolicy(pad=True))
     assert parts == [[[1, 3, 5], [4, 2, 0]]]
 
 

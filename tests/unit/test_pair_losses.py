@@ -18,7 +18,7 @@ from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
 from rft.algorithm.pairs import credited
 from rft.config import AlgorithmConfig
-from rft.data.packing import Cut, Packed, pack
+from rft.data.packing import Packed, PackingPolicy, pack
 from rft.ground.experience import Experience
 
 LENGTHS = [5, 9, 3, 12, 7, 4, 6, 6]  # of responses; four pairs
@@ -133,17 +133,17 @@ def _fields(packed: Packed) -> Fields:
     )
 
 
-def packed_parts(dp: int, limit: int, cut: Cut) -> list[list[Packed]]:
+def packed_parts(dp: int, limit: int, cut: PackingPolicy) -> list[list[Packed]]:
     mode = ALGORITHMS["dpo"].loss_agg_mode
     return pack(rows(judge(experiences(), None, {}), mode), dp, limit, 1, cut=cut)
 
 
 LAYOUTS = {
-    "one": (1, 1000, Cut()),
-    "a-row-each": (1, 1, Cut()),
-    "three-ranks": (3, 14, Cut()),
-    "in-order": (2, 1000, Cut(3, False)),
-    "padded": (2, 1000, Cut(2, pad=True)),
+    "one": (1, 1000, PackingPolicy()),
+    "a-row-each": (1, 1, PackingPolicy()),
+    "three-ranks": (3, 14, PackingPolicy()),
+    "in-order": (2, 1000, PackingPolicy(3, False)),
+    "padded": (2, 1000, PackingPolicy(2, pad=True)),
 }
 
 
@@ -171,7 +171,7 @@ def test_a_batch_is_not_summed_before_the_sigmoid() -> None:
     """What W50 has: -log sigma of the sum over all pairs."""
     policy, reference = Table(1), Table(2)
     summed = -logsigmoid(torch.tensor(0.1 * 4) * _margins(policy, reference).mean())
-    found, metrics = step_in_parts(policy, reference, packed_parts(1, 1000, Cut()), {})
+    found, metrics = step_in_parts(policy, reference, packed_parts(1, 1000, PackingPolicy()), {})
     assert abs(found - float(summed)) > 1e-3
     margins = 0.1 * _margins(policy, reference)
     assert metrics["rewards/margin"] == pytest.approx(margins.mean().item(), rel=1e-6)
@@ -198,7 +198,7 @@ def test_ranks_without_scores_take_part_in_the_sums() -> None:
         asked.append(len(own))
         return [8.0] if len(own) == 1 else [1.0] * len(own)
 
-    (part,) = packed_parts(1, 1000, Cut())
+    (part,) = packed_parts(1, 1000, PackingPolicy())
     assert credited(part, 0.1, True, summed)[0] == part and asked == [1, 8]
     scored = [_scored(Table(1), Table(2), packed) for packed in part]
     asked.clear()

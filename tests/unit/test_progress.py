@@ -21,7 +21,7 @@ from rft.buffer.journal import JournalError
 from rft.buffer.progress import (
     Attached,
     Consumed,
-    Failed,
+    GroupFailed,
     Issued,
     JournalRecord,
     Leased,
@@ -79,7 +79,7 @@ class Run:
 
     def fail(self, pick: int) -> None:
         if running := self.running():
-            self.write(Failed(group=running[pick % len(running)], reason="failed"))
+            self.write(GroupFailed(group=running[pick % len(running)], reason="failed"))
             self.failed.add(running[pick % len(running)])
 
     def restart(self, _: int) -> None:
@@ -208,7 +208,7 @@ def test_the_slot_formula_counts_started_groups_until_a_version_covers_their_ste
     for group in range(6):
         progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}))
     assert progress.slots(0, tasks_per_step=2, max_staleness=2) == 0
-    progress.apply(Failed(group=5, reason=""))
+    progress.apply(GroupFailed(group=5, reason=""))
     assert progress.slots(0, 2, 2) == 1
     for group in (0, 1):
         progress.apply(Stored(group=group, experiences=b""))

@@ -13,7 +13,7 @@ import pytest
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.progress import Group
-from rft.buffer.replay import PRIORITIES, Replay
+from rft.buffer.selection import PRIORITIES, Replay
 from rft.config import ExperienceBufferConfig
 from rft.config.buffer import ReplayBufferConfig
 from rft.ground.experience import Experience, VersionSpan, encode

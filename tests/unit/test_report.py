@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.tools import report, report_data, timeline
+from rft.tools import report, timeline
 
 # 30 steps on a CPU; rank 0 was killed at step 14 and came back
 RECORDED = Path(__file__).with_name("recorded_run")
@@ -137,8 +137,8 @@ def test_stages_come_in_order_each_with_its_own(run: Path, tmp_path: Path) -> No
 
 def test_long_curves_are_thinned_and_keep_their_end() -> None:
     points = [[float(step), step / 7] for step in range(10_001)]
-    thin = report_data.thinned(points)
-    assert len(thin) <= report_data.POINTS + 1 and thin[0][0] == 0 and thin[-1][0] == 10_000
+    thin = report.thinned(points)
+    assert len(thin) <= report.POINTS + 1 and thin[0][0] == 0 and thin[-1][0] == 10_000
 
 
 def test_a_directory_that_is_no_run_is_refused(

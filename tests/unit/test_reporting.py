@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rft.config import Config, ExplorerInputConfig, MonitorConfig, TasksetConfig
-from rft.monitor.speed import Speed
+from rft.monitor.metrics import Speed
 from rft.trainer.reporting import StepReporter
 
 LINES = [

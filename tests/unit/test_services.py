@@ -17,8 +17,8 @@ import pytest
 
 from rft.config import ConfigError, MonitorConfig
 from rft.ground.experience import Experience, VersionSpan
-from rft.monitor import mlflow, names, sinks
-from rft.monitor.records import flattened_config
+from rft.monitor import metrics, mlflow, sinks
+from rft.monitor.records import RunRecord
 from rft.trainer.reporting import distributions, quantiles
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")
@@ -136,9 +136,9 @@ def test_a_detailed_step_has_the_values_behind_its_means() -> None:
 
 def test_the_config_is_flat_text_for_services(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text(CONFIG)
-    found = flattened_config(tmp_path / "resolved.yaml")
+    found = RunRecord(tmp_path).flattened_config()
     assert found["algorithm.optimizer.lr"] == "1e-06" and found["trainer.total_steps"] == ""
-    assert flattened_config(tmp_path / "none.yaml") == {}
+    assert RunRecord(tmp_path / "none").flattened_config() == {}
 
 
 # MLflow: tests/verify/test_mlflow.py speaks to a real server
@@ -242,11 +242,11 @@ def test_what_other_systems_call_ours_are_names_that_a_run_has() -> None:
     }
     elsewhere = {"kl/reference", "perf/mfu", "pool/running", "reward/max", "reward/min"}
     later = {"clip_frac_low", "clip_frac_high", "checkpoint/bytes", "checkpoint/behind_steps"}
-    assert set(names.ELSEWHERE.values()) - recorded <= elsewhere | later
+    assert set(metrics.ELSEWHERE.values()) - recorded <= elsewhere | later
 
 
 def test_a_metric_gets_its_other_names_and_keeps_its_own() -> None:
-    found = names.with_other_names({"loss": 1.0, "kl/reference": 2.0, "time/train_s": 3.0})
+    found = metrics.with_other_names({"loss": 1.0, "kl/reference": 2.0, "time/train_s": 3.0})
     assert (
         found["actor/final_loss"] == found["loss"] == 1.0
         and found["kl/ref"] == found["actor/kl_loss"] == 2.0
@@ -255,7 +255,9 @@ def test_a_metric_gets_its_other_names_and_keeps_its_own() -> None:
 
 
 def test_the_page_lists_the_names_of_the_code() -> None:
-    page = (Path(names.__file__).parents[2] / "docs" / "observe.md").read_text()
+    page = (Path(metrics.__file__).parents[2] / "docs" / "observe.md").read_text()
     assert [
-        other for other, ours in names.ELSEWHERE.items() if f"| `{other}` | `{ours}` |" not in page
+        other
+        for other, ours in metrics.ELSEWHERE.items()
+        if f"| `{other}` | `{ours}` |" not in page
     ] == []

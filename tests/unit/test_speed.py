@@ -5,7 +5,7 @@ import pytest
 
 from rft.data.packing import Cost
 from rft.ground.device import choose, peak_of
-from rft.monitor.speed import Speed
+from rft.monitor.metrics import Speed
 
 LENGTHS, SECONDS, RANKS = [1000, 3000], 2.0, 4
 FORWARD = 1e9 * 4000 + 1e5 * (1000**2 + 3000**2)

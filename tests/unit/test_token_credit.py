@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from rft.algorithm import credit, token_credit
-from rft.algorithm.correction import Correction
 from rft.algorithm.fields import Fields
-from rft.algorithm.kl import ESTIMATORS, estimate
 from rft.algorithm.losses import LOSSES, clipped_value, token_loss
+from rft.algorithm.ratios import ESTIMATORS, Correction, estimate
 from rft.algorithm.token_advantages import gae, whitened
 from rft.config import AlgorithmConfig
 from rft.data.packing import Packed, Row, decode_part, encode_part, pack, slice_cp

@@ -6,11 +6,10 @@ can be judged by another metric at once.
 """
 
 import difflib
-import math
 
 from rft.config import ConfigError, SweepConfig
 from rft.extras.sweep.records import Trial
-from rft.monitor.records import read_metrics
+from rft.monitor.records import RunRecord
 
 CHOICES = {"value": ("last", "best"), "direction": ("maximize", "minimize")}
 
@@ -27,18 +26,16 @@ def series(trial: Trial, metric: str) -> list[tuple[int, float]]:
     """(step, value) of the last stage that has the metric; values
     that are no finite number are left out.
     """
-    for stage in reversed(trial.stages or [""]):
-        rows = read_metrics(trial.directory / stage / "metrics.jsonl")
-        found = [(int(row["step"]), row[metric]) for row in rows if _is_number(row.get(metric))]
-        if found:
-            return found
-    return []
+    return next(filter(None, (stage.series(metric) for stage in reversed(stages(trial)))), [])
+
+
+def stages(trial: Trial) -> list[RunRecord]:
+    return [RunRecord(trial.directory / stage) for stage in trial.stages or [""]]
 
 
 def steps(trial: Trial) -> int:
     """Training steps of all stages together."""
-    files = [trial.directory / stage / "metrics.jsonl" for stage in trial.stages or [""]]
-    return sum(max((int(row["step"]) for row in read_metrics(path)), default=0) for path in files)
+    return sum(stage.last_step for stage in stages(trial))
 
 
 def value(trial: Trial, sweep: SweepConfig) -> float | None:
@@ -57,13 +54,6 @@ def value(trial: Trial, sweep: SweepConfig) -> float | None:
 
 
 def _instead(trial: Trial, metric: str) -> str:
-    names: set[str] = set()
-    for stage in trial.stages or [""]:
-        for row in read_metrics(trial.directory / stage / "metrics.jsonl"):
-            names |= {name for name, found in row.items() if _is_number(found)} - {"step", "time_s"}
+    names = set().union(*(stage.names for stage in stages(trial)))
     near = difflib.get_close_matches(metric, names, n=1, cutoff=0.4)
     return "no such number in its metrics.jsonl" + (f"; did you mean `{near[0]}`?" if near else "")
-
-
-def _is_number(found: object) -> bool:
-    return isinstance(found, int | float) and math.isfinite(found)

@@ -1,0 +1,189 @@
+"""The tables of docs/: keys in configure.md, verl.md and trinity.md, features in coverage.md.
+`python -m rft.tools.docs_tables` rewrites them.
+
+In: the schema (`rft.config.keys`), the tables of rft/config/verl.py and trinity.py, and those of
+tests/coverage: rows.tsv, the reference's features by number, and beside it what became of each and
+which tests show it. Out: Markdown. Invariants: a page cannot say something else than the code; of
+every feature exactly one thing is said, and no test is named that is not there. Tests hold both.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rft.config import trinity as trinity_keys
+from rft.config import verl as verl_keys
+from rft.config.keys import Setting, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, COVERAGE = ROOT / "docs", ROOT / "tests" / "coverage"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+STATES = ("done", "mapped", "refused")
+SECTIONS = {
+    "A": "Configuration",
+    "B": "Algorithm",
+    "C": "Monitor",
+    "D": "Model",
+    "E": "Cluster",
+    "F": "Buffer",
+    "G": "Explorer",
+    "H": "Synchronizer",
+    "I": "Trainer",
+    "J": "Service, data processor, log, stages",
+    "N": "veRL's keys",
+    "O": "Config studio",
+    "P": "Trainer class",
+    "Q": "Trainer backends",
+    "R": "Manager",
+    "T": "Megatron engine",
+}
+
+
+def keys_table() -> str:
+    """One Markdown table per section, in the order of the schema."""
+    lines: list[str] = []
+    for prefix, settings in tables():
+        lines += [
+            f"### `{prefix[:-1]}`" if prefix else "### top level",
+            "",
+            "| key | takes | default | meaning | source |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        lines += [row(setting) for setting in settings]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def row(setting: Setting) -> str:
+    origin = "Megatron" if ".override_" in setting.key else "rft"
+    origin = "Trinity-RFT" if setting.key in trinity_keys.SHARED else origin
+    default = f"`{setting.default}`" if setting.default else ""
+    return line(f"`{setting.key}`", setting.takes, default, setting.meaning, origin)
+
+
+def line(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def verl_table() -> str:
+    """veRL's keys, in the order of rft/config/verl.py."""
+    lines = ["| | key | is |", "| --- | --- | --- |"]
+    for name, key in verl_keys.KEYS.items():
+        taken = ", ".join(
+            f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in key.only
+        )
+        if key.to:
+            meaning = f"`{key.to}`"
+        elif taken:
+            meaning = f"only {taken.replace('``', 'empty')}: {key.why}"
+        else:
+            meaning = f"refused: {key.why}"
+        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def trinity_table() -> str:
+    """What a file of Trinity-RFT's keys may say that rft calls otherwise, or does not have, in the
+    order of rft/config/trinity.py.
+    """
+    lines = ["| | key | is |", "| --- | --- | --- |"]
+    for name, key in trinity_keys.KEYS.items():
+        taken = ", ".join(shown(value) for value in key.only)
+        if key.to:
+            meaning = f"`{key.to}`"
+        elif key.takes_any:
+            meaning = f"taken: {key.why}"
+        else:
+            meaning = f"only {taken}: {key.why}" if taken else f"refused: {key.why}"
+        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    lines += ["", "| value of | there | here |", "| --- | --- | --- |"]
+    for name, values in trinity_keys.RENAMED.items():
+        for there, (here, why) in values.items():
+            lines.append(
+                f"| `{name}` | {shown(there)} | {shown(here)}{': ' + why if why else ''} |"
+            )
+    for name, (names, why) in trinity_keys.NAMES.items():
+        lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text}`" if text else "empty"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What became of a feature: `tests` are identifiers of pytest, without parameters."""
+
+    row: str
+    state: str
+    how: str
+    tests: tuple[str, ...]
+
+
+def features() -> dict[str, str]:
+    """Every row of the reference, in its order: number and name."""
+    lines = (COVERAGE / "rows.tsv").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("\t", 1) for line in lines)
+
+
+def standings() -> list[Standing]:
+    """What the tables beside rows.tsv say, one table after the other."""
+    found = []
+    for table in sorted(COVERAGE.glob("*.tsv")):
+        if table.name != "rows.tsv":
+            for line in table.read_text(encoding="utf-8").splitlines():
+                row, state, how, tests = line.split("\t")
+                found.append(Standing(row, state, how, tuple(tests.split())))
+    return found
+
+
+def coverage_table() -> str:
+    """Count the features, and tell of each, one table per section."""
+    named = features()
+    said = {standing.row: standing for standing in standings()}
+    counts = Counter(standing.state for standing in said.values())
+    told = ", ".join(f"{counts[state]} {state}" for state in STATES)
+    lines = [f"{len(named)} features: {told}, {len(named) - len(said)} missing.", ""]
+    for letter, rows in groupby(named, key=lambda row: row[0]):
+        lines += [
+            f"### {letter}: {SECTIONS[letter]}",
+            "",
+            "| | feature | is | how, or why not | shown by |",
+        ]
+        lines.append("| --- | --- | --- | --- | --- |")
+        for row in rows:
+            standing = said.get(row, Standing(row, "missing", "", ()))
+            tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in standing.tests)
+            lines.append(line(row, named[row], standing.state, standing.how, tests))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """Every page with its table as it should be."""
+    found = {
+        "configure": keys_table(),
+        "verl": verl_table(),
+        "trinity": trinity_table(),
+        "coverage": coverage_table(),
+    }
+    paths = {name: DOCS / f"{name}.md" for name in found}
+    return {
+        path: rewritten(path.read_text(encoding="utf-8"), found[name])
+        for name, path in paths.items()
+    }
+
+
+def rewritten(page: str, found: str) -> str:
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{found}\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
