@@ -24,6 +24,7 @@ from rft.trainer.models import Models
 from tests.unit.test_feed import Alone
 
 WORDS, TARGET, TASKS, STEPS = 4, 3, 4, 40
+LEARNED = 0.5
 ALONE = SimpleNamespace(is_last_stage=True, tp_rank=0, cp_rank=0, reduce=lambda sums, maxima: None)
 # Without those that need a critic, expert rows or a teacher: they learn in tests/e2e/test_ppo.py
 # and test_rows.py.
@@ -145,8 +146,12 @@ class Game:
         )
 
 
-def played(algorithm: AlgorithmConfig, steps: int = STEPS) -> tuple[float, dict[str, float]]:
-    """How likely the policy is to say both right tokens in the end, and what the last step told."""
+def played(
+    algorithm: AlgorithmConfig, steps: int = STEPS, enough: float = LEARNED
+) -> tuple[float, dict[str, float]]:
+    """How likely the policy is to say both right tokens after `steps`, or as soon as that is more
+    than `enough`, and what the last step told.
+    """
     policy, reference = Table(), Table()
     models = Models(
         policy, reference if recipe.needs_reference(algorithm) else None, None, algorithm
@@ -157,20 +162,24 @@ def played(algorithm: AlgorithmConfig, steps: int = STEPS) -> tuple[float, dict[
     feed = Feed(source, Alone(), algorithm, 1024, 1, Cost(), longest=2)  # type: ignore[arg-type]
     loss = recipe.policy_loss(algorithm, models.nearness.loss)
     told: dict[str, float] = {}
+    likely = 0.0
     for step in range(steps):
         batch = feed.next(step, stopping=False)
         assert batch is not None
         part, scored = models.score(batch.part, batch.groups)
         told = batch.metrics | scored | models.train_step(part, loss, lambda: None)
         assert all(np.isfinite(value) for value in told.values()), told
-    return float(torch.softmax(policy.logits.detach(), 1)[:, TARGET].prod()), told
+        likely = float(torch.softmax(policy.logits.detach(), 1)[:, TARGET].prod())
+        if likely > enough:
+            break
+    return likely, told
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns_the_game(name: str) -> None:
     algorithm = fill_algorithm(AlgorithmConfig(algorithm_type=name))
     recipe.check(algorithm)
-    assert played(algorithm)[0] > 0.5, "it began at 1/16"
+    assert played(algorithm)[0] > LEARNED, "it began at 1/16"
 
 
 MORE = {
@@ -196,7 +205,7 @@ def test_so_it_does_with_what_can_be_added(name: str) -> None:
         given["rollout_correction"] = RolloutCorrectionConfig(**given["rollout_correction"])
     algorithm = fill_algorithm(AlgorithmConfig(**given))
     recipe.check(algorithm)
-    assert played(algorithm)[0] > 0.5
+    assert played(algorithm)[0] > LEARNED
 
 
 def test_an_adaptive_coefficient_holds_the_policy_near() -> None:
@@ -208,5 +217,5 @@ def test_an_adaptive_coefficient_holds_the_policy_near() -> None:
         AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="k2", kl_loss_fn_args=near)
     )
     recipe.check(algorithm)
-    reached, told = played(algorithm, steps=80)
+    reached, told = played(algorithm, steps=80, enough=1.0)
     assert told["kl/reference_coef"] > 0.5 and told["kl/reference"] < 0.2 and reached < 0.5
