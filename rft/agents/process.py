@@ -13,20 +13,16 @@ process, its process group and all its descendants are killed; it ends with the 
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
 from typing import IO, Any
 
-import psutil
-
 from rft.ground.device import thread_environment
 from rft.ground.experience import Record, Task, decode, encode
-from rft.monitor import logs
+from rft.ground.process import die_with_parent, ending, kill_family
 from rft.rollout.rewards import lookup
 
 TAIL = 2000  # bytes of what a failed agent wrote last
@@ -63,7 +59,7 @@ async def run_function(
         answer.seek(0)
         data = answer.read()
     if not data:
-        raise AgentFailed(f"agent {name}: its process {logs.ending(code)}{said}")
+        raise AgentFailed(f"agent {name}: its process {ending(code)}{said}")
     result = decode(data, Result)
     if result.error:
         raise AgentFailed(f"agent {name}: {result.error}")
@@ -80,7 +76,7 @@ async def run_command(command: list[str], task: Task, base_url: str, api_key: st
     )
     code, said = await _process(["command", *map(str, command)], line.encode(), base_url, api_key)
     if code:
-        raise AgentFailed(f"agent {command[0]} {logs.ending(code)}{said}")
+        raise AgentFailed(f"agent {command[0]} {ending(code)}{said}")
 
 
 async def _process(
@@ -106,7 +102,7 @@ async def _process(
         try:
             code = await process.wait()
         finally:
-            _kill(process.pid)
+            kill_family(process.pid)
             await asyncio.shield(process.wait())
         return code, _tail(output)
 
@@ -134,18 +130,6 @@ def _environment(base_url: str, api_key: str) -> dict[str, str]:
     )
 
 
-def _kill(pid: int) -> None:
-    """The process, its group, and descendants that left the group."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    for one in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-
-
 def _tail(output: IO[bytes]) -> str:
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - TAIL))
@@ -156,7 +140,7 @@ def _tail(output: IO[bytes]) -> str:
 
 def main() -> None:
     parent, kind, *rest = sys.argv[1:]
-    logs.die_with_parent()
+    die_with_parent()
     if os.getppid() != int(parent):  # it died before the line above
         return
     if kind == "command":

@@ -2,7 +2,7 @@
 
     start ──► python -m MODULE <socket fd> <parent pid>   (own session)
     send, receive: frames of a 4-byte length and a body       kill
-            ──► its whole process group; a reader wakes with EOF
+            ──► its whole family; a reader wakes with EOF
 
 In: the module to run. Out: whole frames, or EOFError. Invariant: the process ends with its parent,
 and `reap` leaves none behind.
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import signal
 import socket
 import struct
 import subprocess
@@ -20,6 +19,7 @@ import sys
 
 from rft.ground.device import thread_environment
 from rft.ground.experience import Record, encode
+from rft.ground.process import die_with_parent, ending, kill_family
 from rft.monitor import logs
 
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
@@ -41,7 +41,7 @@ def parents_socket() -> socket.socket | None:
     os.set_inheritable(descriptor, False)  # not for the processes that user code starts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logs.hide_secrets()
-    logs.die_with_parent()
+    die_with_parent()
     return socket.socket(fileno=descriptor) if os.getppid() == parent else None
 
 
@@ -124,18 +124,13 @@ class Child:
             code = await asyncio.to_thread(self._process.wait, EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
+        return ending(code, killed="was killed by", exited="exited with code")
 
     def kill(self) -> None:
-        """SIGKILL the process group; end the socket, so that a reader of it wakes up with EOF."""
+        """Kill the family; end the socket, so that a reader of it wakes up with EOF."""
         if self._process is None or self._socket is None:  # already killed
             return
-        with contextlib.suppress(ProcessLookupError):  # the group is already empty
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_family(self._process.pid)
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
         self._dying.append(self._process)

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.ground import redact
+from rft.ground.process import adopt_orphans, end_family
 from rft.monitor import logs
-from rft.run import processes
 from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
 from rft.trainer import control
 
@@ -62,7 +62,7 @@ def start(resolved: Path, deadline_s: float) -> dict[str, str]:
     try:
         line = first_line(child.stdout.fileno(), deadline_s)
     except TimeoutError as error:
-        processes.end_family(child.pid)
+        end_family(child.pid)
         raise StageFailed(
             1, f"the sidecar was not ready within {deadline_s:g} s and was killed; {see}"
         ) from error
@@ -109,7 +109,7 @@ class Sidecar:
             log.error(
                 "the sidecar (pid %d) did not end within %g s and is killed", self.pid, deadline_s
             )
-            processes.end_family(self.pid)
+            end_family(self.pid)
 
 
 def main(resolved: str, launcher: int) -> int:
@@ -122,7 +122,7 @@ def main(resolved: str, launcher: int) -> int:
     events: Events = queue.SimpleQueue()
     supervisor = Supervisor(config, events, lambda line: print(line, file=terminal, flush=True))
     logs.redirect(supervisor.log_dir / "sidecar.log", config.log, keep_stdout=True)
-    processes.adopt_orphans()
+    adopt_orphans()
     # the ranks' business, but Slurm may tell every process of a step
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     threading.Thread(

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +33,7 @@ import psutil
 from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
 from rft.ground.experience import Experience
-from rft.monitor.logs import die_with_parent, ending
+from rft.ground.process import die_with_parent, end_family, ending, family
 
 log = logging.getLogger(__name__)
 COMMAND = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
@@ -214,17 +213,9 @@ class JuicerServer:
 
     def stop(self) -> None:
         """Kill it with all that it started."""
-        if self.process is None:
-            return
-        family = self._family()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait(END_S)
-        psutil.wait_procs(family, timeout=END_S)
-        self.process, self.is_serving = None, False
+        if self.process is not None:
+            end_family(self.process, END_S)
+            self.process, self.is_serving = None, False
 
     async def _start_at(self, port: int) -> str:
         command = (self.config.command or COMMAND).format(
@@ -284,16 +275,10 @@ class JuicerServer:
                     log.warning("service.data_juicer.port=%d is in use: taking a free one", wanted)
         return free_port(reserve=number < TRIES - 1)
 
-    def _family(self) -> list[psutil.Process]:
-        assert self.process is not None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            head = psutil.Process(self.process.pid)
-            return [head, *head.children(recursive=True)]
-        return []
-
     def _listens(self, port: int) -> bool:
         """Whether a process of ours has the port."""
-        for process in self._family():
+        assert self.process is not None
+        for process in family(self.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for link in process.net_connections("tcp"):
                     if link.status == psutil.CONN_LISTEN and link.laddr.port == port:

@@ -1,0 +1,209 @@
+"""Processes and their families, with real ones: deaf, stopped, detached, orphaned, killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rft.ground import process
+from rft.ground.process import ending
+
+PATIENCE_S = 30.0  # of the tests, for what takes no time
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+WAITS = "print(os.getpid(), flush=True); signal.pause()"
+KINDS = {
+    "deaf": f"import os, signal; {DEAF}{WAITS}",
+    "detached": f"import os, signal; os.setsid(); {DEAF}{WAITS}",
+    "stopped": "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 19)",
+}
+# starts one of each kind, tells who they are, and does what the last argument says
+LEADER = """
+import subprocess, sys
+*kinds, then = sys.argv[1:]
+start = lambda kind: subprocess.Popen([sys.executable, "-c", kind], stdout=subprocess.PIPE)
+print(*[int(start(kind).stdout.readline()) for kind in kinds], flush=True)
+exec(then)
+"""
+
+
+def lead(*kinds: str, then: str = "import signal; signal.pause()", **environment: str) -> list:
+    """A leader in a session of its own, and its children of these kinds."""
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER, *[KINDS[kind] for kind in kinds], then],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=os.environ | environment,
+    )
+    assert leader.stdout is not None
+    with leader.stdout as told:
+        return [leader, *[psutil.Process(int(pid)) for pid in told.readline().split()]]
+
+
+def lives(child: psutil.Process) -> bool:
+    """Somebody else's dead child may be there until that one looks."""
+    return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def nobody_left() -> Iterator[None]:
+    """What a test that fails has started does not outlive it."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    for left in set(psutil.Process().children(recursive=True)) - before:
+        left.kill()
+
+
+@pytest.mark.usefixtures("nobody_left")
+@pytest.mark.parametrize("by", ["popen", "number"])
+def test_a_family_ends_whole(by: str) -> None:
+    """Children that do not hear SIGTERM, left the group or are stopped."""
+    leader, *children = lead("deaf", "detached", "stopped")
+    process.end_family(leader if by == "popen" else leader.pid)
+    assert not any(lives(child) for child in children)
+    if by == "popen":
+        assert leader.returncode == -signal.SIGKILL  # and not lost to another waiter
+    else:
+        assert leader.poll() is not None
+
+
+@pytest.mark.usefixtures("nobody_left")
+def test_a_group_is_killed_whose_leader_is_gone() -> None:
+    leader, child = lead("deaf", then="")
+    assert leader.wait(PATIENCE_S) == 0 and lives(child)
+    assert process.kill_family(leader.pid) == []
+    psutil.wait_procs([child], timeout=PATIENCE_S)
+    assert not lives(child)
+
+
+def test_who_is_no_leader_takes_no_group_along() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
+        process.end_family(child)  # of the group of this test
+    assert child.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", f"killed by signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_an_ending_is_told_in_words(does: str, words: str) -> None:
+    code = subprocess.run([sys.executable, "-c", f"import os, signal, sys; {does}"]).returncode
+    assert ending(code) == words
+
+
+def test_an_ending_is_told_in_the_words_of_its_sentence() -> None:
+    assert ending(-9, killed="was killed by") == "was killed by SIGKILL"
+    assert ending(7, exited="exited with code") == "exited with code 7"
+    assert ending(None) == "ended, how is not known"
+
+
+@pytest.mark.usefixtures("nobody_left")
+def test_a_process_dies_with_a_parent_that_is_killed() -> None:
+    child = "import os, signal; from rft.ground import process; process.die_with_parent(); " + WAITS
+    parent = (
+        "import subprocess, sys; "
+        "subprocess.run([sys.executable, '-c', sys.argv[1]])"  # who waits is not asked
+    )
+    with subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        tied = psutil.Process(int(started.stdout.readline()))
+        started.kill()
+        psutil.wait_procs([tied], timeout=PATIENCE_S)
+    assert not lives(tied)
+
+
+def scripted(program: str) -> str:
+    """What a program prints that adopts orphans, which this process had better not."""
+    head = "import os, subprocess, sys\nfrom rft.ground import process\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=Path(__file__).parent,
+    )
+    return done.stdout.strip()
+
+
+def test_who_is_marked_ends_whoever_its_parent_is() -> None:
+    program = """
+import psutil
+from test_process import lead, lives
+process.adopt_orphans()
+marked, orphan = lead("detached", then="", PART="one")
+other, kept = lead("detached", PART="two")
+marked.wait()
+process.end_marked("PART", "one")
+print(lives(orphan), lives(kept), other.poll())
+process.end_descendants()
+"""
+    assert scripted(program) == "False True None"
+
+
+def test_the_spared_are_left_with_their_children_and_others_killed() -> None:
+    program = """
+from test_process import lead, lives
+process.adopt_orphans()
+spared, child = lead("deaf")
+killed, other = lead("deaf")
+process.end_descendants(0.0, spare=[spared.pid])
+print(spared.poll(), lives(child), lives(other))
+process.end_family(spared)
+"""
+    assert scripted(program) == "None True False"
+
+
+DAEMON = (
+    "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print(os.getpid(), "
+    "flush=True); signal.pause()"
+)
+
+
+def test_nobody_is_left_behind() -> None:
+    """A process in a session of its own, deaf to SIGTERM, whose parent is gone."""
+    code = f"""
+import os, subprocess, sys
+from rft.ground.process import adopt_orphans, end_descendants
+adopt_orphans()
+read, write = os.pipe()
+middle = "import subprocess, sys; " \
+    "subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=int(sys.argv[2]), pass_fds=[])"
+subprocess.run([sys.executable, "-c", middle, {DAEMON!r}, str(write)], pass_fds=[write], check=True)
+print(os.read(read, 100).decode().strip(), flush=True)
+end_descendants()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert not psutil.pid_exists(int(done.stdout))
+
+
+@pytest.mark.parametrize(("says", "code"), [("end.code = 3", 3), ("raise KeyError('x')", 1)])
+def test_a_short_exit_leaves_nothing_out_but_pythons_own_end(says: str, code: int) -> None:
+    program = f"""
+import atexit, logging, threading
+from rft.ground.process import ShortExit
+end = ShortExit()
+class Module:
+    def __del__(self): print("taken apart")
+kept = Module()
+atexit.register(print, "the last that registers is the first, and nothing is lost", end="")
+last = lambda: threading.Event().wait(0.05) or print("threads are waited for")
+threading.Thread(target=last).start()
+{says}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    lines = ["threads are waited for", "the last that registers is the first, and nothing is lost"]
+    assert (done.returncode, done.stdout.splitlines()) == (code, lines)
+    assert ("KeyError" in done.stderr) == says.startswith("raise")
