@@ -1,5 +1,8 @@
-"""What rft knows about processes: how one ends with its parent, how it ended, and how nobody is
-left behind.
+"""What rft knows about processes: how two talk, how one ends with its parent, how it ended, and how
+nobody is left behind.
+
+One framing rule for every stream between two processes: the length of the body, 4 bytes, little
+endian, and the body, msgpack mostly. A message is received whole or not at all.
 
 In: process numbers, or what `subprocess` gave. Out: after `end_family` a process, its group and its
 descendants are gone, after `end_descendants` all that this process started, directly or through
@@ -14,10 +17,12 @@ import ctypes
 import logging
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import psutil
 
@@ -25,6 +30,57 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # a killed process is gone at once, unless the kernel still writes its memory somewhere
 KILL_WAIT_S = 5.0
+HEADER = struct.Struct("<I")  # of a frame: the length of the body behind it
+LONGEST = 2**32 - 1
+AT_ONCE = 2**16  # bytes: small frames are read several at a time
+
+
+class BrokenFrame(ConnectionError):
+    """A stream that ended inside a frame, or one of something else."""
+
+
+def frame(body: bytes) -> bytes:
+    """What goes over a stream for one message of fewer than 4 GiB."""
+    return HEADER.pack(len(body)) + body
+
+
+class Frames:
+    """Finds the messages in what comes over a stream, in whatever parts it comes."""
+
+    def __init__(self, limit: int = LONGEST) -> None:
+        """`limit`: bytes of one body; more is none of ours."""
+        self.limit = limit
+        self.rest = bytearray()  # of a frame that is not here as a whole yet
+
+    def split(self, part: bytes) -> list[bytes]:
+        """The bodies that this part completes. Raises BrokenFrame for one beyond the limit."""
+        self.rest += part
+        whole, start = [], 0
+        with memoryview(self.rest) as view:
+            while len(view) >= start + HEADER.size:
+                length = HEADER.unpack_from(view, start)[0]
+                if length > self.limit:
+                    raise BrokenFrame(f"a message of {length} bytes is too long")
+                end = start + HEADER.size + length
+                if len(view) < end:
+                    break
+                whole.append(bytes(view[start + HEADER.size : end]))
+                start = end
+        del self.rest[:start]
+        return whole
+
+
+def messages(stream: socket.socket, limit: int = LONGEST) -> Iterator[bytes]:
+    """The bodies of all frames up to the end of a stream, each as soon as it is there.
+
+    Raises BrokenFrame when it ends inside one, and what `recv` raises: TimeoutError where the
+    socket has a timeout.
+    """
+    frames = Frames(limit)
+    while part := stream.recv(AT_ONCE):
+        yield from frames.split(part)
+    if frames.rest:
+        raise BrokenFrame("the stream ended inside a message")
 
 
 class ShortExit:

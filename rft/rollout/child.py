@@ -1,11 +1,11 @@
 """A child process that its parent can kill at any time, and the socket to it.
 
     start ──► python -m MODULE <socket fd> <parent pid>   (own session)
-    send, receive: frames of a 4-byte length and a body       kill
-            ──► its whole family; a reader wakes with EOF
+    send, receive: messages, framed
+    kill ──► its whole family; a reader wakes with EOF
 
-In: the module to run. Out: whole frames, or EOFError. Invariant: the process ends with its parent,
-and `reap` leaves none behind.
+In: the module to run. Out: whole messages, or EOFError. Invariant: the process ends with its
+parent, and `reap` leaves none behind.
 """
 
 import asyncio
@@ -13,24 +13,16 @@ import contextlib
 import os
 import resource
 import socket
-import struct
 import subprocess
 import sys
+from collections import deque
 
 from rft.ground.device import thread_environment
-from rft.ground.experience import Record, encode
-from rft.ground.process import die_with_parent, ending, kill_family
+from rft.ground.process import AT_ONCE, Frames, die_with_parent, ending, frame, kill_family
 from rft.monitor import logs
 
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
 EXIT_TIMEOUT_S = 1.0  # between the end of a worker's socket and its exit status
-HEADER = struct.Struct(">I")
-AT_ONCE = 2**16  # bytes: small frames are read several at a time
-
-
-def frame(record: Record) -> bytes:
-    body = encode(record)
-    return HEADER.pack(len(body)) + body
 
 
 def parents_socket() -> socket.socket | None:
@@ -54,7 +46,8 @@ class Child:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._come = b""  # of frames that nobody has asked for yet
+        self._frames = Frames()
+        self._come: deque[bytes] = deque()  # messages that nobody has asked for yet
         self._dying: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -66,7 +59,7 @@ class Child:
             self._socket.close()
         self._dying = [process for process in self._dying if process.poll() is None]
         self._socket, theirs = socket.socketpair()
-        self._come = b""
+        self._frames, self._come = Frames(), deque()
         self._socket.setblocking(False)
         environment = (
             os.environ
@@ -87,25 +80,19 @@ class Child:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, body: bytes) -> None:
         assert self._socket is not None
         try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+            await asyncio.get_running_loop().sock_sendall(self._socket, frame(body))
         except ConnectionError as error:
             raise EOFError("the worker is gone") from error
 
     def come(self) -> bytes | None:
-        """The next frame, if it is here already."""
-        if len(self._come) < HEADER.size:
-            return None
-        end = HEADER.size + HEADER.unpack_from(self._come)[0]
-        if len(self._come) < end:
-            return None
-        body, self._come = self._come[HEADER.size : end], self._come[end:]
-        return body
+        """The next message, if it is here already."""
+        return self._come.popleft() if self._come else None
 
     async def receive(self) -> bytes:
-        """The next frame; EOFError when the process has closed its end, or was killed."""
+        """The next message; EOFError when the process has closed its end, or was killed."""
         assert self._socket is not None
         while (body := self.come()) is None:
             try:
@@ -114,7 +101,7 @@ class Child:
                 raise EOFError("the worker is gone") from error
             if not part:
                 raise EOFError("the worker is gone")
-            self._come += part
+            self._come += self._frames.split(part)
         return body
 
     async def end(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,59 @@ def nobody_left() -> Iterator[None]:
     yield
     for left in set(psutil.Process().children(recursive=True)) - before:
         left.kill()
+
+
+BODIES = [b"", b"a", b"b" * 200_000, bytes(range(256))]
+
+
+@pytest.mark.parametrize("size", [1, 7, 2**20])
+def test_messages_are_whole_in_whatever_parts_they_come(size: int) -> None:
+    data, frames = b"".join(map(process.frame, BODIES)), process.Frames()
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    assert [body for part in parts for body in frames.split(part)] == BODIES
+    assert not frames.rest
+
+
+SENDS = """
+import os, socket, sys
+from rft.ground.process import frame
+with socket.socket(fileno=int(sys.argv[1])) as stream:
+    stream.sendall(frame(b"whole") + frame(b"torn")[:int(sys.argv[2])])
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("torn", [0, 2, 5])
+def test_a_torn_message_of_a_process_that_was_killed_is_none(torn: int) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", SENDS, str(theirs.fileno()), str(torn)]
+        subprocess.run(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        come = process.messages(ours)
+        assert next(come) == b"whole"
+        if torn:
+            with pytest.raises(process.BrokenFrame, match="ended inside"):
+                next(come)
+        assert next(come, None) is None
+
+
+def test_what_is_no_message_of_ours_is_refused_unread() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b'{"a line": "of something else"}')
+        ours.settimeout(PATIENCE_S)
+        with pytest.raises(process.BrokenFrame, match="too long"):
+            next(process.messages(ours, limit=2**20))
+
+
+def test_a_silent_stream_is_waited_for_no_longer_than_its_deadline() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(process.frame(b"all but the end")[:-1])
+        ours.settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            next(process.messages(ours))
 
 
 @pytest.mark.usefixtures("nobody_left")
