@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from rft.ground.experience import Task, decode, encode
-from rft.rollout.child import Child
+from rft.ground.process import Child
 from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest
 
 # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine

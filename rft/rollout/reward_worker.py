@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from rft.ground import plugins
 from rft.ground.experience import Record, Task, decode, encode
-from rft.ground.process import frame, messages
-from rft.rollout.child import parents_socket
+from rft.ground.process import frame, messages, parents_socket
+from rft.monitor import logs
 from rft.rollout.rewards import RewardFunction, prepare
 
 # characters of an error message that travel: some exceptions carry whole data sets
@@ -135,6 +135,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    logs.hide_secrets()
     if (connection := parents_socket()) is None:
         return
     plugins.load()

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.ground import redact
-from rft.ground.process import adopt_orphans, end_family
+from rft.ground.process import adopt_orphans, await_end, end_family
 from rft.monitor import logs
 from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
 from rft.trainer import control
@@ -153,23 +153,6 @@ def _hold(supervisor: Supervisor, job: Path) -> str:
     os.write(1, f"{record}\n".encode())  # for rank 0, and so as it is
     event = supervisor.first_event()
     return failure(event, supervisor.log_dir) if event.cause else ""
-
-
-def await_end(pid: int, deadline_s: float | None = None) -> bool:
-    """Return when the process is gone, False if it is not at the deadline.
-
-    It may be anybody's child.
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    ends = select.poll()  # a rank may have more descriptors than `select` takes
-    ends.register(descriptor, select.POLLIN)
-    try:
-        return bool(ends.poll(None if deadline_s is None else 1000 * deadline_s))
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

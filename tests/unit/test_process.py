@@ -1,10 +1,12 @@
 """Processes and their families, with real ones: deaf, stopped, detached, orphaned, killed."""
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +61,7 @@ def nobody_left() -> Iterator[None]:
         left.kill()
 
 
-BODIES = [b"", b"a", b"b" * 200_000, bytes(range(256))]
+BODIES = [b"", b"a", b"b" * 200_000, bytes(range(256)), b""]
 
 
 @pytest.mark.parametrize("size", [1, 7, 2**20])
@@ -159,19 +161,132 @@ def test_an_ending_is_told_in_the_words_of_its_sentence() -> None:
     assert ending(None) == "ended, how is not known"
 
 
+ASKS = "import os, signal; from rft.ground.process import die_with_parent; "
+TIED = {
+    "who it is": f"{ASKS}assert die_with_parent(os.getppid()); {WAITS}",
+    "only that it is": f"{ASKS}die_with_parent(); {WAITS}",
+}
+PARENT = """
+import subprocess, sys
+from rft.ground.process import tied
+knows, program = sys.argv[1:]
+command = [sys.executable, "-c", program]
+subprocess.run(tied(command) if knows == "nothing" else command)
+"""
+
+
 @pytest.mark.usefixtures("nobody_left")
-def test_a_process_dies_with_a_parent_that_is_killed() -> None:
-    child = "import os, signal; from rft.ground import process; process.die_with_parent(); " + WAITS
-    parent = (
-        "import subprocess, sys; "
-        "subprocess.run([sys.executable, '-c', sys.argv[1]])"  # who waits is not asked
-    )
-    with subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE) as started:
-        assert started.stdout is not None
-        tied = psutil.Process(int(started.stdout.readline()))
-        started.kill()
-        psutil.wait_procs([tied], timeout=PATIENCE_S)
-    assert not lives(tied)
+@pytest.mark.parametrize("knows", [*TIED, "nothing"])
+def test_a_process_dies_with_a_parent_that_is_killed(knows: str) -> None:
+    """Also a program that knows nothing of it."""
+    command = [sys.executable, "-c", PARENT, knows, TIED.get(knows, KINDS["deaf"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        psutil.wait_procs([child], timeout=PATIENCE_S)
+    assert not lives(child)
+
+
+def test_a_program_whose_parent_was_gone_first_is_not_begun() -> None:
+    """Its parent is this process, and no longer the one that it was started for."""
+    command = process.tied([sys.executable, "-c", "print('begun')"])
+    command[command.index(str(os.getpid()))] = "1"
+    for words, printed in ((command, b""), (process.tied(command[-3:]), b"begun\n")):
+        assert subprocess.run(words, stdout=subprocess.PIPE).stdout == printed
+
+
+def test_the_end_of_a_process_is_awaited_up_to_a_deadline() -> None:
+    """Also of one that is no child of this process."""
+    leader, stranger = lead("deaf")
+    assert not process.await_end(stranger.pid, 0.01)
+    process.kill_family(leader.pid)
+    assert process.await_end(stranger.pid, PATIENCE_S)
+    assert process.await_end(leader.pid, PATIENCE_S) and leader.wait() == -signal.SIGKILL
+    assert process.await_end(leader.pid)
+
+
+CHILD = f"""
+    import os, subprocess, sys
+    from rft.ground.process import frame, messages, parents_socket
+
+    stream = parents_socket()
+    for body in messages(stream):
+        if body == b"end":
+            os._exit(7)
+        if body == b"start":
+            program = {KINDS["detached"]!r}
+            grandchild = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+            body = grandchild.stdout.readline()
+        stream.sendall(frame(body))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "says_it_back.py").write_text(textwrap.dedent(CHILD))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "says_it_back"
+
+
+@pytest.mark.usefixtures("nobody_left")
+def test_a_child_talks_and_ends_with_all_that_it_started(module: str) -> None:
+    async def scenario() -> None:
+        child = process.Child(module)
+        child.start()
+        for body in BODIES:
+            await child.send(body)
+            assert await child.receive() == body
+        await child.send(b"start")
+        grandchild = psutil.Process(int(await child.receive()))
+        reader = asyncio.create_task(child.receive())
+        await asyncio.sleep(0)  # it listens
+        child.kill()
+        with pytest.raises(EOFError):
+            await reader
+        child.reap()
+        assert not child.alive
+        psutil.wait_procs([grandchild], timeout=PATIENCE_S)
+        assert not lives(grandchild)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("nobody_left")
+def test_how_a_child_ended_is_told_and_its_next_life_begins_anew(module: str) -> None:
+    async def scenario() -> None:
+        child = process.Child(module)
+        for _ in range(2):
+            child.start()
+            assert child.alive
+            await child.send(b"end")
+            with pytest.raises(EOFError):
+                await child.receive()
+            assert await child.end() == "exited with code 7"
+            child.kill()
+        child.reap()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_dies_with_a_parent_that_is_killed(module: str) -> None:
+    program = f"""
+import signal, sys
+from rft.ground.process import Child
+child = Child({module!r})
+child.start()
+print(child._process.pid, flush=True)
+signal.pause()
+"""
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | path
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        psutil.wait_procs([child], timeout=PATIENCE_S)
+    assert not lives(child)
 
 
 def scripted(program: str) -> str:

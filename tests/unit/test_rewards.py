@@ -18,14 +18,13 @@ import pytest
 
 from rft.config import ConfigError
 from rft.ground.experience import Sampling, Task
+from rft.ground.process import Child
 from rft.rollout import rewards
-from rft.rollout.child import Child
 from rft.rollout.reward_pool import RewardPool
 
 SAYS_TWO = """
     from rft.ground.experience import encode
-    from rft.ground.process import frame
-    from rft.rollout.child import parents_socket
+    from rft.ground.process import frame, parents_socket
     from rft.rollout.reward_worker import RewardResult
 
     connection = parents_socket()

@@ -33,7 +33,7 @@ import psutil
 from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
 from rft.ground.experience import Experience
-from rft.ground.process import die_with_parent, end_family, ending, family
+from rft.ground.process import end_family, ending, family, python_path, tied
 
 log = logging.getLogger(__name__)
 COMMAND = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
@@ -222,21 +222,14 @@ class JuicerServer:
             port=port, python=shlex.quote(sys.executable)
         )
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        # on a leash: it dies with this process, whatever kills that
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "rft.extras.pipeline.data_juicer",
-                    str(os.getpid()),
-                    *shlex.split(command),
-                ],
+                tied(shlex.split(command)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | python_path(),
             )
         client = JuicerClient(f"http://127.0.0.1:{port}", ANSWER_S)
         try:
@@ -399,19 +392,3 @@ def taken(experiences: list[Experience], row: dict[str, Any]) -> Experience:
     if is_number(reward := row.get("reward")):
         experience.reward = float(reward)  # type: ignore[arg-type]
     return experience
-
-
-def main() -> None:
-    """Become a command that dies with its parent: `python -m rft.extras.pipeline.data_juicer
-    <parent pid> COMMAND ...`.
-
-    The kernel's promise survives exec, so it holds for programs that know nothing of it.
-    """
-    die_with_parent()
-    if os.getppid() != int(sys.argv[1]):  # it died before the line above
-        return
-    os.execvp(sys.argv[2], sys.argv[2:])
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ import asyncio
 from typing import Any, TypeVar
 
 from rft.ground.experience import Record, decode, encode
-from rft.rollout.child import Child
+from rft.ground.process import Child
 
 EXPERIENCES, TASKS = "data_processor.experience_pipeline", "data_processor.task_pipeline"
 WORKER = "rft.extras.pipeline.worker"

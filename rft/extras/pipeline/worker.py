@@ -34,8 +34,8 @@ from rft.extras.pipeline.process import (
 )
 from rft.ground import plugins
 from rft.ground.experience import Experience, decode, encode
-from rft.ground.process import frame, messages
-from rft.rollout.child import parents_socket
+from rft.ground.process import frame, messages, parents_socket
+from rft.monitor import logs
 from rft.rollout.workflows import problem
 
 MAX_MESSAGE = 2000  # characters of an error message that travel
@@ -204,6 +204,7 @@ def told(error: BaseException) -> str:
 
 
 def main() -> None:
+    logs.hide_secrets()
     if (connection := parents_socket()) is None:
         return
     plugins.load()
