@@ -13,7 +13,6 @@ the job's one sidecar; no process of it is left when it has ended.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ import time
 from pathlib import Path
 
 from rft import config as configs
-from rft.ground import redact
+from rft.ground import durable, redact
 from rft.ground.process import adopt_orphans, await_end, end_family
 from rft.monitor import logs
 from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
@@ -47,11 +46,8 @@ def start(resolved: Path, deadline_s: float) -> dict[str, str]:
     alive.
     """
     job = resolved.parent
-    with open(job / LOCK, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return json.loads((job / RECORD).read_text(encoding="utf-8"))["environment"]
+    if durable.is_locked(job / LOCK):
+        return json.loads((job / RECORD).read_text(encoding="utf-8"))["environment"]
     child = subprocess.Popen(
         [sys.executable, "-m", "rft.run.sidecar", str(resolved), str(os.getppid())],
         stdout=subprocess.PIPE,
@@ -116,8 +112,7 @@ def main(resolved: str, launcher: int) -> int:
     """Hold one stage's actors until told to end, an actor fails, or process `launcher` is gone."""
     config = configs.load(resolved)
     job = Path(resolved).parent
-    lock = open(job / LOCK, "a")  # noqa: SIM115  held, and so locked, for the life of this process
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    durable.lock(job / LOCK, wait=True)  # for the life of this process
     terminal = logs.Redacted(os.fdopen(os.dup(2), "w"))
     events: Events = queue.SimpleQueue()
     supervisor = Supervisor(config, events, lambda line: print(line, file=terminal, flush=True))
