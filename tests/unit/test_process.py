@@ -1,6 +1,7 @@
 """Processes and their families, with real ones: deaf, stopped, detached, orphaned, killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -207,13 +208,22 @@ def test_the_end_of_a_process_is_awaited_up_to_a_deadline() -> None:
 
 
 CHILD = f"""
-    import os, subprocess, sys
+    import os, signal, subprocess, sys
     from rft.ground.process import frame, messages, parents_socket
 
     stream = parents_socket()
     for body in messages(stream):
         if body == b"end":
+            stream.sendall(frame(b"torn")[:-1])
             os._exit(7)
+        if body == b"who":
+            body = str(os.getpid()).encode()
+        if body == b"fork" and not os.fork():
+            os.setsid()
+            if not os.fork():
+                stream.sendall(frame(str(os.getpid()).encode()))
+                signal.pause()
+            os._exit(0)
         if body == b"start":
             program = {KINDS["detached"]!r}
             grandchild = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
@@ -237,6 +247,8 @@ def test_a_child_talks_and_ends_with_all_that_it_started(module: str) -> None:
         for body in BODIES:
             await child.send(body)
             assert await child.receive() == body
+        await child.send(b"who")
+        pid = int(await child.receive())
         await child.send(b"start")
         grandchild = psutil.Process(int(await child.receive()))
         reader = asyncio.create_task(child.receive())
@@ -245,7 +257,7 @@ def test_a_child_talks_and_ends_with_all_that_it_started(module: str) -> None:
         with pytest.raises(EOFError):
             await reader
         child.reap()
-        assert not child.alive
+        assert not child.alive and not psutil.pid_exists(pid)
         psutil.wait_procs([grandchild], timeout=PATIENCE_S)
         assert not lives(grandchild)
 
@@ -259,12 +271,37 @@ def test_how_a_child_ended_is_told_and_its_next_life_begins_anew(module: str) ->
         for _ in range(2):
             child.start()
             assert child.alive
+            await child.send(b"a")
+            assert await child.receive() == b"a"
             await child.send(b"end")
             with pytest.raises(EOFError):
                 await child.receive()
             assert await child.end() == "exited with code 7"
             child.kill()
         child.reap()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("nobody_left")
+def test_a_reader_wakes_though_somebody_else_holds_the_childs_end(module: str) -> None:
+    """A fork of user code that detached itself and has no parent any more is nobody's family."""
+
+    async def scenario() -> None:
+        child = process.Child(module)
+        child.start()
+        await child.send(b"fork")
+        told = {await child.receive(), await child.receive()} - {b"fork"}
+        orphan = psutil.Process(int(told.pop()))
+        try:
+            child.kill()
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(EOFError):
+                    await child.receive()
+            child.reap()
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                orphan.kill()
 
     asyncio.run(scenario())
 
