@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from bench import report
+from rft.ground.process import adopt_orphans
 from rft.monitor.records import RunRecord
-from rft.run import processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASKS_FILE = Path(__file__).with_name("loop_tasks.py")
@@ -80,7 +80,7 @@ class LoopRun:
     """
 
     def __init__(self, arguments: list[str], pipe: Path):
-        processes.adopt_orphans()
+        adopt_orphans()
         self.before = {process.pid for process in psutil.Process().children(recursive=True)}
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.pipe = os.open(

@@ -1,10 +1,8 @@
 """A run of an agent in a process of its own, which ends with it: a function or a command in, what
 it returned out.
 
-    explorer ── start_new_session ──► python -m rft.agents.process function ──► the user's function
-            ──► result
-                                      python -m rft.agents.process command
-                                              ──► becomes the user's program
+    explorer ── own session ──► python -m rft.agents.process ──► the user's function ──► result
+                                python -m rft.ground.process ──► becomes the user's program
 
 OPENAI_BASE_URL and OPENAI_API_KEY are in its environment. A command reads the task as a line of
 JSON from its standard input. Files, not pipes, carry what goes in and comes out, so nobody waits
@@ -13,20 +11,16 @@ process, its process group and all its descendants are killed; it ends with the 
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
 from typing import IO, Any
 
-import psutil
-
 from rft.ground.device import thread_environment
 from rft.ground.experience import Record, Task, decode, encode
-from rft.monitor import logs
+from rft.ground.process import die_with_parent, ending, kill_family, python_path, tied
 from rft.rollout.rewards import lookup
 
 TAIL = 2000  # bytes of what a failed agent wrote last
@@ -58,12 +52,16 @@ async def run_function(
     order = encode(Order(function=name, task=task, access=(base_url, api_key), args=args))
     with tempfile.TemporaryFile() as answer:
         code, said = await _process(
-            ["function", str(answer.fileno())], order, base_url, api_key, (answer.fileno(),)
+            [sys.executable, "-m", "rft.agents.process", str(os.getpid()), str(answer.fileno())],
+            order,
+            base_url,
+            api_key,
+            (answer.fileno(),),
         )
         answer.seek(0)
         data = answer.read()
     if not data:
-        raise AgentFailed(f"agent {name}: its process {logs.ending(code)}{said}")
+        raise AgentFailed(f"agent {name}: its process {ending(code)}{said}")
     result = decode(data, Result)
     if result.error:
         raise AgentFailed(f"agent {name}: {result.error}")
@@ -78,24 +76,22 @@ async def run_command(command: list[str], task: Task, base_url: str, api_key: st
         )
         + "\n"
     )
-    code, said = await _process(["command", *map(str, command)], line.encode(), base_url, api_key)
+    code, said = await _process(
+        tied([str(word) for word in command]), line.encode(), base_url, api_key
+    )
     if code:
-        raise AgentFailed(f"agent {command[0]} {logs.ending(code)}{said}")
+        raise AgentFailed(f"agent {command[0]} {ending(code)}{said}")
 
 
 async def _process(
-    arguments: list[str], given: bytes, base_url: str, api_key: str, passed: tuple[int, ...] = ()
+    command: list[str], given: bytes, base_url: str, api_key: str, passed: tuple[int, ...] = ()
 ) -> tuple[int, str]:
     """Exit code, and the end of what it wrote."""
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rft.agents.process",
-            str(os.getpid()),
-            *arguments,
+            *command,
             stdin=stdin,
             stdout=output,
             stderr=output,
@@ -106,7 +102,7 @@ async def _process(
         try:
             code = await process.wait()
         finally:
-            _kill(process.pid)
+            kill_family(process.pid)
             await asyncio.shield(process.wait())
         return code, _tail(output)
 
@@ -121,29 +117,16 @@ def _environment(base_url: str, api_key: str) -> dict[str, str]:
         if not name.startswith((PASSED_ON, "RFT_ENDPOINT"))
     }
     direct = ",".join(filter(None, [kept.get("NO_PROXY", ""), LOOPBACK]))
-    paths = os.pathsep.join(filter(None, sys.path))
     return (
         kept
         | thread_environment(1)
+        | python_path()
         | {
-            "PYTHONPATH": paths,
             "NO_PROXY": direct,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": api_key,
         }
     )
-
-
-def _kill(pid: int) -> None:
-    """The process, its group, and descendants that left the group."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    for one in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
 
 
 def _tail(output: IO[bytes]) -> str:
@@ -155,13 +138,9 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def main() -> None:
-    parent, kind, *rest = sys.argv[1:]
-    logs.die_with_parent()
-    if os.getppid() != int(parent):  # it died before the line above
+    parent, descriptor = map(int, sys.argv[1:])
+    if not die_with_parent(parent):
         return
-    if kind == "command":
-        os.execvp(rest[0], rest)
-    descriptor = int(rest[0])
     os.set_inheritable(descriptor, False)
     order = decode(sys.stdin.buffer.read(), Order)
     try:

@@ -20,6 +20,7 @@ import msgspec
 from rft.buffer.delivery import StoredGroup
 from rft.config import ConfigError
 from rft.data.files import StatelessSource
+from rft.ground import durable
 from rft.ground.experience import Batch, Experience, decode
 
 KEY = "buffer.trainer_input.experience_buffer.path"
@@ -52,17 +53,11 @@ def lines_of(part: StoredGroup) -> bytes:
 def dump(parts: Iterable[StoredGroup], path: Path) -> int:
     """Write a file of these groups, whole or not at all; returns how many groups."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft, count = path.with_name(path.name + ".tmp"), 0
-    try:
-        with draft.open("wb") as file:
-            for part in parts:
-                file.write(lines_of(part))
-                count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    count = 0
+    with durable.replacing(path) as file:
+        for part in parts:
+            file.write(lines_of(part))
+            count += 1
     return count
 
 

@@ -52,11 +52,11 @@ from rft.checkpoint.records import (
 from rft.checkpoint.storage import Storage, open_storage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Pacer, Writer
+from rft.ground.process import end_family
 from rft.monitor import logs, trace
 
 log = logging.getLogger(__name__)
 BEAT_S = 0.5
-KILL_S = 5.0  # for a killed process to be gone, unless a disk that hangs holds it
 
 
 class Agent:
@@ -267,14 +267,6 @@ class Agent:
             f"nothing was written to {target} for {deadline_s:g} s; make it later with rft ckpt "
             "export"
         )
-
-
-def end_family(leader: "subprocess.Popen[bytes]") -> None:
-    """Kill a process that has a session of its own, with all of that session."""
-    if leader.poll() is None:
-        os.killpg(leader.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            leader.wait(KILL_S)
 
 
 def main(descriptor: int, make_storage: Callable[[str], Storage] = open_storage) -> None:

@@ -30,7 +30,7 @@ from rft.checkpoint.storage import LocalSink, Storage, open_storage
 from rft.config import ConfigError
 from rft.ground import durable
 from rft.ground.names import ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
-from rft.monitor.logs import die_with_parent
+from rft.ground.process import die_with_parent
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SHARD_BYTES = 5 * 10**9  # Hugging Face's own default size of one file

@@ -1,5 +1,5 @@
-"""Messages between a trainer rank and its agent: msgpack records with a length prefix over one
-socket pair. No torch.
+"""Messages between a trainer rank and its agent: msgpack records, framed, over one socket pair. No
+torch.
 
 Invariant: a message is received whole or not at all; the death of either end is the end of the
 stream, seen at once. An end that is stopped takes nothing and says nothing: whoever must not wait
@@ -8,15 +8,14 @@ for it sends through an `Outbox`.
 
 import queue
 import socket
-import struct
 import threading
 from typing import Any
 
 import msgspec
 
 from rft.checkpoint.records import Report, Request
+from rft.ground.process import frame, messages
 
-LENGTH = struct.Struct("<I")
 BACKLOG = 16  # messages that wait to be taken; an agent that listens takes each at once
 
 
@@ -25,6 +24,7 @@ class Wire:
 
     def __init__(self, end: socket.socket, incoming: Any):
         self.end = end
+        self._come = messages(end)
         self._decoder = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
@@ -38,8 +38,7 @@ class Wire:
         return cls(end, Request)
 
     def encode(self, message: Request | Report) -> bytes:
-        data = self._encoder.encode(message)
-        return LENGTH.pack(len(data)) + data
+        return frame(self._encoder.encode(message))
 
     def send(self, message: Request | Report) -> bool:
         """Wait until it is taken. False when nobody is there any more."""
@@ -57,21 +56,11 @@ class Wire:
         """The next message; None at the end of the stream, also
         if it breaks off inside a message.
         """
-        head = self._exactly(LENGTH.size)
-        body = self._exactly(LENGTH.unpack(head)[0]) if head else None
-        return self._decoder.decode(body) if body is not None else None
-
-    def _exactly(self, count: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < count:
-            try:
-                part = self.end.recv(min(count - len(parts), 2**20))
-            except OSError:
-                return None
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
+        try:
+            body = next(self._come, None)
+        except OSError:
+            return None
+        return None if body is None else self._decoder.decode(body)
 
     def close(self) -> None:
         self.end.close()

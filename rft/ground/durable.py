@@ -54,21 +54,22 @@ def put(path: Path, data: bytes | str) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def lock(path: Path, shared: bool = False) -> int | None:
+def lock(path: Path, shared: bool = False, wait: bool = False) -> int | None:
     """Lock `path`, made where it is missing; the descriptor that holds the lock, None if another
-    process has it.
+    process has it, unless its end is waited for.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    if take(descriptor, shared):
+    if take(descriptor, shared, wait):
         return descriptor
     os.close(descriptor)
     return None
 
 
-def take(descriptor: int, shared: bool = False) -> bool:
-    """Lock an open file, or a directory; False if another process has it."""
+def take(descriptor: int, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file, or a directory; False if another process has it and is not waited for."""
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how if wait else how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

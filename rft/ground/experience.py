@@ -186,21 +186,12 @@ class EvalResult(Record, kw_only=True):
     samples: list[dict[str, Any]] = []
 
 
-FRAME_HEADER = 4  # bytes, of a message's length
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode(record: Any) -> bytes:
     return _encoder.encode(record)
-
-
-def framed(record: Any) -> bytes:
-    """A message of a stream: the length of the record, FRAME_HEADER bytes (little endian), and its
-    msgpack.
-    """
-    body = _encoder.encode(record)
-    return len(body).to_bytes(FRAME_HEADER, "little") + body
 
 
 def decode(data: bytes, kind: type[T]) -> T:

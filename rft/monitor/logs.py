@@ -8,7 +8,6 @@ library prints.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from rft.config import LogConfig
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STACKS_SIGNAL = signal.SIGUSR2
 LOOK_S = 10.0  # between two looks at a log's size: nothing tells when a file has grown
 STACKS_S = 0.5  # for siblings to write theirs, before the launcher ends them
@@ -158,17 +156,6 @@ def _listens(pid: int) -> bool:
 def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the one that started it is gone, however it went."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def ending(code: int) -> str:
-    """How a process ended, in words."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def new_attempt(job: Path) -> Path:

@@ -13,7 +13,6 @@ returned token carries the version of exactly the weights that produced it.
 import asyncio
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from rft.ground.experience import (
     encode,
 )
 from rft.ground.names import DTYPES
+from rft.ground.process import ending
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.adapter_serving import ServedAdapter
@@ -259,7 +259,9 @@ class RolloutEngine(EngineWeights):
         def report(process: Any) -> None:
             if not self._stopping and not failure.done():
                 failure.set_exception(
-                    EngineDied(f"{self.name}: {process.name} {ending(process.exitcode)}")
+                    EngineDied(
+                        f"{self.name}: {process.name} {ending(process.exitcode, killed='was killed by')}"
+                    )
                 )
 
         def sleep_until_one_ends() -> None:
@@ -399,14 +401,3 @@ def await_exit_code(process: Any) -> None:
     deadline = time.monotonic() + 1
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.001)
-
-
-def ending(code: int | None) -> str:
-    """How a process ended, in words."""
-    if code is None:
-        return "ended, how is not known"
-    return (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from rft.ground.experience import Task, decode
-from rft.rollout.child import Child, frame
+from rft.ground.experience import Task, decode, encode
+from rft.ground.process import Child
 from rft.rollout.reward_worker import UNKNOWN, Loaded, Reply, RewardResult, ScoreRequest
 
 # start of the interpreter and import of user code; sympy alone takes seconds on a busy machine
@@ -114,7 +114,7 @@ class RewardPool:
             items=[(places[id(i[0])], i[1], i[2] if len(i) > 2 else UNKNOWN) for i in items],
         )
         async with asyncio.timeout(self._load_timeout_s):
-            await worker.send(frame(request))
+            await worker.send(encode(request))
         await self._reply(worker, Loaded, self._load_timeout_s)
 
     async def _reply(self, worker: "Child", kind: type[Answer], timeout_s: float) -> Answer:

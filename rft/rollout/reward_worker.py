@@ -5,7 +5,7 @@
                                                  per item: run it   ── RewardResult ──►  pool
                                                          (in the order of items)
 
-Frames are a 4-byte length and msgpack, over a socket pair that nothing else of the process uses:
+Messages are msgpack, framed, over a socket pair that nothing else of the process uses:
 whatever user code prints goes to stderr. Every failure of user code, sys.exit included, is a result
 with outcome "error"; a hang is ended by the pool, which kills this process group. The process dies
 with its parent: by EOF when idle, else by the kernel.
@@ -18,8 +18,9 @@ import traceback
 from typing import Any, Literal
 
 from rft.ground import plugins
-from rft.ground.experience import Record, Task, decode
-from rft.rollout.child import HEADER, frame, parents_socket
+from rft.ground.experience import Record, Task, decode, encode
+from rft.ground.process import frame, messages, parents_socket
+from rft.monitor import logs
 from rft.rollout.rewards import RewardFunction, prepare
 
 # characters of an error message that travel: some exceptions carry whole data sets
@@ -118,11 +119,10 @@ def load(names: set[str]) -> dict[str, RewardFunction | RewardResult]:
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the pool closes its end."""
-    stream = connection.makefile("rb")
-    while header := stream.read(HEADER.size):
-        request = decode(stream.read(HEADER.unpack(header)[0]), ScoreRequest)
+    for body in messages(connection):
+        request = decode(body, ScoreRequest)
         functions = load({request.tasks[position].reward for position, *_ in request.items})
-        connection.sendall(frame(Loaded()))
+        connection.sendall(frame(encode(Loaded())))
         for position, response, tokens in request.items:
             task = request.tasks[position]
             function = functions[task.reward]
@@ -131,10 +131,11 @@ def serve(connection: socket.socket) -> None:
                 if isinstance(function, RewardResult)
                 else judge(function, response, task, tokens)
             )
-            connection.sendall(frame(result))
+            connection.sendall(frame(encode(result)))
 
 
 def main() -> None:
+    logs.hide_secrets()
     if (connection := parents_socket()) is None:
         return
     plugins.load()

@@ -32,7 +32,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rft.ground.experience import FRAME_HEADER, Record, decode, framed
+from rft.ground.experience import Record, decode, encode
+from rft.ground.process import AT_ONCE, Frames, frame
 from rft.ground.rounds import BROKEN, UNREACHABLE, InFile, InStore, Received, Round, RoundFailed
 
 DIED = Received(error="a worker ended while it received weights", blame=BROKEN)
@@ -75,7 +76,7 @@ class WorkerChannel:
         one alone: the others may never come.
         """
         number, reports = next(self._numbers), []
-        order = framed(StageOrder(number=number, round=coming))
+        order = frame(encode(StageOrder(number=number, round=coming)))
         async with asyncio.timeout(coming.timeout):
             async with self._connected:
                 await self._connected.wait_for(lambda: len(self._writers) == self.workers)
@@ -96,10 +97,11 @@ class WorkerChannel:
         async with self._connected:
             self._writers.append(writer)
             self._connected.notify_all()
-        with suppress(asyncio.IncompleteReadError, ConnectionError):  # its end, told below
-            while True:
-                size = int.from_bytes(await reader.readexactly(FRAME_HEADER), "little")
-                self._reports.put_nowait(decode(await reader.readexactly(size), StageReport))
+        frames = Frames()
+        with suppress(ConnectionError):  # its end, told below
+            while part := await reader.read(AT_ONCE):
+                for body in frames.split(part):
+                    self._reports.put_nowait(decode(body, StageReport))
         writer.close()
         self._reports.put_nowait(StageReport(received=DIED))
 

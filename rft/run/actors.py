@@ -27,6 +27,7 @@ from rft.config import Config, LogConfig
 from rft.ground import plugins
 from rft.ground.actor import ActorHandle
 from rft.ground.device import thread_environment, wait_for_turn
+from rft.ground.process import die_with_parent
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
@@ -331,7 +332,7 @@ def hosted(cls: Callable[..., Any], log_config: LogConfig, computes: bool) -> ty
         def __init__(self, *arguments: Any, **named: Any):
             logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             # the raylet; Ray itself only looks for it now and then, and not everywhere
-            logs.die_with_parent()
+            die_with_parent()
             plugins.load()
             if not computes:
                 wait_for_turn()

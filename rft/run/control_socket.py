@@ -1,9 +1,9 @@
 """Questions to a run that is under way: a Unix socket in its directory that only the run's owner
 may use.
 
-    rft engines RUN_DIR ──one line of JSON──► <job>/control/supervisor.sock
+    rft engines RUN_DIR ──a framed record──► <job>/control/supervisor.sock
             ──► answer(question), in the supervisor
-                        ◄──one line of JSON──
+                        ◄──a framed record──
 
 In: the job's directory; a function from question to answer. Out: `ask`, for a command in another
 process; `NobodyAnswers` when no supervisor is there. Invariants: the socket is open to its owner
@@ -12,7 +12,6 @@ alone before anybody can connect; a caller that says nothing, or does not listen
 """
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -21,10 +20,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rft.ground.experience import encode
+from rft.ground.process import frame, messages
+
 log = logging.getLogger(__name__)
 NAME = "supervisor.sock"
-LINE_BYTES = 2**20
-LINE_S = 5.0  # for one line to come or go
+MOST_BYTES = 2**20  # of a question or an answer
+LINE_S = 5.0  # for a question to come or an answer to go
 ADDRESS_BYTES = 100  # of an address; the kernel's field has 108, and less elsewhere
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -85,7 +89,7 @@ class ControlSocket:
         except Exception as error:  # the run goes on; the caller hears what was wrong
             log.exception("a question could not be answered")
             reply = {"error": f"{type(error).__name__}: {error}"}
-        caller.sendall(json.dumps(reply).encode() + b"\n")
+        caller.sendall(frame(encode(reply)))
 
 
 def ask(directory: Path, question: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -100,22 +104,17 @@ def ask(directory: Path, question: dict[str, Any], timeout: float) -> dict[str, 
                 line.connect(address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NobodyAnswers(f"nothing answers at {directory / NAME}") from error
-        line.sendall(json.dumps(question).encode() + b"\n")
+        line.sendall(frame(encode(question)))
         return _read(line)
 
 
 def _read(line: socket.socket) -> dict[str, Any]:
-    data = b""
-    while not data.endswith(b"\n"):
-        part = line.recv(65536)
-        if not part or len(data) > LINE_BYTES:
-            raise ConnectionError(
-                "the line ended before its end" if not part else "the line is too long"
-            )
-        data += part
-    message = json.loads(data)
+    body = next(messages(line, MOST_BYTES), None)
+    if body is None:
+        raise ConnectionError("the line ended before its end")
+    message = msgspec.msgpack.decode(body)
     if not isinstance(message, dict):
-        raise ValueError("a question is a JSON object")
+        raise ValueError("a question is an object")
     return message
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from rft import config as configs
 from rft.config import Config
 from rft.ground import device, redact
+from rft.ground.process import ShortExit, die_with_parent, ending
 from rft.monitor import logs
-from rft.run import processes
 
 CONSEQUENCES = (
     signal.SIGTERM,
@@ -32,7 +32,7 @@ def main(path: str) -> int:
     log_dir = Path(os.environ["RFT_LOG_DIR"])
     # ranks inherit stdout: rank 0 talks
     logs.redirect(log_dir / "launcher.log", config.log, keep_stdout=True)
-    logs.die_with_parent()
+    die_with_parent()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -90,7 +90,7 @@ def root_cause(log_dir: Path, ended: dict[int, int]) -> dict[str, str]:
     return {
         "part": f"trainer rank {number}",
         "phase": phase(log_dir, number),
-        "cause": logs.ending(ended[number]),
+        "cause": ending(ended[number]),
     }
 
 
@@ -101,5 +101,5 @@ def phase(log_dir: Path, number: int) -> str:
 
 
 if __name__ == "__main__":
-    end = processes.ShortExit()
+    end = ShortExit()
     end.code = main(sys.argv[1])

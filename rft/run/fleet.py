@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rft.ground.actor import ActorHandle
+from rft.ground.process import end_marked
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
-from rft.run import processes
 from rft.sync.synchronizer import Synchronizer
 from rft.trainer import control
 
@@ -324,7 +324,7 @@ class EngineFleet:
             )
         ray.wait([engine.handle.ask(RolloutEngine.shutdown)], timeout=ENDING_S)
         ray.kill(engine.handle.actor)
-        processes.end_marked("RFT_LOG_FILE", str(engine.log_file))
+        end_marked("RFT_LOG_FILE", str(engine.log_file))
 
     def _tell(self, method: Callable[..., Any], *arguments: Any) -> None:
         """The synchronizer must hear it."""

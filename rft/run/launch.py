@@ -27,8 +27,8 @@ from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
 from rft.ground.device import thread_environment
+from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
-from rft.run import processes
 from rft.run.exports import check_exports
 from rft.run.stages import finished, ready
 from rft.run.supervisor import (
@@ -57,7 +57,7 @@ def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
     only has when it begins.
     """
     events: Events = queue.SimpleQueue()
-    processes.adopt_orphans()
+    adopt_orphans()
     with signals_as_events(events):
         for index in range(len(stages)):
             if finished(stages[index]):
@@ -147,7 +147,7 @@ class StageRun:
         elif record.exists():
             self.events.put(Event(**json.loads(record.read_text(encoding="utf-8"))))
         else:
-            self.events.put(Event("trainer launcher", "running the ranks", logs.ending(code)))
+            self.events.put(Event("trainer launcher", "running the ranks", ending(code)))
 
     def _wait(self) -> None:
         event = self.supervisor.first_event()

@@ -30,9 +30,9 @@ from rft.config import Config
 from rft.ground import device as devices
 from rft.ground import plugins, redact
 from rft.ground.actor import ActorHandle
+from rft.ground.process import ShortExit, die_with_parent
 from rft.ground.protocols import TrainBackend
 from rft.monitor import logs, trace
-from rft.run import processes
 from rft.run.exports import export_dir
 from rft.trainer import control
 
@@ -92,7 +92,7 @@ def main(path: str, terminal: int | None = None) -> int:
     number = int(os.environ.get("RANK", "0"))
     log_dir = Path(os.environ["RFT_LOG_DIR"])
     logs.redirect(log_dir / f"rank_{number}.log", config.log, keep_stdout=number == 0)
-    logs.die_with_parent()
+    die_with_parent()
     # of the attempt before a restart
     (log_dir / f"failure_rank_{number}.json").unlink(missing_ok=True)
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -390,5 +390,5 @@ def exporting(rank: Rank, checkpoints: Any) -> Callable[[int], None]:
 
 
 if __name__ == "__main__":
-    end = processes.ShortExit()
+    end = ShortExit()
     end.code = main(sys.argv[1])

@@ -13,7 +13,6 @@ the job's one sidecar; no process of it is left when it has ended.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -27,9 +26,9 @@ import time
 from pathlib import Path
 
 from rft import config as configs
-from rft.ground import redact
+from rft.ground import durable, redact
+from rft.ground.process import adopt_orphans, await_end, end_family
 from rft.monitor import logs
-from rft.run import processes
 from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
 from rft.trainer import control
 
@@ -47,11 +46,8 @@ def start(resolved: Path, deadline_s: float) -> dict[str, str]:
     alive.
     """
     job = resolved.parent
-    with open(job / LOCK, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return json.loads((job / RECORD).read_text(encoding="utf-8"))["environment"]
+    if durable.is_locked(job / LOCK):
+        return json.loads((job / RECORD).read_text(encoding="utf-8"))["environment"]
     child = subprocess.Popen(
         [sys.executable, "-m", "rft.run.sidecar", str(resolved), str(os.getppid())],
         stdout=subprocess.PIPE,
@@ -62,7 +58,7 @@ def start(resolved: Path, deadline_s: float) -> dict[str, str]:
     try:
         line = first_line(child.stdout.fileno(), deadline_s)
     except TimeoutError as error:
-        processes.end_family(child.pid)
+        end_family(child.pid)
         raise StageFailed(
             1, f"the sidecar was not ready within {deadline_s:g} s and was killed; {see}"
         ) from error
@@ -109,20 +105,19 @@ class Sidecar:
             log.error(
                 "the sidecar (pid %d) did not end within %g s and is killed", self.pid, deadline_s
             )
-            processes.end_family(self.pid)
+            end_family(self.pid)
 
 
 def main(resolved: str, launcher: int) -> int:
     """Hold one stage's actors until told to end, an actor fails, or process `launcher` is gone."""
     config = configs.load(resolved)
     job = Path(resolved).parent
-    lock = open(job / LOCK, "a")  # noqa: SIM115  held, and so locked, for the life of this process
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    durable.lock(job / LOCK, wait=True)  # for the life of this process
     terminal = logs.Redacted(os.fdopen(os.dup(2), "w"))
     events: Events = queue.SimpleQueue()
     supervisor = Supervisor(config, events, lambda line: print(line, file=terminal, flush=True))
     logs.redirect(supervisor.log_dir / "sidecar.log", config.log, keep_stdout=True)
-    processes.adopt_orphans()
+    adopt_orphans()
     # the ranks' business, but Slurm may tell every process of a step
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     threading.Thread(
@@ -153,23 +148,6 @@ def _hold(supervisor: Supervisor, job: Path) -> str:
     os.write(1, f"{record}\n".encode())  # for rank 0, and so as it is
     event = supervisor.first_event()
     return failure(event, supervisor.log_dir) if event.cause else ""
-
-
-def await_end(pid: int, deadline_s: float | None = None) -> bool:
-    """Return when the process is gone, False if it is not at the deadline.
-
-    It may be anybody's child.
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    ends = select.poll()  # a rank may have more descriptors than `select` takes
-    ends.register(descriptor, select.POLLIN)
-    try:
-        return bool(ends.poll(None if deadline_s is None else 1000 * deadline_s))
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

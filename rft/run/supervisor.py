@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from rft import config as configs
 from rft.config import Config
 from rft.ground import redact
+from rft.ground.process import end_descendants
 from rft.monitor import logs, trace
-from rft.run import processes
 
 if TYPE_CHECKING:
     from rft.run.actors import Actors
@@ -127,7 +127,7 @@ class Supervisor:
         """
         if self.actors is not None:
             self.actors.close(grace_s)
-        processes.end_descendants(LAST_S, spare=spare())
+        end_descendants(LAST_S, spare=spare())
         trace.stop()
         redact.scrub(self.log_dir)  # what a library wrote past Python's own streams
 

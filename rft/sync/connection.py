@@ -26,7 +26,8 @@ from typing import Any
 
 import msgspec
 
-from rft.ground.experience import FRAME_HEADER, Record, framed
+from rft.ground.experience import Record, encode
+from rft.ground.process import HEADER, frame
 
 # bytes handed to the kernel at a time; what was just moved is still in the cache when it is hashed
 CHUNK = 4 * 2**20
@@ -64,17 +65,20 @@ class PeerConnection:
         self._keep_time(timeout)
 
     def send_record(self, record: dict[str, Any] | Record) -> None:
-        self.send(memoryview(framed(record)))
+        self.send(memoryview(frame(encode(record))))
 
     def receive_record(self, patient: bool = False) -> dict[str, Any]:
-        """The next record. `patient`: wait for its beginning as long as the other end lives."""
-        head = bytearray(FRAME_HEADER)
+        """The next record. `patient`: wait for its beginning as long as the other end lives.
+
+        Reads not one byte too many: those behind it go straight into a tensor.
+        """
+        head = bytearray(HEADER.size)
         if patient:
             self._keep_time(0)
         self.receive(memoryview(head))
         if patient:
             self._keep_time(self.timeout)
-        size = int.from_bytes(head, "little")
+        size = HEADER.unpack(head)[0]
         if size > self._limit:
             raise PeerLost(f"{self.name}: a record of {size} bytes cannot be")
         body = bytearray(size)

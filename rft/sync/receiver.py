@@ -29,6 +29,7 @@ import torch
 
 from rft.ground import device as devices
 from rft.ground.experience import decode, encode
+from rft.ground.process import die_with_parent
 from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
 from rft.monitor import logs
 from rft.sync import checksum
@@ -50,7 +51,7 @@ def register() -> None:
     Called in every vLLM process, repeatedly.
     """
     if "RFT_LOG_FILE" in os.environ and multiprocessing.parent_process() is not None:
-        logs.die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
+        die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
     logs.show_stacks_on_signal()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -27,7 +27,8 @@ from rft.config import Config, ConfigError
 from rft.data.taskset import Taskset, build_tasksets
 from rft.ground.errors import refuse
 from rft.ground.experience import Experience, Task, decode, encode
-from rft.run import launch, processes
+from rft.ground.process import adopt_orphans
+from rft.run import launch
 from rft.run.supervisor import Events, StageFailed, signals_as_events
 from rft.tools import config as config_tool
 from rft.tools import tables
@@ -93,7 +94,7 @@ def attempt(config: Config, task: Task) -> list[Experience]:
     answers: list[bytes] = []
     events: Events = queue.SimpleQueue()
     launch.main_log(configs.job_dir(config), config.log.level)
-    processes.adopt_orphans()
+    adopt_orphans()
     with signals_as_events(events):
         launch.StageRun(
             config,

@@ -16,14 +16,13 @@ unpickler that knows the classes below and calls nothing else.
 import argparse
 import io
 import json
-import os
 import pickle
 import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from rft.ground import durable
 from rft.ground.names import RULES, Dims, Rule, hf_names, hf_shape, is_expert, segments
 
 KINDS = {"": "model", "param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -411,9 +411,8 @@ def _packed_shape(rule: Rule, name: str, dims: Dims) -> tuple[int, ...]:
 class _File:
     """Appends chunks to one .distcp file and keeps the index."""
 
-    def __init__(self, directory: Path, name: str):
-        self.name = name
-        self.stream = open(directory / name, "xb")  # noqa: SIM115 - closed by `write`, which made it
+    def __init__(self, stream: BinaryIO, name: str):
+        self.stream, self.name = stream, name
         self.index = Metadata(state_dict_metadata={}, storage_data={}, version="1.0.0")
 
     def add(self, place: MetadataIndex, value: Any) -> None:
@@ -454,8 +453,9 @@ def write(
     """
     _refuse_experts(dims)
     names = hf_names(dims, architecture)
-    file = _File(directory, "__0_0.distcp")
-    with file.stream:
+    chunks = "__0_0.distcp"
+    with durable.replacing(directory / chunks) as stream:
+        file = _File(stream, chunks)
         for name in names:
             rule, part, layer = rule_of(name)
             if part == 0:
@@ -466,16 +466,10 @@ def write(
             for module in EXTRA:
                 file.object(f"decoder.layers.{module}._extra_state/shard_{layer}_{dims.layers}")
         file.object("decoder.final_layernorm._extra_state/shard_0_1")
-        _sync(file.stream)
-    with open(directory / "common.pt", "xb") as stream:
+    with durable.replacing(directory / "common.pt") as stream:
         torch.save({"iteration": iteration, "checkpoint_version": 3.0}, stream)
-        _sync(stream)
-    with open(directory / ".metadata", "xb") as stream:
-        pickle.dump(file.index, stream)
-        _sync(stream)
-    with open(directory / "metadata.json", "xb") as stream:
-        stream.write(json.dumps(BACKEND).encode())
-        _sync(stream)
+    durable.put(directory / ".metadata", pickle.dumps(file.index))
+    durable.put(directory / "metadata.json", json.dumps(BACKEND))
 
 
 def _packed(
@@ -489,8 +483,3 @@ def _packed(
             parts[run.part].narrow(run.dim, run.start, rows)
         )
     return whole
-
-
-def _sync(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

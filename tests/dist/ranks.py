@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rft.monitor.logs import die_with_parent
+from rft.ground.process import die_with_parent
 
 SIZE = 4
 # a cold import of megatron on a loaded machine takes 20 s, the longest job 20 s on a quiet one

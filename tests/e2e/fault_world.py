@@ -19,7 +19,7 @@ from fault_ranks import TrainerRanks
 from mortal import MortalEngine, MortalSynchronizer
 
 from rft.config import ModelConfig, RolloutModelConfig
-from rft.run import processes
+from rft.ground.process import end_marked
 from rft.sync import plan as plans
 
 SYNC_S = 60.0  # sync_timeout
@@ -119,7 +119,7 @@ class World:
     def new_engine(self, name: str) -> None:
         """As rft.run.fleet does when one has died and the synchronizer knows."""
         ray.kill(self.engines[name])
-        processes.end_marked("RFT_LOG_FILE", str(self.directory / f"{name}.log"))
+        end_marked("RFT_LOG_FILE", str(self.directory / f"{name}.log"))
         self.get(self.spawn(name), START_S)
         self.get(self.synchronizer.join.remote(name, self.engines[name]))
 

@@ -23,7 +23,7 @@ import psutil
 
 from rft.buffer.journal import Journal
 from rft.buffer.progress import Consumed, Issued, Leased, Progress, Resumed, decode_record
-from rft.run.processes import adopt_orphans
+from rft.ground.process import adopt_orphans
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LETTERS = f"{REPOSITORY / 'tests' / 'e2e' / 'letters.py'}:reward"

@@ -17,8 +17,8 @@ import pytest
 import ray
 
 from rft.ground.actor import ActorHandle
+from rft.ground.process import adopt_orphans
 from rft.run.fleet import EngineFleet, PartFailed
-from rft.run.processes import adopt_orphans
 
 WAIT_S = 120.0  # for Ray on a busy machine
 HERE = {

@@ -6,11 +6,8 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rft.run import elastic, launch, supervisor
@@ -73,53 +70,6 @@ def test_of_ranks_that_raised_the_first_is_the_cause(tmp_path: Path) -> None:
 def test_a_rank_that_says_nothing_is_still_named(tmp_path: Path) -> None:
     expected = {"part": "trainer rank 2", "phase": "starting", "cause": "ended with exit code 3"}
     assert elastic.root_cause(tmp_path, {2: 3, 3: 1}) == expected
-
-
-DAEMON = (
-    "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print(os.getpid(), "
-    "flush=True); signal.pause()"
-)
-
-
-def test_nobody_is_left_behind() -> None:
-    """A process in a session of its own, deaf to SIGTERM, whose parent is gone."""
-    code = f"""
-import os, subprocess, sys
-from rft.run.processes import adopt_orphans, end_descendants
-adopt_orphans()
-read, write = os.pipe()
-middle = "import subprocess, sys; " \
-    "subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=int(sys.argv[2]), pass_fds=[])"
-subprocess.run([sys.executable, "-c", middle, {DAEMON!r}, str(write)], pass_fds=[write], check=True)
-print(os.read(read, 100).decode().strip(), flush=True)
-end_descendants()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert not psutil.pid_exists(int(done.stdout))
-
-
-@pytest.mark.parametrize(("says", "code"), [("end.code = 3", 3), ("raise KeyError('x')", 1)])
-def test_a_short_exit_leaves_nothing_out_but_pythons_own_end(says: str, code: int) -> None:
-    program = f"""
-import atexit, logging, threading
-from rft.run.processes import ShortExit
-end = ShortExit()
-class Module:
-    def __del__(self): print("taken apart")
-kept = Module()
-atexit.register(print, "the last that registers is the first, and nothing is lost", end="")
-last = lambda: threading.Event().wait(0.05) or print("threads are waited for")
-threading.Thread(target=last).start()
-{says}
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    lines = ["threads are waited for", "the last that registers is the first, and nothing is lost"]
-    assert (done.returncode, done.stdout.splitlines()) == (code, lines)
-    assert ("KeyError" in done.stderr) == says.startswith("raise")
 
 
 def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() -> None:

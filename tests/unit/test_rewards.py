@@ -18,17 +18,18 @@ import pytest
 
 from rft.config import ConfigError
 from rft.ground.experience import Sampling, Task
+from rft.ground.process import Child
 from rft.rollout import rewards
-from rft.rollout.child import Child
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.rewards.text import last_boxed
 
 SAYS_TWO = """
-    from rft.rollout.child import frame, parents_socket
+    from rft.ground.experience import encode
+    from rft.ground.process import frame, parents_socket
     from rft.rollout.reward_worker import RewardResult
 
     connection = parents_socket()
-    connection.sendall(frame(RewardResult(reward=1.0)) + frame(RewardResult(reward=2.0)))
+    connection.sendall(b"".join(frame(encode(RewardResult(reward=r))) for r in (1.0, 2.0)))
     connection.recv(1)
 """
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rft.ground.process import adopt_orphans
 from rft.rollout import sandbox
 from rft.rollout.sandbox import Limits, Ran
-from rft.run.processes import adopt_orphans
 
 isolated = pytest.mark.skipif(
     sandbox.obstacle() is not None, reason=f"no cells on this machine: {sandbox.obstacle()}"

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft.run.processes import adopt_orphans
+from rft.ground.process import adopt_orphans
 
 PACKAGES = ("slurm-wlm", "munge")
 DAEMONS = ("slurmctld", "slurmd", "munged")

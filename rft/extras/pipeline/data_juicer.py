@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +33,7 @@ import psutil
 from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
 from rft.ground.experience import Experience
-from rft.monitor.logs import die_with_parent, ending
+from rft.ground.process import end_family, ending, family, python_path, tied
 
 log = logging.getLogger(__name__)
 COMMAND = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
@@ -214,38 +213,23 @@ class JuicerServer:
 
     def stop(self) -> None:
         """Kill it with all that it started."""
-        if self.process is None:
-            return
-        family = self._family()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait(END_S)
-        psutil.wait_procs(family, timeout=END_S)
-        self.process, self.is_serving = None, False
+        if self.process is not None:
+            end_family(self.process, END_S)
+            self.process, self.is_serving = None, False
 
     async def _start_at(self, port: int) -> str:
         command = (self.config.command or COMMAND).format(
             port=port, python=shlex.quote(sys.executable)
         )
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        # on a leash: it dies with this process, whatever kills that
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "rft.extras.pipeline.data_juicer",
-                    str(os.getpid()),
-                    *shlex.split(command),
-                ],
+                tied(shlex.split(command)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | python_path(),
             )
         client = JuicerClient(f"http://127.0.0.1:{port}", ANSWER_S)
         try:
@@ -284,16 +268,10 @@ class JuicerServer:
                     log.warning("service.data_juicer.port=%d is in use: taking a free one", wanted)
         return free_port(reserve=number < TRIES - 1)
 
-    def _family(self) -> list[psutil.Process]:
-        assert self.process is not None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            head = psutil.Process(self.process.pid)
-            return [head, *head.children(recursive=True)]
-        return []
-
     def _listens(self, port: int) -> bool:
         """Whether a process of ours has the port."""
-        for process in self._family():
+        assert self.process is not None
+        for process in family(self.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for link in process.net_connections("tcp"):
                     if link.status == psutil.CONN_LISTEN and link.laddr.port == port:
@@ -414,19 +392,3 @@ def taken(experiences: list[Experience], row: dict[str, Any]) -> Experience:
     if is_number(reward := row.get("reward")):
         experience.reward = float(reward)  # type: ignore[arg-type]
     return experience
-
-
-def main() -> None:
-    """Become a command that dies with its parent: `python -m rft.extras.pipeline.data_juicer
-    <parent pid> COMMAND ...`.
-
-    The kernel's promise survives exec, so it holds for programs that know nothing of it.
-    """
-    die_with_parent()
-    if os.getppid() != int(sys.argv[1]):  # it died before the line above
-        return
-    os.execvp(sys.argv[2], sys.argv[2:])
-
-
-if __name__ == "__main__":
-    main()

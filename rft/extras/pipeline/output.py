@@ -25,6 +25,7 @@ import xxhash
 from rft.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
 from rft.data.files import data_files
 from rft.extras.pipeline.process import TASKS
+from rft.ground import durable
 from rft.ground.experience import Experience, Record
 
 # keys that change how rows are made, and not which
@@ -112,8 +113,8 @@ class TaskOutput:
         """The note first: without the rows it means nothing."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         note = {"digest": self.digest, **report}
-        _write(self.note, json.dumps(note, indent=1).encode() + b"\n")
-        _write(self.file, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        durable.put(self.note, json.dumps(note, indent=1).encode() + b"\n")
+        durable.put(self.file, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def inputs(config: Config) -> list[Path]:
@@ -142,20 +143,6 @@ def digest(config: Config) -> str:
             while block := data.read(2**20):
                 found.update(block)
     return found.hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class RecordedGroup(Record, kw_only=True):

@@ -16,8 +16,8 @@ lost with the process.
 import asyncio
 from typing import Any, TypeVar
 
-from rft.ground.experience import Record, decode
-from rft.rollout.child import Child, frame
+from rft.ground.experience import Record, decode, encode
+from rft.ground.process import Child
 
 EXPERIENCES, TASKS = "data_processor.experience_pipeline", "data_processor.task_pipeline"
 WORKER = "rft.extras.pipeline.worker"
@@ -124,7 +124,7 @@ class OperatorProcess:
         doing = "(start)" if isinstance(question, Setup) else "(first)"
         try:
             async with asyncio.timeout(limit_s):
-                await self._child.send(frame(question))
+                await self._child.send(encode(question))
             while True:
                 async with asyncio.timeout(limit_s):
                     answer = decode(await self._child.receive(), Answer)

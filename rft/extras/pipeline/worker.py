@@ -34,7 +34,8 @@ from rft.extras.pipeline.process import (
 )
 from rft.ground import plugins
 from rft.ground.experience import Experience, decode, encode
-from rft.rollout.child import HEADER, frame, parents_socket
+from rft.ground.process import frame, messages, parents_socket
+from rft.monitor import logs
 from rft.rollout.workflows import problem
 
 MAX_MESSAGE = 2000  # characters of an error message that travel
@@ -55,9 +56,8 @@ class Worker:
 
     async def serve(self) -> None:
         """Answer until the parent closes its end."""
-        stream = self.connection.makefile("rb")
-        while header := stream.read(HEADER.size):
-            question = decode(stream.read(HEADER.unpack(header)[0]), Question)
+        for body in messages(self.connection):
+            question = decode(body, Question)
             try:
                 answer = await self._answer(question)
             # sys.exit and KeyboardInterrupt of user code too: reported, never obeyed
@@ -135,7 +135,7 @@ class Worker:
         self._say(Entered(operator))
 
     def _say(self, answer: Answer) -> None:
-        self.connection.sendall(frame(answer))
+        self.connection.sendall(frame(encode(answer)))
 
 
 def checked(result: Any, tokens: set[tuple[int, ...]] | None) -> tuple[list[Any], dict[str, float]]:
@@ -204,6 +204,7 @@ def told(error: BaseException) -> str:
 
 
 def main() -> None:
+    logs.hide_secrets()
     if (connection := parents_socket()) is None:
         return
     plugins.load()
