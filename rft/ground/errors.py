@@ -5,7 +5,7 @@ In: sentences, each naming a key and the fix. Out: one error with all of them, a
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class ConfigError(ValueError):
@@ -14,6 +14,13 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class Problem(NamedTuple):
+    """A sentence of what is refused, and the key that cannot be read for it, or an empty one."""
+
+    key: str
+    sentence: str
 
 
 def problems_of(check: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:

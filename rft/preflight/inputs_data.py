@@ -232,8 +232,6 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
 
 def _steps(c: Config, at_start: bool) -> Iterator[str]:
     """The number of steps of a run that ends with its data."""
-    if c.trainer.total_steps is not None:
-        return
     buffer, rows = c.buffer, c.buffer.trainer_input.experience_buffer
     if buffer.total_steps is not None:
         c.trainer.total_steps = buffer.total_steps
@@ -318,5 +316,7 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
             f"trainer.total_steps {TASKSET}.path {TASKSET}s {BUFFER}.path {BUFFER}.storage_type "
             f"{TASKS} {TYPE} {SIZES} buffer.total_epochs buffer.total_steps mode",
             partial(_steps, at_start=at_start),
+            derives=True,
+            applies=lambda c: c.trainer.total_steps is None,
         ),
     )

@@ -178,13 +178,14 @@ MODELS = (
     Rule(MODEL, _policy),
     Rule(f"trainer.megatron {MODEL} trainer.num_ranks", _cut),
     Rule(f"model.lora_configs {MODEL} mode", _adapter),
-    Rule(f"synchronizer.lora_sync model.lora_configs {MODEL} device", _adapter_sync),
+    Rule(f"synchronizer.lora_sync model.lora_configs {MODEL} device", _adapter_sync, derives=True),
     Rule(f"trainer.recompute_granularity {MODEL} trainer.megatron device", _overrides),
     Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL}", _engine_cut),
-    Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths),
+    Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths, derives=True),
     Rule(
         "trainer.max_token_len_per_gpu trainer.megatron.context_parallel_size model.max_model_len",
         _packed_length,
+        derives=True,
     ),
     Rule(
         f"trainer.checkpoint.host_memory_gb {MODEL} model.lora_configs trainer.megatron",
@@ -279,7 +280,7 @@ BESIDE_POLICY = (
         )
         for key in BESIDE_POLICY_WITH
     ),
-    Rule(AUXILIARY, _auxiliary),
+    Rule(AUXILIARY, _auxiliary, derives=True),
 )
 
 # --- places, ports and cards ----------------------------------------------------------------------

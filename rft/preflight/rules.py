@@ -5,6 +5,7 @@ Invariant: a rule that names a refused key is not asked, so one mistake is told 
 sees a value that cannot be.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,13 +21,15 @@ class Rule:
     """`keys`, of which the first one is refused where `test` says so.
 
     With `says`: `test` is true where the sentence `says`, which may have {keys} in it, has to be
-    said. Without: `test` itself gives the sentences, or raises ConfigError. `applies`: whether the
-    config has what the rule is about; where it has not, nothing waits for the rule either.
+    said. Without: `test` itself gives the sentences, or raises ConfigError. `derives`: it also sets
+    the first key, where that is left out, so others that name it wait for it, but for a config of
+    which `applies` says that there is nothing to do.
     """
 
     keys: str
     test: Callable[[Config], Any]
     says: Says = ""
+    derives: bool = False
     applies: Callable[[Config], bool] = lambda config: True
 
     def problems(self, config: Config) -> Iterable[str]:
@@ -64,10 +67,10 @@ class Refusals:
             if not rule.applies(config):
                 continue
             key, *others = rule.keys.split()
-            if any(map(self.has, (key, *others))):
-                self.skipped.append(key)
-            else:
+            if not any(map(self.has, (key, *others))):
                 self._hear(key, rule, config)
+            elif rule.derives:
+                self.skipped.append(key)
 
     def _hear(self, key: str, rule: Rule, config: Config) -> None:
         try:
@@ -91,6 +94,11 @@ class Refusals:
                 self.told, key=lambda one: SECTIONS.index(one[0].partition(".")[0])
             )
         ]
+
+
+def of_taskset(key: str) -> str:
+    """The key by which rules know one of a taskset, whichever set it is of."""
+    return re.sub(r"^buffer\.explorer_input\.(eval_)?tasksets\.\d+", TASKSET_KEY, key)
 
 
 def tasksets(config: Config) -> list[tuple[str, TasksetConfig, bool]]:

@@ -1,0 +1,111 @@
+"""One start tells every problem of a config, in types, names, bounds, rules and inputs, and ends
+with exit code 2.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft import train
+from rft.config import ConfigError
+from tests.unit.test_config import grpo
+
+TASKSET = "buffer.explorer_input.taskset"
+PLAIN = "buffer: {explorer_input: {taskset: {format: {prompt_type: plaintext}}}}\n"
+WRONG = {  # a word, and the sentence about it
+    "explorer.eval_interval=often": "explorer.eval_interval=often: give a whole number",  # a type
+    "trainer.gradclip=1": "unknown key `trainer.gradclip`; did you mean `trainer.grad_clip`?",
+    "buffer.batch_size=0": "buffer.batch_size=0: must be greater than 0",  # a bound
+    "monitor.monitor_type=tensorbord": "did you mean `tensorboard`?",  # a name
+    "explorer.reward_timeout=1e6": "explorer.reward_timeout=1e+06 is longer than max_timeout",
+    "trainer.megatron.tensor_model_parallel_size=3": "does not divide the model's 4 attention",
+    f"{TASKSET}.path=gone.jsonl": f"{TASKSET}.path: gone.jsonl does not exist",
+    "algorithm.optimizer.lr_warmup_steps_ratio=2": "a share must be between 0 and 1",
+    "algorithm.kl_loss_fn=k9": "algorithm.kl_loss_fn=k9 is unknown",
+    "synchronizer.lora_sync=adapter": "the policy has no adapter",
+}
+
+
+def words(assets: Path, tmp_path: Path, *overrides: str) -> list[str]:
+    return [
+        "experiment=grpo",
+        f"model.model_path={assets / 'model'}",
+        f"{TASKSET}.path={assets / 'train.jsonl'}",
+        f"checkpoint_root_dir={tmp_path}",
+        "model.max_prompt_tokens=16",
+        "model.max_response_tokens=8",
+        *overrides,
+    ]
+
+
+def problems(given: list[str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as refused:
+        train.readable(given)
+    return refused.value.problems
+
+
+def test_one_start_tells_problems_of_every_kind(assets: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rft.train",
+            *words(assets, tmp_path, "trainer.total_steps=5", *WRONG),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    first, *told = done.stderr.splitlines()
+    assert first == f"rft: config refused, {len(WRONG)} problems:"
+    for said in WRONG.values():
+        assert len([line for line in told if said in line]) == 1, said
+
+
+def test_what_depends_on_a_key_that_cannot_be_read_is_not_told(
+    assets: Path, tmp_path: Path
+) -> None:
+    """With their defaults in place of them these would be refused for other keys."""
+    pair = ["explorer.reward_timeout=1000", "explorer.max_timeout=long"]
+    assert problems(words(assets, tmp_path, *pair)) == ("explorer.max_timeout=long: give a number",)
+    with pytest.raises(ConfigError, match="reward_timeout=1000 is longer"):
+        grpo(assets, tmp_path, pair[0])
+    misspelt = ["explorer.reward_timeout=1000", "explorer.max_timout=2000"]
+    (said,) = problems(words(assets, tmp_path, *misspelt))
+    assert "did you mean `explorer.max_timeout`" in said
+    (said,) = problems(words(assets, tmp_path, "+checkpoint_root_dir=${oc.env:NOT_SET_HERE}"))
+    assert "NOT_SET_HERE" in said
+
+
+def test_problems_of_stages_and_rules_are_one_list(assets: Path, tmp_path: Path) -> None:
+    stages = (
+        "stages=[{stage_name:a,trainer:{num_ranks:x},seed:1},"
+        "{stage_name:b,trainer:{num_ranks:1,profile_ranks:[3]},seed:2}]"
+    )
+    given = words(assets, tmp_path, stages, "cluster.master_port=70000")
+    of_the_stage, of_all, of_b = problems(given)
+    assert of_the_stage == "stages: trainer.num_ranks=x: give a whole number"
+    assert of_all.startswith("cluster.master_port=70000")
+    assert of_b.startswith("b: trainer.profile_ranks=[3]"), "the other stage can be read"
+    assert "every stage for itself" in problems([*given, "seed=3"])[0]
+
+
+def test_a_file_its_overrides_and_the_rules_are_one_list(assets: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    text = "trainer: {num_ranks: x, param_offload: true}\ncluster: {master_port: 70000}\n"
+    file.write_text(PLAIN + text, encoding="utf-8")
+    given = words(assets, tmp_path, "log.level=info")[1:]
+    told = problems(["--config", str(file), *given])
+    assert [said.startswith(str(file)) for said in told] == [True, True, False, False]
+    for said, key in zip(
+        told, ("param_offload", "num_ranks", "log.level", "cluster.master_port"), strict=True
+    ):
+        assert key in said
+
+
+def test_nothing_is_prepared_of_what_cannot_be_read(tmp_path: Path) -> None:
+    given = ["experiment=quickstart", f"checkpoint_root_dir={tmp_path}", "seed=x"]
+    told = problems([*given, "trainer.checkpoint.storage=bucket"])
+    assert len(told) == 2 and not list(tmp_path.iterdir())
