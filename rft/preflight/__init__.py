@@ -73,7 +73,7 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
     """
     told = {}
     for number, draft in enumerate(drafts):
-        refusals = Refusals(skipped=[of_taskset(key) for key in draft.refused])
+        refusals = Refusals([of_taskset(key) for key in draft.refused])
         fill_config(draft.config, refusals)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()

@@ -136,6 +136,7 @@ DERIVED = (
         "cluster.colocate explorer.rollout_model.engine_num "
         "explorer.rollout_model.tensor_parallel_size",
         _derive_ranks,
+        reads="explorer.auxiliary_models",
         derives=True,
     ),
     Rule("cluster.ray_address", _derive_address, derives=True),

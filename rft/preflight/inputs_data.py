@@ -37,7 +37,7 @@ from rft.ground import plugins
 from rft.ground.errors import problems_of
 from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
 from rft.preflight.inputs_models import MODEL
-from rft.preflight.rules import Rule, tasksets
+from rft.preflight.rules import SETS, Rule, tasksets
 from rft.preflight.rules_data import (
     BATCH,
     BESIDE,
@@ -267,6 +267,7 @@ def _has_key() -> bool:
     return any(map(os.environ.get, CREDENTIALS)) or STORED.expanduser().exists()
 
 
+TEMPLATES = "model.custom_chat_template model.chat_template_path"
 SIZES = f"{BATCH} buffer.batch_size"
 OF_SERVICE = (
     Rule(
@@ -284,12 +285,13 @@ OF_SERVICE = (
 
 def rules(at_start: bool) -> tuple[Rule, ...]:
     """`at_start`: those that import the user's own functions, or ask others, may do so."""
-    own = (Rule(f"{TASKSET}.workflow_args", import_agents),) if at_start else ()
+    own = (Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),) if at_start else ()
     return (
         *OF_SERVICE,
         Rule(
             f"{EXPERIENCES}.operators {SERVICE}",
             partial(_experience_operators, at_start=at_start),
+            reads="mode",
         ),
         Rule(
             f"{TASKS} {SERVICE} {TYPE} mode",
@@ -303,19 +305,26 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
         Rule(
             f"{BUFFER}.path {BUFFER}.storage_type {TASKS} {TYPE} {SIZES} {REPLAY} mode",
             partial(_rows, at_start=at_start),
+            reads=BUFFER,
         ),
         Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE} {SIZES}", _beside),
-        Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start)),
+        Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",
             partial(_tasksets, at_start=at_start),
+            reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES}",
         ),
         *own,
-        Rule(f"model.chat_template_path {MODEL} {TYPE}", templates),
+        Rule(
+            f"model.chat_template_path {MODEL} {TYPE}",
+            templates,
+            reads=f"{SETS} {BUFFER} {BESIDE} {TEMPLATES}",
+        ),
         Rule(
             f"trainer.total_steps {TASKSET}.path {TASKSET}s {BUFFER}.path {BUFFER}.storage_type "
             f"{TASKS} {TYPE} {SIZES} buffer.total_epochs buffer.total_steps mode",
             partial(_steps, at_start=at_start),
+            reads=f"{SETS} {BUFFER}",
             derives=True,
             applies=lambda c: c.trainer.total_steps is None,
         ),

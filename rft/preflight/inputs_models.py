@@ -30,7 +30,7 @@ from rft.run import cards
 from rft.sync import tensor_parallel
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
-MODEL = "model.model_path"
+MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
 BESIDE_POLICY_WITH = {  # model beside the policy, what needs it, and a key that makes it needed
     "model.ref_model_path": (recipe.needs_reference, "algorithm.kl_loss_fn=k2"),
     "model.critic_model_path": (recipe.needs_critic, "algorithm.algorithm_type=ppo"),
@@ -175,12 +175,21 @@ def _host_memory(c: Config) -> Iterator[str]:
 
 LENGTHS = "model.max_model_len model.max_prompt_tokens model.max_response_tokens"
 MODELS = (
-    Rule(MODEL, _policy),
-    Rule(f"trainer.megatron {MODEL} trainer.num_ranks", _cut),
-    Rule(f"model.lora_configs {MODEL} mode", _adapter),
-    Rule(f"synchronizer.lora_sync model.lora_configs {MODEL} device", _adapter_sync, derives=True),
-    Rule(f"trainer.recompute_granularity {MODEL} trainer.megatron device", _overrides),
-    Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL}", _engine_cut),
+    Rule(f"{MODEL} {SERVICE_TRAINS}", _policy),
+    Rule(f"trainer.megatron {MODEL} trainer.num_ranks {SERVICE_TRAINS}", _cut),
+    Rule(f"model.lora_configs {MODEL} mode {SERVICE_TRAINS}", _adapter),
+    Rule(
+        f"synchronizer.lora_sync model.lora_configs {MODEL} device {SERVICE_TRAINS}",
+        _adapter_sync,
+        derives=True,
+    ),
+    Rule(
+        f"trainer.recompute_granularity {MODEL} trainer.megatron device {SERVICE_TRAINS}",
+        _overrides,
+        reads="trainer.recompute_method trainer.recompute_modules trainer.recompute_num_layers "
+        "model.lora_configs trainer.dtype",
+    ),
+    Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL} {SERVICE_TRAINS}", _engine_cut),
     Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths, derives=True),
     Rule(
         "trainer.max_token_len_per_gpu trainer.megatron.context_parallel_size model.max_model_len",
@@ -277,6 +286,7 @@ BESIDE_POLICY = (
         Rule(
             f"{key} {RECIPE} {TYPE} {MODEL} {LENGTHS} trainer.megatron trainer.num_ranks",
             partial(_beside, key=key),
+            reads="algorithm",
         )
         for key in BESIDE_POLICY_WITH
     ),

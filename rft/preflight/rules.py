@@ -12,6 +12,7 @@ from typing import Any
 
 from rft.config import TASKSET_KEY, Config, ConfigError, TasksetConfig, get, nearest
 
+SETS = f"{TASKSET_KEY} {TASKSET_KEY}s buffer.explorer_input.eval_tasksets"
 SECTIONS = [one.name for one in fields(Config)]
 Says = str | Callable[[Config], str]
 
@@ -23,12 +24,14 @@ class Rule:
     With `says`: `test` is true where the sentence `says`, which may have {keys} in it, has to be
     said. Without: `test` itself gives the sentences, or raises ConfigError. `derives`: it also sets
     the first key, where that is left out, so others that name it wait for it, but for a config of
-    which `applies` says that there is nothing to do.
+    which `applies` says that there is nothing to do. `reads`: what else it looks at; a refusal of
+    that says nothing about this rule, but a value that cannot be read does.
     """
 
     keys: str
     test: Callable[[Config], Any]
     says: Says = ""
+    reads: str = ""
     derives: bool = False
     applies: Callable[[Config], bool] = lambda config: True
 
@@ -57,8 +60,11 @@ def among(key: str, choices: Iterable[str], *others: str) -> Rule:
 
 @dataclass
 class Refusals:
-    """What is refused so far, (key, sentence), and the keys that could not be looked at for it."""
+    """What is refused so far, (key, sentence), and the keys that could not be looked at for it;
+    `unread`: those whose values were never known.
+    """
 
+    unread: list[str] = field(default_factory=list)
     told: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -67,7 +73,8 @@ class Refusals:
             if not rule.applies(config):
                 continue
             key, *others = rule.keys.split()
-            if not any(map(self.has, (key, *others))):
+            refused = any(map(self.has, (key, *others)))
+            if not refused and not any(_meets(one, self.unread) for one in rule.reads.split()):
                 self._hear(key, rule, config)
             elif rule.derives:
                 self.skipped.append(key)
@@ -81,10 +88,7 @@ class Refusals:
 
     def has(self, key: str) -> bool:
         """Whether the key, its section or something in it is refused, or waits for such a one."""
-        return any(
-            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
-            for other in (*dict(self.told), *self.skipped)
-        )
+        return _meets(key, (*dict(self.told), *self.skipped, *self.unread))
 
     def sentences(self) -> list[str]:
         """In the order of the schema's sections."""
@@ -94,6 +98,11 @@ class Refusals:
                 self.told, key=lambda one: SECTIONS.index(one[0].partition(".")[0])
             )
         ]
+
+
+def _meets(key: str, others: Iterable[str]) -> bool:
+    """Whether one of the others is the key, its section or something in it."""
+    return any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in others)
 
 
 def of_taskset(key: str) -> str:

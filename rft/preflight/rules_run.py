@@ -63,7 +63,7 @@ def _names(c: Config) -> Iterator[str]:
 
 
 GIVEN = (  # asked before anything is filled in
-    Rule("name", _names),
+    Rule("name", _names, reads="project stage_name"),
     Rule(
         "synchronizer.sync_style",
         lambda c: c.synchronizer.sync_style not in (*style.STYLES, *style.ALIASES),

@@ -4,12 +4,17 @@ with exit code 2.
 
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rft import train
-from rft.config import ConfigError
+from rft import config as configs
+from rft import preflight, train
+from rft.config import Config, ConfigError
+from rft.ground.errors import problems_of
+from rft.preflight.rules import Refusals, Rule, of_taskset
 from tests.unit.test_config import grpo
 
 TASKSET = "buffer.explorer_input.taskset"
@@ -109,3 +114,73 @@ def test_nothing_is_prepared_of_what_cannot_be_read(tmp_path: Path) -> None:
     given = ["experiment=quickstart", f"checkpoint_root_dir={tmp_path}", "seed=x"]
     told = problems([*given, "trainer.checkpoint.storage=bucket"])
     assert len(told) == 2 and not list(tmp_path.iterdir())
+
+
+def watch(node: Any, seen: set[str], prefix: str = "") -> None:
+    """Note in `seen` every key that is asked of this section, or of one inside, from now on."""
+    names = {item.name for item in fields(node)}
+    for name in names:
+        value = getattr(node, name)
+        inside = {f"{name}.": value}
+        if isinstance(value, list):
+            inside = {f"{name}.{number}.": item for number, item in enumerate(value)}
+        elif isinstance(value, dict):
+            inside = {f"{name}.{word}.": item for word, item in value.items()}
+        for part, item in inside.items():
+            if is_dataclass(item):
+                watch(item, seen, prefix + part)
+
+    def ask(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name in names and not is_dataclass(value):
+            seen.add(of_taskset(prefix + name))
+        return value
+
+    node.__class__ = type(type(node).__name__, (type(node),), {"__getattribute__": ask})
+
+
+ROWS = "mode=train {0}.storage_type=file {0}.path=EVAL {0}.format.prompt_type=plaintext".format(
+    "buffer.trainer_input.experience_buffer"
+)
+EXPERT = "{sft_dataset:{storage_type:file,path:EVAL,format:{prompt_type:plaintext}}}"
+JUDGED = "{path:EVAL,default_workflow_type:ruler,format:{prompt_type:plaintext}}"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "trainer.total_steps=null",
+        f"algorithm.algorithm_type=sft buffer.batch_size=2 {ROWS}",
+        f"algorithm.algorithm_type=mix +buffer.trainer_input.auxiliary_buffers={EXPERT}",
+        "algorithm.algorithm_type=ppo trainer.critic_warmup=1 trainer.stop_at_loss=1",
+        "model.tinker.enable=true model.tinker.base_model=a trainer.save_hf_checkpoint=never",
+        f"buffer.explorer_input.eval_tasksets=[{JUDGED}] trainer.checkpoint.keep_best=1 "
+        "trainer.checkpoint.best_metric=eval/a/b",
+        f"{TASKSET}.default_workflow_type=agent device=cuda cluster.gpu_per_node=8 "
+        "trainer.num_ranks=null explorer.auxiliary_models=[{name:a,model_path:MODEL}]",
+        "synchronizer.sync_method=memory trainer.checkpoint.host_memory_gb=1 "
+        "trainer.recompute_granularity=full explorer.over_rollout.ratio=0.5",
+    ],
+)
+def test_a_rule_names_every_key_that_it_reads(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    """So none concludes from the default of a key that cannot be read."""
+    given = more.replace("EVAL", str(assets / "eval.jsonl")).replace("MODEL", str(assets / "model"))
+    (draft,) = configs.stage_drafts(configs.compose(words(assets, tmp_path, *given.split())))
+    seen, unnamed, hear = set[str](), set[tuple[str, str]](), Refusals._hear
+
+    def heard(refusals: Refusals, key: str, rule: Rule, config: Config) -> None:
+        seen.clear()
+        hear(refusals, key, rule, config)
+        named = f"{rule.keys} {rule.reads}".split()
+        unnamed.update(
+            (rule.keys, one)
+            for one in seen
+            if not any(f"{one}.".startswith(f"{k}.") or k.startswith(f"{one}.") for k in named)
+        )
+
+    monkeypatch.setattr(Refusals, "_hear", heard)
+    watch(draft.config, seen)
+    problems_of(preflight.prepare, [draft])
+    assert seen and not unnamed
