@@ -4,7 +4,7 @@ In: sentences, each naming a key and the fix. Out: one error with all of them, a
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 
@@ -30,6 +30,14 @@ def problems_of(check: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
     except ConfigError as error:
         return error.problems
     return ()
+
+
+def all_of(sentences: Iterable[str]) -> Iterator[str]:
+    """The sentences, and those of the error that ends them, if one does."""
+    try:
+        yield from sentences
+    except ConfigError as error:
+        yield from error.problems
 
 
 def refuse_all(problems: Iterable[str]) -> None:

@@ -34,7 +34,7 @@ from rft.extras.pipeline.output import destination
 from rft.extras.pipeline.output import inputs as raw_files
 from rft.extras.pipeline.process import EXPERIENCES, TASKS
 from rft.ground import plugins
-from rft.ground.errors import problems_of
+from rft.ground.errors import all_of, problems_of, refuse_all
 from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
 from rft.preflight.inputs_models import MODEL
 from rft.preflight.rules import SETS, Rule, tasksets
@@ -78,11 +78,15 @@ def _operators(given: list[OperatorConfig], at_start: bool) -> list[tuple[int, O
 
 def _made(c: Config, at_start: bool) -> list[Operator]:
     """The operators of the task pipeline."""
-    given = c.data_processor.task_pipeline.operators
-    return [
-        make(TASKS, number, one, c.service.data_juicer)
-        for number, one in _operators(given, at_start)
-    ]
+    given = _operators(c.data_processor.task_pipeline.operators, at_start)
+    service, made, problems = c.service.data_juicer, list[Operator](), list[str]()
+    for number, one in given:
+        try:
+            made.append(make(TASKS, number, one, service))
+        except ConfigError as error:
+            problems += error.problems
+    refuse_all(problems)
+    return made
 
 
 def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
@@ -227,7 +231,7 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
         problems = problems_of(check_taskset, taskset, f"{key}.path") if readable else ()
         yield from problems
         if not problems:
-            yield from flows(c, key, taskset, readable, at_start)
+            yield from all_of(flows(c, key, taskset, readable, at_start))
 
 
 def _steps(c: Config, at_start: bool) -> Iterator[str]:

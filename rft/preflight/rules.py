@@ -6,11 +6,12 @@ sees a value that cannot be.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rft.config import TASKSET_KEY, Config, ConfigError, TasksetConfig, get, nearest
+from rft.config import TASKSET_KEY, Config, TasksetConfig, get, nearest
+from rft.ground.errors import all_of
 
 SETS = f"{TASKSET_KEY} {TASKSET_KEY}s buffer.explorer_input.eval_tasksets"
 SECTIONS = [one.name for one in fields(Config)]
@@ -35,13 +36,11 @@ class Rule:
     derives: bool = False
     applies: Callable[[Config], bool] = lambda config: True
 
-    def problems(self, config: Config) -> Iterable[str]:
-        if not self.says:
-            return self.test(config) or ()
-        if not self.test(config):
-            return ()
-        said = self.says
-        return [said(config) if callable(said) else said.format(**vars(config))]
+    def problems(self, config: Config) -> Iterator[str]:
+        if not (said := self.says):
+            yield from self.test(config) or ()
+        elif self.test(config):
+            yield said(config) if callable(said) else said.format(**vars(config))
 
 
 def shown(key: str) -> str:
@@ -80,11 +79,7 @@ class Refusals:
                 self.skipped.append(key)
 
     def _hear(self, key: str, rule: Rule, config: Config) -> None:
-        try:
-            for sentence in rule.problems(config):
-                self.told.append((key, sentence))
-        except ConfigError as error:
-            self.told += [(key, sentence) for sentence in error.problems]
+        self.told += [(key, sentence) for sentence in all_of(rule.problems(config))]
 
     def has(self, key: str) -> bool:
         """Whether the key, its section or something in it is refused, or waits for such a one."""

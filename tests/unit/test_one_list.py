@@ -25,7 +25,7 @@ WRONG = {  # a word, and the sentence about it
     "buffer.batch_size=0": "buffer.batch_size=0: must be greater than 0",  # a bound
     "monitor.monitor_type=tensorbord": "did you mean `tensorboard`?",  # a name
     "explorer.reward_timeout=1e6": "explorer.reward_timeout=1e+06 is longer than max_timeout",
-    "trainer.megatron.tensor_model_parallel_size=3": "does not divide the model's 4 attention",
+    "trainer.megatron.tensor_model_parallel_size=8": "does not divide the model's 4 attention",
     f"{TASKSET}.path=gone.jsonl": f"{TASKSET}.path: gone.jsonl does not exist",
     "algorithm.optimizer.lr_warmup_steps_ratio=2": "a share must be between 0 and 1",
     "algorithm.kl_loss_fn=k9": "algorithm.kl_loss_fn=k9 is unknown",
@@ -47,7 +47,7 @@ def words(assets: Path, tmp_path: Path, *overrides: str) -> list[str]:
 
 def problems(given: list[str]) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as refused:
-        train.readable(given)
+        train.prepared_stages(configs.compose(train.readable(given)))
     return refused.value.problems
 
 
@@ -184,3 +184,46 @@ def test_a_rule_names_every_key_that_it_reads(
     watch(draft.config, seen)
     problems_of(preflight.prepare, [draft])
     assert seen and not unnamed
+
+
+def test_a_checker_tells_all_that_it_sees(assets: Path, tmp_path: Path) -> None:
+    """Not the first: of algorithm, schedule, megatron's fields, adapter and tasksets."""
+    set_ = "{path:%s,format:{prompt_type:plaintext}," % (assets / "train.jsonl")
+    given = [
+        "algorithm.kl_loss_fn=k9",
+        "algorithm.entropy_loss_fn=no",
+        "+algorithm.policy_loss_fn_args={clip_rang:1,clip_range:wide}",
+        "algorithm.optimizer.lr_warmup_steps_ratio=2",
+        "algorithm.optimizer.lr_decay_style=cosine",
+        "trainer.total_steps=5",
+        "+trainer.megatron.override_ddp_config={bucket_size:a,overlap:1}",
+        "trainer.recompute_method=uniform",
+        "model.lora_configs=[{lora_rank:0,target_modules:[nowhere]}]",
+        f"{TASKSET}=null",
+        f"{TASKSET}s=[{set_}task_selector:{{feature_keys:[a],kwargs:{{b:1,c:2}}}}}},"
+        f"{set_}default_workflow_type:agent,workflow_args:{{agnt:1,timeout:0}}}},"
+        f"{set_}default_reward_fn_type:none}}]",
+    ]
+    told = problems([word for word in words(assets, tmp_path) if TASKSET not in word] + given)
+    for said in (
+        "kl_loss_fn=k9",
+        "entropy_loss_fn=no",
+        "clip_rang is unknown",
+        "clip_range=wide",
+        "lr_warmup_steps_ratio=2",
+        "lr_decay_style=cosine",
+        "bucket_size=a",
+        "override_ddp_config=overlap",
+        "recompute_method=uniform",
+        "lora_rank=0",
+        "target_modules",
+        "feature_keys",
+        "kwargs.b",
+        "kwargs.c",
+        "agnt",
+        "needs one of agent",
+        "args.timeout=0",
+        "unknown reward 'none'",
+    ):
+        assert len([one for one in told if said in one]) == 1, (said, told)
+    assert len(told) == 18

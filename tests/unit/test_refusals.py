@@ -214,7 +214,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "reinforceplusplus",
     ),
     (
-        "algorithm.kl_loss_fn=k2 +algorithm.kl_loss_fn_args.adaptive=true",
+        "algorithm.kl_loss_fn=k2 +algorithm.kl_loss_fn_args={adaptive:true,horizon:9}",
         "algorithm.kl_loss_fn_args.target_kl",
         "greater than 0",
     ),
