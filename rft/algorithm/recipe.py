@@ -134,12 +134,12 @@ def _arguments(algorithm: AlgorithmConfig) -> Iterator[str]:
         if (name := str(getattr(algorithm, key))) in functions:
             given = getattr(algorithm, f"{key}_args")
             yield from _known(f"{key}_args", given, *_options(functions[name]))
-    yield from _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, KL_OPTIONS)
-    yield from _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, KL_OPTIONS)
-    yield from _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, {"entropy_coef": 0.0})
     for term in ("kl_loss", "kl_penalty", "entropy_loss"):
         arguments = getattr(algorithm, f"{term}_fn_args")
-        if arguments and getattr(algorithm, f"{term}_fn") == "none":
+        options = {"entropy_coef": 0.0} if term == "entropy_loss" else KL_OPTIONS
+        wrong = list(_known(f"{term}_fn_args", arguments, options))
+        yield from wrong
+        if arguments and not wrong and getattr(algorithm, f"{term}_fn") == "none":
             yield (
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no "
                 "such term; name its function, or "

@@ -33,22 +33,22 @@ def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -
 def _sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     key = f"trainer.megatron.tensor_model_parallel_size={tp}"
+    packed_rows = (dims.heads + 2 * dims.groups) * dims.head_size
     if dims.heads % tp:
         yield (
             f"{key} does not divide the model's {dims.heads} attention heads; use "
             f"{_divisors(dims.heads)}"
         )
-    if dims.groups % tp and tp % dims.groups:
+    elif dims.groups % tp and tp % dims.groups:
         yield (
             f"{key} neither divides nor is a multiple of the model's {dims.groups} key/value heads"
         )
-    packed_rows = (dims.heads + 2 * dims.groups) * dims.head_size
-    if packed_rows % tp and not dims.heads % tp:
+    elif packed_rows % tp:
         yield (
             f"{key} does not divide the model's {packed_rows} rows of queries, keys and values; "
             "use a smaller one"
         )
-    if not dims.experts and dims.ffn % tp:
+    elif not dims.experts and dims.ffn % tp:
         yield (
             f"{key} does not divide the model's intermediate_size {dims.ffn}; use "
             f"{_divisors(dims.ffn)}"

@@ -123,7 +123,7 @@ ALGORITHM_GIVEN = (among(TYPE, ALGORITHMS),)  # asked before it fills the rest i
 ALGORITHM = (
     Rule(f"algorithm.repeat_times {TYPE}", _few, reads=RECIPE),
     among(STRATEGY, STRATEGIES, TYPE),
-    Rule(f"{STRATEGY_ARGS} {STRATEGY}", _strategy_args),
+    Rule(f"{STRATEGY_ARGS} {STRATEGY} {TYPE}", _strategy_args),
     Rule(
         f"{STRATEGY} {TYPE}",
         lambda c: c.algorithm.sample_strategy == "staleness_control" and is_supervised(c.algorithm),

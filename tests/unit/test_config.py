@@ -467,13 +467,15 @@ def test_a_busy_port_is_refused(assets: Path, tmp_path: Path) -> None:
             grpo(assets, tmp_path, f"cluster.master_port={port}")
 
 
-def test_the_command_line_says_it_in_one_line_and_with_code_2(tmp_path: Path) -> None:
+def test_the_command_line_says_it_in_one_line_and_with_code_2(assets: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
         "rft.train",
         "experiment=grpo",
-        "model.model_path=/nowhere",
+        f"model.model_path={assets / 'model'}",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        f"checkpoint_root_dir={tmp_path}",
         "trainer.total_steps=x",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(CONFIG_DIR).parent)

@@ -4,17 +4,19 @@ with exit code 2.
 
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rft import config as configs
 from rft import preflight, train
-from rft.config import Config, ConfigError
+from rft.config import Config, ConfigError, Draft
 from rft.ground.errors import problems_of
 from rft.preflight.rules import Refusals, Rule, of_taskset
+from rft.tools import studio
 from tests.unit.test_config import grpo
 
 TASKSET = "buffer.explorer_input.taskset"
@@ -184,6 +186,21 @@ def test_a_rule_names_every_key_that_it_reads(
     watch(draft.config, seen)
     problems_of(preflight.prepare, [draft])
     assert seen and not unnamed
+
+
+@pytest.mark.parametrize("every", [15, pytest.param(1, marks=pytest.mark.verify)])
+def test_no_rule_says_or_does_anything_over_a_key_that_cannot_be_read(
+    assets: Path, tmp_path: Path, every: int
+) -> None:
+    raw = configs.compose(words(assets, tmp_path, "model.max_prompt_tokens=null"))
+    (good,) = configs.stage_drafts(raw)
+    wrong = {}
+    for key in configs.leaf_keys()[::every]:
+        data = OmegaConf.create(asdict(good.config))
+        OmegaConf.update(data, key, studio.default_of(key), merge=False)
+        draft = Draft(configs.parsed(OmegaConf.to_container(data)), [], [key])
+        wrong[key] = problems_of(preflight.prepare, [draft], False)
+    assert not any(wrong.values()), {key: said for key, said in wrong.items() if said}
 
 
 def test_a_checker_tells_all_that_it_sees(assets: Path, tmp_path: Path) -> None:
