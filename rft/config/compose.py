@@ -286,11 +286,14 @@ def _draft(full: DictConfig, told: Sequence[Problem] = ()) -> Draft:
         try:
             OmegaConf.select(full, key, throw_on_missing=True)
         except OmegaConfBaseException as error:  # of a key that is not set, that is said already
-            if not (missing and isinstance(error, InterpolationToMissingValueError)):
+            of_other = missing and isinstance(error, InterpolationToMissingValueError)
+            if not (of_other or key in unread):
                 problems.append(Problem(key, explain(error)))
             unread.append(key)
             removed(data, place)
-    data, wrong = examined(OmegaConf.to_container(OmegaConf.create(data), resolve=True))  # type: ignore[arg-type]
+    if any("${" in text for _, text in texts.values()):
+        data = OmegaConf.to_container(OmegaConf.create(data), resolve=True)  # type: ignore[assignment]
+    data, wrong = examined(data)
     return Draft(parsed(data), [*problems, *wrong], unread)
 
 

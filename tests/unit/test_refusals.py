@@ -13,9 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
-from rft import preflight
+from rft import config as configs
+from rft import preflight, train
 from rft.config import Config, ConfigError
+from rft.config.compose import CONFIG_DIR
 from rft.run import cards
 from tests.unit.test_config import grpo
 
@@ -822,6 +826,7 @@ def test_there_are_many() -> None:
 
 @pytest.mark.parametrize(("overrides", "key", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused(
+    base: DictConfig,
     assets: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -835,11 +840,43 @@ def test_refused(
         for word in split(overrides)
     ]
     with pytest.raises(ConfigError) as refused:
-        grpo(assets, tmp_path, *words)
+        train.prepared_stages(changed(base, [f"checkpoint_root_dir={tmp_path}", *words]))
     said = str(refused.value)
     assert key in said and fix in said, said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.rglob("resolved.yaml")), "nothing has begun"
+
+
+@pytest.fixture(scope="module")
+def base(assets: Path) -> DictConfig:
+    """A recipe that can run, with few rows: composed once."""
+    few = assets / "few.jsonl"
+    lines = (assets / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    few.write_text("".join(lines[:200]), encoding="utf-8")
+    return configs.compose([*recipe(assets), f"{TASKSET}.path={few}"])
+
+
+def recipe(assets: Path) -> list[str]:
+    return [
+        "experiment=grpo",
+        f"model.model_path={assets / 'model'}",
+        "model.max_response_tokens=8",
+        "model.max_prompt_tokens=16",
+        f"{TASKSET}.path={assets / 'train.jsonl'}",
+    ]
+
+
+def changed(base: DictConfig, words: list[str]) -> DictConfig:
+    """What composing the recipe with these overrides gives, without reading it again."""
+    configs.check_overrides(words)
+    raw = base.copy()
+    for override in OverridesParser.create().parse_overrides(words):
+        if (Path(CONFIG_DIR) / override.key_or_group).is_dir():
+            group = Path(CONFIG_DIR) / override.key_or_group / f"{override.value()}.yaml"
+            raw = OmegaConf.merge(raw, {override.key_or_group: OmegaConf.load(group)})
+        else:
+            OmegaConf.update(raw, override.key_or_group, override.value(), force_add=True)
+    return raw
 
 
 def split(overrides: str) -> list[str]:
@@ -863,11 +900,7 @@ def test_the_command_refuses_it(
             sys.executable,
             "-m",
             "rft.train",
-            "experiment=grpo",
-            f"model.model_path={assets / 'model'}",
-            "model.max_response_tokens=8",
-            "model.max_prompt_tokens=16",
-            f"{TASKSET}.path={assets / 'train.jsonl'}",
+            *recipe(assets),
             f"checkpoint_root_dir={tmp_path}",
             *words,
         ],
