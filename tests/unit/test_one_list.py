@@ -17,7 +17,7 @@ from rft.config import Config, ConfigError, Draft
 from rft.ground.errors import problems_of
 from rft.preflight.rules import Refusals, Rule, of_taskset
 from rft.tools import studio
-from tests.unit.test_config import grpo
+from tests.unit.test_config import grpo, of_grpo
 
 TASKSET = "buffer.explorer_input.taskset"
 PLAIN = "buffer: {explorer_input: {taskset: {format: {prompt_type: plaintext}}}}\n"
@@ -36,15 +36,7 @@ WRONG = {  # a word, and the sentence about it
 
 
 def words(assets: Path, tmp_path: Path, *overrides: str) -> list[str]:
-    return [
-        "experiment=grpo",
-        f"model.model_path={assets / 'model'}",
-        f"{TASKSET}.path={assets / 'train.jsonl'}",
-        f"checkpoint_root_dir={tmp_path}",
-        "model.max_prompt_tokens=16",
-        "model.max_response_tokens=8",
-        *overrides,
-    ]
+    return [*of_grpo(assets), f"checkpoint_root_dir={tmp_path}", *overrides]
 
 
 def problems(given: list[str]) -> tuple[str, ...]:

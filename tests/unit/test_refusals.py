@@ -13,15 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rft import config as configs
 from rft import preflight, train
 from rft.config import Config, ConfigError
-from rft.config.compose import CONFIG_DIR
 from rft.run import cards
-from tests.unit.test_config import grpo
+from tests.unit.test_config import changed, grpo, of_grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 EXP = "data_processor.experience_pipeline"
@@ -853,30 +851,7 @@ def base(assets: Path) -> DictConfig:
     few = assets / "few.jsonl"
     lines = (assets / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     few.write_text("".join(lines[:200]), encoding="utf-8")
-    return configs.compose([*recipe(assets), f"{TASKSET}.path={few}"])
-
-
-def recipe(assets: Path) -> list[str]:
-    return [
-        "experiment=grpo",
-        f"model.model_path={assets / 'model'}",
-        "model.max_response_tokens=8",
-        "model.max_prompt_tokens=16",
-        f"{TASKSET}.path={assets / 'train.jsonl'}",
-    ]
-
-
-def changed(base: DictConfig, words: list[str]) -> DictConfig:
-    """What composing the recipe with these overrides gives, without reading it again."""
-    configs.check_overrides(words)
-    raw = base.copy()
-    for override in OverridesParser.create().parse_overrides(words):
-        if (Path(CONFIG_DIR) / override.key_or_group).is_dir():
-            group = Path(CONFIG_DIR) / override.key_or_group / f"{override.value()}.yaml"
-            raw = OmegaConf.merge(raw, {override.key_or_group: OmegaConf.load(group)})
-        else:
-            OmegaConf.update(raw, override.key_or_group, override.value(), force_add=True)
-    return raw
+    return configs.compose([*of_grpo(assets), f"{TASKSET}.path={few}"])
 
 
 def split(overrides: str) -> list[str]:
@@ -900,7 +875,7 @@ def test_the_command_refuses_it(
             sys.executable,
             "-m",
             "rft.train",
-            *recipe(assets),
+            *of_grpo(assets),
             f"checkpoint_root_dir={tmp_path}",
             *words,
         ],
