@@ -16,7 +16,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
 from rft.config import Config, ConfigError, Draft
@@ -113,7 +113,8 @@ def prepared_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Confi
     from rft import preflight
     from rft.run import stages as handing_over
 
-    raw = configs.normalized(raw)
+    data, wrong = configs.examined(OmegaConf.to_container(raw, resolve=False))  # type: ignore[arg-type]
+    raw, told = configs.completed(data), [*told, *wrong]
     if not told:
         rename_if_taken(raw)
     drafts = configs.stage_drafts(raw, told)

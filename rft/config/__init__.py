@@ -58,6 +58,7 @@ from rft.config.schema import SweepConfig as SweepConfig
 from rft.config.schema import SynchronizerConfig as SynchronizerConfig
 from rft.config.schema import TinkerConfig as TinkerConfig
 from rft.config.schema import TrainerConfig as TrainerConfig
+from rft.config.validate import completed as completed
 from rft.config.validate import converted as converted
 from rft.config.validate import examined as examined
 from rft.config.validate import meant as meant

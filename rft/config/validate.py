@@ -64,9 +64,12 @@ def examined(data: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     problems = []
     for where, prefix, part in parts:
         for error in _errors(part) if isinstance(part, dict) else ():
-            key = meant(_name(error)) if error["type"] == UNKNOWN else ""
             place = removed(part, error["loc"])
-            key = key or ".".join(map(str, place))
+            key = ".".join(map(str, place))
+            if error["type"] == UNKNOWN and (hint := meant(_name(error))):
+                section, _, word = hint.rpartition(".")
+                inside = trinity_keys.canonical(_name(error)).rpartition(".")[0] == section
+                key = ".".join(map(str, (*place[:-1], word))) if inside else hint
             problems.append(Problem(prefix + key, where + _sentence(error)))
     return data, problems
 
@@ -147,6 +150,8 @@ def _sentence(error: Any) -> str:
         return unknown(_name(error))
     key = ".".join(map(str, place)).removesuffix(".[key]")
     said = "null" if value is None else shown(value)
+    if kind == "within":
+        return key + error["msg"]
     if kind == "literal_error":
         return nearest(said, choices(hint_at(place)), key)
     return f"{key}={said}: {_wanted(kind, value, error['msg'], place)}"

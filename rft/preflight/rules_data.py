@@ -289,39 +289,14 @@ BUFFERS = (
 
 # --- pipelines and their service ------------------------------------------------------------------
 
-POSITIVE = (
-    f"{TASKS}.num_process",
-    f"{TASKS}.timeout",
-    f"{EXPERIENCES}.timeout",
-    f"{EXPERIENCES}.max_dropped_groups",
-    f"{SERVICE}.start_timeout",
-    f"{SERVICE}.timeout",
-)
-
 
 def _is_no_url(c: Config) -> bool:
-    parts = urlsplit(c.service.data_juicer.server_url or "http://left.out")
+    given = c.service.data_juicer.server_url
+    parts = urlsplit("http://left.out" if given is None else given)
     return parts.scheme not in ("http", "https") or not parts.hostname
 
 
-def _positive(key: str) -> Rule:
-    return Rule(
-        key,
-        lambda c: get(c, key) is not None and not get(c, key) > 0,
-        lambda c: f"{key}={get(c, key)}: must be greater than 0",
-    )
-
-
 PIPELINES = (
-    *map(_positive, POSITIVE),
-    Rule(
-        f"{SERVICE}.port",
-        lambda c: (
-            c.service.data_juicer.port is not None and not 0 < c.service.data_juicer.port < 65536
-        ),
-        f"{SERVICE}.port={{service.data_juicer.port}} is no port: give one from 1 to 65535, or "
-        "leave it out for a free one",
-    ),
     Rule(
         f"{SERVICE}.server_url",
         _is_no_url,
@@ -352,13 +327,6 @@ PIPELINES = (
         ),
         f"{EXPERIENCES}.input_save_path={{{EXPERIENCES}.input_save_path}}: it is JSON lines; name "
         "it .jsonl",
-    ),
-    Rule(
-        f"{TASKS}.top_k",
-        lambda c: (
-            c.data_processor.task_pipeline.top_k < -1 or c.data_processor.task_pipeline.top_k == 0
-        ),
-        f"{TASKS}.top_k={{{TASKS}.top_k}}: give 1 or more, or -1 for all rows",
     ),
     Rule(
         f"{TASKS}.inputs",

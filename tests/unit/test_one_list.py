@@ -83,23 +83,23 @@ def test_problems_of_stages_and_rules_are_one_list(assets: Path, tmp_path: Path)
         "stages=[{stage_name:a,trainer:{num_ranks:x},seed:1},"
         "{stage_name:b,trainer:{num_ranks:1,profile_ranks:[3]},seed:2}]"
     )
-    given = words(assets, tmp_path, stages, "cluster.master_port=70000")
+    given = words(assets, tmp_path, stages, "cluster.ray_address=auto")
     of_the_stage, of_all, of_b = problems(given)
     assert of_the_stage == "stages: trainer.num_ranks=x: give a whole number"
-    assert of_all.startswith("cluster.master_port=70000")
+    assert of_all.startswith("cluster.ray_address=auto")
     assert of_b.startswith("b: trainer.profile_ranks=[3]"), "the other stage can be read"
     assert "every stage for itself" in problems([*given, "seed=3"])[0]
 
 
 def test_a_file_its_overrides_and_the_rules_are_one_list(assets: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    text = "trainer: {num_ranks: x, param_offload: true}\ncluster: {master_port: 70000}\n"
+    text = "trainer: {num_ranks: x, param_offload: true}\ncluster: {ray_address: auto}\n"
     file.write_text(PLAIN + text, encoding="utf-8")
     given = words(assets, tmp_path, "log.level=info")[1:]
     told = problems(["--config", str(file), *given])
     assert [said.startswith(str(file)) for said in told] == [True, True, False, False]
     for said, key in zip(
-        told, ("param_offload", "num_ranks", "log.level", "cluster.master_port"), strict=True
+        told, ("param_offload", "num_ranks", "log.level", "cluster.ray_address"), strict=True
     ):
         assert key in said
 

@@ -551,7 +551,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", ""),
     (
-        "explorer.auxiliary_models=[{nme:a}]",
+        "explorer.auxiliary_models=[{nme:a,model_path:x}]",
         "explorer.auxiliary_models.nme",
         "did you mean `explorer.auxiliary_models.name`",
     ),
