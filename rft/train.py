@@ -9,23 +9,25 @@ again.
 """
 
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
-from rft.config import Config, ConfigError
+from rft.config import Config, ConfigError, Draft
 from rft.config import file as config_file
 from rft.config.compose import CONFIG_DIR
 from rft.extras.sweep import arguments as sweeps
 from rft.ground import plugins
-from rft.ground.errors import problems_of, refuse, refuse_all
+from rft.ground.errors import Problem, problems_of, refuse, refuse_all
 from rft.ground.plugins import imported
 
+HANDED = ("mode", "model", "trainer.save_hf_checkpoint")  # keys of what a stage gives to the next
 ASKING = {"--help", "-h", "--info", "--hydra-help"}  # Hydra answers, and composes nothing
 
 
@@ -36,22 +38,38 @@ def main() -> None:
         )
     configs.register_schema()
     try:
-        words = sys.argv[1:] = config_file.registered(sys.argv[1:])
-        if sweeps.is_multirun(words):
+        if sweeps.is_multirun(sys.argv[1:]):
             from rft.run.outer import launched
 
+            words = sys.argv[1:] = config_file.registered(sys.argv[1:])
             configs.check_overrides(words)
             sweeps.check(words, launched())
-        elif ASKING.intersection(words):
-            configs.check_overrides(words)
+        elif ASKING.intersection(sys.argv[1:]):
+            sys.argv[1:] = config_file.registered(sys.argv[1:])
+            configs.check_overrides(sys.argv[1:])
         else:
-            configs.check_composition(words)
+            sys.argv[1:] = readable(sys.argv[1:])
     except ConfigError as error:
         sys.exit(refuse(error))
     try:
         composed()
     except KeyboardInterrupt:  # before the supervisor listens: nothing has been started
         sys.exit(130)
+
+
+def readable(arguments: list[str]) -> list[str]:
+    """The words for Hydra, which all can be read: a problem is said in a line before Hydra says it
+    in a traceback.
+
+    Raises ConfigError with what cannot be read, and with everything else that is wrong.
+    """
+    words, told = config_file.read_file(arguments)
+    raw, told = configs.drafted(words, told)
+    told += configs.idle_overrides(raw, [word for word in words if not word.startswith("-")])
+    if told and config_file.is_first():
+        prepared_stages(raw, told)
+    refuse_all(problem.sentence for problem in told)
+    return words
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
@@ -67,7 +85,6 @@ def composed(raw: DictConfig) -> float | None:
 
         return run_trial(raw)
     try:
-        configs.check_stage_overrides(raw, list(HydraConfig.get().overrides.task))
         code = outer.join(raw, prepared_stages, checked) if outer.launched() else run(raw)
     except ConfigError as error:
         code = refuse(error)
@@ -87,21 +104,46 @@ def run(raw: DictConfig) -> int:
     return code
 
 
-def prepared_stages(raw: DictConfig) -> list[Config]:
-    """Stage configs, filled and checked; the recipe's `prepare` has written what they point to."""
+def prepared_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Config]:
+    """Stage configs, filled and checked; the recipe's `prepare` has written what they point to.
+
+    `told`: what cannot be read of the config, and is left out of `raw`. Raises ConfigError with it
+    and with everything else that is wrong.
+    """
     from rft import preflight
     from rft.run import stages as handing_over
 
-    raw = configs.normalized(raw)
-    rename_if_taken(raw)
-    stages = configs.stage_configs(raw)
-    if stages[0].prepare:
-        imported(stages[0].prepare)(stages[0])
+    data, wrong = configs.examined(OmegaConf.to_container(raw, resolve=False))  # type: ignore[arg-type]
+    raw, told = configs.completed(data), [*told, *wrong]
+    if not told:
+        rename_if_taken(raw)
+    drafts = configs.stage_drafts(raw, told)
+    stages, unread = [draft.config for draft in drafts], list[str]()
+    problems = list(problems_of(_prepare, drafts))
+    if problems or not Path(stages[0].model.model_path).exists():
+        unread += preflight.WRITTEN if stages[0].prepare else ()
+    if of_plugins := problems_of(_load_plugins, stages):
+        problems, unread = [*problems, *of_plugins], [*unread, *preflight.NAMING]
+    for draft in drafts:
+        draft.unread += unread
+    problems += problems_of(preflight.prepare, drafts)
+    if not any(key.startswith(HANDED) for draft in drafts for key in draft.refused):
+        problems += problems_of(handing_over.check, stages)
+    refuse_all(problems)
+    return stages
+
+
+def _prepare(drafts: list[Draft]) -> None:
+    """Write what the config points to; nothing where a value of it is still wrong."""
+    config = drafts[0].config
+    if config.prepare and not any(draft.problems for draft in drafts):
+        imported(config.prepare)(config)
+
+
+def _load_plugins(stages: list[Config]) -> None:
     plugin_dirs = plugins.load(stages[0].plugin_dirs)
     for config in stages:
         config.plugin_dirs = plugin_dirs
-    refuse_all((*problems_of(preflight.prepare, stages), *problems_of(handing_over.check, stages)))
-    return stages
 
 
 def checked(config: Config) -> None:

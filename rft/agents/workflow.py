@@ -14,12 +14,12 @@ it is open; a run of a group that fails fails the group.
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rft.agents.process import run_command, run_function
-from rft.config import ConfigError
+from rft.ground.errors import refuse_all
 from rft.ground.experience import Experience, Task
 from rft.ground.plugins import lookup
 from rft.rollout.context import Access, AgentSession, WorkflowContext
@@ -44,35 +44,43 @@ class AgentSettings:
 
     @classmethod
     def of(cls, given: dict[str, Any], key: str = "workflow_args") -> "AgentSettings":
-        """Raises ConfigError, naming `key`."""
+        """AgentSettings out of `workflow_args`; raises ConfigError for all that is wrong, naming
+        `key`.
+        """
         known = cls.__dataclass_fields__
-        if unknown := sorted(set(given) - set(known)):
-            raise ConfigError(
-                f"{key}.{unknown[0]}: the workflow agent does not take it; it takes "
-                f"{', '.join(known)}"
-            )
         made = cls(
-            **{name: list(value) if name == "command" else value for name, value in given.items()}
+            **{
+                name: list(value) if name == "command" else value
+                for name, value in given.items()
+                if name in known
+            }
         )
-        if bool(made.agent) == bool(made.command):
-            raise ConfigError(
+        unknown = [
+            f"{key}.{name}: the workflow agent does not take it; it takes {', '.join(known)}"
+            for name in sorted(set(given) - set(known))
+        ]
+        refuse_all((*unknown, *made._problems(key)))
+        return made
+
+    def _problems(self, key: str) -> Iterator[str]:
+        if bool(self.agent) == bool(self.command):
+            yield (
                 f"{key}: the workflow agent needs one of agent=file.py:function and "
                 "command=[program, ...]"
             )
-        if made.reward not in REWARDS:
-            raise ConfigError(f"{key}.reward={made.reward}: choose one of {', '.join(REWARDS)}")
+        if self.reward not in REWARDS:
+            yield (f"{key}.reward={self.reward}: choose one of {', '.join(REWARDS)}")
         for name in ("reward_timeout", "timeout"):
-            value = getattr(made, name)
+            value = getattr(self, name)
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
             ):
-                raise ConfigError(f"{key}.{name}={value}: give seconds, greater than 0")
-        if made.agent and ":" not in made.agent:
-            raise ConfigError(
-                f"{key}.agent={made.agent}: give 'package.module:function' or "
+                yield (f"{key}.{name}={value}: give seconds, greater than 0")
+        if self.agent and ":" not in self.agent:
+            yield (
+                f"{key}.agent={self.agent}: give 'package.module:function' or "
                 "'path/to/file.py:function'"
             )
-        return made
 
     def function(self) -> Callable[..., Any]:
         return lookup("agent", self.agent, {})

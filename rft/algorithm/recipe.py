@@ -6,7 +6,7 @@ values, a reference because some term compares with it. Importing this loads no 
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -16,7 +16,8 @@ from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.pairs import BETA
 from rft.algorithm.ratios import ESTIMATORS, KL_COEF, MASKS, WEIGHTS, Coefficient, Correction
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage
-from rft.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig, nearest
+from rft.config import AlgorithmConfig, RolloutCorrectionConfig, nearest
+from rft.ground.errors import refuse_all
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
@@ -104,47 +105,60 @@ def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) 
 
 
 def check(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for the first name or argument that is
-    unknown, or that something else must go with.
+    """Raise ConfigError for every name and argument that is unknown, or that something else must go
+    with.
     """
-    advantages = {name: found.function for name, found in (ADVANTAGES | TOKEN_ADVANTAGES).items()}
-    _among("algorithm.policy_loss_fn", str(algorithm.policy_loss_fn), LOSSES)
-    _among("algorithm.kl_loss_fn", str(algorithm.kl_loss_fn), ESTIMATORS)
-    _among("algorithm.kl_penalty_fn", algorithm.kl_penalty_fn, ESTIMATORS)
-    _among("algorithm.entropy_loss_fn", str(algorithm.entropy_loss_fn), ENTROPY)
+    names = list(_names(algorithm))
+    arguments = list(_arguments(algorithm))
+    refuse_all((*names, *arguments, *(() if names else _together(algorithm, not arguments))))
+
+
+def _names(algorithm: AlgorithmConfig) -> Iterator[str]:
+    yield from _among("algorithm.policy_loss_fn", str(algorithm.policy_loss_fn), LOSSES)
+    yield from _among("algorithm.kl_loss_fn", str(algorithm.kl_loss_fn), ESTIMATORS)
+    yield from _among("algorithm.kl_penalty_fn", algorithm.kl_penalty_fn, ESTIMATORS)
+    yield from _among("algorithm.entropy_loss_fn", str(algorithm.entropy_loss_fn), ENTROPY)
     if algorithm.advantage_fn is not None:
-        _among("algorithm.advantage_fn", algorithm.advantage_fn, advantages)
-        _known(
-            "advantage_fn_args",
-            algorithm.advantage_fn_args,
-            *_options(advantages[algorithm.advantage_fn]),
-        )
-    _known(
-        "policy_loss_fn_args",
-        algorithm.policy_loss_fn_args,
-        *_options(LOSSES[str(algorithm.policy_loss_fn)]),
-    )
-    _known("kl_loss_fn_args", algorithm.kl_loss_fn_args, KL_OPTIONS)
-    _known("kl_penalty_fn_args", algorithm.kl_penalty_fn_args, KL_OPTIONS)
-    _known("entropy_loss_fn_args", algorithm.entropy_loss_fn_args, {"entropy_coef": 0.0})
+        known = (*ADVANTAGES, *TOKEN_ADVANTAGES)
+        yield from _among("algorithm.advantage_fn", algorithm.advantage_fn, known)
+    wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    yield from _among(f"{key}.rollout_is", wanted.rollout_is, WEIGHTS)
+    yield from _among(f"{key}.rollout_rs", wanted.rollout_rs, MASKS)
+
+
+def _arguments(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Those of functions that there are."""
+    advantages = {name: found.function for name, found in (ADVANTAGES | TOKEN_ADVANTAGES).items()}
+    for key, functions in (("advantage_fn", advantages), ("policy_loss_fn", LOSSES)):
+        if (name := str(getattr(algorithm, key))) in functions:
+            given = getattr(algorithm, f"{key}_args")
+            yield from _known(f"{key}_args", given, *_options(functions[name]))
     for term in ("kl_loss", "kl_penalty", "entropy_loss"):
         arguments = getattr(algorithm, f"{term}_fn_args")
-        if arguments and getattr(algorithm, f"{term}_fn") == "none":
-            raise ConfigError(
+        options = {"entropy_coef": 0.0} if term == "entropy_loss" else KL_OPTIONS
+        wrong = list(_known(f"{term}_fn_args", arguments, options))
+        yield from wrong
+        if arguments and not wrong and getattr(algorithm, f"{term}_fn") == "none":
+            yield (
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no "
                 "such term; name its function, or "
                 "leave the arguments out"
             )
-    _check_rows(algorithm)
-    _check_mixing(algorithm)
-    _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
-    _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
-    _check_ranges(algorithm)
-    _check_penalty(algorithm)
-    _check_correction(algorithm)
 
 
-def _check_penalty(algorithm: AlgorithmConfig) -> None:
+def _together(algorithm: AlgorithmConfig, can_compare: bool) -> Iterator[str]:
+    """`can_compare`: all arguments are of the kind that their functions take."""
+    yield from _check_rows(algorithm)
+    if can_compare:
+        yield from _check_mixing(algorithm)
+        yield from _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
+        yield from _check_adaptive("kl_penalty_fn_args", algorithm.kl_penalty_fn_args)
+        yield from _check_ranges(algorithm)
+    yield from _check_penalty(algorithm)
+    yield from _check_correction(algorithm)
+
+
+def _check_penalty(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_penalty_fn == "none":
         return
     of_responses, of_tokens = ADVANTAGES.get(str(algorithm.advantage_fn)), _of_tokens(algorithm)
@@ -153,7 +167,7 @@ def _check_penalty(algorithm: AlgorithmConfig) -> None:
     ):
         taking = [name for name, found in ADVANTAGES.items() if found.takes_penalty]
         taking += [name for name, found in TOKEN_ADVANTAGES.items() if found.over is None]
-        raise ConfigError(
+        yield (
             f"algorithm.kl_penalty_fn={algorithm.kl_penalty_fn} changes rewards on the trainer's "
             "ranks, and algorithm.advantage_fn="
             f"{algorithm.advantage_fn} needs them before: set kl_loss_fn instead, or an "
@@ -161,58 +175,56 @@ def _check_penalty(algorithm: AlgorithmConfig) -> None:
         )
 
 
-def _check_adaptive(key: str, given: dict[str, Any]) -> None:
+def _check_adaptive(key: str, given: dict[str, Any]) -> Iterator[str]:
     target, horizon = given.get("target_kl"), given.get("horizon")
     if given.get("adaptive"):
         for name, value in (("target_kl", target), ("horizon", horizon)):
             if value is None or value <= 0:
-                raise ConfigError(
+                yield (
                     f"algorithm.{key}.{name}={value} with adaptive=true: give a number greater "
                     "than 0"
                 )
     elif target is not None or horizon is not None:
-        raise ConfigError(
+        yield (
             f"algorithm.{key}: target_kl and horizon move an adaptive coefficient: set "
             "adaptive=true, or leave them out"
         )
 
 
-def _check_ranges(algorithm: AlgorithmConfig) -> None:
+def _check_ranges(algorithm: AlgorithmConfig) -> Iterator[str]:
     """What would divide by zero, or turn a gradient round."""
     given = algorithm.policy_loss_fn_args | algorithm.advantage_fn_args
     for name in ("tau_pos", "tau_neg", "temp", "cutoff_prob"):
         if given.get(name, 1) <= 0:
-            raise ConfigError(
+            yield (
                 f"algorithm.policy_loss_fn_args.{name}={given[name]}: give a number greater than 0"
             )
     if given.get("tau", 1) <= 0:
-        raise ConfigError(f"algorithm: tau={given['tau']} of opmd must be greater than 0")
+        yield (f"algorithm: tau={given['tau']} of opmd must be greater than 0")
     if algorithm.policy_loss_fn == "sapo" and given.get("tau_neg", 1.05) < given.get(
         "tau_pos", 1.0
     ):
-        raise ConfigError(
+        yield (
             f"algorithm.policy_loss_fn_args.tau_neg={given.get('tau_neg', 1.05)} is below "
             f"tau_pos={given.get('tau_pos', 1.0)}: bad "
             "responses would keep their gradient for longer than good ones; raise it"
         )
 
 
-def _check_correction(algorithm: AlgorithmConfig) -> None:
+def _check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     of_rows = algorithm.advantage_fn is None and not needs_pairs(algorithm)
     if of_rows and (
         needs_reference(algorithm) or algorithm.proximal_logprobs or is_corrected(wanted)
     ):
-        raise ConfigError(
+        yield (
             f"algorithm.algorithm_type={algorithm.algorithm_type} learns from rows, whose tokens "
             "no policy has sampled: leave "
             "kl_loss_fn, kl_penalty_fn, proximal_logprobs and rollout_correction out"
         )
-    _among(f"{key}.rollout_is", wanted.rollout_is, WEIGHTS)
-    _among(f"{key}.rollout_rs", wanted.rollout_rs, MASKS)
     if needs_proximal(algorithm) and not algorithm.proximal_logprobs:
         what = key if is_corrected(wanted) else f"algorithm.advantage_fn={algorithm.advantage_fn}"
-        raise ConfigError(
+        yield (
             f"algorithm.proximal_logprobs=false, but {what} needs what the policy says of its "
             "batch before the step: leave the "
             "former out"
@@ -221,7 +233,7 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
     if correction is not None and not (
         0 <= correction.lower < 1 < correction.upper and correction.cap > 0
     ):
-        raise ConfigError(
+        yield (
             f"{key}: rollout_is_threshold={correction.cap} must be greater than 0, and the range "
             f"[{correction.lower:g}, "
             f"{correction.upper:g}] of rollout_rs_threshold_lower and rollout_rs_threshold must "
@@ -229,37 +241,37 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         )
 
 
-def _check_rows(algorithm: AlgorithmConfig) -> None:
+def _check_rows(algorithm: AlgorithmConfig) -> Iterator[str]:
     kind, name = (
         ALGORITHMS[algorithm.algorithm_type],
         f"algorithm.algorithm_type={algorithm.algorithm_type}",
     )
     if kind.source == "rows" and algorithm.advantage_fn is not None:
-        raise ConfigError(
+        yield (
             f"algorithm.advantage_fn={algorithm.advantage_fn}: {name} learns from rows, which have "
             "no rewards; leave it out"
         )
     if (kind.schema == "dpo") != needs_pairs(algorithm):
-        raise ConfigError(
+        yield (
             f"algorithm.policy_loss_fn={algorithm.policy_loss_fn} with {name}: the loss of pairs "
             "is dpo, and rows that are pairs "
             "are those of algorithm_type=dpo; leave policy_loss_fn out"
         )
     if needs_pairs(algorithm) and algorithm.loss_agg_mode != kind.loss_agg_mode:
-        raise ConfigError(
+        yield (
             f"algorithm.loss_agg_mode={algorithm.loss_agg_mode}: the loss of dpo is a mean over "
             "pairs, which is "
             f"{kind.loss_agg_mode}; leave it out"
         )
 
 
-def _check_mixing(algorithm: AlgorithmConfig) -> None:
+def _check_mixing(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Expert rows need a loss that knows them, and advantages that
     are known before any token is scored.
     """
     mixed = mixing.is_mixed(algorithm)
     if mixed != (algorithm.policy_loss_fn in MIXED_LOSSES):
-        raise ConfigError(
+        yield (
             f"algorithm.sample_strategy={algorithm.sample_strategy} with "
             f"policy_loss_fn={algorithm.policy_loss_fn}: expert rows "
             "come by sample_strategy=mix, and the losses that learn from them are mix and "
@@ -270,18 +282,18 @@ def _check_mixing(algorithm: AlgorithmConfig) -> None:
         return
     ratio = mixing.argument(algorithm, "expert_data_ratio")
     if not 0 < ratio < 1:
-        raise ConfigError(
+        yield (
             f"algorithm.sample_strategy_args.expert_data_ratio={ratio}: a share of the batch above "
             "0 and below 1"
         )
     for name in ("mu", "mu_peak", "mu_valley"):
         if not 0 <= (mu := algorithm.policy_loss_fn_args.get(name, 0.1)) <= 1:
-            raise ConfigError(
+            yield (
                 f"algorithm.policy_loss_fn_args.{name}={mu}: the weight of expert rows is a share, "
                 "0 to 1"
             )
     if algorithm.advantage_fn not in ADVANTAGES or algorithm.kl_penalty_fn != "none":
-        raise ConfigError(
+        yield (
             f"algorithm.sample_strategy=mix with advantage_fn={algorithm.advantage_fn}, "
             f"kl_penalty_fn={algorithm.kl_penalty_fn}: "
             "expert rows have no rewards per token; use advantage_fn=grpo and kl_loss_fn"
@@ -313,9 +325,9 @@ def _of_tokens(algorithm: AlgorithmConfig) -> TokenAdvantage | None:
     return TOKEN_ADVANTAGES.get(str(algorithm.advantage_fn))
 
 
-def _among(key: str, value: str, choices: Iterable[str]) -> None:
+def _among(key: str, value: str, choices: Iterable[str]) -> Iterator[str]:
     if value not in choices:
-        raise ConfigError(nearest(value, choices, key))
+        yield (nearest(value, choices, key))
 
 
 def _is_number(value: Any) -> bool:
@@ -329,25 +341,26 @@ def _known(
     given: dict[str, Any],
     options: dict[str, Any],
     choices: dict[str, tuple[str, ...]] = {},  # noqa: B006
-) -> None:
+) -> Iterator[str]:
     """`options`: names and their defaults, whose kind a value must have; `choices`: the words that
     an option may be.
     """
     for name, value in given.items():
         if name not in options:
             known = f"known: {', '.join(options)}" if options else "it takes none"
-            raise ConfigError(f"algorithm.{key}.{name} is unknown; {known}")
+            yield f"algorithm.{key}.{name} is unknown; {known}"
+            continue
         default, whole = options[name], f"algorithm.{key}.{name}"
         if name in choices:
-            _among(whole, str(value), choices[name])
+            yield from _among(whole, str(value), choices[name])
         elif isinstance(default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{whole}={value}: give true or false")
+            yield (f"{whole}={value}: give true or false")
         elif (
             isinstance(default, int | float | None)
             and not isinstance(default, bool)
             and not _is_number(value)
         ):
-            raise ConfigError(f"{whole}={value}: give a number, like {default or 1}")
+            yield (f"{whole}={value}: give a number, like {default or 1}")
 
 
 def _options(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:

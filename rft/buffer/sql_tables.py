@@ -39,6 +39,7 @@ from sqlalchemy import (
 from rft.buffer.delivery import StoredGroup
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.ground import redact
+from rft.ground.errors import refuse_all
 from rft.ground.experience import encode
 
 SCHEMA = 1
@@ -242,17 +243,19 @@ def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> Non
 
     `at_start`: it may be asked.
     """
+    problems = []
     if not config.path:
-        raise ConfigError(
-            f"{KEY}.path: storage_type=sql needs a database: "
-            "sqlite:////absolute/file.db or postgresql://..."
+        problems.append(
+            f"{KEY}.path: storage_type=sql needs a database: sqlite:////absolute/file.db or "
+            "postgresql://..."
         )
     if not NAME.fullmatch(config.name):
-        raise ConfigError(
-            f"{KEY}.name={config.name}: it begins the names of tables: "
-            "use letters, digits and _, at most 40"
+        problems.append(
+            f"{KEY}.name={config.name}: it begins the names of tables: use letters, digits and _, "
+            "at most 40"
         )
-    if not at_start:
+    refuse_all(problems)
+    if not at_start or config.path is None:
         return
     engine = connect(config.path)
     try:

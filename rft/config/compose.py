@@ -6,13 +6,14 @@
 In: words of a command line, or what Hydra made of them. Out: plain configs by the keys of the
 schema, then `Config` objects, which are read-only from there on: `save` writes `resolved.yaml`, and
 ranks and actors `load` only that file. Invariant: what is refused is refused with every problem
-that can be seen at this point, each named by its key.
+that can be seen at this point, each named by its key; what is left can be read (`drafted`,
+`Draft`), so that the rules over several keys tell theirs as well.
 """
 
 import functools
 import re
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from rft.config.keys import known_keys, leaf_keys
 from rft.config.schema import Config
-from rft.config.validate import normalized, parsed, unknown
+from rft.config.validate import (
+    Place,
+    completed,
+    examined,
+    meant,
+    normalized,
+    parsed,
+    removed,
+    unknown,
+)
 from rft.ground import redact
-from rft.ground.errors import ConfigError, refuse_all
+from rft.ground.errors import ConfigError, Problem, refuse_all
 
 CONFIG_DIR = str(Path(__file__).resolve().parents[2] / "configs")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key
 VALUED = (  # Hydra's own flags that take a value
     "--config-dir",
     "--config-name",
@@ -67,15 +78,7 @@ def check_overrides(arguments: list[str]) -> None:
     """Name the nearest key for every misspelt override, with or without Hydra's `+`, before Hydra
     composes anything.
     """
-    refuse_all(_refused_words(arguments).values())
-
-
-def check_composition(arguments: list[str]) -> None:
-    """Compose once before Hydra's own main does, to say in one line a problem what its traceback
-    says in twenty.
-    """
-    values = _flag_values(arguments)
-    compose([word for word in arguments if not word.startswith("-") and word not in values])
+    refuse_all(problem.sentence for problem in _refused_words(arguments).values())
 
 
 def compose(overrides: list[str]) -> DictConfig:
@@ -83,21 +86,38 @@ def compose(overrides: list[str]) -> DictConfig:
 
     Raises ConfigError with everything that can be said about them.
     """
+    raw, problems = drafted(overrides)
+    refuse_all(problem.sentence for problem in problems)
+    return raw
+
+
+def drafted(arguments: list[str], told: Sequence[Problem] = ()) -> tuple[DictConfig, list[Problem]]:
+    """(what the overrides in a command line mean, without those that cannot be read; a problem for
+    each of these, after those that are `told` already).
+
+    Raises ConfigError where Hydra composes nothing out of them, or a word is no override at all:
+    then nobody knows what the others are for.
+    """
     register_schema()
-    refused = _refused_words(overrides)
+    refused, flags = _refused_words(arguments), _flag_values(arguments)
+    problems = [*told, *refused.values()]
+    words = [
+        word for word in arguments if not (word.startswith("-") or word in flags or word in refused)
+    ]
     try:
         with hydra.initialize_config_dir(CONFIG_DIR, version_base="1.3"):
-            raw = hydra.compose("train", [word for word in overrides if word not in refused])
-        composed = normalized(raw)
-    except ConfigError as error:
-        raise ConfigError(*refused.values(), *error.problems) from None
+            raw = hydra.compose("train", words)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(*refused.values(), explain(error.__cause__ or error)) from error
-    refuse_all(refused.values())
-    return composed
+        said = (problem.sentence for problem in problems)
+        raise ConfigError(*said, explain(error.__cause__ or error)) from error
+    data, wrong = examined(OmegaConf.to_container(raw, resolve=False))  # type: ignore[arg-type]
+    problems += wrong
+    if any("=" not in word for word in refused):
+        refuse_all(problem.sentence for problem in problems)
+    return completed(data), problems
 
 
-def _refused_words(arguments: list[str]) -> dict[str, str]:
+def _refused_words(arguments: list[str]) -> dict[str, Problem]:
     """What to say of each word of a command line that is no override of a key that there is."""
     groups = {path.name for path in Path(CONFIG_DIR).iterdir() if path.is_dir()} | {"hydra"}
     known = groups.union(known_keys())
@@ -110,12 +130,13 @@ def _refused_words(arguments: list[str]) -> dict[str, str]:
         if word in flags or word.startswith("-"):
             continue
         if "=" not in word and not word.startswith("~"):
-            refused[word] = (
+            refused[word] = Problem(
+                "",
                 f"`{word}` is no override: write section.key=value, or --config FILE for a file of "
-                "them"
+                "them",
             )
         elif "=" in word and not ("/" in key or key in known or key.startswith(free)):
-            refused[word] = unknown(key)
+            refused[word] = Problem(meant(key) or "", unknown(key))
     return refused
 
 
@@ -128,6 +149,11 @@ def check_stage_overrides(raw: DictConfig, overrides: list[str]) -> None:
     """Refuse keys of the command line that would do nothing, because every stage sets them for
     itself.
     """
+    refuse_all(problem.sentence for problem in idle_overrides(raw, overrides))
+
+
+def idle_overrides(raw: DictConfig, overrides: list[str]) -> list[Problem]:
+    """Those that every stage sets for itself."""
     stages = [
         stage for stage in raw.stages if isinstance(stage, DictConfig)
     ]  # others are refused later, by name
@@ -136,18 +162,20 @@ def check_stage_overrides(raw: DictConfig, overrides: list[str]) -> None:
         key = line.split("=", 1)[0].lstrip("+~")
         inner = re.sub(r"^stages\.\d+\.", "", key)
         if OmegaConf.select(raw, f"every_stage.{inner}") is not None:
-            problems.append(
+            said = (
                 f"{key}: every_stage.{inner} wins over it, so it would do nothing: set "
                 f"every_stage.{inner}"
             )
+            problems.append(Problem("", said))
         elif all(OmegaConf.select(stage, key) is not None for stage in stages):
             names = " or ".join(f"stages.{number}.{key}" for number in range(len(stages)))
-            problems.append(
+            said = (
                 f"{key} is set by every stage for itself, so the command line's would do nothing: "
                 f"set {names}, or "
                 f"+every_stage.{key}"
             )
-    refuse_all(problems)
+            problems.append(Problem("", said))
+    return problems
 
 
 def explain(error: Exception) -> str:
@@ -160,41 +188,28 @@ def explain(error: Exception) -> str:
 # --- stages ---------------------------------------------------------------------------------------
 
 
+@dataclass
+class Draft:
+    """A stage's config as far as it can be read: a key with a problem has its default there.
+
+    `unread`: further keys whose values are not known, because of a problem that is told of another.
+    """
+
+    config: Config
+    problems: list[Problem]
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> list[str]:
+        """Keys of which nothing may be concluded."""
+        return [*(problem.key for problem in self.problems if problem.key), *self.unread]
+
+
 def stage_configs(raw: DictConfig) -> list[Config]:
     """One full config per stage: each stage's keys are merged, key by key, over the global ones,
     and `every_stage` over that. No stages: one config.
     """
-    base = normalized(raw)
-    stages, over = list(base.stages), base.every_stage.copy()
-    base.stages, base.every_stage = [], {}
-    if strange := next(
-        (key for key in ("stages", "every_stage", "stage_name") if key in over), None
-    ):
-        raise ConfigError(
-            f"every_stage.{strange}: a stage has none; give keys of a stage, like "
-            "every_stage.trainer.total_steps"
-        )
-    if not stages:
-        return [to_config(base)]
-    if strange := next(
-        (stage for stage in stages if not isinstance(stage, DictConfig) or "stages" in stage), None
-    ):
-        raise ConfigError(
-            f"stages: {strange} is no section of keys, or has stages of its own: give each a "
-            "stage_name and its keys"
-        )
-    names = [str(stage.get("stage_name")) for stage in stages]
-    if len(set(names)) != len(names) or "None" in names:
-        raise ConfigError(f"stages: every stage needs its own stage_name, got {names}")
-    problems: list[str] = []
-    configs = []
-    for stage in stages:
-        try:
-            configs.append(to_config(OmegaConf.merge(base, stage, over)))  # type: ignore[arg-type]
-        except ConfigError as error:
-            problems += error.problems
-    refuse_all(problems)
-    return configs
+    return _accepted(stage_drafts(normalized(raw)))
 
 
 def to_config(raw: DictConfig | dict[str, Any]) -> Config:
@@ -202,26 +217,93 @@ def to_config(raw: DictConfig | dict[str, Any]) -> Config:
     everything that is wrong or missing.
     """
     full = normalized(raw if isinstance(raw, DictConfig) else OmegaConf.create(raw))
-    texts = list(_texts(OmegaConf.to_container(full, resolve=False), ""))
-    missing = sorted(key for key, text in texts if text == MISSING)
-    problems = [f"{key} is not set: give it a value" for key in missing]
-    for key in (key for key, text in texts if "${" in text):
+    return _accepted([_draft(full)])[0]
+
+
+def _accepted(drafts: list[Draft]) -> list[Config]:
+    refuse_all(problem.sentence for draft in drafts for problem in draft.problems)
+    return [draft.config for draft in drafts]
+
+
+def stage_drafts(base: DictConfig, told: Sequence[Problem] = ()) -> list[Draft]:
+    """As `stage_configs`, of a `completed` config: what cannot be read is left out and told.
+
+    `told`: what was left out of it already. Raises ConfigError where nothing of a stage can be
+    read.
+    """
+    base, problems = base.copy(), list(told)
+    stages, over = dict(enumerate(base.stages)), base.every_stage
+    base.stages, base.every_stage = [], {}
+    for key in ("stages", "every_stage", "stage_name"):
+        if key in over:
+            del over[key]
+            said = "a stage has none; give keys of a stage, like every_stage.trainer.total_steps"
+            problems.append(Problem("", f"every_stage.{key}: {said}"))
+    if not stages:
+        return [_draft(base, problems)]
+    names = [stage.get("stage_name") for stage in stages.values() if _is_stage(stage)]
+    for number, stage in list(stages.items()):
+        if not _is_stage(stage):
+            said = "is no section of keys, or has stages of its own: give each a stage_name and its"
+            problems.append(Problem("", f"stages: {stage} {said} keys"))
+            del stages[number]
+    if len(set(map(str, names))) != len(names) or None in names:
+        said = f"stages: every stage needs its own stage_name, got {[str(name) for name in names]}"
+        problems.append(Problem("", said))
+    if not stages:
+        refuse_all(problem.sentence for problem in problems)
+    of_all = [one for one in problems if not one.key.startswith("stages.")]
+    drafts = []
+    for number, stage in stages.items():
+        own = [one for one in problems if one.key.startswith(f"stages.{number}.")]
+        merged: Any = OmegaConf.merge(base, stage, over)
+        drafts.append(_draft(merged, [_of_stage(one) for one in (*of_all, *own)]))
+    return drafts
+
+
+def _is_stage(stage: Any) -> bool:
+    return isinstance(stage, DictConfig) and "stages" not in stage
+
+
+def _of_stage(problem: Problem) -> Problem:
+    """With the key as it is in one stage."""
+    return problem._replace(key=re.sub(r"^(every_stage|stages\.\d+)\.", "", problem.key))
+
+
+def _draft(full: DictConfig, told: Sequence[Problem] = ()) -> Draft:
+    """Interpolations are resolved as far as they can be."""
+    data: dict[str, Any] = OmegaConf.to_container(full, resolve=False)  # type: ignore[assignment]
+    texts = {".".join(map(str, place)): (place, text) for place, text in _texts(data)}
+    missing = sorted(key for key, (_, text) in texts.items() if text == MISSING)
+    problems = [Problem(key, f"{key} is not set: give it a value") for key in missing]
+    problems = [*told, *(one for one in problems if one.key not in {key for key, _ in told})]
+    unread = []
+    for key, (place, text) in texts.items():
+        if "${" not in text:
+            continue
+        if {one.key for one in problems}.intersection(REFERENCE.findall(text)):
+            unread.append(key)
         try:
             OmegaConf.select(full, key, throw_on_missing=True)
         except OmegaConfBaseException as error:  # of a key that is not set, that is said already
-            if not (missing and isinstance(error, InterpolationToMissingValueError)):
-                problems.append(explain(error))
-    refuse_all(problems)
-    return parsed(OmegaConf.to_container(full, resolve=True))  # type: ignore[arg-type]
+            of_other = missing and isinstance(error, InterpolationToMissingValueError)
+            if not (of_other or key in unread):
+                problems.append(Problem(key, explain(error)))
+            unread.append(key)
+            removed(data, place)
+    if any("${" in text for _, text in texts.values()):
+        data = OmegaConf.to_container(OmegaConf.create(data), resolve=True)  # type: ignore[assignment]
+    data, wrong = examined(data)
+    return Draft(parsed(data), [*problems, *wrong], unread)
 
 
-def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text in plain data."""
+def _texts(node: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """(place, text) of every text in plain data."""
     if isinstance(node, str):
-        yield key, node
+        yield place, node
     elif isinstance(node, dict | list):
         for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _texts(value, f"{key}.{name}".lstrip("."))
+            yield from _texts(value, (*place, name))
 
 
 # --- the file of a run ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from rft.config.values import Bool, Float, Int, Section, Str
+from rft.config.values import Bool, Float, FreePort, PosInt, Seconds, Section, Str, TopRows
 
 
 @dataclass
@@ -33,14 +33,14 @@ class TaskPipelineConfig(Section):
     operators: Annotated[list[OperatorConfig], "in order: docs/pipelines.md"] = field(
         default_factory=list
     )
-    num_process: Annotated[Int, "worker processes"] = 4
+    num_process: Annotated[PosInt, "worker processes"] = 4
     target_fields: Annotated[list[Str], "columns that the output keeps; empty: all"] = field(
         default_factory=list
     )
     output: TaskOutputConfig = field(default_factory=TaskOutputConfig)
-    top_k: Annotated[Int, "rows that the output keeps, the first ones; -1: all"] = -1
+    top_k: Annotated[TopRows, "rows that the output keeps, the first ones; -1: all"] = -1
     timeout: Annotated[
-        Float, "seconds of one operator for one chunk; of Data-Juicer for everything"
+        Seconds, "seconds of one operator for one chunk; of Data-Juicer for everything"
     ] = 600.0
     config_path: Annotated[
         Str | None, "Data-Juicer's own file of operators, instead of `operators`"
@@ -56,10 +56,10 @@ class ExperiencePipelineConfig(Section):
         field(default_factory=list)
     )
     timeout: Annotated[
-        Float, "seconds of one operator for one group; then the group is given up"
+        Seconds, "seconds of one operator for one group; then the group is given up"
     ] = 60.0
     max_dropped_groups: Annotated[
-        Int | None, "in a row, then the run ends; default: 20 batches, at least 200"
+        PosInt | None, "in a row, then the run ends; default: 20 batches, at least 200"
     ] = None
     save_input: Annotated[
         Bool, "write down every group as the operators get it, in a file that can be read back"
@@ -80,13 +80,13 @@ class DataJuicerConfig(Section):
     server_url: Annotated[Str | None, "of a service that runs, like http://127.0.0.1:5005"] = None
     auto_start: Annotated[Bool, "start one here, and end it with the run"] = False
     port: Annotated[
-        Int | None, "of the one that is started; default, and if that is taken: a free one"
+        FreePort | None, "of the one that is started; default, and if that is taken: a free one"
     ] = None
     command: Annotated[
         Str | None, "that starts it, with {port}; default: the server of the package trinity-rft"
     ] = None
-    start_timeout: Annotated[Float, "seconds until it answers"] = 120.0
-    timeout: Annotated[Float, "seconds for one answer"] = 600.0
+    start_timeout: Annotated[Seconds, "seconds until it answers"] = 120.0
+    timeout: Annotated[Seconds, "seconds for one answer"] = 600.0
 
 
 @dataclass

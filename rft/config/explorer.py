@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 from omegaconf import MISSING
 
 from rft.config.values import (
+    AnyPort,
     Bool,
-    Float,
     Int,
     NonNegFloat,
     NonNegInt,
     PosFloat,
     PosInt,
     Section,
+    Share,
+    SharePart,
     Str,
 )
 
@@ -32,7 +34,7 @@ class EngineConfig(Section):
     enable_prefix_caching: Annotated[Bool, "prompts that begin alike are computed once"] = True
     kv_cache_gb: Annotated[PosFloat, "CPU only"] = 1.0
     gpu_memory_utilization: Annotated[
-        Float | None, "GPU only; default: 0.9, or 0.5 with cluster.colocate"
+        Share | None, "GPU only; default: 0.9, or 0.5 with cluster.colocate"
     ] = None
     enforce_eager: Annotated[Bool, "without CUDA graphs"] = True
 
@@ -69,7 +71,7 @@ class AuxiliaryModelConfig(EngineConfig):
 @dataclass
 class OverRolloutConfig(Section):
     ratio: Annotated[
-        Float, "a step waits for (1 - ratio) x batch_size groups; not with sync_style=fixed"
+        SharePart, "a step waits for (1 - ratio) x batch_size groups; not with sync_style=fixed"
     ] = 0.0
     wait_after_min: Annotated[
         NonNegFloat,
@@ -116,7 +118,7 @@ class ExplorerConfig(Section):
     listen_address: Annotated[
         Str, "of the OpenAI API; other machines need another one, and the key"
     ] = "127.0.0.1"
-    proxy_port: Annotated[Int, "of the OpenAI API; 0: any free one"] = 0
+    proxy_port: Annotated[AnyPort, "of the OpenAI API; 0: any free one"] = 0
     session_timeout: Annotated[
         PosFloat, "mode=serve: seconds without use until a session without reward is forgotten"
     ] = 3600.0

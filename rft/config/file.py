@@ -24,26 +24,36 @@ from rft import config as configs
 from rft.config import ConfigError
 from rft.config.foreign import UNSET, is_empty_section, leaves
 from rft.config.trinity import KEYS, RENAMED
-from rft.ground.errors import problems_of, refuse_all
+from rft.ground.errors import Problem, problems_of
 
 FLAG, RECIPE = "--config", "from_file"
 QUEUE = "buffer.trainer_input.experience_buffer"
 
 
 def registered(arguments: list[str]) -> list[str]:
-    """The command line with `--config FILE` replaced by a recipe that holds the file's keys."""
+    """The command line with `--config FILE` replaced by a recipe that holds the file's keys; raises
+    ConfigError for every key and value of the file that cannot be taken.
+    """
+    words, problems = read_file(arguments)
+    if problems:
+        said = [problem.sentence for problem in problems]
+        raise ConfigError(*said, *problems_of(configs.check_overrides, words))
+    return words
+
+
+def read_file(arguments: list[str]) -> tuple[list[str], list[Problem]]:
+    """(the command line as `registered` gives it, a problem for each key and value of the file that
+    cannot be taken and that the recipe does not have).
+    """
     given, rest = _file_of(arguments)
     if given is None:
-        return arguments
+        return arguments, []
     if clash := next((a for a in rest if a.split("=")[0].lstrip("+~") == "experiment"), None):
         raise ConfigError(
             f"{FLAG} {given} with {clash}: a file is a whole config, as a recipe is; give one of "
             "the two"
         )
-    try:
-        found = Flat(given)
-    except ConfigError as error:
-        raise ConfigError(*error.problems, *problems_of(configs.check_overrides, rest)) from error
+    found = Flat(given)
     ConfigStore.instance().store(
         group="experiment",
         name=RECIPE,
@@ -51,10 +61,15 @@ def registered(arguments: list[str]) -> list[str]:
         package="_global_",
         provider="rft",
     )
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if is_first() and not found.problems:
         for note in found.notes:
             print(f"rft: {given}: {note}", file=sys.stderr)
-    return [f"experiment={RECIPE}", *rest]
+    return [f"experiment={RECIPE}", *rest], found.problems
+
+
+def is_first() -> bool:
+    """Whether this is the one process, of those of an outer launcher, that speaks for all."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _file_of(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -72,18 +87,17 @@ def _file_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 class Flat:
     """`config`: nested, with rft's keys only.
 
-    `notes`: a line per key or value that is called otherwise, or means nothing, here. Raises
-    ConfigError with every key and value that cannot be taken.
+    `notes`: a line per key or value that is called otherwise, or means nothing, here; `problems`:
+    one for each key and value that cannot be taken, which `config` does not have.
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.notes, self._problems = path, list[str](), list[str]()
+        self.path, self.notes, self._problems = path, list[str](), list[Problem]()
         self._loaded = read(path)
         self._ends = set(configs.leaf_keys())
         raw = OmegaConf.to_container(self._loaded, resolve=False)
-        self.config = self._translated(raw, "", "")  # type: ignore[arg-type]
-        wrong = [*self._problems, *configs.problems_in(self.config)]
-        refuse_all(f"{path}: {problem}" for problem in wrong)
+        self.config, wrong = configs.examined(self._translated(raw, "", ""))  # type: ignore[arg-type]
+        self.problems = [Problem(key, f"{path}: {said}") for key, said in (*self._problems, *wrong)]
 
     def _translated(self, node: dict[str, Any], prefix: str, where: str) -> dict[str, Any]:
         """`prefix`: of the keys in the schema; `where`: of the same keys in the file, where they
@@ -103,12 +117,12 @@ class Flat:
             elif name in KEYS:
                 self._use(out, name, value, place, base)
             elif not is_empty_section(name, value, (*configs.known_keys(), *KEYS)):
-                self._problems.append(configs.unknown(name))
+                self._refuse(configs.meant(name), configs.unknown(name))
         return out
 
     def _item(self, name: str, number: int, item: Any) -> Any:
         if not isinstance(item, dict):
-            self._problems.append(f"{name}.{number} is {item!r}: give a section of keys")
+            self._refuse(name, f"{name}.{number} is {item!r}: give a section of keys")
             return {}
         return self._translated(item, LISTS[name], f"{name}.{number}.")
 
@@ -142,7 +156,7 @@ class Flat:
 
     def _use(self, out: dict[str, Any], name: str, value: Any, place: str, base: str) -> None:
         """A key that rft does not have."""
-        key, value = KEYS[name], self._resolved(place, value)
+        key, value = KEYS[name], self._resolved(place, value, name)
         if value is None:
             return
         if key.to is not None and key.to.startswith(base):
@@ -154,16 +168,19 @@ class Flat:
             if value:  # what is off here, as it is there, need not be said
                 self._note(place, value, key.why)
         else:
-            self._problems.append(f"{place}={value} is refused: {key.instead}")
+            self._refuse(key.to, f"{place}={value} is refused: {key.instead}")
 
-    def _resolved(self, place: str, value: Any) -> Any:
+    def _resolved(self, place: str, value: Any, name: str) -> Any:
         if not isinstance(value, str) or "${" not in value:
             return value
         try:
             return OmegaConf.select(self._loaded, place)
         except OmegaConfBaseException as error:
-            self._problems.append(configs.explain(error))
+            self._refuse(KEYS[name].to, configs.explain(error))
             return None
+
+    def _refuse(self, key: str | None, sentence: str) -> None:
+        self._problems.append(Problem(key or "", sentence))
 
     def _note(self, place: str, value: Any, why: str) -> None:
         self.notes.append(f"{place}={value}: {why}")
@@ -173,8 +190,8 @@ class Flat:
         for section in sections:
             out = out.setdefault(section, {})
         if out.setdefault(word, value) != value:
-            self._problems.append(
-                f"{place}={value} contradicts another key: both are {key}, set only one"
+            self._refuse(
+                key, f"{place}={value} contradicts another key: both are {key}, set only one"
             )
 
 

@@ -17,6 +17,7 @@ from omegaconf import MISSING
 from pydantic.fields import FieldInfo
 
 from rft.config.schema import Config
+from rft.config.values import Within
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def bound(hint: Any) -> str:
     limits = [limit for info in beside if isinstance(info, FieldInfo) for limit in info.metadata]
     said = [f"> {limit.gt}" for limit in limits if isinstance(limit, Gt)]
     said += [f">= {limit.ge}" for limit in limits if isinstance(limit, Ge)]
-    return "".join(said) or bound(inner)
+    said += [info.shown for info in beside if isinstance(info, Within)]
+    return " ".join(filter(None, (bound(inner), *said)))
 
 
 def spelled(hint: Any) -> str:

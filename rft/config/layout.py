@@ -5,12 +5,13 @@ In: sections of the config, and the sizes of the model's config.json. Out: nothi
 number; or a `ConfigError` that names the key and the fix. Loads neither torch nor megatron.
 """
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from rft.config.schema import Config, LoraConfig, MegatronConfig, SynchronizerConfig
 from rft.ground.adapters import FUSED, PROJECTIONS, Lora, adapter_names
-from rft.ground.errors import ConfigError
+from rft.ground.errors import ConfigError, refuse_all
 from rft.ground.names import DTYPES, ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config
 
 MOST_RANK = 512  # of an adapter in vLLM
@@ -20,40 +21,46 @@ HELD = 2  # versions in the object store at most: the one that engines have, and
 
 def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -> None:
     """Raise ConfigError when this model cannot be cut that way, naming
-    the key and the values that would work.
+    each key and the values that would work.
     """
     dims = Dims.of(hf)
+    refuse_all(
+        [*_sizes(dims, megatron), *_expert_sizes(dims, megatron)]
+        or _ranks(dims, megatron, num_ranks)
+    )
+
+
+def _sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    cp = megatron.context_parallel_size
     key = f"trainer.megatron.tensor_model_parallel_size={tp}"
+    packed_rows = (dims.heads + 2 * dims.groups) * dims.head_size
     if dims.heads % tp:
-        raise ConfigError(
+        yield (
             f"{key} does not divide the model's {dims.heads} attention heads; use "
             f"{_divisors(dims.heads)}"
         )
-    if dims.groups % tp and tp % dims.groups:
-        raise ConfigError(
+    elif dims.groups % tp and tp % dims.groups:
+        yield (
             f"{key} neither divides nor is a multiple of the model's {dims.groups} key/value heads"
         )
-    packed_rows = (dims.heads + 2 * dims.groups) * dims.head_size
-    if packed_rows % tp:
-        raise ConfigError(
+    elif packed_rows % tp:
+        yield (
             f"{key} does not divide the model's {packed_rows} rows of queries, keys and values; "
             "use a smaller one"
         )
-    if not dims.experts and dims.ffn % tp:
-        raise ConfigError(
+    elif not dims.experts and dims.ffn % tp:
+        yield (
             f"{key} does not divide the model's intermediate_size {dims.ffn}; use "
             f"{_divisors(dims.ffn)}"
         )
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     if vpp > 1 and pp == 1:
-        raise ConfigError(
+        yield (
             f"trainer.megatron.virtual_pipeline_model_parallel_size={vpp} needs "
             "pipeline_model_parallel_size > 1; leave it out"
         )
-    if dims.layers % (pp * vpp):
-        raise ConfigError(
+    elif dims.layers % (pp * vpp):
+        yield (
             f"trainer.megatron.pipeline_model_parallel_size={pp} "
             + (f"x virtual_pipeline_model_parallel_size={vpp} " if vpp > 1 else "")
             + (
@@ -62,58 +69,59 @@ def check_layout(hf: dict[str, Any], megatron: MegatronConfig, num_ranks: int) -
             )
         )
     if dims.heads % dims.groups:
-        raise ConfigError(
+        yield (
             f"model.model_path: {dims.heads} heads are no multiple of {dims.groups} key/value heads"
         )
-    if num_ranks % (tp * pp * cp):
-        raise ConfigError(
-            f"trainer.num_ranks={num_ranks} is no multiple of tensor x pipeline x context = {tp} x "
-            f"{pp} x {cp} = {tp * pp * cp}; "
-            f"set it to {tp * pp * cp} or a multiple, or lower trainer.megatron.*_size"
-        )
-    _check_experts(dims, megatron, num_ranks)
 
 
-def _check_experts(dims: Dims, megatron: MegatronConfig, num_ranks: int) -> None:
-    tp, pp, ep = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.expert_model_parallel_size,
-    )
+def _expert_sizes(dims: Dims, megatron: MegatronConfig) -> Iterator[str]:
+    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     etp = megatron.expert_tensor_parallel_size or tp
     key = f"trainer.megatron.expert_model_parallel_size={ep}"
     if not dims.experts:
         if ep > 1 or megatron.expert_tensor_parallel_size is not None:
-            raise ConfigError(
+            yield (
                 f"{key} needs a model with experts; leave it and expert_tensor_parallel_size out"
             )
         return
     if dims.experts % ep:
-        raise ConfigError(
+        yield (
             f"{key} does not divide the model's {dims.experts} experts; use "
             f"{_divisors(dims.experts)}"
         )
     if dims.expert_ffn % etp:
-        raise ConfigError(
+        yield (
             f"trainer.megatron.expert_tensor_parallel_size={etp} does not divide the model's "
             "moe_intermediate_size "
             f"{dims.expert_ffn}; use {_divisors(dims.expert_ffn)}"
         )
     # megatron would then reduce the experts' gradients like those of dense layers
     if etp != tp and ep == 1:
-        raise ConfigError(
+        yield (
             f"trainer.megatron.expert_tensor_parallel_size={etp} differs from "
             f"tensor_model_parallel_size={tp}: "
             "that needs expert_model_parallel_size > 1; leave it out"
         )
     if tp > 1 and not megatron.sequence_parallel:
-        raise ConfigError(
+        yield (
             "trainer.megatron.sequence_parallel=false: a model with experts needs it where "
             "tensor_model_parallel_size > 1; "
             "set it to true"
         )
-    if num_ranks % (etp * ep * pp):
-        raise ConfigError(
+
+
+def _ranks(dims: Dims, megatron: MegatronConfig, num_ranks: int) -> Iterator[str]:
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp, ep = megatron.context_parallel_size, megatron.expert_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size or tp
+    if num_ranks % (tp * pp * cp):
+        yield (
+            f"trainer.num_ranks={num_ranks} is no multiple of tensor x pipeline x context = {tp} x "
+            f"{pp} x {cp} = {tp * pp * cp}; "
+            f"set it to {tp * pp * cp} or a multiple, or lower trainer.megatron.*_size"
+        )
+    elif dims.experts and num_ranks % (etp * ep * pp):
+        yield (
             f"trainer.num_ranks={num_ranks} is no multiple of expert tensor x expert x pipeline = "
             f"{etp} x {ep} x {pp} = "
             f"{etp * ep * pp}; set it to {etp * ep * pp} or a multiple, or lower "
@@ -125,41 +133,45 @@ def lora_of(configs: list[LoraConfig], dims: Dims) -> Lora | None:
     """The adapter that `model.lora_configs` asks for; raises ConfigError for one that cannot be."""
     if not configs:
         return None
-    key = "model.lora_configs"
-    if len(configs) > 1:
-        raise ConfigError(
-            f"{key} has {len(configs)} entries; a policy is trained with one adapter: leave one"
-        )
     asked = configs[0]
-    if asked.lora_rank < 1 or asked.lora_alpha <= 0:
-        raise ConfigError(
-            f"{key}[0]: lora_rank={asked.lora_rank} and lora_alpha={asked.lora_alpha:g} must be "
-            "greater than 0"
-        )
     known = tuple(
         p
         for p in PROJECTIONS
         if not dims.experts or p in FUSED["linear_qkv"] + FUSED["linear_proj"]
     )
     targets = known if asked.target_modules == ["all-linear"] else tuple(asked.target_modules)
-    wrong = sorted(set(targets) - set(known))
-    if wrong or not targets:
-        dense = "; experts have no adapters" if dims.experts else ""
-        raise ConfigError(
-            f"{key}[0].target_modules={list(targets)}: use all-linear or some of "
-            f"{', '.join(known)}{dense}"
-        )
-    for parts in FUSED.values():
-        if 0 < len(set(parts) & set(targets)) < len(parts):
-            raise ConfigError(
-                f"{key}[0].target_modules={list(targets)}: {', '.join(parts)} are one layer in "
-                "Megatron; give all of them or none"
-            )
+    refuse_all(_adapter_problems(configs, targets, known, dims))
     return Lora(
         asked.lora_rank,
         asked.lora_alpha,
         frozenset(n for n, parts in FUSED.items() if parts[0] in targets),
     )
+
+
+def _adapter_problems(
+    configs: list[LoraConfig], targets: tuple[str, ...], known: tuple[str, ...], dims: Dims
+) -> Iterator[str]:
+    key, asked = "model.lora_configs", configs[0]
+    if len(configs) > 1:
+        yield f"{key} has {len(configs)} entries; a policy is trained with one adapter: leave one"
+    if asked.lora_rank < 1 or asked.lora_alpha <= 0:
+        yield (
+            f"{key}[0]: lora_rank={asked.lora_rank} and lora_alpha={asked.lora_alpha:g} must be "
+            "greater than 0"
+        )
+    if set(targets) - set(known) or not targets:
+        dense = "; experts have no adapters" if dims.experts else ""
+        yield (
+            f"{key}[0].target_modules={list(targets)}: use all-linear or some of "
+            f"{', '.join(known)}{dense}"
+        )
+        return
+    for parts in FUSED.values():
+        if 0 < len(set(parts) & set(targets)) < len(parts):
+            yield (
+                f"{key}[0].target_modules={list(targets)}: {', '.join(parts)} are one layer in "
+                "Megatron; give all of them or none"
+            )
 
 
 def sync_of(asked: str | None, lora: Lora | None, dims: Dims, device: str) -> str | None:

@@ -27,6 +27,7 @@ from rft.config.values import (
     NonNegInt,
     PosFloat,
     PosInt,
+    RunPort,
     Section,
     Str,
 )
@@ -107,7 +108,7 @@ class ClusterConfig(Section):
     ] = False
     threads_per_rank: Annotated[PosInt, "CPU threads of one trainer rank"] = 1
     threads_per_engine: Annotated[PosInt, "CPU threads of one engine"] = 1
-    master_port: Annotated[NonNegInt, "0: any free port"] = 0
+    master_port: Annotated[RunPort, "0: any free port"] = 0
 
 
 @dataclass

@@ -1,12 +1,15 @@
 """Values against the schema: every problem of a config in one go, each in a sentence of rft's own.
 
 In: plain data by the keys of the schema, all of it or a part. Out: a `Config` whose values have
-their keys' types, or a ConfigError with a sentence for each key that cannot be what it is given.
-What is still an interpolation (`${...}`) is passed over: it is looked at when it is resolved.
+their keys' types, or a ConfigError with a sentence for each key that cannot be what it is given; or
+both, the sentences and the data without those keys. What is still an interpolation (`${...}`) is
+passed over: it is looked at when it is resolved.
 """
 
+import copy
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +21,10 @@ from rft.config.derived import get
 from rft.config.hints import closest, nearest
 from rft.config.keys import choices, hint_at, is_optional, item_keys, known_keys, shown
 from rft.config.schema import Config
-from rft.ground.errors import ConfigError, refuse_all
+from rft.ground.errors import ConfigError, Problem, refuse_all
+
+Place = tuple[str | int, ...]
+UNKNOWN = "unexpected_keyword_argument"  # pydantic's error for a key that there is not
 
 
 @functools.cache
@@ -45,20 +51,56 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def examined(data: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """(`data` without what its keys cannot hold, a problem for each of that), also in the stages,
+    whose keys begin with `every_stage.` or `stages.<number>.`.
+    """
+    data = copy.deepcopy(data)
+    parts: list[tuple[str, str, Any]] = [("", "", data)]
+    stages = data.get("stages")
+    if isinstance(stages, list) and stages:  # without them every_stage means nothing
+        parts += [("every_stage: ", "every_stage.", data.get("every_stage"))]
+        parts += [("stages: ", f"stages.{n}.", stage) for n, stage in enumerate(stages)]
+    problems = []
+    for where, prefix, part in parts:
+        for error in _errors(part) if isinstance(part, dict) else ():
+            place = removed(part, error["loc"])
+            key = ".".join(map(str, place))
+            if error["type"] == UNKNOWN and (hint := meant(_name(error))):
+                section, _, word = hint.rpartition(".")
+                inside = trinity_keys.canonical(_name(error)).rpartition(".")[0] == section
+                key = ".".join(map(str, (*place[:-1], word))) if inside else hint
+            problems.append(Problem(prefix + key, where + _sentence(error)))
+    return data, problems
+
+
 def problems_in(data: dict[str, Any]) -> list[str]:
     """A sentence for each value or name that is wrong, also in the stages."""
-    parts, stages = [("", data)], data.get("stages")
-    if isinstance(stages, list) and stages:  # without them every_stage means nothing
-        parts += [("every_stage: ", data.get("every_stage"))]
-        parts += [("stages: ", stage) for stage in stages]
-    problems: list[str] = []
-    for where, part in parts:
-        if isinstance(part, dict):
-            try:
-                parsed(_without_interpolations(part))
-            except ConfigError as error:
-                problems += [where + problem for problem in error.problems]
-    return problems
+    return [problem.sentence for problem in examined(data)[1]]
+
+
+def removed(data: dict[str, Any], place: Place) -> Place:
+    """Take away what stands at `place`, or the whole list that it is an item of; returns the place
+    of what is gone.
+    """
+    while isinstance(place[-1], int) or place[-1] == "[key]":
+        place = place[:-1]
+    node: Any = data
+    for part in place[:-1]:
+        inside = part in node if isinstance(node, dict) else isinstance(part, int)
+        if not inside:
+            return place
+        node = node[part]
+    if isinstance(node, dict):
+        node.pop(place[-1], None)
+    return place
+
+
+def completed(data: dict[str, Any]) -> DictConfig:
+    """Data that is right, with every key of the schema and each value in its key's type."""
+    return OmegaConf.create(
+        _with_interpolations(asdict(parsed(_without_interpolations(data))), data)
+    )
 
 
 def normalized(raw: DictConfig) -> DictConfig:
@@ -67,28 +109,49 @@ def normalized(raw: DictConfig) -> DictConfig:
     """
     data: dict[str, Any] = OmegaConf.to_container(raw, resolve=False)  # type: ignore[assignment]
     refuse_all(problems_in(data))
-    return OmegaConf.create(
-        _with_interpolations(asdict(parsed(_without_interpolations(data))), data)
-    )
+    return completed(data)
+
+
+def meant(key: str) -> str | None:
+    """The key that one that the schema does not have was probably meant to be."""
+    name = trinity_keys.canonical(key)
+    if trinity_keys.instead(name) is not None:
+        return trinity_keys.KEYS[name].to if name in trinity_keys.KEYS else None
+    return closest(name, [*known_keys(), *item_keys()])
 
 
 def unknown(key: str) -> str:
     """What to say of a key that the schema does not have."""
     if (other := trinity_keys.instead(key)) is not None:
         return f"{key} is no key of rft: {other}"
-    hint = closest(trinity_keys.canonical(key), [*known_keys(), *item_keys()])
+    hint = meant(key)
     return f"unknown key `{key}`" + (
         f"; did you mean `{hint}`?" if hint else "; see docs/configure.md"
     )
 
 
+def _errors(data: dict[str, Any]) -> Iterator[Any]:
+    """pydantic's errors, as it calls them."""
+    try:
+        _adapter().validate_python(_without_interpolations(data))
+    except ValidationError as error:
+        yield from error.errors(include_url=False)
+
+
+def _name(error: Any) -> str:
+    """The key that is unknown, without numbers of items."""
+    return ".".join(part for part in error["loc"] if isinstance(part, str))
+
+
 def _sentence(error: Any) -> str:
     """One of pydantic's errors in rft's words."""
     kind, place, value = error["type"], error["loc"], error["input"]
-    if kind == "unexpected_keyword_argument":
-        return unknown(".".join(part for part in place if isinstance(part, str)))
+    if kind == UNKNOWN:
+        return unknown(_name(error))
     key = ".".join(map(str, place)).removesuffix(".[key]")
     said = "null" if value is None else shown(value)
+    if kind == "within":
+        return key + error["msg"]
     if kind == "literal_error":
         return nearest(said, choices(hint_at(place)), key)
     return f"{key}={said}: {_wanted(kind, value, error['msg'], place)}"

@@ -17,13 +17,14 @@ draws, as long as everything that was told is told again (`recall`).
 
 import random
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rft.config import ConfigError, TaskSelectorConfig, nearest
+from rft.config import TaskSelectorConfig, nearest
+from rft.ground.errors import refuse_all
 
 LEARNING = "difficulty_based"
 SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard", LEARNING)
@@ -38,39 +39,42 @@ OPTIONS: dict[str, Any] = {
 
 
 def check_selector(config: TaskSelectorConfig, key: str) -> None:
-    """Refuse what no selector takes. `key`: the taskset's."""
+    """Raise ConfigError for everything that no selector takes. `key`: the taskset's."""
+    refuse_all(_problems(config, key))
+
+
+def _problems(config: TaskSelectorConfig, key: str) -> Iterator[str]:
     kind, at = config.selector_type, f"{key}.task_selector"
     if kind is not None and kind not in SELECTORS:
-        raise ConfigError(nearest(kind, SELECTORS, f"{at}.selector_type"))
+        yield nearest(kind, SELECTORS, f"{at}.selector_type")
+        return
     if kind == "offline_easy2hard" and not config.feature_keys:
-        raise ConfigError(
+        yield (
             f"{at}.feature_keys: offline_easy2hard sorts by columns of numbers; name at least one"
         )
     if kind == LEARNING and len(config.feature_keys) > 2:
-        raise ConfigError(
-            f"{at}.feature_keys: difficulty_based takes none, one pass rate, "
-            "or two (weak and strong model)"
+        yield (
+            f"{at}.feature_keys: difficulty_based takes none, one pass rate, or two (weak and "
+            "strong model)"
         )
     if config.feature_keys and kind not in ("offline_easy2hard", LEARNING):
-        raise ConfigError(
-            f"{at}.feature_keys: {kind} does not look "
-            "at the rows; set selector_type=offline_easy2hard"
+        yield (
+            f"{at}.feature_keys: {kind} does not look at the rows; set "
+            "selector_type=offline_easy2hard"
         )
     known = OPTIONS if kind == LEARNING else {}
     for name, value in config.kwargs.items():
         if name not in known:
-            raise ConfigError(
-                f"{at}.kwargs.{name}: {kind} does not take it; "
-                f"it takes {', '.join(known) or 'none'}"
+            yield (
+                f"{at}.kwargs.{name}: {kind} does not take it; it takes "
+                f"{', '.join(known) or 'none'}"
             )
-        if not isinstance(value, int | float):
-            raise ConfigError(f"{at}.kwargs.{name}={value!r}: give a number")
-    options = OPTIONS | config.kwargs
+        elif not isinstance(value, int | float):
+            yield (f"{at}.kwargs.{name}={value!r}: give a number")
+    options = OPTIONS | {n: v for n, v in config.kwargs.items() if isinstance(v, int | float)}
     for name, low, high in (("lamb", 0, 1), ("rho", 0, 1), ("tau", 0, 1e9), ("m", 1e-9, 1e9)):
         if not low <= options[name] <= high:
-            raise ConfigError(
-                f"{at}.kwargs.{name}={options[name]}: give a number from {low:g} to {high:g}"
-            )
+            yield (f"{at}.kwargs.{name}={options[name]}: give a number from {low:g} to {high:g}")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:

@@ -29,6 +29,7 @@ from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
 from rft.data.chat import Dialogues, Messages, Spans, clean_messages, row_prompt
 from rft.data.files import Needs, StatelessSource, check_rows, data_files, load_rows, parsed
 from rft.data.selectors import shuffled
+from rft.ground.errors import refuse_all
 from rft.ground.experience import Batch, Experience
 
 logger = logging.getLogger(__name__)
@@ -182,14 +183,17 @@ def check_supervised(
     key = key_path.removesuffix(".path")
     if config.path is None:
         raise ConfigError(f"{key}.path: storage_type=file needs the path of the rows")
-    rows = check_rows(
-        data_files(config.path, config.split, None, key), row_needs(config.format, key, schema), key
-    )
-    if train_batch_size % PER_ROW[schema]:
-        raise ConfigError(
-            f"buffer.train_batch_size={train_batch_size}: a pair is two experiences; "
-            "give an even number"
-        )
+    odd = [
+        f"buffer.train_batch_size={train_batch_size}: a pair is two experiences; give an even "
+        "number"
+    ]
+    odd = odd if train_batch_size % PER_ROW[schema] else []
+    try:
+        needs = row_needs(config.format, key, schema)
+        rows = check_rows(data_files(config.path, config.split, None, key), needs, key)
+    except ConfigError as error:
+        raise ConfigError(*error.problems, *odd) from None
+    refuse_all(odd)
     if rows < rows_per_step(train_batch_size, schema):
         raise ConfigError(
             f"{key}.path: {config.path} has {rows} rows, fewer than one step takes "

@@ -27,6 +27,7 @@ from rft.data import selectors
 from rft.data import source as task_source
 from rft.data.chat import row_prompt
 from rft.ground import redact
+from rft.ground.errors import problems_of, refuse_all
 from rft.ground.experience import Sampling, Task, decode, encode
 
 
@@ -70,13 +71,19 @@ def eval_defaults(config: ExplorerInputConfig, model: ModelConfig) -> TaskDefaul
 
 def check_taskset(config: TasksetConfig, key_path: str, batch_size: int = 1) -> int:
     """Refuse a taskset that cannot be read, before anything starts; returns its number of rows.
+    Raises ConfigError for its files or their first wrong row, and for all that its selector does
+    not take.
 
     `key_path` is the config key of its path, e.g. `buffer.explorer_input.taskset.path`;
     `batch_size` the rows that it must have at least (1 for evaluation).
     """
     key = key_path.removesuffix(".path")
-    rows = task_source.check(config, key)
-    selectors.check_selector(config.task_selector, key)
+    of_selector = problems_of(selectors.check_selector, config.task_selector, key)
+    try:
+        rows = task_source.check(config, key)
+    except ConfigError as error:
+        raise ConfigError(*error.problems, *of_selector) from None
+    refuse_all(of_selector)
     task_source.features(config, key)
     if rows < batch_size:
         raise ConfigError(

@@ -4,8 +4,8 @@ In: sentences, each naming a key and the fix. Out: one error with all of them, a
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 
 class ConfigError(ValueError):
@@ -16,6 +16,13 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
+class Problem(NamedTuple):
+    """A sentence of what is refused, and the key that cannot be read for it, or an empty one."""
+
+    key: str
+    sentence: str
+
+
 def problems_of(check: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
     """What `check(*arguments)` refuses; empty where it passes."""
     try:
@@ -23,6 +30,14 @@ def problems_of(check: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
     except ConfigError as error:
         return error.problems
     return ()
+
+
+def all_of(sentences: Iterable[str]) -> Iterator[str]:
+    """The sentences, and those of the error that ends them, if one does."""
+    try:
+        yield from sentences
+    except ConfigError as error:
+        yield from error.problems
 
 
 def refuse_all(problems: Iterable[str]) -> None:

@@ -14,10 +14,12 @@ version has, and of what type, is read from its source.
 import ast
 import functools
 import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rft.config import ConfigError, TrainerConfig, nearest
+from rft.config import TrainerConfig, nearest
+from rft.ground.errors import refuse_all
 
 TRANSFORMER, DDP, OPTIMIZER = (
     "override_transformer_config",
@@ -199,23 +201,25 @@ def recompute(trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def check(trainer: TrainerConfig, layers: int) -> None:
-    """Raise ConfigError.
+    """Raise ConfigError with everything that cannot be passed on.
 
     `layers`: of one pipeline stage, or of one part of it where stages are virtual.
     """
-    _check_recompute(trainer, layers)
+    refuse_all((*_recompute_problems(trainer, layers), *_field_problems(trainer)))
+
+
+def _field_problems(trainer: TrainerConfig) -> Iterator[str]:
     for section in SOURCES:
-        given = getattr(trainer.megatron, section)
+        key, given = f"{_M}{section}", getattr(trainer.megatron, section)
         for name, value in given.items():
-            _check_field(section, name, value)
-    if trainer.megatron.override_transformer_config.get("fp8") and trainer.dtype != "bf16":
-        raise ConfigError(
-            f"{_M}{TRANSFORMER}.fp8 with trainer.dtype={trainer.dtype}: set trainer.dtype=bf16"
-        )
+            problems = list(_check_field(section, name, value))
+            yield from problems
+            if name == "fp8" and value and trainer.dtype != "bf16" and not problems:
+                yield f"{key}.fp8 with trainer.dtype={trainer.dtype}: set trainer.dtype=bf16"
 
 
 def refuse_transformer_engine(trainer: TrainerConfig, why: str) -> None:
-    """What needs it, where its layers are not used."""
+    """Raise ConfigError for everything that needs it, where its layers are not used."""
     given = trainer.megatron.override_transformer_config
     asked = [f"{_M}{TRANSFORMER}.{name}" for name in FIELDS_OF_ENGINE if given.get(name)]
     asked += [
@@ -223,60 +227,52 @@ def refuse_transformer_engine(trainer: TrainerConfig, why: str) -> None:
         for name in trainer.recompute_modules or ()
         if name in OF_ENGINE
     ]
-    if asked:
-        raise ConfigError(f"{asked[0]} needs CUDA and Transformer Engine, and {why}: leave it out")
+    refuse_all(f"{one} needs CUDA and Transformer Engine, and {why}: leave it out" for one in asked)
 
 
-def _check_recompute(trainer: TrainerConfig, layers: int) -> None:
+def _recompute_problems(trainer: TrainerConfig, layers: int) -> Iterator[str]:
     kind, key = trainer.recompute_granularity, "trainer.recompute_"
     if kind not in (None, "selective", "full"):
-        raise ConfigError(nearest(str(kind), ("selective", "full"), f"{key}granularity"))
+        yield (nearest(str(kind), ("selective", "full"), f"{key}granularity"))
     for name, of in (("method", "full"), ("num_layers", "full"), ("modules", "selective")):
         value = getattr(trainer, f"recompute_{name}")
         if value is not None and kind != of:
-            raise ConfigError(
-                f"{key}{name}={value} needs {key}granularity={of}: set that, or leave it out"
-            )
+            yield (f"{key}{name}={value} needs {key}granularity={of}: set that, or leave it out")
     if trainer.recompute_method not in (None, "uniform", "block"):
-        raise ConfigError(
-            nearest(str(trainer.recompute_method), ("uniform", "block"), f"{key}method")
-        )
+        yield (nearest(str(trainer.recompute_method), ("uniform", "block"), f"{key}method"))
     count = trainer.recompute_num_layers
     if count is not None and not 1 <= count <= layers:
-        raise ConfigError(
-            f"{key}num_layers={count}: a pipeline stage has {layers} layers, give 1 to {layers}"
-        )
+        yield (f"{key}num_layers={count}: a pipeline stage has {layers} layers, give 1 to {layers}")
     for module in trainer.recompute_modules or ():
         if module not in RECOMPUTE_MODULES:
-            raise ConfigError(nearest(module, RECOMPUTE_MODULES, f"{key}modules"))
+            yield (nearest(module, RECOMPUTE_MODULES, f"{key}modules"))
 
 
-def _check_field(section: str, name: str, value: Any) -> None:
+def _check_field(section: str, name: str, value: Any) -> Iterator[str]:
     key, known = f"{_M}{section}.{name}", installed(section)
     if name not in known and name not in PASSED[section]:
-        raise ConfigError(nearest(name, PASSED[section], f"{_M}{section}"))
-    if name in ALWAYS and value == ALWAYS[name]:
+        yield nearest(name, PASSED[section], f"{_M}{section}")
+    elif name in ALWAYS and value == ALWAYS[name]:
         return
-    if name in ALWAYS:
-        raise ConfigError(
-            f"{key}={value}: rft always runs with {name}={ALWAYS[name]}, leave it out"
-        )
-    if name in BECAUSE:
-        raise ConfigError(f"{key} is not possible: {BECAUSE[name]}")
-    if name in INSTEAD:
-        raise ConfigError(f"{key}: rft decides this field, set {INSTEAD[name]}")
-    if name not in PASSED[section]:
-        raise ConfigError(
+    elif name in ALWAYS:
+        yield (f"{key}={value}: rft always runs with {name}={ALWAYS[name]}, leave it out")
+    elif name in BECAUSE:
+        yield (f"{key} is not possible: {BECAUSE[name]}")
+    elif name in INSTEAD:
+        yield (f"{key}: rft decides this field, set {INSTEAD[name]}")
+    elif name not in PASSED[section]:
+        yield (
             f"{key}: this field follows from the model's config.json or is rft's own decision; "
             f"what is passed on: "
             f"{', '.join(PASSED[section])}"
         )
-    if name not in known:
-        raise ConfigError(f"{key}: the installed megatron-core has no such field; leave it out")
-    _check_type(key, value, known[name])
+    elif name not in known:
+        yield (f"{key}: the installed megatron-core has no such field; leave it out")
+    else:
+        yield from _check_type(key, value, known[name])
 
 
-def _check_type(key: str, value: Any, annotation: ast.expr) -> None:
+def _check_type(key: str, value: Any, annotation: ast.expr) -> Iterator[str]:
     """Of the plain types and literals that flags have; anything else is left to megatron."""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Optional":
         if value is None:
@@ -287,10 +283,10 @@ def _check_type(key: str, value: Any, annotation: ast.expr) -> None:
             ast.literal_eval(node) for node in getattr(annotation.slice, "elts", [annotation.slice])
         ]
         if value not in choices:
-            raise ConfigError(nearest(str(value), choices, key))
+            yield (nearest(str(value), choices, key))
     kinds = OF_TYPE.get(ast.unparse(annotation))
     if kinds and (not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool))):
-        raise ConfigError(f"{key}={value}: must be of type {ast.unparse(annotation)}")
+        yield (f"{key}={value}: must be of type {ast.unparse(annotation)}")
 
 
 @functools.cache

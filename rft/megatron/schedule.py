@@ -10,8 +10,10 @@ megatron is loaded here: `preflight` asks too.
 """
 
 import math
+from collections.abc import Iterator
 
 from rft.config import ConfigError, OptimizerConfig
+from rft.ground.errors import refuse_all
 
 KEY = "algorithm.optimizer"
 # of the steps, where a wsd schedule says nothing else (the share that arXiv:2405.18392 finds
@@ -58,43 +60,46 @@ def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
 
 def check(config: OptimizerConfig, total_steps: int | None, key: str = KEY) -> None:
     """Raise ConfigError for a schedule that contradicts itself or cannot fit the run."""
+    refuse_all([*_problems(config, key)] or _fit(config, total_steps, key))
+
+
+def _problems(config: OptimizerConfig, key: str) -> Iterator[str]:
     for name in ("lr_warmup_steps_ratio", "lr_decay_steps_ratio", "min_lr_ratio"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
-            raise ConfigError(f"{key}.{name}={value}: a share must be between 0 and 1")
+            yield (f"{key}.{name}={value}: a share must be between 0 and 1")
     for one, other in (
         ("lr_warmup_steps", "lr_warmup_steps_ratio"),
         ("lr_decay_steps", "lr_decay_steps_ratio"),
     ):
         if getattr(config, one) and getattr(config, other):
-            raise ConfigError(
+            yield (
                 f"{key}.{one}={getattr(config, one)} and {key}.{other}={getattr(config, other)}: "
                 "set only one"
             )
     if config.lr_scheduler_type != "wsd":
         for name in ("lr_decay_steps", "lr_decay_steps_ratio", "lr_decay_style"):
             if getattr(config, name) is not None:
-                raise ConfigError(
+                yield (
                     f"{key}.{name}={getattr(config, name)} belongs to {key}.lr_scheduler_type=wsd, "
                     "not to "
                     f"{config.lr_scheduler_type}: set that, or leave it out"
                 )
-    if config.lr_scheduler_type == "wsd":
-        _check_wsd(config, _end(config, total_steps, key), key)
-    elif config.lr_scheduler_type != "constant" or config.lr_warmup_steps_ratio:
-        _end(config, total_steps, key)
+    elif config.lr_decay_style is not None and config.lr_decay_style not in SHAPES:
+        yield (f"{key}.lr_decay_style={config.lr_decay_style} is unknown: use {', '.join(SHAPES)}")
 
 
-def _check_wsd(config: OptimizerConfig, total_steps: int, key: str) -> None:
-    if config.lr_decay_style is not None and config.lr_decay_style not in SHAPES:
-        raise ConfigError(
-            f"{key}.lr_decay_style={config.lr_decay_style} is unknown: use {', '.join(SHAPES)}"
-        )
-    warmup, decay = warmup_steps(config, total_steps), decay_steps(config, total_steps)
-    if decay < 0 or warmup + decay > total_steps:
-        raise ConfigError(
+def _fit(config: OptimizerConfig, total_steps: int | None, key: str) -> Iterator[str]:
+    if config.lr_scheduler_type == "constant" and not config.lr_warmup_steps_ratio:
+        return
+    end = _end(config, total_steps, key)
+    if config.lr_scheduler_type != "wsd":
+        return
+    warmup, decay = warmup_steps(config, end), decay_steps(config, end)
+    if decay < 0 or warmup + decay > end:
+        yield (
             f"{key}.lr_decay_steps={decay} after {warmup} steps of warm-up do not fit into "
-            f"{total_steps} steps: lower one of them, "
+            f"{end} steps: lower one of them, "
             "or raise trainer.total_steps"
         )
 

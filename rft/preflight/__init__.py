@@ -8,12 +8,16 @@ config.json, the tokenizer's files and the task files; loads neither torch nor m
     rules*.py    rules over several keys       (of single keys: types and bounds in `rft.config`)
 """
 
-from rft.config import Config
+from rft.config import Config, Draft
 from rft.ground.errors import refuse_all
 from rft.preflight import inputs_data, inputs_models, rules_data, rules_run, rules_trainer
 from rft.preflight.fill import fewest_ranks as fewest_ranks
 from rft.preflight.fill import fill_config
-from rft.preflight.rules import Refusals, Rule
+from rft.preflight.rules import Refusals, Rule, of_taskset
+
+# keys of files that a recipe's `prepare` writes, and those whose values may name the user's parts
+WRITTEN = (inputs_models.MODEL, f"{rules_data.TASKSET}.path", f"{rules_data.BUFFER}.path")
+NAMING = ("algorithm", rules_data.TASKSET, "data_processor")
 
 
 def checks(at_start: bool) -> tuple[Rule, ...]:
@@ -63,19 +67,19 @@ def check(config: Config, at_start: bool = True) -> None:
     refuse_all(refusals.sentences())
 
 
-def prepare(stages: list[Config], at_start: bool = True) -> None:
-    """Fill and check all stages, and refuse everything that cannot work at once; `at_start` as in
-    `check`.
+def prepare(drafts: list[Draft], at_start: bool = True) -> None:
+    """Fill and check all stages, and refuse everything that cannot work at once, after what could
+    not even be read; `at_start` as in `check`.
     """
     told = {}
-    for number, config in enumerate(stages):
-        refusals = Refusals()
-        fill_config(config, refusals)
-        refusals.ask(checks(at_start), config)
+    for number, draft in enumerate(drafts):
+        refusals = Refusals([of_taskset(key) for key in draft.refused])
+        fill_config(draft.config, refusals)
+        refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()
     everywhere = set.intersection(*map(set, told.values()))
-    refuse_all(
-        sentence if sentence in everywhere else f"{stages[number].stage_name}: {sentence}"
-        for number, sentences in told.items()
-        for sentence in sentences
-    )
+    problems = [problem.sentence for draft in drafts for problem in draft.problems]
+    for number, sentences in told.items():
+        stage = f"{drafts[number].config.stage_name}: "
+        problems += [one if one in everywhere else stage + one for one in sentences]
+    refuse_all(problems)

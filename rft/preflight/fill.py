@@ -136,9 +136,11 @@ DERIVED = (
         "cluster.colocate explorer.rollout_model.engine_num "
         "explorer.rollout_model.tensor_parallel_size",
         _derive_ranks,
+        reads="explorer.auxiliary_models",
+        derives=True,
     ),
-    Rule("cluster.ray_address", _derive_address),
-    Rule("model.chat_template_path", _derive_template),
+    Rule("cluster.ray_address", _derive_address, derives=True),
+    Rule("model.chat_template_path", _derive_template, derives=True),
 )
 
 

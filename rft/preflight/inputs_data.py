@@ -34,10 +34,10 @@ from rft.extras.pipeline.output import destination
 from rft.extras.pipeline.output import inputs as raw_files
 from rft.extras.pipeline.process import EXPERIENCES, TASKS
 from rft.ground import plugins
-from rft.ground.errors import problems_of
+from rft.ground.errors import all_of, problems_of, refuse_all
 from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
 from rft.preflight.inputs_models import MODEL
-from rft.preflight.rules import Rule, tasksets
+from rft.preflight.rules import SETS, Rule, tasksets
 from rft.preflight.rules_data import (
     BATCH,
     BESIDE,
@@ -78,11 +78,15 @@ def _operators(given: list[OperatorConfig], at_start: bool) -> list[tuple[int, O
 
 def _made(c: Config, at_start: bool) -> list[Operator]:
     """The operators of the task pipeline."""
-    given = c.data_processor.task_pipeline.operators
-    return [
-        make(TASKS, number, one, c.service.data_juicer)
-        for number, one in _operators(given, at_start)
-    ]
+    given = _operators(c.data_processor.task_pipeline.operators, at_start)
+    service, made, problems = c.service.data_juicer, list[Operator](), list[str]()
+    for number, one in given:
+        try:
+            made.append(make(TASKS, number, one, service))
+        except ConfigError as error:
+            problems += error.problems
+    refuse_all(problems)
+    return made
 
 
 def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
@@ -227,13 +231,11 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
         problems = problems_of(check_taskset, taskset, f"{key}.path") if readable else ()
         yield from problems
         if not problems:
-            yield from flows(c, key, taskset, readable, at_start)
+            yield from all_of(flows(c, key, taskset, readable, at_start))
 
 
 def _steps(c: Config, at_start: bool) -> Iterator[str]:
     """The number of steps of a run that ends with its data."""
-    if c.trainer.total_steps is not None:
-        return
     buffer, rows = c.buffer, c.buffer.trainer_input.experience_buffer
     if buffer.total_steps is not None:
         c.trainer.total_steps = buffer.total_steps
@@ -269,6 +271,7 @@ def _has_key() -> bool:
     return any(map(os.environ.get, CREDENTIALS)) or STORED.expanduser().exists()
 
 
+TEMPLATES = "model.custom_chat_template model.chat_template_path"
 SIZES = f"{BATCH} buffer.batch_size"
 OF_SERVICE = (
     Rule(
@@ -286,12 +289,13 @@ OF_SERVICE = (
 
 def rules(at_start: bool) -> tuple[Rule, ...]:
     """`at_start`: those that import the user's own functions, or ask others, may do so."""
-    own = (Rule(f"{TASKSET}.workflow_args", import_agents),) if at_start else ()
+    own = (Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),) if at_start else ()
     return (
         *OF_SERVICE,
         Rule(
             f"{EXPERIENCES}.operators {SERVICE}",
             partial(_experience_operators, at_start=at_start),
+            reads="mode",
         ),
         Rule(
             f"{TASKS} {SERVICE} {TYPE} mode",
@@ -305,18 +309,27 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
         Rule(
             f"{BUFFER}.path {BUFFER}.storage_type {TASKS} {TYPE} {SIZES} {REPLAY} mode",
             partial(_rows, at_start=at_start),
+            reads=BUFFER,
         ),
         Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE} {SIZES}", _beside),
-        Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start)),
+        Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",
             partial(_tasksets, at_start=at_start),
+            reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES}",
         ),
         *own,
-        Rule(f"model.chat_template_path {MODEL} {TYPE}", templates),
+        Rule(
+            f"model.chat_template_path {MODEL} {TYPE}",
+            templates,
+            reads=f"{SETS} {BUFFER} {BESIDE} {TEMPLATES}",
+        ),
         Rule(
             f"trainer.total_steps {TASKSET}.path {TASKSET}s {BUFFER}.path {BUFFER}.storage_type "
             f"{TASKS} {TYPE} {SIZES} buffer.total_epochs buffer.total_steps mode",
             partial(_steps, at_start=at_start),
+            reads=f"{SETS} {BUFFER}",
+            derives=True,
+            applies=lambda c: c.trainer.total_steps is None,
         ),
     )

@@ -16,6 +16,7 @@ from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
 from rft.data.source import names_in
 from rft.ground import plugins
+from rft.ground.errors import all_of, problems_of
 from rft.preflight.rules import tasksets
 from rft.preflight.rules_data import BESIDE, agents
 from rft.preflight.rules_trainer import BUFFER
@@ -39,12 +40,19 @@ def flows(
         which: names_in(taskset, which, key) if readable else set()
         for which in ("workflow_key", "reward_fn_key")
     }
-    for name in sorted({str(taskset.default_workflow_type), *named["workflow_key"]}):
-        if at_start or not plugins.is_own(name):
-            yield from _workflow(c, key, name, taskset.workflow_args, at_start)
-    for name in sorted({str(taskset.default_reward_fn_type), *named["reward_fn_key"]}):
-        if at_start or not plugins.is_own(name):
-            yield from _reward(c, key, name, taskset.reward_fn_args, at_start)
+    # of a column that has no names in it the first one is told
+    yield from all_of(
+        said
+        for name in sorted({str(taskset.default_workflow_type), *named["workflow_key"]})
+        if at_start or not plugins.is_own(name)
+        for said in _workflow(c, key, name, taskset.workflow_args, at_start)
+    )
+    yield from all_of(
+        said
+        for name in sorted({str(taskset.default_reward_fn_type), *named["reward_fn_key"]})
+        if at_start or not plugins.is_own(name)
+        for said in _reward(c, key, name, taskset.reward_fn_args, at_start)
+    )
 
 
 def _workflow(
@@ -88,18 +96,21 @@ def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
 def reward_args(c: Config, at_start: bool) -> Iterator[str]:
     """They are given to the reward by name, when the first response is scored."""
     for key, taskset, _ in tasksets(c):
-        name = str(taskset.default_reward_fn_type)
-        if plugins.is_own(name) and not at_start:
-            continue
-        parameters = inspect.signature(rewards.resolve(name)).parameters.values()
-        if any(one.kind is one.VAR_KEYWORD for one in parameters):
-            continue
-        known = [one.name for one in parameters if one.default is not one.empty]
-        known = [one for one in known if one != "response_tokens"]  # given by the workflow
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        for argument in taskset.reward_fn_args:
-            if argument not in known:
-                yield f"{key}.reward_fn_args.{argument}: {name} does not take it; {takes}"
+        if at_start or not plugins.is_own(str(taskset.default_reward_fn_type)):
+            yield from all_of(_strange_args(key, taskset))
+
+
+def _strange_args(key: str, taskset: TasksetConfig) -> Iterator[str]:
+    name = str(taskset.default_reward_fn_type)
+    parameters = inspect.signature(rewards.resolve(name)).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    known = [one.name for one in parameters if one.default is not one.empty]
+    known = [one for one in known if one != "response_tokens"]  # given by the workflow
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    for argument in taskset.reward_fn_args:
+        if argument not in known:
+            yield f"{key}.reward_fn_args.{argument}: {name} does not take it; {takes}"
 
 
 def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool) -> Iterator[str]:
@@ -131,11 +142,10 @@ def _cell(isolate: bool, key: str, who: str) -> Iterator[str]:
         )
 
 
-def import_agents(c: Config) -> None:
+def import_agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
         settings = AgentSettings.of(given, key)
-        if settings.agent:
-            settings.function()
+        yield from problems_of(settings.function) if settings.agent else ()
 
 
 # --- chat templates -------------------------------------------------------------------------------

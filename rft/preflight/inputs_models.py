@@ -18,9 +18,10 @@ from typing import Any
 
 from rft.algorithm import recipe
 from rft.checkpoint.staging import slot_size
-from rft.config import Config, ConfigError, get, is_remote, job_dir
+from rft.config import AuxiliaryModelConfig, Config, ConfigError, get, is_remote, job_dir
 from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
 from rft.ground.adapters import Lora, adapter_names
+from rft.ground.errors import all_of, problems_of
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.megatron import overrides
 from rft.preflight.rules import Rule
@@ -30,7 +31,7 @@ from rft.run import cards
 from rft.sync import tensor_parallel
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
-MODEL = "model.model_path"
+MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
 BESIDE_POLICY_WITH = {  # model beside the policy, what needs it, and a key that makes it needed
     "model.ref_model_path": (recipe.needs_reference, "algorithm.kl_loss_fn=k2"),
     "model.critic_model_path": (recipe.needs_critic, "algorithm.algorithm_type=ppo"),
@@ -90,17 +91,18 @@ def _adapter_sync(c: Config) -> None:
         sync.lora_sync = sync_of(sync.lora_sync, _lora(c), Dims.of(_hf(c)), c.device)
 
 
-def _overrides(c: Config) -> None:
+def _overrides(c: Config) -> Iterator[str]:
     if is_remote(c):
         return
     megatron = c.trainer.megatron
     stages = megatron.pipeline_model_parallel_size * (
         megatron.virtual_pipeline_model_parallel_size or 1
     )
-    overrides.check(c.trainer, int(_hf(c)["num_hidden_layers"]) // stages)
+    layers = int(_hf(c)["num_hidden_layers"]) // stages
+    yield from problems_of(overrides.check, c.trainer, layers)
     if c.device == "cpu" or c.model.lora_configs:
         why = "this is device=cpu" if c.device == "cpu" else "adapters are layers of rft's own"
-        overrides.refuse_transformer_engine(c.trainer, why)
+        yield from problems_of(overrides.refuse_transformer_engine, c.trainer, why)
 
 
 def _engine_cut(c: Config) -> Iterator[str]:
@@ -175,16 +177,26 @@ def _host_memory(c: Config) -> Iterator[str]:
 
 LENGTHS = "model.max_model_len model.max_prompt_tokens model.max_response_tokens"
 MODELS = (
-    Rule(MODEL, _policy),
-    Rule(f"trainer.megatron {MODEL} trainer.num_ranks", _cut),
-    Rule(f"model.lora_configs {MODEL} mode", _adapter),
-    Rule(f"synchronizer.lora_sync model.lora_configs {MODEL} device", _adapter_sync),
-    Rule(f"trainer.recompute_granularity {MODEL} trainer.megatron device", _overrides),
-    Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL}", _engine_cut),
-    Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths),
+    Rule(f"{MODEL} {SERVICE_TRAINS}", _policy),
+    Rule(f"trainer.megatron {MODEL} trainer.num_ranks {SERVICE_TRAINS}", _cut),
+    Rule(f"model.lora_configs {MODEL} mode {SERVICE_TRAINS}", _adapter),
+    Rule(
+        f"synchronizer.lora_sync model.lora_configs {MODEL} device {SERVICE_TRAINS}",
+        _adapter_sync,
+        derives=True,
+    ),
+    Rule(
+        f"trainer.recompute_granularity {MODEL} trainer.megatron device {SERVICE_TRAINS}",
+        _overrides,
+        reads="trainer.recompute_method trainer.recompute_modules trainer.recompute_num_layers "
+        "model.lora_configs trainer.dtype",
+    ),
+    Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL} {SERVICE_TRAINS}", _engine_cut),
+    Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths, derives=True),
     Rule(
         "trainer.max_token_len_per_gpu trainer.megatron.context_parallel_size model.max_model_len",
         _packed_length,
+        derives=True,
     ),
     Rule(
         f"trainer.checkpoint.host_memory_gb {MODEL} model.lora_configs trainer.megatron",
@@ -237,7 +249,7 @@ def _beside(c: Config, key: str) -> Iterator[str]:
         hf = read_hf_config(path)
         check_layout(hf, c.trainer.megatron, int(c.trainer.num_ranks or 1))
     except ConfigError as error:
-        raise ConfigError(str(error).replace(MODEL, key)) from error
+        raise ConfigError(*(said.replace(MODEL, key) for said in error.problems)) from error
     for name, wanted in (
         ("vocab_size", _hf(c)["vocab_size"]),
         ("max_position_embeddings", c.model.max_model_len),
@@ -253,22 +265,26 @@ def _beside(c: Config, key: str) -> Iterator[str]:
 
 def _auxiliary(c: Config) -> Iterator[str]:
     for number, one in enumerate(c.explorer.auxiliary_models):
-        key, root = f"{AUXILIARY}.{number}", Path(one.model_path)
-        hf = read_hf_config(root)
-        if not (root / "tokenizer_config.json").exists() or not _has_weights(one.model_path):
-            yield (
-                f"{key}.model_path={one.model_path}: a model directory has tokenizer_config.json "
-                "and *.safetensors"
-            )
-        if problem := tensor_parallel.obstacle(Dims.of(hf), one.tensor_parallel_size):
-            yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"
-        context = int(hf["max_position_embeddings"])
-        one.max_model_len = one.max_model_len or context
-        if one.max_model_len > context:
-            yield (
-                f"{key}.max_model_len={one.max_model_len} exceeds the model's context of "
-                f"{context}: lower it"
-            )
+        yield from all_of(_auxiliary_model(f"{AUXILIARY}.{number}", one))
+
+
+def _auxiliary_model(key: str, one: AuxiliaryModelConfig) -> Iterator[str]:
+    root = Path(one.model_path)
+    hf = read_hf_config(root)
+    if not (root / "tokenizer_config.json").exists() or not _has_weights(one.model_path):
+        yield (
+            f"{key}.model_path={one.model_path}: a model directory has tokenizer_config.json "
+            "and *.safetensors"
+        )
+    if problem := tensor_parallel.obstacle(Dims.of(hf), one.tensor_parallel_size):
+        yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"
+    context = int(hf["max_position_embeddings"])
+    one.max_model_len = one.max_model_len or context
+    if one.max_model_len > context:
+        yield (
+            f"{key}.max_model_len={one.max_model_len} exceeds the model's context of "
+            f"{context}: lower it"
+        )
 
 
 BESIDE_POLICY = (
@@ -276,10 +292,11 @@ BESIDE_POLICY = (
         Rule(
             f"{key} {RECIPE} {TYPE} {MODEL} {LENGTHS} trainer.megatron trainer.num_ranks",
             partial(_beside, key=key),
+            reads="algorithm",
         )
         for key in BESIDE_POLICY_WITH
     ),
-    Rule(AUXILIARY, _auxiliary),
+    Rule(AUXILIARY, _auxiliary, derives=True),
 )
 
 # --- places, ports and cards ----------------------------------------------------------------------

@@ -5,12 +5,15 @@ Invariant: a rule that names a refused key is not asked, so one mistake is told 
 sees a value that cannot be.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rft.config import TASKSET_KEY, Config, ConfigError, TasksetConfig, get, nearest
+from rft.config import TASKSET_KEY, Config, TasksetConfig, get, nearest
+from rft.ground.errors import all_of
 
+SETS = f"{TASKSET_KEY} {TASKSET_KEY}s buffer.explorer_input.eval_tasksets"
 SECTIONS = [one.name for one in fields(Config)]
 Says = str | Callable[[Config], str]
 
@@ -20,22 +23,24 @@ class Rule:
     """`keys`, of which the first one is refused where `test` says so.
 
     With `says`: `test` is true where the sentence `says`, which may have {keys} in it, has to be
-    said. Without: `test` itself gives the sentences, or raises ConfigError. `applies`: whether the
-    config has what the rule is about; where it has not, nothing waits for the rule either.
+    said. Without: `test` itself gives the sentences, or raises ConfigError. `derives`: it also sets
+    the first key, where that is left out, so others that name it wait for it, but for a config of
+    which `applies` says that there is nothing to do. `reads`: what else it looks at; a refusal of
+    that says nothing about this rule, but a value that cannot be read does.
     """
 
     keys: str
     test: Callable[[Config], Any]
     says: Says = ""
+    reads: str = ""
+    derives: bool = False
     applies: Callable[[Config], bool] = lambda config: True
 
-    def problems(self, config: Config) -> Iterable[str]:
-        if not self.says:
-            return self.test(config) or ()
-        if not self.test(config):
-            return ()
-        said = self.says
-        return [said(config) if callable(said) else said.format(**vars(config))]
+    def problems(self, config: Config) -> Iterator[str]:
+        if not (said := self.says):
+            yield from self.test(config) or ()
+        elif self.test(config):
+            yield said(config) if callable(said) else said.format(**vars(config))
 
 
 def shown(key: str) -> str:
@@ -54,8 +59,11 @@ def among(key: str, choices: Iterable[str], *others: str) -> Rule:
 
 @dataclass
 class Refusals:
-    """What is refused so far, (key, sentence), and the keys that could not be looked at for it."""
+    """What is refused so far, (key, sentence), and the keys that could not be looked at for it;
+    `unread`: those whose values were never known.
+    """
 
+    unread: list[str] = field(default_factory=list)
     told: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -64,24 +72,18 @@ class Refusals:
             if not rule.applies(config):
                 continue
             key, *others = rule.keys.split()
-            if any(map(self.has, (key, *others))):
-                self.skipped.append(key)
-            else:
+            refused = any(map(self.has, (key, *others)))
+            if not refused and not any(_meets(one, self.unread) for one in rule.reads.split()):
                 self._hear(key, rule, config)
+            elif rule.derives:
+                self.skipped.append(key)
 
     def _hear(self, key: str, rule: Rule, config: Config) -> None:
-        try:
-            for sentence in rule.problems(config):
-                self.told.append((key, sentence))
-        except ConfigError as error:
-            self.told += [(key, sentence) for sentence in error.problems]
+        self.told += [(key, sentence) for sentence in all_of(rule.problems(config))]
 
     def has(self, key: str) -> bool:
         """Whether the key, its section or something in it is refused, or waits for such a one."""
-        return any(
-            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
-            for other in (*dict(self.told), *self.skipped)
-        )
+        return _meets(key, (*dict(self.told), *self.skipped, *self.unread))
 
     def sentences(self) -> list[str]:
         """In the order of the schema's sections."""
@@ -91,6 +93,16 @@ class Refusals:
                 self.told, key=lambda one: SECTIONS.index(one[0].partition(".")[0])
             )
         ]
+
+
+def _meets(key: str, others: Iterable[str]) -> bool:
+    """Whether one of the others is the key, its section or something in it."""
+    return any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in others)
+
+
+def of_taskset(key: str) -> str:
+    """The key by which rules know one of a taskset, whichever set it is of."""
+    return re.sub(r"^buffer\.explorer_input\.(eval_)?tasksets\.\d+", TASKSET_KEY, key)
 
 
 def tasksets(config: Config) -> list[tuple[str, TasksetConfig, bool]]:

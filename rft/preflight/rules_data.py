@@ -16,7 +16,7 @@ from rft.config import Config, ExperienceBufferConfig, get, nearest
 from rft.extras.pipeline.process import EXPERIENCES, TASKS
 from rft.ground import redact
 from rft.ground.errors import problems_of
-from rft.preflight.rules import Rule, Says, shown, tasksets
+from rft.preflight.rules import SETS, Rule, Says, shown, tasksets
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
 from rft.trainer.feed import is_supervised
 
@@ -94,8 +94,8 @@ def _agents(c: Config) -> Iterator[str]:
 
 
 TASKSETS = (
-    Rule("explorer.name", _names),
-    Rule(f"{TASKSET}.repeat_times algorithm.repeat_times {TYPE}", _repeated),
+    Rule("explorer.name", _names, reads=f"{SETS} {BUFFER}.name trainer.name"),
+    Rule(f"{TASKSET}.repeat_times algorithm.repeat_times {TYPE}", _repeated, reads=SETS),
     Rule(
         f"{TASKSET}s {TYPE}",
         lambda c: (
@@ -105,6 +105,7 @@ TASKSETS = (
         ),
         "buffer.explorer_input.taskset and tasksets are both given: write the one into the "
         "list, or leave the list out",
+        reads=TASKSET,
     ),
     Rule(
         f"{TASKSET}.path {TYPE} {TASKS} mode",
@@ -116,6 +117,7 @@ TASKSETS = (
         ),
         "buffer.explorer_input.taskset: mode={mode} needs one; set "
         "buffer.explorer_input.taskset.path=FILE",
+        reads=SETS,
     ),
     Rule(
         f"{EVALS} {TYPE} mode",
@@ -126,8 +128,8 @@ TASKSETS = (
         ),
         "buffer.explorer_input.eval_tasksets: mode=bench needs at least one",
     ),
-    Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling),
-    Rule(f"{TASKSET}.workflow_args", _agents),
+    Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling, reads=SETS),
+    Rule(f"{TASKSET}.workflow_args", _agents, reads=SETS),
 )
 
 # --- batches --------------------------------------------------------------------------------------
@@ -191,7 +193,11 @@ def _beside(c: Config) -> Iterator[str]:
 
 
 BATCHES = (
-    Rule(f"{BATCH} buffer.batch_size algorithm.repeat_times {RECIPE} {STRATEGY} {TYPE}", _batch),
+    Rule(
+        f"{BATCH} buffer.batch_size algorithm.repeat_times {RECIPE} {STRATEGY} {TYPE}",
+        _batch,
+        reads=STRATEGY_ARGS,
+    ),
     Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE}", _beside),
 )
 
@@ -271,6 +277,7 @@ BUFFERS = (
             f"same time; set storage_type=queue with path={_buffer(c).path or 'FILE.jsonl'}, "
             "which writes a copy"
         ),
+        reads=f"{BUFFER}.path",
     ),
     _of_buffer(
         f"{BUFFER}.path",
@@ -282,39 +289,14 @@ BUFFERS = (
 
 # --- pipelines and their service ------------------------------------------------------------------
 
-POSITIVE = (
-    f"{TASKS}.num_process",
-    f"{TASKS}.timeout",
-    f"{EXPERIENCES}.timeout",
-    f"{EXPERIENCES}.max_dropped_groups",
-    f"{SERVICE}.start_timeout",
-    f"{SERVICE}.timeout",
-)
-
 
 def _is_no_url(c: Config) -> bool:
-    parts = urlsplit(c.service.data_juicer.server_url or "http://left.out")
+    given = c.service.data_juicer.server_url
+    parts = urlsplit("http://left.out" if given is None else given)
     return parts.scheme not in ("http", "https") or not parts.hostname
 
 
-def _positive(key: str) -> Rule:
-    return Rule(
-        key,
-        lambda c: get(c, key) is not None and not get(c, key) > 0,
-        lambda c: f"{key}={get(c, key)}: must be greater than 0",
-    )
-
-
 PIPELINES = (
-    *map(_positive, POSITIVE),
-    Rule(
-        f"{SERVICE}.port",
-        lambda c: (
-            c.service.data_juicer.port is not None and not 0 < c.service.data_juicer.port < 65536
-        ),
-        f"{SERVICE}.port={{service.data_juicer.port}} is no port: give one from 1 to 65535, or "
-        "leave it out for a free one",
-    ),
     Rule(
         f"{SERVICE}.server_url",
         _is_no_url,
@@ -334,6 +316,7 @@ PIPELINES = (
         ),
         f"{EXPERIENCES}.input_save_path={{{EXPERIENCES}.input_save_path}} with save_input=false: "
         "nothing is written there; set save_input=true, or leave the path out",
+        reads=f"{EXPERIENCES}.save_input",
     ),
     Rule(
         f"{EXPERIENCES}.input_save_path",
@@ -346,13 +329,6 @@ PIPELINES = (
         "it .jsonl",
     ),
     Rule(
-        f"{TASKS}.top_k",
-        lambda c: (
-            c.data_processor.task_pipeline.top_k < -1 or c.data_processor.task_pipeline.top_k == 0
-        ),
-        f"{TASKS}.top_k={{{TASKS}.top_k}}: give 1 or more, or -1 for all rows",
-    ),
-    Rule(
         f"{TASKS}.inputs",
         lambda c: (
             not c.data_processor.task_pipeline.inputs
@@ -362,5 +338,6 @@ PIPELINES = (
             )
         ),
         f"{TASKS}.inputs is empty: give the data files that the operators read",
+        reads=TASKS,
     ),
 )

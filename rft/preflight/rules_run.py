@@ -63,17 +63,11 @@ def _names(c: Config) -> Iterator[str]:
 
 
 GIVEN = (  # asked before anything is filled in
-    Rule("name", _names),
+    Rule("name", _names, reads="project stage_name"),
     Rule(
         "synchronizer.sync_style",
         lambda c: c.synchronizer.sync_style not in (*style.STYLES, *style.ALIASES),
         lambda c: nearest(c.synchronizer.sync_style, style.STYLES, "synchronizer.sync_style"),
-    ),
-    Rule(
-        "cluster.master_port",
-        lambda c: c.cluster.master_port > 65535,
-        "cluster.master_port={cluster.master_port} is no port: give one from 1 to 65535, or 0 "
-        "for any",
     ),
 )
 
@@ -147,11 +141,6 @@ def _only_colocated(key: str, only: str | int | None, why: str) -> Rule:
 SHARE = "explorer.rollout_model.gpu_memory_utilization"
 DEVICES = (
     *(_only_deterministic(key, only) for key, only in DETERMINISTIC.items()),
-    Rule(
-        SHARE,
-        lambda c: not 0 < float(c.explorer.rollout_model.gpu_memory_utilization or 0) <= 1,
-        f"{SHARE}={{{SHARE}:g}}: give a share above 0, at most 1",
-    ),
     *(_only_colocated(key, only, why) for key, (only, why) in COLOCATED.items()),
     Rule(
         f"{SHARE} device cluster.colocate",
@@ -197,11 +186,6 @@ EXPLORER = (
     ),
     Rule("explorer.env_vars", _variables),
     Rule(
-        OVER,
-        lambda c: not 0 <= c.explorer.over_rollout.ratio < 1,
-        f"{OVER_IS}: the share of a step's tasks that is not waited for; 0 to below 1",
-    ),
-    Rule(
         f"{OVER} {BUFFER}.storage_type {REPLAY}.enable mode {TYPE}",
         lambda c: (
             c.explorer.over_rollout.ratio > 0
@@ -236,12 +220,6 @@ EXPLORER = (
         "explorer.listen_address={explorer.listen_address} is no IP address: give 127.0.0.1 "
         "for this machine alone, or one of its own addresses, or 0.0.0.0 for all",
     ),
-    Rule(
-        "explorer.proxy_port",
-        lambda c: not 0 <= c.explorer.proxy_port <= 65535,
-        "explorer.proxy_port={explorer.proxy_port} is no port: give one from 1 to 65535, or 0 "
-        "for any",
-    ),
 )
 
 
@@ -250,11 +228,6 @@ def _auxiliary(c: Config) -> Iterator[str]:
         key = f"{AUXILIARY}.{number}"
         if not NAME.fullmatch(one.name):
             yield f"{key}.name={one.name!r}: use letters, digits and . @ - _, at most 64"
-        if not 0 < float(one.gpu_memory_utilization or 0) <= 1:
-            yield (
-                f"{key}.gpu_memory_utilization={one.gpu_memory_utilization}: give a share above "
-                "0, at most 1"
-            )
     names = [one.name for one in c.explorer.auxiliary_models]
     if double := next((name for name in names if names.count(name) > 1), None):
         yield f"{AUXILIARY}: the name `{double}` is used twice: give each model its own"

@@ -15,7 +15,7 @@ from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.algorithm.advantages import ADVANTAGES
 from rft.config import Config, OptimizerConfig, get, is_remote, nearest
 from rft.megatron import schedule
-from rft.preflight.rules import Rule, among, tasksets
+from rft.preflight.rules import SETS, Rule, among, tasksets
 from rft.trainer.feed import is_supervised
 
 TYPE, RECIPE = "algorithm.algorithm_type", "algorithm.advantage_fn"
@@ -121,9 +121,9 @@ def _strategy_args(c: Config) -> Iterator[str]:
 
 ALGORITHM_GIVEN = (among(TYPE, ALGORITHMS),)  # asked before it fills the rest in
 ALGORITHM = (
-    Rule(f"algorithm.repeat_times {TYPE}", _few),
+    Rule(f"algorithm.repeat_times {TYPE}", _few, reads=RECIPE),
     among(STRATEGY, STRATEGIES, TYPE),
-    Rule(f"{STRATEGY_ARGS} {STRATEGY}", _strategy_args),
+    Rule(f"{STRATEGY_ARGS} {STRATEGY} {TYPE}", _strategy_args),
     Rule(
         f"{STRATEGY} {TYPE}",
         lambda c: c.algorithm.sample_strategy == "staleness_control" and is_supervised(c.algorithm),
@@ -133,6 +133,7 @@ ALGORITHM = (
     Rule(
         f"{RECIPE} {TYPE} {STRATEGY} {STRATEGY_ARGS}",
         lambda c: recipe.check(c.algorithm),
+        reads="algorithm",
     ),
     Rule(
         f"trainer.critic_warmup {RECIPE} {TYPE}",
@@ -226,9 +227,14 @@ CHECKPOINT = (
         lambda c: c.trainer.checkpoint.keep_best and not c.trainer.checkpoint.best_metric,
         "trainer.checkpoint.keep_best={trainer.checkpoint.keep_best} needs "
         "trainer.checkpoint.best_metric, like eval/<taskset>/accuracy",
+        reads="trainer.checkpoint.best_metric",
     ),
     Rule("trainer.checkpoint.storage", _storage),
-    Rule("trainer.checkpoint.best_metric trainer.checkpoint.keep_best mode", _best_metric),
+    Rule(
+        "trainer.checkpoint.best_metric trainer.checkpoint.keep_best mode",
+        _best_metric,
+        reads=SETS,
+    ),
     Rule(
         "trainer.checkpoint.lease_s trainer.checkpoint.agent_deadline_s",
         lambda c: c.trainer.checkpoint.lease_s > c.trainer.checkpoint.agent_deadline_s,
@@ -280,6 +286,7 @@ STEPS = (  # asked when the number of steps is known
         lambda c: _is_trained(c) and c.trainer.critic_warmup and c.trainer.stop_at_loss is not None,
         "trainer.stop_at_loss with trainer.critic_warmup={trainer.critic_warmup}: while only the "
         "critic learns, the loss is its own; set one of the two",
+        reads="trainer.total_steps",
     ),
     Rule("algorithm.optimizer trainer.total_steps trainer.critic_warmup mode", _policy_optimizer),
     Rule(f"critic.optim trainer.total_steps {RECIPE} {TYPE} mode", _critic_optimizer),
@@ -404,9 +411,10 @@ def _tinker_sampling(c: Config) -> Iterator[str]:
 TINKER_FILLED = (
     Rule("model.tinker trainer.trainer_type", _tinker),
     Rule(f"mode trainer.trainer_type {BUFFER}.storage_type", _tinker_mode),
-    Rule(f"{RECIPE} {TYPE} trainer.trainer_type", _tinker_terms),
+    Rule(f"{RECIPE} {TYPE} trainer.trainer_type", _tinker_terms, reads="algorithm"),
     Rule(
         "buffer.explorer_input.taskset.rollout_args trainer.trainer_type",
         lambda c: _tinker_sampling(c) if is_remote(c) else (),
+        reads=SETS,
     ),
 )

@@ -9,13 +9,14 @@ own begins there.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rft.config import Config, ConfigError, job_dir
 from rft.extras.pipeline import tasks
+from rft.ground.errors import refuse_all
 from rft.run.exports import exports
 from rft.run.supervisor import StageFailed, say
 
@@ -36,10 +37,14 @@ def source(stages: list[Config], index: int) -> Config | None:
 
 
 def check(stages: list[Config]) -> None:
-    """Refuse what cannot be handed over."""
+    """Raise ConfigError for everything that cannot be handed over."""
+    refuse_all(_problems(stages))
+
+
+def _problems(stages: list[Config]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         if stage.mode == "bench" and len(stages) > 1 and not exports(job_dir(stage)):
-            raise ConfigError(
+            yield (
                 f"stages: {stage.stage_name} has mode=bench, which evaluates exports of its own "
                 "run: set "
                 "explorer.eval_interval in the stage that trains, or run mode=bench on its own"
@@ -50,12 +55,12 @@ def check(stages: list[Config]) -> None:
         going_on = f"stages: {stage.stage_name} would go on from {before.stage_name}, which exports"
         fix = f"give {stage.stage_name} a model.model_path of its own, or"
         if before.model.lora_configs:
-            raise ConfigError(
+            yield (
                 f"{going_on} an adapter and no model: {fix} train {before.stage_name} without "
                 "model.lora_configs"
             )
         if before.trainer.save_hf_checkpoint == "never":
-            raise ConfigError(
+            yield (
                 f"{going_on} nothing: {fix} set trainer.save_hf_checkpoint=last in "
                 f"{before.stage_name}"
             )

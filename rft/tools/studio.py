@@ -117,9 +117,9 @@ def accepted(raw: DictConfig, problems: list[dict[str, str | None]]) -> Config |
     everything that is refused is added to `problems`.
     """
     try:
-        stages = configs.stage_configs(raw)
-        preflight.prepare(stages, at_start=False)
-        return stages[0]
+        drafts = configs.stage_drafts(raw)
+        preflight.prepare(drafts, at_start=False)
+        return drafts[0].config
     except ConfigError as error:
         keys = configs.leaf_keys()
         problems += [

@@ -2,6 +2,7 @@
 before anything starts.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
 from rft import train
@@ -31,16 +34,37 @@ def composed(overrides: list[str]) -> Any:
     return configs.compose(overrides)
 
 
-def grpo(assets: Path, tmp_path: Path, *overrides: str) -> list[Config]:
-    base = [
+def of_grpo(assets: Path) -> list[str]:
+    return [
         "experiment=grpo",
         f"model.model_path={assets / 'model'}",
         f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
-        f"checkpoint_root_dir={tmp_path}",
         "model.max_prompt_tokens=16",
         "model.max_response_tokens=8",
     ]
-    return train.prepared_stages(composed([*base, *overrides]))
+
+
+@functools.cache
+def composed_grpo(assets: Path) -> DictConfig:
+    return configs.compose(of_grpo(assets))
+
+
+def changed(base: DictConfig, words: list[str]) -> DictConfig:
+    """What composing the recipe with these overrides gives, without reading it again."""
+    configs.check_overrides(words)
+    raw = base.copy()
+    for override in OverridesParser.create().parse_overrides(words):
+        if (Path(CONFIG_DIR) / override.key_or_group).is_dir():
+            group = Path(CONFIG_DIR) / override.key_or_group / f"{override.value()}.yaml"
+            raw = OmegaConf.merge(raw, {override.key_or_group: OmegaConf.load(group)})
+        else:
+            OmegaConf.update(raw, override.key_or_group, override.value(), force_add=True)
+    return raw
+
+
+def grpo(assets: Path, tmp_path: Path, *overrides: str) -> list[Config]:
+    words = [f"checkpoint_root_dir={tmp_path}", *overrides]
+    return train.prepared_stages(changed(composed_grpo(assets), words))
 
 
 def test_defaults_follow_the_algorithm_and_the_data(assets: Path, tmp_path: Path) -> None:
@@ -467,13 +491,15 @@ def test_a_busy_port_is_refused(assets: Path, tmp_path: Path) -> None:
             grpo(assets, tmp_path, f"cluster.master_port={port}")
 
 
-def test_the_command_line_says_it_in_one_line_and_with_code_2(tmp_path: Path) -> None:
+def test_the_command_line_says_it_in_one_line_and_with_code_2(assets: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
         "rft.train",
         "experiment=grpo",
-        "model.model_path=/nowhere",
+        f"model.model_path={assets / 'model'}",
+        f"buffer.explorer_input.taskset.path={assets / 'train.jsonl'}",
+        f"checkpoint_root_dir={tmp_path}",
         "trainer.total_steps=x",
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(CONFIG_DIR).parent)

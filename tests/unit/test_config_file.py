@@ -156,7 +156,7 @@ def test_every_key_is_taken_or_refused_and_never_ignored(tmp_path: Path, name: s
         assert Flat(written(tmp_path, nested(name, odd))).notes == [f"{name}={odd}: {key.why}"]
     else:
         with pytest.raises(ConfigError) as refused:
-            Flat(written(tmp_path, nested(name, odd)))
+            config_file.registered(["--config", written(tmp_path, nested(name, odd))])
         assert f"{name}={odd} is refused: {key.why}" in str(refused.value) and key.why
 
 
@@ -210,7 +210,7 @@ REFUSED = {
 def test_a_file_that_cannot_be_taken_is_refused_by_name(tmp_path: Path, text: str) -> None:
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as refused:
-        Flat(file)
+        config_file.registered(["--config", file])
     assert REFUSED[text] in str(refused.value) and file in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 

@@ -102,24 +102,24 @@ def test_what_cannot_be_composed_is_refused(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "number"),
     [
-        (["nonsense"], "`nonsense` is no override"),
-        (["buffer.explorer_input.taskset.path=x"], "model.model_path is not set"),
-        (["trainer.total_steps.x=3"], "trainer.total_steps"),
-        ([], "model.model_path is not set: give it a value"),
+        (["nonsense"], "`nonsense` is no override", 1),
+        (["buffer.explorer_input.taskset.path=x"], "model.model_path is not set", 2),
+        (["trainer.total_steps.x=3"], "trainer.total_steps", 3),
+        ([], "model.model_path is not set: give it a value", 2),
     ],
 )
-def test_words_that_are_no_config(words: list[str], said: str) -> None:
+def test_words_that_are_no_config(words: list[str], said: str, number: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rft.train", *words], capture_output=True, text=True
     )
     assert (
         done.returncode == 2
-        and done.stderr.startswith("rft: config refused: ")
+        and done.stderr.startswith("rft: config refused")
         and said in done.stderr
     )
-    assert len(done.stderr.splitlines()) == 1
+    assert len(done.stderr.splitlines()) == (1 if number == 1 else 1 + number)
 
 
 def test_every_word_of_the_command_has_its_tool() -> None:

@@ -42,7 +42,7 @@ def test_one_start_tells_every_mistake_in_the_order_of_the_sections(
         "synchronizer.sync_method=checkpoint",
         f"{GIVEN}.taskset.path=gone.jsonl",
         "+monitor.monitor_args.uri=a",
-        "cluster.master_port=70000",
+        "cluster.ray_address=auto",
         "service.data_juicer.server_url=here",
     ]
     with pytest.raises(ConfigError) as refused:
@@ -51,7 +51,7 @@ def test_one_start_tells_every_mistake_in_the_order_of_the_sections(
         "project='a//b'",
         "algorithm.kl_loss_fn=k9",
         "model.max_model_len=99999",
-        "cluster.master_port=70000",
+        "cluster.ray_address=auto",
         f"{GIVEN}.taskset.path",
         "explorer.reward_timeout",
         "trainer.checkpoint.storage=bucket",
@@ -76,10 +76,10 @@ def test_a_mistake_of_one_stage_names_it_and_one_of_all_is_told_once(
 ) -> None:
     stages = "+stages=[{stage_name:a,model:{max_model_len:99999}},{stage_name:b}]"
     with pytest.raises(ConfigError) as refused:
-        grpo(assets, tmp_path, stages, "cluster.master_port=70000")
+        grpo(assets, tmp_path, stages, "cluster.ray_address=auto")
     own, shared = refused.value.problems
     assert own.startswith("a: model.max_model_len=99999") and shared.startswith(
-        "cluster.master_port=70000"
+        "cluster.ray_address=auto"
     )
 
 

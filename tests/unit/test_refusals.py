@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
-from rft import preflight
+from rft import config as configs
+from rft import preflight, train
 from rft.config import Config, ConfigError
 from rft.run import cards
-from tests.unit.test_config import grpo
+from tests.unit.test_config import changed, grpo, of_grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 EXP = "data_processor.experience_pipeline"
@@ -214,7 +216,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "reinforceplusplus",
     ),
     (
-        "algorithm.kl_loss_fn=k2 +algorithm.kl_loss_fn_args.adaptive=true",
+        "algorithm.kl_loss_fn=k2 +algorithm.kl_loss_fn_args={adaptive:true,horizon:9}",
         "algorithm.kl_loss_fn_args.target_kl",
         "greater than 0",
     ),
@@ -549,7 +551,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     ("explorer.auxiliary_models=[a]", "explorer.auxiliary_models", ""),
     (
-        "explorer.auxiliary_models=[{nme:a}]",
+        "explorer.auxiliary_models=[{nme:a,model_path:x}]",
         "explorer.auxiliary_models.nme",
         "did you mean `explorer.auxiliary_models.name`",
     ),
@@ -822,6 +824,7 @@ def test_there_are_many() -> None:
 
 @pytest.mark.parametrize(("overrides", "key", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused(
+    base: DictConfig,
     assets: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -835,11 +838,20 @@ def test_refused(
         for word in split(overrides)
     ]
     with pytest.raises(ConfigError) as refused:
-        grpo(assets, tmp_path, *words)
+        train.prepared_stages(changed(base, [f"checkpoint_root_dir={tmp_path}", *words]))
     said = str(refused.value)
     assert key in said and fix in said, said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.rglob("resolved.yaml")), "nothing has begun"
+
+
+@pytest.fixture(scope="module")
+def base(assets: Path) -> DictConfig:
+    """A recipe that can run, with few rows: composed once."""
+    few = assets / "few.jsonl"
+    lines = (assets / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    few.write_text("".join(lines[:200]), encoding="utf-8")
+    return configs.compose([*of_grpo(assets), f"{TASKSET}.path={few}"])
 
 
 def split(overrides: str) -> list[str]:
@@ -863,11 +875,7 @@ def test_the_command_refuses_it(
             sys.executable,
             "-m",
             "rft.train",
-            "experiment=grpo",
-            f"model.model_path={assets / 'model'}",
-            "model.max_response_tokens=8",
-            "model.max_prompt_tokens=16",
-            f"{TASKSET}.path={assets / 'train.jsonl'}",
+            *of_grpo(assets),
             f"checkpoint_root_dir={tmp_path}",
             *words,
         ],
