@@ -258,11 +258,8 @@ class RolloutEngine(EngineWeights):
 
         def report(process: Any) -> None:
             if not self._stopping and not failure.done():
-                failure.set_exception(
-                    EngineDied(
-                        f"{self.name}: {process.name} {ending(process.exitcode, killed='was killed by')}"
-                    )
-                )
+                how = ending(process.exitcode, killed="was killed by")
+                failure.set_exception(EngineDied(f"{self.name}: {process.name} {how}"))
 
         def sleep_until_one_ends() -> None:
             ended = connection.wait([process.sentinel for process in processes])
