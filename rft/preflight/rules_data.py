@@ -305,7 +305,10 @@ PIPELINES = (
     ),
     Rule(
         f"{SERVICE}.command",
-        lambda c: "{port}" not in (c.service.data_juicer.command or "{port}"),
+        lambda c: (
+            c.service.data_juicer.command is not None
+            and "{port}" not in c.service.data_juicer.command
+        ),
         f"{SERVICE}.command does not say where the port goes: write {{{{port}}}} in it",
     ),
     Rule(
