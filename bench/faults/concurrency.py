@@ -18,7 +18,7 @@ from bench.faults.toy import Cut
 from rft.checkpoint import fence
 from rft.checkpoint.commit import list_entries
 from rft.checkpoint.disk import Disk
-from rft.checkpoint.reader import Checkpoint, Damaged, Unreachable
+from rft.checkpoint.reader import Checkpoint, Damaged, StorageUnreachable
 from rft.checkpoint.storage import LocalStorage
 
 FIRST, SECOND = Cut(2, 1), Cut(2, 2)  # two saves of one step
@@ -123,7 +123,7 @@ def reader_beside(ground: Ground, root: Path, world: int, number: int) -> list[s
                 if entries:
                     with Checkpoint(storage, entries[-1].path) as checkpoint:
                         checkpoint.verify()
-            except (Damaged, Unreachable) as error:
+            except (Damaged, StorageUnreachable) as error:
                 if (root / entries[-1].path / "MANIFEST.json").exists():
                     problems.append(f"WRONG {error}")
             except FileNotFoundError:

@@ -20,7 +20,7 @@ from bench.faults.toy import Cut, begin, plan, settings
 from rft.checkpoint import fence, layout
 from rft.checkpoint.disk import Disk
 from rft.checkpoint.link import Link
-from rft.checkpoint.records import Committed, Failed, Freed, Report, Window
+from rft.checkpoint.records import Committed, Freed, Report, SaveFailed, Window
 from rft.checkpoint.storage import LocalStorage
 
 CUTS = {1: Cut(2), 0: Cut(3)}  # by slot
@@ -83,7 +83,7 @@ def listen(heard: "queue.SimpleQueue[Report]") -> list[str]:
             return [*problems, f"silence: committed {steps}, slots back {freed}"]
         if isinstance(report, Committed):
             steps.add(report.step)
-        elif isinstance(report, Failed):
+        elif isinstance(report, SaveFailed):
             return [*problems, f"save of step {report.step} failed: {report.cause}"]
         elif isinstance(report, Freed):
             if owners[int(report.id[-4:])] != report.slot:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rft.checkpoint import commit, layout
 from rft.checkpoint.layout import Claim
-from rft.checkpoint.records import Begin, Output, Region, Retention, Settings
+from rft.checkpoint.records import Begin, CheckpointSettings, Output, Region, Retention
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.ground.names import ITEM_BYTES
 
@@ -146,8 +146,8 @@ def settings(
     slot_bytes: int,
     deadline_s: float = 20.0,
     lease_s: float = 0.1,
-) -> Settings:
-    return Settings(
+) -> CheckpointSettings:
+    return CheckpointSettings(
         root=root,
         control=control,
         rank=rank,

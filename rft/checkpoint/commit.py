@@ -24,14 +24,14 @@ from rft.checkpoint.records import (
     FORMAT,
     MANIFEST,
     Begin,
+    CheckpointSettings,
     Committed,
-    Failed,
     Manifest,
     Output,
     Receipt,
     Report,
     Retained,
-    Settings,
+    SaveFailed,
     decode_json,
     encode_json,
     final_name,
@@ -66,7 +66,7 @@ class Committer:
     """`look` at intervals; every draft ends in exactly one report."""
 
     storage: Storage
-    settings: Settings
+    settings: CheckpointSettings
     report: Callable[[Report], object]
     orphaned: Callable[[], bool] = lambda: False
     in_use: Callable[[], set[str]] = set  # checkpoints that are being read and must not go now
@@ -274,7 +274,7 @@ class Committer:
     def _fail(self, draft: Draft, cause: str) -> None:
         draft.done = True
         log.error("%s failed: %s", draft.output.draft, cause)
-        self.report(Failed(id=draft.begin.id, step=draft.begin.step, cause=cause))
+        self.report(SaveFailed(id=draft.begin.id, step=draft.begin.step, cause=cause))
         try:
             self._give_space_back(draft.output.draft)
         except OSError as error:

@@ -20,16 +20,16 @@ from pathlib import Path
 from rft.checkpoint.records import (
     Beat,
     Begin,
+    CheckpointSettings,
     Close,
     Committed,
     Drop,
     Export,
     Exported,
-    Failed,
     Freed,
     Ready,
     Report,
-    Settings,
+    SaveFailed,
     Window,
 )
 from rft.checkpoint.wire import Outbox, Wire
@@ -67,7 +67,7 @@ class Link:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: CheckpointSettings,
         on_report: Callable[[Report], None],
         log_path: Path | None,
         command: tuple[str, ...] = AGENT,
@@ -104,7 +104,7 @@ class Link:
                 self._told[message.id] = Told(message)
                 self._outbox.send(message)
         if cause:
-            self._on_report(Failed(id=message.id, step=message.step, cause=cause))
+            self._on_report(SaveFailed(id=message.id, step=message.step, cause=cause))
 
     def window(self, message: Window) -> None:
         """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""
@@ -131,7 +131,7 @@ class Link:
             )
             self._outbox.send(Drop(id=identity, why=why))
         if told.failed:
-            self._on_report(Failed(id=identity, step=told.begin.step, cause=why))
+            self._on_report(SaveFailed(id=identity, step=told.begin.step, cause=why))
 
     def export(self, message: Export) -> None:
         with self._lock:
@@ -228,11 +228,11 @@ class Link:
                 told.freed_any = told.freed_any or bool(gone)
                 for start in gone:
                     del told.windows[start]
-            elif isinstance(report, Failed) or (
+            elif isinstance(report, SaveFailed) or (
                 isinstance(report, Committed) and not self._is_open(told, report)
             ):
                 del self._told[report.id]
-            return not (told.failed and isinstance(report, Failed))
+            return not (told.failed and isinstance(report, SaveFailed))
 
     @staticmethod
     def _is_open(told: Told, report: Committed) -> bool:
@@ -291,7 +291,7 @@ class Link:
         ]
         for told in self._told.values():
             begin = told.begin
-            lost += [Failed(id=begin.id, step=begin.step, cause=BROKEN)] * (not told.failed)
+            lost += [SaveFailed(id=begin.id, step=begin.step, cause=BROKEN)] * (not told.failed)
             lost += [Freed(id=begin.id, slot=window.slot) for window in told.windows.values()]
         self._exports.clear()
         self._told.clear()

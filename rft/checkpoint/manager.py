@@ -29,20 +29,20 @@ from rft.checkpoint.layout import Claim, claim_of
 from rft.checkpoint.link import AGENT, Link
 from rft.checkpoint.records import (
     Begin,
+    CheckpointSettings,
     Committed,
     Export,
     Exported,
     Exporting,
-    Failed,
     Freed,
     Output,
     Region,
     Report,
     Retention,
-    Settings,
+    SaveFailed,
     Window,
 )
-from rft.checkpoint.staging import Choice, Slots, Stager, slot_size, windows_of
+from rft.checkpoint.staging import SlotPool, Stager, StagingTuner, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground.device import Device, choose
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """This rank's part of every checkpoint.
 
     `order`: positions of the stored pieces in a snapshot.
@@ -155,7 +155,7 @@ class CheckpointManager:
         self._failed_export = ""
         self._news: list[Report] = []
         self._changed = threading.Condition()
-        self._choice = Choice(self.config.staging)
+        self._tuner = StagingTuner(self.config.staging)
         self._link: Link | None = None
 
     def load(self, policy: Snapshotable) -> dict[str, Any] | None:
@@ -190,11 +190,11 @@ class CheckpointManager:
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size)
-        slots = Slots([Slot(number, size, self.device) for number in range(2)])
+        slots = SlotPool([Slot(number, size, self.device) for number in range(2)])
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
         )
-        settings = Settings(
+        settings = CheckpointSettings(
             root=self.storage.where,
             control=str(self.control),
             rank=self.ranks.rank,
@@ -231,7 +231,7 @@ class CheckpointManager:
                 f"{free / neighbours / 1.1e9:.2f}"
             )
 
-    def _agree(self, claims: list[Claim]) -> Plan:
+    def _agree(self, claims: list[Claim]) -> SavePlan:
         listed = self.ranks.gather(msgspec.to_builtins(claims))
         chosen = None
         if listed is not None:
@@ -247,7 +247,7 @@ class CheckpointManager:
             positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(layout.MODEL)
         )
         regions = layout.place([claims[p] for p in mine])
-        return Plan(
+        return SavePlan(
             mine,
             regions,
             whole,
@@ -300,7 +300,7 @@ class CheckpointManager:
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
         self._stager.start(identity, tensors, telling.window, telling.drop)
-        if self._choice.next() == "eager":
+        if self._tuner.next() == "eager":
             self._stager.await_copies()
         return True
 
@@ -364,13 +364,13 @@ class CheckpointManager:
         the seconds that took.
         """
         waited = self._stager.await_copies()
-        self._choice.updated()
+        self._tuner.updated()
         return waited
 
     def poll(self) -> list[Report]:
         """What has become known since the last call:
 
-        Committed, Retained, Failed and Exported reports.
+        Committed, Retained, SaveFailed and Exported reports.
         """
         with self._changed:
             news, self._news = self._news, []
@@ -463,7 +463,7 @@ class CheckpointManager:
         with self._changed:
             if isinstance(report, Committed):
                 self._on_commit(report)
-            elif isinstance(report, Failed):
+            elif isinstance(report, SaveFailed):
                 outcome = self._outcomes[report.id]
                 if not outcome.cause:
                     self.status.failed += 1

@@ -38,7 +38,7 @@ def slot_size(total: int, budget_gb: float | None) -> int:
     return size if budget_gb is None else min(size, int(budget_gb * 1e9) // 2 // PAGE * PAGE)
 
 
-class Slots:
+class SlotPool:
     """Which slots are free. Leased by the stager, given back by reports of the agent."""
 
     def __init__(self, slots: list[Slot]):
@@ -110,7 +110,7 @@ class Stager:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: SlotPool,
         regions: list[Region],
         windows: list[tuple[int, int, list[int]]],
         copier: Copier,
@@ -216,7 +216,7 @@ class Stager:
         self.copier.copy(slot.bytes_at(region.at - start, region.bytes), tensor)
 
 
-class Choice:
+class StagingTuner:
     """`auto`: three saves lazy, three eager, then the kind whose steps were shorter.
 
     Times are between two updates.

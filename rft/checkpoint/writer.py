@@ -14,9 +14,9 @@ from rft.checkpoint.records import (
     CHUNK,
     FORMAT,
     Begin,
+    CheckpointSettings,
     Output,
     Receipt,
-    Settings,
     decode_json,
     encode_json,
 )
@@ -82,7 +82,11 @@ class Writer:
     """
 
     def __init__(
-        self, begin: Begin, settings: Settings, storage: Storage, pace: Callable[[int], None]
+        self,
+        begin: Begin,
+        settings: CheckpointSettings,
+        storage: Storage,
+        pace: Callable[[int], None],
     ):
         self.begin = begin
         self.settings = settings

@@ -16,7 +16,7 @@ adapters.
 from dataclasses import dataclass
 from typing import Any
 
-from rft.ground.names import Bound, Dims, Place, Segment, hf_names, hf_shape, is_expert
+from rft.ground.names import Bound, Dims, Place, ShardSlice, hf_names, hf_shape, is_expert
 
 PREFIX = "base_model.model."  # PEFT's name of the model that an adapter is for
 SUFFIXES = (".lora_A", ".lora_B")
@@ -66,7 +66,7 @@ class Adapter:
 
     bound: Bound
     shapes: tuple[tuple[int, ...], ...]
-    segments: list[Segment]
+    segments: list[ShardSlice]
 
 
 def adapter(which: str, base: Bound, dims: Dims, place: Place, rank: int) -> Adapter:
@@ -78,11 +78,11 @@ def adapter(which: str, base: Bound, dims: Dims, place: Place, rank: int) -> Ada
         shapes = tuple((rank, columns) for _, columns in whole)
         if base.kind == "row":
             return Adapter(Bound("row", hf), shapes, cut)
-        stacked = [Segment(part, 0, 0, rank, part * rank) for part in range(len(hf))]
+        stacked = [ShardSlice(part, 0, 0, rank, part * rank) for part in range(len(hf))]
         return Adapter(Bound("replicated", hf), shapes, stacked)
     shapes = tuple((rows, rank) for rows, _ in whole)
     if base.kind == "row":
-        return Adapter(Bound("replicated", hf), shapes, [Segment(0, 0, 0, whole[0][0], 0)])
+        return Adapter(Bound("replicated", hf), shapes, [ShardSlice(0, 0, 0, whole[0][0], 0)])
     return Adapter(Bound(base.kind, hf), shapes, cut)
 
 

@@ -1,8 +1,8 @@
 """The Hugging Face <-> Megatron table of rules: pure data and arithmetic, neither torch nor
 megatron.
 
-One `Rule` per parameter: its kind, its Megatron names (own/local layer spec first, then Transformer
-Engine's) and its Hugging Face names. `segments` turns a rule into the places where a
+One `WeightRule` per parameter: its kind, its Megatron names (own/local layer spec first, then
+Transformer Engine's) and its Hugging Face names. `segments` turns a rule into the places where a
 tensor-parallel shard and the HF tensors overlap; import, gathered export and block export are three
 readings of that one answer. `check_layout` refuses models and mesh sizes that cannot work, before
 anything heavy is imported.
@@ -45,7 +45,7 @@ VOCAB_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """`{layer}` and `{expert}` in a name are global numbers from 0.
 
     `megatron` lists alternatives, `hf` the parts in order.
@@ -61,45 +61,51 @@ _QKV = tuple(_H + f"self_attn.{part}_proj." for part in "qkv")
 _GATE_UP = tuple(_H + f"mlp.{part}_proj." for part in ("gate", "up"))
 _EM, _EH = _M + "mlp.experts.", _H + "mlp.experts.{expert}."
 
-RULES: tuple[Rule, ...] = (
-    Rule("vocab", ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
-    Rule(
+RULES: tuple[WeightRule, ...] = (
+    WeightRule("vocab", ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
+    WeightRule(
         "replicated",
         (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
         (_H + "input_layernorm.weight",),
     ),
-    Rule(
+    WeightRule(
         "qkv", (_M + "self_attention.linear_qkv.weight",), tuple(name + "weight" for name in _QKV)
     ),
-    Rule("qkv", (_M + "self_attention.linear_qkv.bias",), tuple(name + "bias" for name in _QKV)),
-    Rule(
+    WeightRule(
+        "qkv", (_M + "self_attention.linear_qkv.bias",), tuple(name + "bias" for name in _QKV)
+    ),
+    WeightRule(
         "replicated", (_M + "self_attention.q_layernorm.weight",), (_H + "self_attn.q_norm.weight",)
     ),
-    Rule(
+    WeightRule(
         "replicated", (_M + "self_attention.k_layernorm.weight",), (_H + "self_attn.k_norm.weight",)
     ),
-    Rule("row", (_M + "self_attention.linear_proj.weight",), (_H + "self_attn.o_proj.weight",)),
-    Rule(
+    WeightRule(
+        "row", (_M + "self_attention.linear_proj.weight",), (_H + "self_attn.o_proj.weight",)
+    ),
+    WeightRule(
         "replicated",
         (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
         (_H + "post_attention_layernorm.weight",),
     ),
-    Rule("gate_up", (_M + "mlp.linear_fc1.weight",), tuple(name + "weight" for name in _GATE_UP)),
-    Rule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",)),
-    Rule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",)),
-    Rule(
+    WeightRule(
+        "gate_up", (_M + "mlp.linear_fc1.weight",), tuple(name + "weight" for name in _GATE_UP)
+    ),
+    WeightRule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",)),
+    WeightRule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",)),
+    WeightRule(
         "gate_up",
         (_EM + "local_experts.{expert}.linear_fc1.weight", _EM + "linear_fc1.weight{expert}"),
         (_EH + "gate_proj.weight", _EH + "up_proj.weight"),
     ),
-    Rule(
+    WeightRule(
         "row",
         (_EM + "local_experts.{expert}.linear_fc2.weight", _EM + "linear_fc2.weight{expert}"),
         (_EH + "down_proj.weight",),
     ),
-    Rule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
-    Rule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
-    Rule("replicated", ("output_layer.value",), (VALUE_HEAD,)),
+    WeightRule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
+    WeightRule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
+    WeightRule("replicated", ("output_layer.value",), (VALUE_HEAD,)),
 )
 
 
@@ -140,7 +146,7 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ShardSlice:
     """Rows (dim 0) or columns (dim 1) [start, stop) of HF part
     `part` lie in the shard from `local` on.
     """
@@ -195,7 +201,7 @@ class Place:
     def first_expert(self, dims: Dims) -> int:
         return self.ep_rank * (dims.experts // self.ep)
 
-    def segments(self, bound: Bound, dims: Dims) -> list[Segment]:
+    def segments(self, bound: Bound, dims: Dims) -> list[ShardSlice]:
         rank, size = (self.etp_rank, self.etp) if bound.is_expert else (self.tp_rank, self.tp)
         return segments(bound.kind, bound.hf[0], dims, rank, size)
 
@@ -258,7 +264,7 @@ def hf_shape(kind: Kind, part: int, name: str, dims: Dims) -> tuple[int, ...]:
     return (rows,) if name.endswith(".bias") else (rows, dims.hidden)
 
 
-def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[Segment]:
+def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[ShardSlice]:
     """Where shard `rank` of `size` and the HF tensors of this rule overlap; padding rows of the
     vocabulary are in none.
 
@@ -269,22 +275,22 @@ def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[Se
         return _qkv_segments(dims, rank, size)
     if kind == "gate_up":
         rows = hf_shape(kind, 0, name, dims)[0] // size
-        return [Segment(part, 0, rank * rows, (rank + 1) * rows, part * rows) for part in (0, 1)]
+        return [ShardSlice(part, 0, rank * rows, (rank + 1) * rows, part * rows) for part in (0, 1)]
     if kind == "row":
         columns = hf_shape(kind, 0, name, dims)[1] // size
-        return [Segment(0, 1, rank * columns, (rank + 1) * columns, 0)]
+        return [ShardSlice(0, 1, rank * columns, (rank + 1) * columns, 0)]
     if kind == "vocab":
         rows = dims.padded_vocab(size) // size
         start, stop = rank * rows, min((rank + 1) * rows, dims.vocab)
-        return [Segment(0, 0, start, stop, 0)] if start < stop else []
+        return [ShardSlice(0, 0, start, stop, 0)] if start < stop else []
     whole = hf_shape(kind, 0, name, dims)[0]
     if kind == "column":
         rows = whole // size
-        return [Segment(0, 0, rank * rows, (rank + 1) * rows, 0)]
-    return [Segment(0, 0, 0, whole, 0)]
+        return [ShardSlice(0, 0, rank * rows, (rank + 1) * rows, 0)]
+    return [ShardSlice(0, 0, 0, whole, 0)]
 
 
-def _qkv_segments(dims: Dims, rank: int, size: int) -> list[Segment]:
+def _qkv_segments(dims: Dims, rank: int, size: int) -> list[ShardSlice]:
     """The packed rows of group g are [n*d of q | d of k | d of v]; the shard is a plain chunk of
     all G groups.
 
@@ -301,7 +307,7 @@ def _qkv_segments(dims: Dims, rank: int, size: int) -> list[Segment]:
             first, last = max(low, start + offset), min(high, start + offset + width)
             if first < last:
                 base = group * width - (start + offset)  # packed row -> row of the HF part
-                found.append(Segment(part, 0, first + base, last + base, first - low))
+                found.append(ShardSlice(part, 0, first + base, last + base, first - low))
     return sorted(found, key=lambda s: (s.part, s.start))
 
 
@@ -328,7 +334,7 @@ def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
     return names
 
 
-def applies(rule: Rule, features: frozenset[str], tied: bool) -> bool:
+def applies(rule: WeightRule, features: frozenset[str], tied: bool) -> bool:
     """Whether a model with these `SUPPORTED` features has the rule's HF tensors."""
     name = rule.megatron[0]
     if rule.hf[0] == VALUE_HEAD:

@@ -114,7 +114,7 @@ class Collective(Protocol):
     def barrier(self, name: str) -> None: ...
 
 
-class Mesh(Collective, Protocol):
+class TrainerMesh(Collective, Protocol):
     """The ranks of a trainer with their places in the layout TP x CP x PP x DP."""
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from rft.ground.names import Segment
+from rft.ground.names import ShardSlice
 from rft.ground.protocols import Piece
 from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
@@ -51,11 +51,11 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
     return found
 
 
-def _cut(parameter: torch.Tensor, segment: Segment) -> torch.Tensor:
+def _cut(parameter: torch.Tensor, segment: ShardSlice) -> torch.Tensor:
     return parameter.narrow(segment.dim, segment.local, segment.stop - segment.start)
 
 
-def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
+def _elements(shard: Shard, segment: ShardSlice) -> tuple[int, int]:
     """Range of the flattened parameter that a segment is: rows of
     it, or, cut by columns, all of it.
     """
@@ -66,7 +66,7 @@ def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
 
 
 def _piece(
-    kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None
+    kind: str, shard: Shard, segment: ShardSlice, tensor: torch.Tensor, flat: tuple[int, int] | None
 ) -> Piece:
     name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
     whole = shard.shapes[segment.part]

@@ -26,7 +26,7 @@ from rft.ground.names import (
     Bound,
     Dims,
     Place,
-    Segment,
+    ShardSlice,
     architecture_of,
     bind,
     hf_names,
@@ -48,7 +48,7 @@ class Shard:
     parameter: nn.Parameter
     bound: Bound
     shapes: tuple[tuple[int, ...], ...]
-    segments: list[Segment]
+    segments: list[ShardSlice]
     is_tied_copy: bool
 
     @property
@@ -65,8 +65,8 @@ class Slab:
 
     block: Block
     shard: Shard
-    runs: list[Segment]
-    delta: Callable[[Segment], Tensor] | None
+    runs: list[ShardSlice]
+    delta: Callable[[ShardSlice], Tensor] | None
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -158,7 +158,7 @@ class HFReader:
                 f"model.model_path={path}: the weights do not fit config.json: {text}"
             )
 
-    def read(self, name: str, segment: Segment) -> Tensor:
+    def read(self, name: str, segment: ShardSlice) -> Tensor:
         view = self._where[name].get_slice(name)
         return (
             view[segment.start : segment.stop]
@@ -237,7 +237,7 @@ def adapter_slabs(
 
 
 def _slabs(
-    own: list[Shard], names: list[str], merged: dict[int, Callable[[Segment], Tensor]]
+    own: list[Shard], names: list[str], merged: dict[int, Callable[[ShardSlice], Tensor]]
 ) -> list[Slab]:
     order = {name: i for i, name in enumerate(names)}
     found = [
@@ -301,9 +301,9 @@ class AdapterSource:
         return (slab.read() for slab in self._slabs)
 
 
-def _joined(places: list[Segment]) -> list[list[Segment]]:
+def _joined(places: list[ShardSlice]) -> list[list[ShardSlice]]:
     """Runs that continue each other in the same HF tensor, together."""
-    groups: list[list[Segment]] = []
+    groups: list[list[ShardSlice]] = []
     for place in places:
         if groups and groups[-1][-1].part == place.part and groups[-1][-1].stop == place.start:
             groups[-1].append(place)
@@ -312,7 +312,7 @@ def _joined(places: list[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _block(shard: Shard, runs: list[Segment]) -> Block:
+def _block(shard: Shard, runs: list[ShardSlice]) -> Block:
     part = runs[0].part
     name, shape = shard.bound.hf[part], shard.shapes[part]
     dim, start, stop = runs[0].dim, runs[0].start, runs[-1].stop

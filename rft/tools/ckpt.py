@@ -20,7 +20,7 @@ import numpy as np
 
 from rft.checkpoint import commit
 from rft.checkpoint.export import Tensor, slabs
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, Unreachable
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
 from rft.checkpoint.records import MANIFEST, Manifest, decode_json
 from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.handler(options)
-    except (Damaged, Mismatch, Unreachable) as error:
+    except (Damaged, Mismatch, StorageUnreachable) as error:
         print(f"rft ckpt: {error}", file=sys.stderr)
         return 1
     except (InputError, ConfigError, Busy, OSError, ValueError) as error:
@@ -264,11 +264,10 @@ def verify(options: argparse.Namespace) -> int:
                 with progress(name, checkpoint.manifest.bytes) as seen:
                     checkpoint.verify(seen)
                 size = checkpoint.manifest.bytes
-        except (Damaged, Mismatch, Unreachable) as error:
+        except (Damaged, Mismatch, StorageUnreachable) as error:
             bad += 1
-            print(
-                f"{name}  {'UNREADABLE' if isinstance(error, Unreachable) else 'DAMAGED'}  {error}"
-            )
+            state = "UNREADABLE" if isinstance(error, StorageUnreachable) else "DAMAGED"
+            print(f"{name}  {state}  {error}")
             continue
         print(
             f"{name}  good  {_size(size)}  every byte read and checked in "

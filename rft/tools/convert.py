@@ -21,9 +21,9 @@ from rft.checkpoint import export as hf_export
 from rft.checkpoint.disk import Disk
 from rft.checkpoint.layout import MODEL
 from rft.checkpoint.reader import Checkpoint
-from rft.checkpoint.single import Source, write
+from rft.checkpoint.single import TensorSource, write
 from rft.checkpoint.storage import open_storage
-from rft.ground.names import Dims, Segment, architecture_of, hf_names, read_hf_config
+from rft.ground.names import Dims, ShardSlice, architecture_of, hf_names, read_hf_config
 from rft.tools import torch_dist
 from rft.tools.places import InputError, Run
 
@@ -130,7 +130,7 @@ class Given:
             reader = _hf_reader(source, hf)
             self.names = hf_names(Dims.of(hf), architecture_of(hf))
             self._read = lambda kind, name: reader.read(
-                name, Segment(0, 0, 0, self.names[name][0], 0)
+                name, ShardSlice(0, 0, 0, self.names[name][0], 0)
             )
             self.dtype = self._read("model", next(iter(self.names))).dtype
         else:
@@ -146,7 +146,7 @@ class Given:
             return self._read("model", name).float()
         return torch.zeros(self.names[name])
 
-    def sources(self, dtype: torch.dtype) -> Iterator[Source]:
+    def sources(self, dtype: torch.dtype) -> Iterator[TensorSource]:
         kinds = ["model", *STATE] if dtype == torch.bfloat16 else ["model", *STATE[1:]]
         for kind in kinds:
             stored = dtype if kind == "model" else torch.float32
@@ -162,13 +162,13 @@ class Given:
 
     def _source(
         self, key: str, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Source:
+    ) -> TensorSource:
         def parts() -> Iterator[np.ndarray]:
             yield (
                 self.tensor(kind, name).to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
             )
 
-        return Source(key, str(dtype).removeprefix("torch."), shape, parts)
+        return TensorSource(key, str(dtype).removeprefix("torch."), shape, parts)
 
 
 def _hf_reader(source: Path, hf: dict[str, Any]) -> Any:

@@ -85,7 +85,7 @@ def actor(name: str) -> Any:
 
 
 class QueueSource:
-    """`feed.Source` over the experience buffer actor."""
+    """`feed.BatchSource` over the experience buffer actor."""
 
     def __init__(
         self,

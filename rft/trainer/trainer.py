@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.records import Committed, Retained
 from rft.config import TrainerConfig
-from rft.ground.protocols import Checkpoints, Mesh
+from rft.ground.protocols import Checkpoints, TrainerMesh
 from rft.monitor import trace
 from rft.monitor.metrics import Timer
 from rft.sync.publisher import Publisher
@@ -47,7 +47,7 @@ class Trainer:
     """
 
     config: TrainerConfig
-    mesh: Mesh
+    mesh: TrainerMesh
     models: "Models"
     feed: Feed
     publisher: Publisher

@@ -20,7 +20,7 @@ from rft.ground.names import (
     SUPPORTED,
     Dims,
     Place,
-    Rule,
+    WeightRule,
     applies,
     architecture_of,
     hf_shape,
@@ -83,7 +83,7 @@ def _parameters(
             yield name.format(layer=layer, expert=expert), local_shape(rule, dims, place)
 
 
-def local_shape(rule: Rule, dims: Dims, place: Place) -> tuple[int, ...]:
+def local_shape(rule: WeightRule, dims: Dims, place: Place) -> tuple[int, ...]:
     whole = [hf_shape(rule.kind, part, name, dims) for part, name in enumerate(rule.hf)]
     size = place.etp if is_expert(rule.hf[0]) else place.tp
     if rule.kind == "replicated":

@@ -14,7 +14,7 @@ from bench.faults.toy import Cut, begin, plan, settings
 from rft.checkpoint import fence, layout
 from rft.checkpoint.disk import Disk
 from rft.checkpoint.link import Link
-from rft.checkpoint.records import Begin, Failed, Freed, Report, Window
+from rft.checkpoint.records import Begin, Freed, Report, SaveFailed, Window
 from rft.checkpoint.storage import LocalStorage
 
 PATIENCE_S = 60.0
@@ -46,7 +46,7 @@ def test_windows_of_a_save_that_has_failed_give_their_slots_back(
         # its directory cannot be made
         link.window(Window(id=asked.id, slot=0, start=0, stop=64, last=False))
         seen = [heard.get(timeout=PATIENCE_S), heard.get(timeout=PATIENCE_S)]
-        assert {type(report) for report in seen} == {Failed, Freed}
+        assert {type(report) for report in seen} == {SaveFailed, Freed}
         # staging knew nothing of it
         link.window(Window(id=asked.id, slot=1, start=64, stop=total, last=True))
         last = heard.get(timeout=PATIENCE_S)

@@ -20,7 +20,7 @@ from states import PATIENCE, Member, Ranks, State, equal, managed, plain, save, 
 from rft.checkpoint import restore
 from rft.checkpoint.disk import Disk
 from rft.checkpoint.layout import Claim
-from rft.checkpoint.restore import Refused
+from rft.checkpoint.restore import RestoreRefused
 from rft.checkpoint.storage import LocalStorage, Storage, committed, open_storage
 from rft.tools import ckpt
 
@@ -111,7 +111,7 @@ def start(*starts: Start, patience_s: float = 0.0) -> None:
 
 def refusal(*starts: Start) -> str:
     """What every rank says, in the same words."""
-    assert [type(one.error) for one in starts] == [Refused] * len(starts), [
+    assert [type(one.error) for one in starts] == [RestoreRefused] * len(starts), [
         one.error for one in starts
     ]
     (words,) = {str(one.error) for one in starts}
@@ -217,7 +217,9 @@ def test_a_root_that_cannot_be_made_refuses_the_start_on_every_rank() -> None:
     ranks, said = Ranks(2), []
 
     def prepare(rank: int) -> None:
-        with pytest.raises(Refused, match="rank 0 on .*/proc/nowhere cannot be used") as refused:
+        with pytest.raises(
+            RestoreRefused, match="rank 0 on .*/proc/nowhere cannot be used"
+        ) as refused:
             restore.prepare(open_storage("/proc/nowhere"), ranks.member(rank), 0.0)
         said.append(str(refused.value))
 

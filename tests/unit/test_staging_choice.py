@@ -13,7 +13,7 @@ def test_auto_takes_what_was_quicker(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    choice = staging.Choice("auto")
+    choice = staging.StagingTuner("auto")
     choice.updated()
     chosen = []
     for number in range(8):
@@ -28,5 +28,5 @@ def test_auto_takes_what_was_quicker(
 
 @pytest.mark.parametrize("kind", ["lazy", "eager"])
 def test_what_is_asked_for_is_done(kind: str) -> None:
-    choice = staging.Choice(kind)
+    choice = staging.StagingTuner(kind)
     assert [choice.next() for _ in range(8)] == [kind] * 8

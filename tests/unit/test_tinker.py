@@ -21,7 +21,7 @@ from rft.data.packing import Row, pack
 from rft.extras.tinker.alone import Alone
 from rft.extras.tinker.engine import SamplerEngine
 from rft.extras.tinker.policy import RemotePolicy, RemoteReference
-from rft.extras.tinker.saves import Damaged, RemoteCheckpoints
+from rft.extras.tinker.saves import DamagedRecord, RemoteCheckpoints
 from rft.extras.tinker.service import Service, ServiceFailed, end_tokens
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.rounds import AtPath, Round, RoundFailed
@@ -355,7 +355,7 @@ def test_a_record_that_is_not_as_it_was_written_stops_the_run_by_name(
     }[damage]
     assert damaged != data
     path.write_bytes(damaged)
-    with pytest.raises(Damaged) as refused:
+    with pytest.raises(DamagedRecord) as refused:
         saves_of(tmp_path, policy).load(models_of(policy))
     assert str(path) in str(refused.value) and "delete it to go on of step 0" in str(refused.value)
 

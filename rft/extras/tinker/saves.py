@@ -16,7 +16,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,21 +25,18 @@ from rft.extras.tinker.policy import RemotePolicy
 from rft.extras.tinker.service import in_a_line
 from rft.ground import durable
 
+if TYPE_CHECKING:
+    from rft.trainer.models import Models
+
 log = logging.getLogger(__name__)
 FORMAT = 1
 
 
-class Damaged(RuntimeError):
+class DamagedRecord(RuntimeError):
     """A record that is not as it was written."""
 
 
-class Models(Protocol):
-    """What is needed of them: KL coefficients, which may move from step to step."""
-
-    nearness: Any
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SaveRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`state`, `sampler`: the service's paths.
 
     `small`: what else moves from step to step. `seal`: sha256 of all of it.
@@ -55,7 +52,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     small: dict[str, bytes]
     seal: str = ""
 
-    def sealed(self) -> "Record":
+    def sealed(self) -> "SaveRecord":
         return msgspec.structs.replace(
             self, seal=sha256(encode_json(msgspec.structs.replace(self, seal="")))
         )
@@ -67,7 +64,7 @@ class Records:
     def __init__(self, root: Path):
         self.root = root
 
-    def write(self, record: Record) -> Path:
+    def write(self, record: SaveRecord) -> Path:
         """Returns when it is on disk."""
         if not self.root.exists():
             self.root.mkdir(parents=True)
@@ -76,16 +73,16 @@ class Records:
         durable.put(path, encode_json(record.sealed()))
         return path
 
-    def read(self, step: int) -> Record:
+    def read(self, step: int) -> SaveRecord:
         path = self._path(step)
         try:
-            record = decode_json(path.read_bytes(), Record)
+            record = decode_json(path.read_bytes(), SaveRecord)
         except ValueError as error:
-            raise Damaged(
+            raise DamagedRecord(
                 self._advice(path, f"is torn or was edited ({in_a_line(error)})")
             ) from error
         if record.sealed() != record or (record.format, record.step) != (FORMAT, step):
-            raise Damaged(self._advice(path, "is not as it was written"))
+            raise DamagedRecord(self._advice(path, "is not as it was written"))
         return record
 
     def steps(self) -> list[int]:
@@ -138,7 +135,7 @@ class RemoteCheckpoints:
         self._committed = 0
         self._seconds = 0.0
 
-    def load(self, models: Models) -> dict[str, Any] | None:
+    def load(self, models: "Models") -> dict[str, Any] | None:
         """Let the service go on from the newest record; the loop's
         state, or None when there never was one.
         """
@@ -164,13 +161,13 @@ class RemoteCheckpoints:
         self.requested = newest.step
         return newest.loop
 
-    def start(self, models: Models) -> None:
+    def start(self, models: "Models") -> None:
         """Nothing is held in memory for saves."""
 
     def save(
         self,
         step: int,
-        models: Models,
+        models: "Models",
         loop: dict[str, Any],
         full: bool = True,
         weights: bool = False,
@@ -204,7 +201,7 @@ class RemoteCheckpoints:
 
     def _commit(self, save: Pending) -> list[Report]:
         config = self.policy.config
-        record = Record(
+        record = SaveRecord(
             format=FORMAT,
             step=save.step,
             base_model=str(config.base_model),
