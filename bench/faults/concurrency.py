@@ -16,10 +16,9 @@ from bench.faults.judge import Tally, committed, judge
 from bench.faults.kills import Ground
 from bench.faults.toy import Cut
 from rft.checkpoint import fence
-from rft.checkpoint.commit import list_entries
-from rft.checkpoint.disk import Disk
+from rft.checkpoint.catalog import list_entries
 from rft.checkpoint.reader import Checkpoint, Damaged, StorageUnreachable
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 FIRST, SECOND = Cut(2, 1), Cut(2, 2)  # two saves of one step
 # (call, expression for its path) at which the zombie is stopped, in the order in which they come

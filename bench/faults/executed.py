@@ -18,10 +18,9 @@ from bench.faults.judge import Tally, judge
 from bench.faults.kills import Ground
 from bench.faults.toy import Cut, begin, plan, settings
 from rft.checkpoint import fence, layout
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.link import Link
 from rft.checkpoint.records import Committed, Freed, Report, SaveFailed, Window
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 CUTS = {1: Cut(2), 0: Cut(3)}  # by slot
 CALLS = 60  # of an undisturbed agent over both saves, about

@@ -27,7 +27,6 @@ from bench.faults.toy import Cut, begin, plan, settings
 from rft.checkpoint import fence, layout
 from rft.checkpoint.agent import Agent
 from rft.checkpoint.commit import Committer
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.records import (
     CheckpointSettings,
     Close,
@@ -37,7 +36,7 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Writer
 

@@ -34,7 +34,6 @@ import psutil
 
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer, abandon
-from rft.checkpoint.gate import Gate
 from rft.checkpoint.records import (
     Beat,
     Begin,
@@ -51,7 +50,7 @@ from rft.checkpoint.records import (
 )
 from rft.checkpoint.storage import Storage, open_storage
 from rft.checkpoint.wire import Wire
-from rft.checkpoint.writer import Pacer, Writer
+from rft.checkpoint.writer import Gate, Pacer, Writer
 from rft.monitor import logs, trace
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from rft.checkpoint import fence, retention
+from rft.checkpoint import fence
+from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, step_of
 from rft.checkpoint.layout import digest
 from rft.checkpoint.records import (
     FORMAT,
@@ -37,7 +36,7 @@ from rft.checkpoint.records import (
     final_name,
     sha256,
 )
-from rft.checkpoint.storage import LATEST, Storage, committed, step_of
+from rft.checkpoint.storage import LATEST, Storage
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 from rft.ground import durable
 
@@ -260,9 +259,7 @@ class Committer:
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
         dropped = [
-            entry
-            for entry in retention.expired(entries, output.retention)
-            if entry.path not in in_use
+            entry for entry in expired(entries, output.retention) if entry.path not in in_use
         ]
         for entry in dropped:
             log.info("retention removes %s", entry.path)
@@ -293,50 +290,6 @@ class Committer:
             receipt_name(r) in names for r in ranks
         ):
             self.storage.remove(place)
-
-
-class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """LATEST: where a reader may look first. Never believed: the committed manifests decide."""
-
-    name: str
-    epoch: int
-    step: int
-
-
-def read_manifest(storage: Storage, path: str) -> Manifest:
-    """The manifest of a committed directory. Raises ValueError when it is damaged.
-
-    One of another format is no damage, as long as its seal fits: whoever opens it looks at
-    `format`.
-    """
-    where = f"{storage.where}/{path}/{MANIFEST}"
-    data = storage.get(f"{path}/{MANIFEST}")
-    try:
-        manifest = decode_json(data, Manifest)
-    except ValueError as error:
-        raise ValueError(f"{where} is damaged: {error}") from error
-    unsealed = data.replace(f'"seal":"{manifest.seal}"'.encode(), b'"seal":""')
-    if manifest.seal != sha256(unsealed):
-        raise ValueError(f"{where} is damaged: its seal does not fit its content")
-    if step_of(path) not in (manifest.step, None):
-        raise ValueError(f"{where} is of step {manifest.step}: the directory was renamed")
-    return manifest
-
-
-def list_entries(storage: Storage, collection: str = "") -> list[retention.Entry]:
-    """Committed directories with a sound manifest, oldest first."""
-    tags = set(storage.list("tags"))
-    found = []
-    for path in committed(storage, collection):
-        try:
-            manifest = read_manifest(storage, path)
-        except (ValueError, OSError) as error:
-            log.error("%s", error)
-            continue
-        found.append(
-            retention.Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags)
-        )
-    return sorted(found, key=lambda entry: (entry.epoch, entry.step))
 
 
 def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:

@@ -23,8 +23,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from rft.checkpoint import commit, layout, restore
-from rft.checkpoint.arena import Slot
+from rft.checkpoint import catalog, commit, layout, restore
 from rft.checkpoint.layout import Claim, claim_of
 from rft.checkpoint.link import AGENT, Link
 from rft.checkpoint.records import (
@@ -42,7 +41,7 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
-from rft.checkpoint.staging import SlotPool, Stager, StagingTuner, slot_size, windows_of
+from rft.checkpoint.staging import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground.device import Device, choose
@@ -174,7 +173,7 @@ class CheckpointManager:
     def _loaded(self, step: int) -> set[str]:
         """Name of a committed checkpoint that an earlier attempt has written."""
         return {
-            [entry.path for entry in commit.list_entries(self.storage) if entry.step == step][-1]
+            [entry.path for entry in catalog.list_entries(self.storage) if entry.step == step][-1]
         }
 
     def start(self, policy: Snapshotable) -> None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from rft.checkpoint import commit
+from rft.checkpoint import catalog
+from rft.checkpoint.catalog import committed
 from rft.checkpoint.layout import Claim, claim_of
 from rft.checkpoint.reader import (
     Checkpoint,
@@ -30,7 +31,7 @@ from rft.checkpoint.reader import (
     StorageUnreachable,
     patiently,
 )
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, committed
+from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Candidates:
         found = []
         for path in committed(self.storage):
             try:
-                manifest = commit.read_manifest(self.storage, path)
+                manifest = catalog.read_manifest(self.storage, path)
             except (ValueError, IsADirectoryError) as error:
                 self._put_aside(path, str(error))
                 continue

@@ -11,7 +11,10 @@ its agent has given it back. An agent that gives nothing back costs one wait of 
 a slot is back, later saves fail at once.
 """
 
+import ctypes
 import logging
+import mmap
+import os
 import statistics
 import threading
 import time
@@ -20,9 +23,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
-from rft.checkpoint.arena import Slot
 from rft.checkpoint.records import Region, Window
-from rft.ground.device import Copier
+from rft.ground.device import Copier, Device
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,39 @@ def slot_size(total: int, budget_gb: float | None) -> int:
     """Bytes of each of two slots: for all of a save, or what the budget allows."""
     size = max(1, -(-total // PAGE)) * PAGE
     return size if budget_gb is None else min(size, int(budget_gb * 1e9) // 2 // PAGE * PAGE)
+
+
+class Slot:
+    """Host memory of one staged save (memfd), mapped here and in the agent; `number` is what
+    messages call it.
+
+    memfd instead of /dev/shm: no container limit applies, and nothing is left when every holder
+    dies. Pages are touched at once, so that the first save costs what the others cost; on a GPU
+    they are pinned, once, with their exact size.
+    """
+
+    def __init__(self, number: int, size: int, device: Device):
+        self.number = number
+        self.size = size
+        self.device = device
+        self.descriptor = os.memfd_create(f"rft-checkpoint-slot-{number}", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self._map = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if device.pin_memory:
+            device.pin(self.address, size)
+
+    def bytes_at(self, at: int, count: int) -> "torch.Tensor":
+        """A uint8 tensor over this memory."""
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=at)
+
+    def close(self) -> None:
+        """Give back the descriptor; the mapping goes with the last tensor over it."""
+        if self.device.pin_memory:
+            self.device.unpin(self.address)
+        os.close(self.descriptor)
 
 
 class SlotPool:

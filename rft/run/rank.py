@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rft import config as configs
+from rft.checkpoint import catalog
 from rft.config import Config
 from rft.ground import device as devices
 from rft.ground import plugins, redact
@@ -200,8 +201,7 @@ def _train(rank: Rank, mesh: Any) -> None:
 
 def write_result(rank: Rank, version: int) -> None:
     """For the next stage, and for the next start of this one (`rft.run.stages`)."""
-    from rft.checkpoint.disk import Disk
-    from rft.checkpoint.storage import LocalStorage
+    from rft.checkpoint.storage import Disk, LocalStorage
 
     result = {
         "version": version,
@@ -356,14 +356,14 @@ def resume(
 
 def take_epoch(rank: Rank) -> int:
     """Let the agents of the last attempt finish what they hold, then begin a new one."""
-    from rft.checkpoint import commit, fence
+    from rft.checkpoint import fence
     from rft.checkpoint.storage import open_storage
 
     rank.waiting_for = "the last attempt's checkpoint"
     control = fence.control_dir(rank.job)
     fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
-    written = commit.list_entries(open_storage(configs.checkpoint_root(rank.config)))
+    written = catalog.list_entries(open_storage(configs.checkpoint_root(rank.config)))
     return fence.take_epoch(control, above=max((entry.epoch for entry in written), default=0))
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rft.checkpoint.commit import read_manifest
+from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.records import Committed, Report, SaveFailed
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import SynchronizerConfig

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint import commit
+from rft.checkpoint import catalog
+from rft.checkpoint.catalog import step_of
 from rft.checkpoint.export import Tensor, slabs
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
 from rft.checkpoint.records import MANIFEST, Manifest, decode_json
 from rft.checkpoint.single import Busy
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
+from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
 from rft.tools.places import InputError, Run, find_checkpoint, find_run
@@ -119,7 +120,7 @@ def ls(options: argparse.Namespace) -> int:
         if step_of(name) is None or MANIFEST not in storage.list(name):
             continue
         try:
-            rows.append((commit.read_manifest(storage, name), name))
+            rows.append((catalog.read_manifest(storage, name), name))
         except (ValueError, OSError) as error:
             damaged.append(f"{name}: {error}")
     print(run.where)
@@ -161,7 +162,7 @@ def _row(run: Run, manifest: Manifest, name: str, latest: str) -> tuple[str, ...
 
 def _latest(storage: Storage) -> str:
     try:
-        return decode_json(storage.get(LATEST), commit.Hint).name
+        return decode_json(storage.get(LATEST), catalog.Hint).name
     except (OSError, ValueError):
         return ""
 

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rft.checkpoint import commit, fence
+from rft.checkpoint import catalog, fence
 from rft.checkpoint import export as hf_export
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.layout import MODEL
 from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.single import TensorSource, write
-from rft.checkpoint.storage import open_storage
+from rft.checkpoint.storage import Disk, open_storage
 from rft.ground.names import Dims, ShardSlice, architecture_of, hf_names, read_hf_config
 from rft.tools import torch_dist
 from rft.tools.places import InputError, Run
@@ -86,7 +85,7 @@ def whole(checkpoint: Checkpoint, key: str) -> Tensor:
 
 def _model_of(run: Run, name: str, model: str | None) -> Path:
     """The Hugging Face directory that the run began with."""
-    given = model or commit.read_manifest(run.storage, name).about.get("model")
+    given = model or catalog.read_manifest(run.storage, name).about.get("model")
     if not given:
         raise InputError(
             f"{run.where}/{name} does not say which model it is of; give --model DIRECTORY"
@@ -189,7 +188,7 @@ def import_(
 ) -> tuple[str, str]:
     """(name of the new checkpoint, what was taken over)."""
     storage = open_storage(job / "checkpoints")
-    present = commit.list_entries(storage)
+    present = catalog.list_entries(storage)
     if present and step is None:
         raise InputError(
             f"{storage.where} has checkpoints already (newest: step {present[-1].step}); a run "

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rft import config as configs
-from rft.checkpoint import commit
+from rft.checkpoint import catalog
+from rft.checkpoint.catalog import committed, step_of
 from rft.checkpoint.records import MANIFEST
-from rft.checkpoint.storage import Storage, committed, open_storage, step_of
+from rft.checkpoint.storage import Storage, open_storage
 from rft.config import ConfigError
 
 DEPTH = 3  # directories between what is typed and `checkpoints`: <root>/<project>/<name>/<stage>
@@ -82,7 +83,7 @@ def find_checkpoint(text: str) -> tuple[Run, str]:
 
 
 def _newest(run: Run, step: int | None) -> str:
-    entries = commit.list_entries(run.storage)
+    entries = catalog.list_entries(run.storage)
     found = [entry for entry in entries if step in (None, entry.step)]
     if not found:
         steps = ", ".join(str(entry.step) for entry in entries[-8:]) or "none"

@@ -9,9 +9,8 @@ import numpy as np
 from safetensors import safe_open
 
 from rft.checkpoint import single
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.single import TensorSource
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 
 def storage_at(root: Path) -> LocalStorage:

@@ -7,9 +7,8 @@ from bench.faults.judge import committed
 from bench.faults.toy import Cut, begin, settings
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.records import Committed, Report, SaveFailed
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 from rft.checkpoint.writer import Writer
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from bench.faults.toy import Cut, begin, plan, settings
 from rft.checkpoint import fence, layout
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.link import Link
 from rft.checkpoint.records import Begin, Freed, Report, SaveFailed, Window
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 PATIENCE_S = 60.0
 

@@ -18,10 +18,10 @@ import pytest
 from states import PATIENCE, Member, Ranks, State, equal, managed, plain, save, write_cut
 
 from rft.checkpoint import restore
-from rft.checkpoint.disk import Disk
+from rft.checkpoint.catalog import committed
 from rft.checkpoint.layout import Claim
 from rft.checkpoint.restore import RestoreRefused
-from rft.checkpoint.storage import LocalStorage, Storage, committed, open_storage
+from rft.checkpoint.storage import Disk, LocalStorage, Storage, open_storage
 from rft.tools import ckpt
 
 FILES = ("MANIFEST.json", "r00000.json", "r00000.bin")

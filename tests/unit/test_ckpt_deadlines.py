@@ -17,10 +17,9 @@ import torch
 from states import PATIENCE, State, managed, plain, save, trainer_config, until
 
 from rft.checkpoint import fence, layout
-from rft.checkpoint.arena import Slot
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import Drop
-from rft.checkpoint.staging import PAGE, SlotPool, Stager, windows_of
+from rft.checkpoint.staging import PAGE, Slot, SlotPool, Stager, windows_of
 from rft.checkpoint.wire import BACKLOG, Outbox, Wire
 from rft.ground.device import HostCopier, choose
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from states import OneRank, State, managed
 
-from rft.checkpoint.commit import read_manifest
+from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.records import SaveFailed
 from rft.config import SynchronizerConfig
 from rft.sync.origins import CheckpointOrigin
