@@ -21,7 +21,7 @@ from rft import config as configs
 from rft.config import Config, ConfigError
 from rft.config import file as config_file
 from rft.config.compose import CONFIG_DIR
-from rft.extras.sweep import arguments as sweeps
+from rft.extras import sweep as sweeps
 from rft.ground import plugins
 from rft.ground.errors import problems_of, refuse, refuse_all
 from rft.ground.plugins import imported
@@ -41,7 +41,7 @@ def main() -> None:
             from rft.run.outer import launched
 
             configs.check_overrides(words)
-            sweeps.check(words, launched())
+            sweeps.check_arguments(words, launched())
         elif ASKING.intersection(words):
             configs.check_overrides(words)
         else:

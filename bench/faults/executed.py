@@ -17,7 +17,7 @@ from bench.faults.job import PATIENCE_S
 from bench.faults.judge import Tally, judge
 from bench.faults.kills import Ground
 from bench.faults.toy import Cut, begin, plan, settings
-from rft.checkpoint import fence, layout
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
 from rft.checkpoint.records import Committed, Freed, Report, SaveFailed, Window
 from rft.checkpoint.storage import Disk, LocalStorage
@@ -39,7 +39,7 @@ def strike(ground: Ground, number: int, when: str) -> list[str]:
     root = ground.fresh(1)
     control, epoch = root / "control", fence.take_epoch(root / "control")
     regions = plan(1, 1)[0]
-    size = -(-layout.extent(regions) // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = -(-sharding.extent(regions) // mmap.PAGESIZE) * mmap.PAGESIZE
     slots = [os.memfd_create("slot") for _ in range(2)]
     for descriptor in slots:
         os.ftruncate(descriptor, size)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.faults.disks import TRAINER, Board
 from bench.faults.toy import Cut, begin, plan, settings
-from rft.checkpoint import fence, layout
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.agent import Agent
 from rft.checkpoint.commit import Committer
 from rft.checkpoint.records import (
@@ -91,7 +91,7 @@ class Job:
         epoch = fence.take_epoch(control)
         self.swept()
         size = max(
-            layout.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world)
+            sharding.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world)
         )
         size = -(-size // PAGE) * PAGE
         slots = [[os.memfd_create("slot") for _ in range(2)] for _ in range(self.world)]

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from rft.checkpoint import fence
 from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, step_of
-from rft.checkpoint.layout import digest
 from rft.checkpoint.records import (
     FORMAT,
     MANIFEST,
@@ -36,6 +35,7 @@ from rft.checkpoint.records import (
     final_name,
     sha256,
 )
+from rft.checkpoint.sharding import digest
 from rft.checkpoint.storage import LATEST, Storage
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 from rft.ground import durable

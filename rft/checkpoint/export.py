@@ -23,8 +23,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rft.checkpoint.layout import MODEL, Claim
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
+from rft.checkpoint.sharding import MODEL, Claim
 from rft.checkpoint.storage import Disk, LocalSink, Storage, open_storage
 from rft.config import ConfigError
 from rft.ground import durable

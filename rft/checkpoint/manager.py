@@ -23,8 +23,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from rft.checkpoint import catalog, commit, layout, restore
-from rft.checkpoint.layout import Claim, claim_of
+from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.link import AGENT, Link
 from rft.checkpoint.records import (
     Begin,
@@ -41,7 +40,8 @@ from rft.checkpoint.records import (
     SaveFailed,
     Window,
 )
-from rft.checkpoint.staging import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
+from rft.checkpoint.sharding import Claim, claim_of
+from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground.device import Device, choose
@@ -185,7 +185,7 @@ class CheckpointManager:
         if self.ranks.rank == 0:
             self.storage.prepare()
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
-        total = layout.extent(self._plan.regions)
+        total = sharding.extent(self._plan.regions)
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size)
@@ -235,22 +235,22 @@ class CheckpointManager:
         chosen = None
         if listed is not None:
             everyone = msgspec.convert(listed, list[list[Claim]])
-            positions = layout.assign(everyone)
+            positions = sharding.assign(everyone)
             placed = [
-                layout.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
+                sharding.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
             ]
-            weights = [[r for r in found if r.key.startswith(layout.MODEL)] for found in placed]
-            chosen = [positions, layout.digest(placed), layout.digest(weights)]
+            weights = [[r for r in found if r.key.startswith(sharding.MODEL)] for found in placed]
+            chosen = [positions, sharding.digest(placed), sharding.digest(weights)]
         positions, whole, weights_only = self.ranks.broadcast(chosen)
         mine = sorted(
-            positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(layout.MODEL)
+            positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(sharding.MODEL)
         )
-        regions = layout.place([claims[p] for p in mine])
+        regions = sharding.place([claims[p] for p in mine])
         return SavePlan(
             mine,
             regions,
             whole,
-            [r for r in regions if r.key.startswith(layout.MODEL)],
+            [r for r in regions if r.key.startswith(sharding.MODEL)],
             weights_only,
         )
 
@@ -325,7 +325,7 @@ class CheckpointManager:
             draft=draft,
             final=final,
             regions=regions,
-            bytes=layout.extent(regions),
+            bytes=sharding.extent(regions),
             layout=self._plan.weight_layout if model else self._plan.layout,
             retention=keep,
         )

@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from rft.checkpoint.catalog import read_manifest
-from rft.checkpoint.layout import Box, Claim, Uncovered, boxes, check_coverage, overlap
 from rft.checkpoint.records import CHUNK, FORMAT, MANIFEST, Receipt, Region, decode_json, sha256
+from rft.checkpoint.sharding import Box, Claim, Uncovered, boxes, check_coverage, overlap
 from rft.checkpoint.storage import Storage, read_at
 from rft.ground.names import ITEM_BYTES
 

@@ -22,7 +22,6 @@ import msgspec
 
 from rft.checkpoint import catalog
 from rft.checkpoint.catalog import committed
-from rft.checkpoint.layout import Claim, claim_of
 from rft.checkpoint.reader import (
     Checkpoint,
     Damaged,
@@ -31,6 +30,7 @@ from rft.checkpoint.reader import (
     StorageUnreachable,
     patiently,
 )
+from rft.checkpoint.sharding import Claim, claim_of
 from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
 from rft.ground.protocols import Piece, Snapshotable
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint import commit, fence, layout
-from rft.checkpoint.layout import Claim
+from rft.checkpoint import commit, fence, sharding
 from rft.checkpoint.records import (
     ALIGN,
     Begin,
@@ -26,6 +25,7 @@ from rft.checkpoint.records import (
     Retention,
     SaveFailed,
 )
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import Storage
 from rft.checkpoint.writer import Writer
 
@@ -73,9 +73,9 @@ def write(
     storage.prepare()
     epoch = fence.take_epoch(control)
     # as `place` does
-    ordered = sorted(sources, key=lambda source: not source.key.startswith(layout.MODEL))
-    regions = layout.place([source.claim for source in ordered])
-    layout.check_coverage(regions)
+    ordered = sorted(sources, key=lambda source: not source.key.startswith(sharding.MODEL))
+    regions = sharding.place([source.claim for source in ordered])
+    sharding.check_coverage(regions)
     identity = f"e{epoch:04d}n0000"
     draft, final = commit.names_of(storage, "", step, identity)
     output = Output(
@@ -83,8 +83,8 @@ def write(
         draft=draft,
         final=final,
         regions=regions,
-        layout=layout.digest([regions]),
-        bytes=layout.extent(regions),
+        layout=sharding.digest([regions]),
+        bytes=sharding.extent(regions),
         retention=Retention(),
     )
     begin = Begin(

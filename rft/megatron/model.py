@@ -31,7 +31,7 @@ from rft.data.packing import Packed
 from rft.ground.adapters import SUFFIXES, Lora
 from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
 from rft.megatron.attention import PackedAttention, Packing, plan
-from rft.megatron.lora import add_adapters
+from rft.megatron.lora_layers import add_adapters
 from rft.megatron.mesh import Mesh
 
 

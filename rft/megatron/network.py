@@ -28,7 +28,7 @@ from rft.ground.names import Dims, read_hf_config
 from rft.megatron import model as models
 from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
-from rft.megatron.lora import freeze_all_but_adapters
+from rft.megatron.lora_layers import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
 
 

@@ -33,7 +33,7 @@ from rft.ground.names import (
     hf_shape,
 )
 from rft.ground.protocols import Block
-from rft.megatron.lora import deltas, initial_A
+from rft.megatron.lora_layers import deltas, initial_A
 from rft.megatron.mesh import Mesh
 
 # a buffer that old checkpoints store; it follows from the config

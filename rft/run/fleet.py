@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rft.ground.actor import ActorHandle
+from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
 from rft.run import processes

@@ -30,8 +30,7 @@ from rft.checkpoint import catalog
 from rft.config import Config
 from rft.ground import device as devices
 from rft.ground import plugins, redact
-from rft.ground.actor import ActorHandle
-from rft.ground.protocols import TrainBackend
+from rft.ground.protocols import ActorHandle, TrainBackend
 from rft.monitor import logs, trace
 from rft.run import processes
 from rft.run.exports import export_dir
@@ -227,8 +226,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> "tuple[Trainer, int, St
     from rft.run.sources import build_feed
     from rft.sync.style import Cadence
     from rft.trainer.feed import is_supervised
-    from rft.trainer.profiler import Profiler
-    from rft.trainer.skips import SkippedSteps
+    from rft.trainer.reporting import Profiler, SkippedSteps
     from rft.trainer.trainer import Trainer
 
     config, backend, lead = rank.config, backend_of(rank.config), mesh.rank == 0

@@ -11,8 +11,7 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.config import Config, TrainerConfig
 from rft.data.packing import Cost, Cut
 from rft.data.supervised import SupervisedRows
-from rft.ground.actor import ActorHandle
-from rft.ground.protocols import TrainerMesh
+from rft.ground.protocols import ActorHandle, TrainerMesh
 from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
 

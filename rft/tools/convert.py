@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rft.checkpoint import catalog, fence
 from rft.checkpoint import export as hf_export
-from rft.checkpoint.layout import MODEL
 from rft.checkpoint.reader import Checkpoint
+from rft.checkpoint.sharding import MODEL
 from rft.checkpoint.single import TensorSource, write
 from rft.checkpoint.storage import Disk, open_storage
 from rft.ground.names import Dims, ShardSlice, architecture_of, hf_names, read_hf_config

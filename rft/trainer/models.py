@@ -28,7 +28,7 @@ from rft.ground.protocols import Snapshot
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
-    from rft.megatron.critic import Critic
+    from rft.megatron.learner import Critic
     from rft.megatron.mesh import Mesh
     from rft.megatron.network import Network
     from rft.megatron.policy import Policy

@@ -31,8 +31,7 @@ from rft.sync.publisher import Publisher
 from rft.sync.style import Cadence
 from rft.trainer.control import Evaluations
 from rft.trainer.feed import Feed
-from rft.trainer.profiler import Profiler
-from rft.trainer.skips import SkippedSteps
+from rft.trainer.reporting import Profiler, SkippedSteps
 
 if TYPE_CHECKING:
     from rft.trainer.models import Models

@@ -13,7 +13,7 @@ import torch
 from rows import CUTS, RATES, make_rows
 
 from rft.algorithm.losses import token_loss
-from rft.checkpoint.layout import claim_of
+from rft.checkpoint.sharding import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import BY_TOKENS, Cut, Row, pack
 from rft.ground import device as devices

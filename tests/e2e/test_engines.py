@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from rft.ground.actor import ActorHandle
+from rft.ground.protocols import ActorHandle
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.processes import adopt_orphans
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.toy import Cut, begin, plan, settings
-from rft.checkpoint import fence, layout
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
 from rft.checkpoint.records import Begin, Freed, Report, SaveFailed, Window
 from rft.checkpoint.storage import Disk, LocalStorage
@@ -39,7 +39,7 @@ def test_windows_of_a_save_that_has_failed_give_their_slots_back(
     heard: queue.SimpleQueue[Report] = queue.SimpleQueue()
     link = Link(told, heard.put, tmp_path / "agent.log")
     asked: Begin = begin(LocalStorage(tmp_path / "nowhere", Disk()), Cut(2), 0, 1, "e0001n0000")
-    total = layout.extent(plan(1, 1)[0])
+    total = sharding.extent(plan(1, 1)[0])
     try:
         link.begin(asked)
         # its directory cannot be made

@@ -19,8 +19,8 @@ from states import PATIENCE, Member, Ranks, State, equal, managed, plain, save, 
 
 from rft.checkpoint import restore
 from rft.checkpoint.catalog import committed
-from rft.checkpoint.layout import Claim
 from rft.checkpoint.restore import RestoreRefused
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import Disk, LocalStorage, Storage, open_storage
 from rft.tools import ckpt
 

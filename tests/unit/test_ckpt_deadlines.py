@@ -16,10 +16,10 @@ import pytest
 import torch
 from states import PATIENCE, State, managed, plain, save, trainer_config, until
 
-from rft.checkpoint import fence, layout
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import Drop
-from rft.checkpoint.staging import PAGE, Slot, SlotPool, Stager, windows_of
+from rft.checkpoint.stager import PAGE, Slot, SlotPool, Stager, windows_of
 from rft.checkpoint.wire import BACKLOG, Outbox, Wire
 from rft.ground.device import HostCopier, choose
 
@@ -165,9 +165,9 @@ class Hanging(HostCopier):
 
 def test_a_copy_that_hangs_is_an_error_that_names_it() -> None:
     piece = plain(count=1).snapshot().pieces
-    regions = layout.place([layout.claim_of(piece[0])])
+    regions = sharding.place([sharding.claim_of(piece[0])])
     slot, copier = Slot(0, PAGE, choose("cpu")), Hanging()
-    windows = windows_of(regions, PAGE, layout.extent(regions))
+    windows = windows_of(regions, PAGE, sharding.extent(regions))
     stager = Stager(SlotPool([slot]), regions, windows, copier, deadline_s=0.1)
     copying = stager.start(
         "e0001n0000", [piece[0].tensor], lambda window: None, lambda identity, why: None

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import held, write_cut
 
-from rft.checkpoint import layout
-from rft.checkpoint.layout import Claim, Uncovered, boxes, check_coverage
+from rft.checkpoint import sharding
+from rft.checkpoint.sharding import Claim, Uncovered, boxes, check_coverage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -130,18 +130,18 @@ def test_coverage_names_what_is_wrong() -> None:
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=24), st.integers(1, 6))
 def test_copies_are_stored_once_by_whoever_has_least(sizes: list[int], ranks: int) -> None:
     claims = [Claim(f"model/{i}", "float32", (n,), (0,), (n,), None) for i, n in enumerate(sizes)]
-    chosen = layout.assign([list(claims) for _ in range(ranks)])
+    chosen = sharding.assign([list(claims) for _ in range(ranks)])
     assert sorted(position for listed in chosen for position in listed) == list(range(len(sizes)))
     loads = [sum(sizes[position] for position in listed) for listed in chosen]
     assert max(loads) - min(loads) <= max(sizes)
-    assert layout.assign([list(claims) for _ in range(ranks)]) == chosen
+    assert sharding.assign([list(claims) for _ in range(ranks)]) == chosen
 
 
 def test_pieces_of_others_and_empty_ones_are_not_stored() -> None:
     mine = Claim("model/a", "float32", (4,), (0,), (4,), None)
     view = Claim("model/a", "float32", (4,), (0,), (2,), None, stored=False)
     empty = Claim("model/b", "float32", (0,), (0,), (0,), None)
-    assert layout.assign([[view, mine, empty], [view]]) == [[1], []]
+    assert sharding.assign([[view, mine, empty], [view]]) == [[1], []]
 
 
 def test_a_file_has_aligned_regions_and_the_model_first() -> None:
@@ -149,10 +149,10 @@ def test_a_file_has_aligned_regions_and_the_model_first() -> None:
         Claim(key, "bool", (n,), (0,), (n,), None)
         for key, n in (("o/x", 3), ("model/a", 65), ("model/b", 1))
     ]
-    regions = layout.place(claims)
+    regions = sharding.place(claims)
     assert [(r.key, r.at) for r in regions] == [("model/a", 0), ("model/b", 128), ("o/x", 192)]
     assert (
-        layout.extent(regions) == 256
-        and layout.extent(regions[:2]) == 192
-        and layout.extent([]) == 0
+        sharding.extent(regions) == 256
+        and sharding.extent(regions[:2]) == 192
+        and sharding.extent([]) == 0
     )

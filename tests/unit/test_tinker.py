@@ -18,9 +18,8 @@ from rft.algorithm.losses import token_loss
 from rft.checkpoint.records import Committed, Retained
 from rft.config import AlgorithmConfig, ConfigError, ModelConfig, OptimizerConfig, TinkerConfig
 from rft.data.packing import Row, pack
-from rft.extras.tinker.alone import Alone
-from rft.extras.tinker.engine import SamplerEngine
-from rft.extras.tinker.policy import RemotePolicy, RemoteReference
+from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy, RemoteReference
+from rft.extras.tinker.sampler import SamplerEngine
 from rft.extras.tinker.saves import DamagedRecord, RemoteCheckpoints
 from rft.extras.tinker.service import Service, ServiceFailed, end_tokens
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
@@ -80,7 +79,9 @@ def service(model: ModelConfig) -> Iterator[Service]:
 
 
 def policy_of(service: Service, model: ModelConfig, grad_clip: float = 0.5) -> RemotePolicy:
-    return RemotePolicy(service, model, OPTIMIZER, grad_clip, Alone(), seed=0, total_steps=STEPS)
+    return RemotePolicy(
+        service, model, OPTIMIZER, grad_clip, LocalMesh(), seed=0, total_steps=STEPS
+    )
 
 
 @pytest.fixture

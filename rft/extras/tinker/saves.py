@@ -1,9 +1,11 @@
-"""Checkpoints where a service holds the weights: it saves them, and rft keeps a record of where,
-with the loop's own state.
+"""Checkpoints and publication where a service holds the weights: it saves them, and rft keeps a
+record of where, with the loop's own state, and tells engines the path.
 
     save ─► save_state, weights for samplers (both begin) ─► poll: both are there
             ─► <job>/remote/step_N.json ─► older ones go
     load ─► the newest record ─► a training client from its state, optimizer included
+    start: a version is wanted ─► save_weights_for_sampler ─► its path
+            ─► the synchronizer tells the engines, which open them where they lie ─► outcome
 
 The calls of `rft.checkpoint.manager.CheckpointManager`, as far as the loop makes them. In: the
 policy, and what the loop remembers. Out: records. Invariants: a record is written as a whole and is
@@ -21,15 +23,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rft.checkpoint.records import Committed, Report, Retained, decode_json, encode_json, sha256
-from rft.extras.tinker.policy import RemotePolicy
-from rft.extras.tinker.service import in_a_line
+from rft.config import SynchronizerConfig
+from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy
+from rft.extras.tinker.service import ServiceFailed, in_a_line
 from rft.ground import durable
+from rft.ground.rounds import AtPath
+from rft.sync.publisher import Origin
 
 if TYPE_CHECKING:
     from rft.trainer.models import Models
 
 log = logging.getLogger(__name__)
 FORMAT = 1
+METHOD = "tinker"  # of publication
 
 
 class DamagedRecord(RuntimeError):
@@ -268,3 +274,67 @@ class RemoteCheckpoints:
 
     def close(self) -> None:
         """Whatever was begun and counts was waited for."""
+
+
+class PathOrigin(Origin):
+    """Publication by path. No weights come through here, and those that were saved are the
+    service's own copy: the policy may change at once.
+
+    `synchronizer`: None where no engines belong to this run; then versions just count.
+    """
+
+    failure = ServiceFailed
+
+    def __init__(
+        self,
+        mesh: LocalMesh,
+        policy: RemotePolicy,
+        saves: RemoteCheckpoints,
+        synchronizer: Any | None,
+        config: SynchronizerConfig,
+        epoch: int,
+    ):
+        super().__init__(mesh, synchronizer, config, epoch)
+        self.policy = policy
+        self.saves = saves
+        self._version = 0
+        # the synchronizer's answer, once there is a path to tell of
+        self._told: Future[Any] = Future()
+
+    def connect(self) -> dict[str, Any]:
+        if self.synchronizer is None:
+            return {}
+        return self.answer(self.synchronizer.attach.remote(self.epoch, METHOD))
+
+    def start(self, version: int, due: bool) -> None:
+        """Save the weights as they are now, if they are due."""
+        if not due:
+            return
+        self._version, self._told = version, Future()
+        if self.synchronizer is None:
+            self._told.set_result(None)
+        else:
+            self.policy.saved("sampler", version).add_done_callback(self._tell)
+
+    def outcome(self) -> dict[str, Any]:
+        version = self._version
+        reply = self.policy.service.answer(
+            self._told, f"version {version}: saving its weights for samplers"
+        )
+        if reply is None:
+            return {}
+        outcome = self.answer(reply)
+        if "error" not in outcome:
+            self.saves.tidy(version)
+        return outcome
+
+    def _tell(self, path: "Future[str]") -> None:
+        """By the client's thread, when the weights are saved."""
+        try:
+            told = self.synchronizer.publish.remote(  # type: ignore[union-attr]
+                self._version, self.epoch, path.result(), AtPath(path=path.result())
+            )
+        except Exception as error:  # raised by `outcome`
+            self._told.set_exception(error)
+        else:
+            self._told.set_result(told)

@@ -23,11 +23,10 @@ import torch
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig
 from rft.data.packing import Packed
-from rft.extras.tinker.alone import Alone
 from rft.extras.tinker.service import Service
 from rft.ground.names import read_hf_config
-from rft.megatron.metrics import Totals
 from rft.megatron.schedule import learning_rate
+from rft.megatron.totals import Totals
 
 if TYPE_CHECKING:
     from tinker import Datum
@@ -38,6 +37,33 @@ log = logging.getLogger(__name__)
 # of what a loss may look at: the service gives log-probabilities of single tokens only
 LACKING = ("entropy",)
 GRAD_NORM = "unclipped_grad_l2:mean"  # what Tinker's optim_step calls it
+
+
+class LocalMesh:
+    """One process in the place of a mesh: `rft.ground.protocols.TrainerMesh`."""
+
+    rank = tp_rank = cp_rank = 0
+    world = dp = tp = cp = 1
+    is_last_stage = True
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def scatter_parts(self, parts: "list[list[Packed]] | None") -> "list[Packed]":
+        assert parts is not None and len(parts) == 1
+        return parts[0]
+
+    def reduce(self, sums: Any, maxima: Any) -> None:
+        """They are whole already."""
+
+    def barrier(self, name: str) -> None:
+        """Nobody else is waited for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class RemotePolicy:
@@ -52,7 +78,7 @@ class RemotePolicy:
         model: ModelConfig,
         optimizer: OptimizerConfig,
         grad_clip: float,
-        mesh: Alone,
+        mesh: LocalMesh,
         seed: int,
         total_steps: int | None,
     ):

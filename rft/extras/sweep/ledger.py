@@ -1,15 +1,19 @@
-"""A trial on disk: `trial.json` in the trial's own directory, and the lock of whoever runs it.
+"""Trials on disk: `trial.json` in the trial's own directory, the lock of whoever runs it, and what
+it is worth: one number out of its `metrics.jsonl`.
 
     <sweep directory>/0/trial.json  trial.lock  [<stage>/]metrics.jsonl ...
                       1/...
 
-In: a sweep directory and a trial's overrides. Out: the one directory that belongs to these
-overrides, and its record. Invariants: a trial is known by its overrides, in any order, so that the
-same command, or a wider grid, finds it again; a directory has its record from the moment that it
-has its name; a record is replaced as a whole.
+In: a sweep directory, a trial's overrides, the section `sweep`. Out: the one directory that belongs
+to these overrides, its record, its objective as a finite number. Invariants: a trial is known by
+its overrides, in any order, so that the same command, or a wider grid, finds it again; a directory
+has its record from the moment that it has its name; a record is replaced as a whole; the objective
+is read anew each time, so a finished sweep can be judged by another metric at once.
 """
 
+import difflib
 import json
+import math
 import os
 import select
 import shutil
@@ -17,9 +21,12 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rft.config import ConfigError, SweepConfig
 from rft.ground import durable
+from rft.monitor.records import read_metrics
 
 RECORD, LOCK = "trial.json", "trial.lock"
+CHOICES = {"value": ("last", "best"), "direction": ("maximize", "minimize")}  # of the objective
 # how trials are chosen and judged does not change what a trial does
 NOT_OF_THE_RUN = ("sweep=", "sweep.", "+sweep=")
 
@@ -139,3 +146,57 @@ def state(trial: Trial) -> str:
     if trial.state == "running" and not is_running(trial.directory):
         return "interrupted"
     return trial.state
+
+
+def check_objective(sweep: SweepConfig) -> None:
+    for key, choices in CHOICES.items():
+        if getattr(sweep, key) not in choices:
+            raise ConfigError(
+                f"sweep.{key}={getattr(sweep, key)} is unknown. Known: {', '.join(choices)}."
+            )
+
+
+def series(trial: Trial, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of the last stage that has the metric; values
+    that are no finite number are left out.
+    """
+    for stage in reversed(trial.stages or [""]):
+        rows = read_metrics(trial.directory / stage / "metrics.jsonl")
+        found = [(int(row["step"]), row[metric]) for row in rows if _is_number(row.get(metric))]
+        if found:
+            return found
+    return []
+
+
+def steps(trial: Trial) -> int:
+    """Training steps of all stages together."""
+    files = [trial.directory / stage / "metrics.jsonl" for stage in trial.stages or [""]]
+    return sum(max((int(row["step"]) for row in read_metrics(path)), default=0) for path in files)
+
+
+def objective_of(trial: Trial, sweep: SweepConfig) -> float | None:
+    """The trial's objective; None when none is asked for."""
+    if sweep.objective is None:
+        return None
+    values = [found for _, found in series(trial, sweep.objective)]
+    if not values:
+        raise ConfigError(
+            f"sweep.objective={sweep.objective}: trial {trial.number} has "
+            f"{_instead(trial, sweep.objective)}"
+        )
+    if sweep.value == "last":
+        return values[-1]
+    return max(values) if sweep.direction == "maximize" else min(values)
+
+
+def _instead(trial: Trial, metric: str) -> str:
+    names: set[str] = set()
+    for stage in trial.stages or [""]:
+        for row in read_metrics(trial.directory / stage / "metrics.jsonl"):
+            names |= {name for name, found in row.items() if _is_number(found)} - {"step", "time_s"}
+    near = difflib.get_close_matches(metric, names, n=1, cutoff=0.4)
+    return "no such number in its metrics.jsonl" + (f"; did you mean `{near[0]}`?" if near else "")
+
+
+def _is_number(found: object) -> bool:
+    return isinstance(found, int | float) and math.isfinite(found)
