@@ -11,14 +11,12 @@ afterwards is checked against the newer epoch before it is published.
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rft.ground import durable
 
-LOCK = re.compile(r"e(\d+)-r(\d+)")
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
 
 

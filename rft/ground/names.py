@@ -3,9 +3,9 @@ megatron.
 
 One `WeightRule` per parameter: its kind, its Megatron names (own/local layer spec first, then
 Transformer Engine's) and its Hugging Face names. `segments` turns a rule into the places where a
-tensor-parallel shard and the HF tensors overlap; import, gathered export and block export are three
-readings of that one answer. `check_layout` refuses models and mesh sizes that cannot work, before
-anything heavy is imported.
+tensor-parallel shard and the HF tensors overlap; import and the blocks of weight sync are two
+readings of that one answer. `rft.config.layout` refuses models and mesh sizes that cannot work,
+before anything heavy is imported.
 
 Symbols: h hidden, d head size, Hq query heads, G key/value heads, n = Hq/G, I FFN width (of one
 expert: Im), E experts, V vocabulary, V' padded vocabulary, T tensor-parallel size, t

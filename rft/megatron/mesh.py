@@ -192,22 +192,6 @@ class Mesh:
             raise RuntimeError(f"barrier '{name}' at rank {self.rank}: {error}") from error
 
     @_named
-    def send_to_lead(self, tensor: torch.Tensor) -> None:
-        """Hand `tensor` to rank 0, which calls `receive_tensor` for it, in the same order."""
-        dist.send(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0, group=self._control
-        )
-
-    @_named
-    def receive_tensor(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> torch.Tensor:
-        """At rank 0: the next tensor that rank `source` hands over."""
-        tensor = torch.empty(shape, dtype=dtype)
-        dist.recv(tensor.view(-1).view(torch.uint8), source, group=self._control)
-        return tensor
-
-    @_named
     def reduce(self, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         """In place over all ranks:
 

@@ -61,11 +61,8 @@ class Policy(Learner):
             model.lora_configs,
             seed,
         )
-        held = weights.slabs(self.model, self.hf_config, mesh.place)
-        self._sent, self._exported = (
-            weights.shared(held, mesh.place),
-            weights.first_copies(held, mesh.place),
-        )
+        slabs = weights.slabs(self.model, self.hf_config, mesh.place)
+        self._sent = weights.shared(slabs, mesh.place)
         self._path = _describe(mesh, trainer, self.optimizer, self.lora)
 
     def describe(self) -> str:
@@ -118,12 +115,8 @@ class Policy(Learner):
         held = weights.adapter_slabs(self.model, self.hf_config, place, self.lora)
         return weights.AdapterSource(weights.shared(held, place))
 
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) at rank 0; every rank must exhaust the iterator."""
-        return weights.export_hf(self._exported, self.hf_config, self.mesh)
-
     def close(self) -> None:
-        self._sent, self._exported = [], []
+        self._sent = []
         super().close()
 
 

@@ -1,15 +1,13 @@
-"""Three readings of `rft.ground.names`: Hugging Face files -> shards, shards -> blocks, blocks ->
-whole tensors at rank 0.
+"""Two readings of `rft.ground.names`: Hugging Face files -> shards, shards -> blocks.
 
-In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors
-of their current values. Invariants: the vocabulary's padding rows are 0 and never leave; a tied
+In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks of their
+current values. Invariants: the vocabulary's padding rows are 0 and never leave; a tied
 embedding leaves once, from the first stage; loading reads only the rows and columns that this rank
 keeps.
 """
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +32,6 @@ from rft.ground.names import (
 )
 from rft.ground.protocols import Block
 from rft.megatron.lora_layers import deltas, initial_A
-from rft.megatron.mesh import Mesh
 
 # a buffer that old checkpoints store; it follows from the config
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -248,17 +245,6 @@ def _slabs(
     return sorted(found, key=lambda slab: (order[slab.block.name], slab.block.start))
 
 
-def first_copies(held: list[Slab], place: Place) -> list[Slab]:
-    """Of all ranks together every element once, from the first
-    rank that holds it: what is exported.
-    """
-    return [
-        slab
-        for slab in held
-        if (copy := place.copy_of(slab.shard.bound)) is not None and copy[0] == 0
-    ]
-
-
 def shared(held: list[Slab], place: Place) -> list[Slab]:
     """Of all ranks together every element once, each copy of a shard giving as much as the others:
     what is streamed.
@@ -320,40 +306,3 @@ def _block(shard: Shard, runs: list[ShardSlice]) -> Block:
         dim, stop = 0, shape[0]
     dtype = str(shard.parameter.dtype).removeprefix("torch.")
     return Block(name=name, dtype=dtype, shape=shape, dim=dim, start=start, stop=stop)
-
-
-def export_hf(own: list[Slab], hf: dict[str, Any], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors at rank 0, one at a time, on the host; other ranks yield nothing. Every rank
-    must exhaust it.
-
-    Rank 0 takes tensor by tensor in the order of `hf_names`, in which every rank sends its blocks.
-    """
-    plain = [
-        (b.name, b.dtype, list(b.shape), b.dim, b.start, b.stop)
-        for b in (slab.block for slab in own)
-    ]
-    listed = mesh.gather(plain)
-    if listed is None:
-        for slab in own:
-            mesh.send_to_lead(slab.read())
-        return
-    holders: dict[str, list[tuple[int, int, Block]]] = defaultdict(list)
-    for rank, blocks in enumerate(listed):
-        for position, (name, dtype, shape, *cut) in enumerate(blocks):
-            holders[name].append((rank, position, Block(name, dtype, tuple(shape), *cut)))
-    for name in hf_names(Dims.of(hf), architecture_of(hf)):
-        yield name, _assemble(holders[name], own, mesh)
-
-
-def _assemble(holders: list[tuple[int, int, Block]], own: list[Slab], mesh: Mesh) -> Tensor:
-    first = holders[0][2]
-    dtype = getattr(torch, first.dtype)
-    whole = torch.empty(first.shape, dtype=dtype)
-    for rank, position, block in holders:
-        value = (
-            own[position].read()
-            if rank == mesh.rank
-            else mesh.receive_tensor(block.block_shape, dtype, rank)
-        )
-        whole.narrow(block.dim, block.start, block.stop - block.start).copy_(value)
-    return whole

@@ -166,21 +166,17 @@ def round_trip(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
 
 
 def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
-    """What is wrong, per layout, with how the copies of a shard share it: coverage, balance, and
-    the first copies alone.
-    """
+    """What is wrong, per layout, with how the copies of a shard share it: coverage and balance."""
     hf = read_hf_config(path)
     problems = []
     for layout in layouts:
         sent: list[Any] = []
-        exported: list[Any] = []
         totals: dict[Any, list[int]] = {}
         largest: dict[Any, int] = {}
         for number, (place, parts) in enumerate(ranks_of(hf, *layout)):
             held = weights.slabs(parts, hf, place)  # type: ignore[arg-type]
             given = weights.shared(held, place)
             sent += [slab.block for slab in given]
-            exported += [slab.block for slab in weights.first_copies(held, place)]
             stage = number // (place.tp * place.copies)
             for group, expert in (
                 ((stage, place.tp_rank), False),
@@ -193,9 +189,7 @@ def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
                 ]
                 totals.setdefault((group, expert), []).append(sum(sizes))
                 largest[group, expert] = max([largest.get((group, expert), 0), *sizes])
-        problems += [
-            f"{layout}: {error}" for blocks in (sent, exported) for error in coverage_errors(blocks)
-        ]
+        problems += [f"{layout}: {error}" for error in coverage_errors(sent)]
         problems += [
             f"{layout}: copies of {group} send {found}"
             for group, found in totals.items()
