@@ -105,12 +105,12 @@ def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
 def list_entries(storage: Storage, collection: str = "") -> list[Entry]:
     """Committed directories with a sound manifest, oldest first."""
     tags = set(storage.list("tags"))
-    found = []
+    entries = []
     for path in committed(storage, collection):
         try:
             manifest = read_manifest(storage, path)
         except (ValueError, OSError) as error:
             log.error("%s", error)
             continue
-        found.append(Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
-    return sorted(found, key=lambda entry: (entry.epoch, entry.step))
+        entries.append(Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
+    return sorted(entries, key=lambda entry: (entry.epoch, entry.step))

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 LINE = 4  # ranks that may commit; of more, all would have to look at the draft all the time
 
 
-class Unsound(RuntimeError):
+class CommitError(RuntimeError):
     """Receipts that do not make a checkpoint."""
 
 
@@ -82,7 +82,7 @@ class Committer:
         for draft in list(self.drafts):
             try:
                 name = self._advance(draft)
-            except (OSError, Unsound, ValueError) as error:
+            except (OSError, CommitError, ValueError) as error:
                 self._fail(draft, str(error))
                 continue
             if name is not None:
@@ -101,7 +101,7 @@ class Committer:
             return published
         gone = sorted(name for name in names if name.endswith(".abandoned"))
         if gone:
-            raise Unsound(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
+            raise CommitError(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
         if not names:
             raise self._gone(draft.output.draft)
         if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
@@ -117,7 +117,9 @@ class Committer:
         """
         missing = [r for r in range(self.settings.world) if receipt_name(r) not in names]
         if time.monotonic() > draft.since + self.settings.deadline_s:
-            raise Unsound(f"no receipt of rank(s) {missing} within {self.settings.deadline_s:g} s")
+            raise CommitError(
+                f"no receipt of rank(s) {missing} within {self.settings.deadline_s:g} s"
+            )
         if self.orphaned():
             control = Path(self.settings.control)
             dead = [
@@ -128,7 +130,7 @@ class Committer:
             # a receipt may have come just before its agent went
             now = set(self.storage.list(draft.output.draft))
             if any(receipt_name(r) not in now for r in dead) and not self._published(draft):
-                raise Unsound(f"rank(s) {dead} ended before their part was written")
+                raise CommitError(f"rank(s) {dead} ended before their part was written")
 
     def _published(self, draft: Draft) -> str | None:
         """The directory that this very save was published as."""
@@ -167,23 +169,23 @@ class Committer:
     def _check_epoch(self) -> None:
         newest = fence.newest_epoch(Path(self.settings.control))
         if newest > self.settings.epoch:
-            raise Unsound(
+            raise CommitError(
                 f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes "
                 "nothing more"
             )
 
-    def _gone(self, place: str) -> Unsound:
+    def _gone(self, place: str) -> CommitError:
         """Why a draft is not there any more."""
         newest = fence.newest_epoch(Path(self.settings.control))
         if newest > self.settings.epoch:
-            return Unsound(f"{place} is gone: attempt {newest} of this job has taken over")
-        return Unsound(
+            return CommitError(f"{place} is gone: attempt {newest} of this job has taken over")
+        return CommitError(
             f"{self.storage.where}/{place}: No such file or directory; somebody has removed it"
         )
 
     def _verified(self, draft: Draft) -> Manifest:
-        """The manifest that these receipts make; raises Unsound for receipts of different saves,
-        layouts or sizes.
+        """The manifest that these receipts make; raises CommitError for receipts of different
+        saves, layouts or sizes.
         """
         receipts, digests = [], {}
         for rank in range(self.settings.world):
@@ -195,17 +197,17 @@ class Committer:
                 rank,
                 draft.output.layout,
             ):
-                raise Unsound(
+                raise CommitError(
                     f"{path} belongs to save {receipt.id} of rank {receipt.rank}, not to "
                     f"{draft.begin.id}"
                 )
             size = self.storage.size(f"{draft.output.draft}/{receipt.file}")
             if size != receipt.bytes:
-                raise Unsound(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
+                raise CommitError(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
             receipts.append(receipt)
             digests[receipt_name(rank)] = sha256(data)
         if digest([receipt.regions for receipt in receipts]) != draft.output.layout:
-            raise Unsound(
+            raise CommitError(
                 f"{draft.output.draft}: the ranks' parts are not the ones that were planned"
             )
         lead = receipts[0]
@@ -238,7 +240,7 @@ class Committer:
         log.info("%s committed", name)
         seconds = time.monotonic() - draft.since
         begin, collection = draft.begin, draft.output.collection
-        told = Committed(
+        report = Committed(
             id=begin.id,
             step=begin.step,
             collection=collection,
@@ -246,11 +248,11 @@ class Committer:
             seconds=seconds,
             bytes=draft.bytes,
         )
-        self.report(told)
+        self.report(report)
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)
-            except (OSError, ValueError, Unsound) as error:
+            except (OSError, ValueError, CommitError) as error:
                 log.error("retention failed, nothing else is affected: %s", error)
 
     def _retire(self, output: Output) -> None:

@@ -66,7 +66,7 @@ class SavePlan:
 
 
 @dataclass
-class Outcome:
+class SaveOutcome:
     """What is known of one save. `open`: collections that are neither committed nor failed."""
 
     step: int
@@ -87,9 +87,9 @@ class Status:
 
 
 @dataclass
-class Telling:
-    """Tells the agent of one save, by the thread that copies: an agent that does not listen must
-    not hold up the training.
+class SaveMessages:
+    """What the agent is told of one save, by the thread that copies: an agent that does not listen
+    must not hold up the training.
     """
 
     link: Link
@@ -148,7 +148,7 @@ class CheckpointManager:
         self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
         self._saves = 0
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, SaveOutcome] = {}
         # directories that are being written, and when they were last heard of
         self._exports: dict[str, float] = {}
         self._failed_export = ""
@@ -163,12 +163,12 @@ class CheckpointManager:
         See `rft.checkpoint.restore`.
         """
         restore.prepare(self.storage, self.ranks)
-        found = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
-        if found is None:
+        loop = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
+        if loop is None:
             return None
-        self.newest = self.requested = found["step"]
-        self.scores = {int(step): value for step, value in found.pop("scores", {}).items()}
-        return found
+        self.newest = self.requested = loop["step"]
+        self.scores = {int(step): value for step, value in loop.pop("scores", {}).items()}
+        return loop
 
     def _loaded(self, step: int) -> set[str]:
         """Name of a committed checkpoint that an earlier attempt has written."""
@@ -291,14 +291,14 @@ class CheckpointManager:
         )
         self.requested = step if full else self.requested
         with self._changed:
-            self._outcomes[identity] = Outcome(step, {output.collection for output in outputs})
+            self._outcomes[identity] = SaveOutcome(step, {output.collection for output in outputs})
         self._stager.await_done()
-        telling = Telling(self._link, begin)
+        messages = SaveMessages(self._link, begin)
         # engines wait for weights: these are never given up
-        if not weights and not self._make_room(telling):
+        if not weights and not self._make_room(messages):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
-        self._stager.start(identity, tensors, telling.window, telling.drop)
+        self._stager.start(identity, tensors, messages.window, messages.drop)
         if self._tuner.next() == "eager":
             self._stager.await_copies()
         return True
@@ -330,14 +330,14 @@ class CheckpointManager:
             retention=keep,
         )
 
-    def _make_room(self, telling: "Telling") -> bool:
+    def _make_room(self, messages: SaveMessages) -> bool:
         """What `when_busy` says: leave it to the copying thread, give this save up, or an older one
         that still queues.
         """
         assert self._link is not None
         if self._stager.slots.is_free() or self.config.when_busy == "wait":
             return True
-        begin = telling.begin
+        begin = messages.begin
         if self.config.when_busy == "newest_wins":
             queued = [
                 key
@@ -350,7 +350,7 @@ class CheckpointManager:
         self.status.skipped += 1
         trace.instant("checkpoint skipped", step=begin.step)
         log.warning("save of step %d skipped: both slots are still being written", begin.step)
-        telling.drop(begin.id, "skipped: both slots were still being written")
+        messages.drop(begin.id, "skipped: both slots were still being written")
         return False
 
     def score(self, step: int, metrics: dict[str, float]) -> None:

@@ -19,7 +19,7 @@ import xxhash
 
 from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.records import CHUNK, FORMAT, MANIFEST, Receipt, Region, decode_json, sha256
-from rft.checkpoint.sharding import Box, Claim, Uncovered, boxes, check_coverage, overlap
+from rft.checkpoint.sharding import Box, Claim, CoverageError, boxes, check_coverage, overlap
 from rft.checkpoint.storage import Storage, read_at
 from rft.ground.names import ITEM_BYTES
 
@@ -286,7 +286,7 @@ class Checkpoint:
     def _check_coverage(self) -> None:
         try:
             check_coverage(region for receipt in self.receipts for region in receipt.regions)
-        except Uncovered as error:
+        except CoverageError as error:
             raise Damaged(f"{self.where}: {error}") from error
 
     def files(self) -> Iterator[RankFile]:

@@ -109,22 +109,22 @@ def load(
 
 def _by_first(ranks: "Collective", act: Callable[[], Found]) -> Found:
     """What `act` returns on rank 0, on every rank; what it raises is raised on every rank."""
-    found, mismatch, refused = None, "", ""
+    result, mismatch, refused = None, "", ""
     if ranks.rank == 0:
         try:
-            found = act()
+            result = act()
         except Mismatch as error:
             mismatch = str(error)
         except RestoreRefused as error:
             refused = str(error)
         except OSError as error:
             refused = _refusal(0, socket.gethostname(), str(error))
-    found, mismatch, refused = ranks.broadcast([found, mismatch, refused])
+    result, mismatch, refused = ranks.broadcast([result, mismatch, refused])
     if mismatch:
         raise Mismatch(mismatch)
     if refused:
         raise RestoreRefused(refused)
-    return cast(Found, found)
+    return cast(Found, result)
 
 
 def _refusal(rank: int, host: str, why: str) -> str:
@@ -149,15 +149,15 @@ class Candidates:
         return patiently(f"{self.storage.where} cannot be read", self._look, self.patience_s)
 
     def _look(self) -> str | None:
-        found = []
+        candidates = []
         for path in committed(self.storage):
             try:
                 manifest = catalog.read_manifest(self.storage, path)
             except (ValueError, IsADirectoryError) as error:
                 self._put_aside(path, str(error))
                 continue
-            found.append((manifest.epoch, manifest.step, path))
-        return max(found)[2] if found else None
+            candidates.append((manifest.epoch, manifest.step, path))
+        return max(candidates)[2] if candidates else None
 
     def after(self, tried: str, said: list[Any]) -> tuple[bool, str | None]:
         """(whether every rank has read `tried`, else the one to be tried next).

@@ -110,7 +110,7 @@ def windows_of(
 
     Raises ValueError for a larger region.
     """
-    found: list[tuple[int, int, list[int]]] = []
+    windows: list[tuple[int, int, list[int]]] = []
     start, inside = 0, []
     for position, region in enumerate(regions):
         if region.bytes > slot_bytes:
@@ -121,15 +121,15 @@ def windows_of(
                 f"and must fit into half of it; set at least {ceil(least / 1e6) / 1e3:.3f}"
             )
         if region.at + region.bytes - start > slot_bytes:
-            found.append((start, region.at, inside))
+            windows.append((start, region.at, inside))
             start, inside = region.at, []
         inside.append(position)
-    found.append((start, total, inside))
-    return found
+    windows.append((start, total, inside))
+    return windows
 
 
 @dataclass
-class Copying:
+class StagedCopy:
     """One save being staged.
 
     `issued`: the device knows of all copies; `done`: the bytes are in the slots.
@@ -156,7 +156,7 @@ class Stager:
         self.windows = windows
         self.copier = copier
         self.deadline_s = deadline_s
-        self.current = Copying()
+        self.current = StagedCopy()
         self.current.issued.set()
         self.current.done.set()
 
@@ -166,13 +166,13 @@ class Stager:
         tensors: "list[torch.Tensor]",
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
-    ) -> Copying:
+    ) -> StagedCopy:
         """Begin to copy; returns at once.
 
         `give_up(identity, why)` is called when this save cannot be staged.
         """
         self.copier.begin()
-        self.current = Copying()
+        self.current = StagedCopy()
         arguments = (self.current, identity, tensors, send, give_up)
         threading.Thread(
             target=self._run, args=arguments, name="checkpoint-copy", daemon=True
@@ -204,7 +204,7 @@ class Stager:
 
     def _run(
         self,
-        copying: Copying,
+        copying: StagedCopy,
         identity: str,
         tensors: "list[torch.Tensor]",
         send: Callable[[Window], None],

@@ -159,7 +159,7 @@ class ShardSlice:
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundRule:
     """A rule applied to one Megatron parameter: its kind and the HF
     names with layer and expert filled in.
     """
@@ -201,11 +201,11 @@ class Place:
     def first_expert(self, dims: Dims) -> int:
         return self.ep_rank * (dims.experts // self.ep)
 
-    def segments(self, bound: Bound, dims: Dims) -> list[ShardSlice]:
+    def segments(self, bound: BoundRule, dims: Dims) -> list[ShardSlice]:
         rank, size = (self.etp_rank, self.etp) if bound.is_expert else (self.tp_rank, self.tp)
         return segments(bound.kind, bound.hf[0], dims, rank, size)
 
-    def copy_of(self, bound: Bound) -> tuple[int, int] | None:
+    def copy_of(self, bound: BoundRule) -> tuple[int, int] | None:
         """Which of how many ranks that hold this shard of the parameter this one is; None: a rank
         of another shard counts for it, as it does for what tensor parallelism does not cut.
         """
@@ -220,18 +220,18 @@ EXPERT = re.compile(
 )
 
 
-def bind(name: str, first_layer: int, first_expert: int = 0) -> Bound:
+def bind(name: str, first_layer: int, first_expert: int = 0) -> BoundRule:
     """The rule for a Megatron parameter name whose layers and experts are numbered from
     `first_layer` and `first_expert` on (pipeline stages and expert-parallel ranks count from 0).
     """
     numbers = {}
-    for what, found, first in (("layer", LAYER, first_layer), ("expert", EXPERT, first_expert)):
-        if match := found.search(name):
+    for what, pattern, first in (("layer", LAYER, first_layer), ("expert", EXPERT, first_expert)):
+        if match := pattern.search(name):
             numbers[what] = int(match[0]) + first
             name = f"{name[: match.start()]}{{{what}}}{name[match.end() :]}"
     for rule in RULES:
         if name in rule.megatron:
-            return Bound(rule.kind, tuple(part.format(**numbers) for part in rule.hf))
+            return BoundRule(rule.kind, tuple(part.format(**numbers) for part in rule.hf))
     raise KeyError(
         f"no rule for Megatron parameter {name.format(**numbers)}; add one to "
         "rft.ground.names.RULES"
@@ -300,15 +300,15 @@ def _qkv_segments(dims: Dims, rank: int, size: int) -> list[ShardSlice]:
     group_rows = per_query + 2 * d
     rows = dims.groups * group_rows // size
     low, high = rank * rows, (rank + 1) * rows
-    found = []
+    slices = []
     for group in range(dims.groups):
         start = group * group_rows
         for part, width, offset in ((0, per_query, 0), (1, d, per_query), (2, d, per_query + d)):
             first, last = max(low, start + offset), min(high, start + offset + width)
             if first < last:
                 base = group * width - (start + offset)  # packed row -> row of the HF part
-                found.append(ShardSlice(part, 0, first + base, last + base, first - low))
-    return sorted(found, key=lambda s: (s.part, s.start))
+                slices.append(ShardSlice(part, 0, first + base, last + base, first - low))
+    return sorted(slices, key=lambda s: (s.part, s.start))
 
 
 def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
@@ -398,10 +398,10 @@ def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the type's own numbers: transformers 5 nests them, version 4
     spread them.
     """
-    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    given.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
-    given["rope_type"] = given.get("rope_type") or given.pop("type", None) or "default"
-    return given
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    return rope
 
 
 def _check_features(hf: dict[str, Any]) -> None:
@@ -429,9 +429,9 @@ def _check_features(hf: dict[str, Any]) -> None:
         or int(hf.get("decoder_sparse_step") or 1) != 1,
         f"hidden_act={hf.get('hidden_act')}": hf.get("hidden_act", "silu") != "silu",
     }
-    found = [name for name, present in refused.items() if present]
-    if found:
+    unsupported = [name for name, present in refused.items() if present]
+    if unsupported:
         raise ConfigError(
-            f"model.model_path: config.json asks for {', '.join(found)}, which rft does not "
+            f"model.model_path: config.json asks for {', '.join(unsupported)}, which rft does not "
             "implement"
         )

@@ -86,9 +86,9 @@ class Learner(Network):
         """
         if finite:
             self.optimizer.update(self.step, metrics["grad_norm"])
-        found = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
+        report = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
         self.step += 1
-        return found
+        return report
 
     @property
     def _called(self) -> Sequence[nn.Module]:

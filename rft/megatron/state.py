@@ -33,10 +33,10 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
     What is frozen (the model under an adapter) is in the files that it came from.
     """
     by_parameter = {id(shard.parameter): shard for shard in shards}
-    found = []
+    listed = []
     for shard in shards:
         for segment in shard.segments if shard.parameter.requires_grad else []:
-            found.append(
+            listed.append(
                 _piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None)
             )
     for parameter, (start, stop), state in optimizer.shards():
@@ -47,8 +47,8 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
             if low < high:
                 for kind, tensor in state.items():
                     part = tensor.detach()[low - start : high - start]
-                    found.append(_piece(kind, shard, segment, part, (low - first, high - first)))
-    return found
+                    listed.append(_piece(kind, shard, segment, part, (low - first, high - first)))
+    return listed
 
 
 def _cut(parameter: torch.Tensor, segment: ShardSlice) -> torch.Tensor:

@@ -21,7 +21,7 @@ from rft.config import ConfigError
 from rft.ground.adapters import PREFIX, SUFFIXES, Lora, adapter, adapter_names
 from rft.ground.names import (
     VALUE_HEAD,
-    Bound,
+    BoundRule,
     Dims,
     Place,
     ShardSlice,
@@ -43,7 +43,7 @@ class Shard:
     """One parameter of this rank and where it lies in the HF tensors, which have these `shapes`."""
 
     parameter: nn.Parameter
-    bound: Bound
+    bound: BoundRule
     shapes: tuple[tuple[int, ...], ...]
     segments: list[ShardSlice]
     is_tied_copy: bool

@@ -263,7 +263,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> "tuple[Trainer, int, St
         profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=exporting(rank, checkpoints) if lead else unheard,
-        token_loss=recipe.policy_loss(config.algorithm, models.nearness.loss),
+        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss),
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),

@@ -124,8 +124,8 @@ def quantiles(values: dict[str, list[float]]) -> dict[str, float]:
     import numpy as np
 
     return {
-        f"{name}/p{round(100 * share):02d}": float(np.quantile(found, share))
-        for name, found in values.items()
+        f"{name}/p{round(100 * share):02d}": float(np.quantile(numbers, share))
+        for name, numbers in values.items()
         for share in QUANTILES
     }
 

@@ -94,14 +94,14 @@ class Trainer:
             # only what is served can be evaluated
             self._publish(step, due=self.cadence.is_due(step) or self.evaluations.is_due(step))
             self.feed.consumed(step - 1)
-            told = (
+            record = (
                 batch.metrics
                 | scored
                 | metrics
                 | self.publisher.pop()
                 | self._checkpoint_metrics(step)
             )
-            self.log_step(step, told | self.timer.pop(), batch.experiences)
+            self.log_step(step, record | self.timer.pop(), batch.experiences)
             with self._doing("checkpoint"):
                 self._save(
                     step,

@@ -155,7 +155,7 @@ def played(algorithm: AlgorithmConfig, steps: int = STEPS) -> tuple[float, dict[
         policy, max(4, int(algorithm.repeat_times or 1)), recipe.needs_baseline(algorithm)
     )
     feed = Feed(source, Alone(), algorithm, 1024, 1, Cost(), longest=2)  # type: ignore[arg-type]
-    loss = recipe.policy_loss(algorithm, models.nearness.loss)
+    loss = recipe.policy_loss(algorithm, models.kl.loss)
     told: dict[str, float] = {}
     for step in range(steps):
         batch = feed.next(step, stopping=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from states import held, write_cut
 
 from rft.checkpoint import sharding
-from rft.checkpoint.sharding import Claim, Uncovered, boxes, check_coverage
+from rft.checkpoint.sharding import Claim, CoverageError, boxes, check_coverage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -102,13 +102,13 @@ def test_coverage_finds_every_hole_and_every_overlap(
     check_coverage(claims)
     one = data.draw(st.sampled_from(claims))
     if len(claims) > 1:
-        with pytest.raises(Uncovered):
+        with pytest.raises(CoverageError):
             check_coverage([c for c in claims if c is not one])
-    with pytest.raises(Uncovered):
+    with pytest.raises(CoverageError):
         check_coverage([*claims, one])
     other = data.draw(st.sampled_from(claims))
     if other.bytes == one.bytes and other is not one:  # the count is right, the place is not
-        with pytest.raises(Uncovered):
+        with pytest.raises(CoverageError):
             check_coverage([c for c in claims if c is not other] + [one])
 
 
@@ -116,13 +116,13 @@ def test_coverage_names_what_is_wrong() -> None:
     def claim(offset: int, count: int, whole: int = 8, dtype: str = "float32") -> Claim:
         return Claim("model/w", dtype, (whole,), (offset,), (count,), None)
 
-    with pytest.raises(Uncovered, match="model/w: 6 of 8 elements are stored$"):
+    with pytest.raises(CoverageError, match="model/w: 6 of 8 elements are stored$"):
         check_coverage([claim(0, 4), claim(6, 2)])
-    with pytest.raises(Uncovered, match="model/w: 8 of 8 elements are stored, some twice"):
+    with pytest.raises(CoverageError, match="model/w: 8 of 8 elements are stored, some twice"):
         check_coverage([claim(0, 4), claim(2, 4)])
-    with pytest.raises(Uncovered, match="outside"):
+    with pytest.raises(CoverageError, match="outside"):
         check_coverage([claim(0, 4), claim(6, 4)])
-    with pytest.raises(Uncovered, match="disagree about shape and dtype"):
+    with pytest.raises(CoverageError, match="disagree about shape and dtype"):
         check_coverage([claim(0, 4), claim(4, 4, dtype="bfloat16")])
 
 

@@ -238,7 +238,7 @@ def models_of(policy: RemotePolicy) -> Models:
 def saved(checkpoints: RemoteCheckpoints, step: int) -> list[Any]:
     """Save `step` and hear of it."""
     models = models_of(checkpoints.policy)
-    models.nearness.loss.value = 0.5 + step
+    models.kl.loss.value = 0.5 + step
     checkpoints.save(step, models, {"step": step, "journal": 100 + step})
     checkpoints.wait(step)
     return checkpoints.poll()
@@ -273,7 +273,7 @@ def test_a_run_goes_on_from_its_newest_record_exactly(
         and again.step == 2
         and resumed.requested == 2
     )
-    assert models.nearness.loss.value == 2.5
+    assert models.kl.loss.value == 2.5
     assert train(again, 2) == whole, "weights, moments and learning rate are those of step 2"
     assert fake.saved[again.saved("state", 4).result(30)]["updates"] == 4
 

@@ -62,14 +62,14 @@ def run_trial(raw: DictConfig) -> float | None:
                 else None
             )
             trial = attempt(trial, config, [stage.stage_name or "" for stage in stages], watched)
-        found = ledger.objective_of(trial, stages[0].sweep)
+        value = ledger.objective_of(trial, stages[0].sweep)
     except ConfigError as error:
         raise TrialFailed(f"rft: trial {trial.number}: {error}") from error
     print(
-        f"sweep: trial {trial.number} {trial.state}{_worth(stages[0].sweep.objective, found)}",
+        f"sweep: trial {trial.number} {trial.state}{_worth(stages[0].sweep.objective, value)}",
         flush=True,
     )
-    return found
+    return value
 
 
 def of_trial(raw: DictConfig, directory: Path) -> DictConfig:
@@ -242,5 +242,5 @@ def chosen(trial: Trial) -> str:
     return " ".join([line for line in trial.overrides if line not in sys.argv] or trial.overrides)
 
 
-def _worth(metric: str | None, found: float | None) -> str:
-    return "" if found is None else f": {metric}={found:g}"
+def _worth(metric: str | None, value: float | None) -> str:
+    return "" if value is None else f": {metric}={value:g}"

@@ -69,8 +69,10 @@ def read(directory: Path) -> Trial:
 
 def trials(sweep_dir: Path) -> list[Trial]:
     """All trials of a sweep, by number."""
-    found = [path.parent for path in sweep_dir.glob(f"*/{RECORD}") if path.parent.name.isdigit()]
-    return [read(directory) for directory in sorted(found, key=lambda path: int(path.name))]
+    directories = [
+        path.parent for path in sweep_dir.glob(f"*/{RECORD}") if path.parent.name.isdigit()
+    ]
+    return [read(directory) for directory in sorted(directories, key=lambda path: int(path.name))]
 
 
 def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
@@ -162,9 +164,9 @@ def series(trial: Trial, metric: str) -> list[tuple[int, float]]:
     """
     for stage in reversed(trial.stages or [""]):
         rows = read_metrics(trial.directory / stage / "metrics.jsonl")
-        found = [(int(row["step"]), row[metric]) for row in rows if _is_number(row.get(metric))]
-        if found:
-            return found
+        points = [(int(row["step"]), row[metric]) for row in rows if _is_number(row.get(metric))]
+        if points:
+            return points
     return []
 
 

@@ -106,7 +106,7 @@ class RemotePolicy:
         """
         config, client = self.config, self.service.client
         if state is None:
-            made = client.create_lora_training_client(
+            request = client.create_lora_training_client(
                 str(config.base_model),
                 rank=config.rank,
                 seed=self.seed if config.seed is None else config.seed,
@@ -114,16 +114,18 @@ class RemotePolicy:
                 train_attn=config.train_attn,
                 train_unembed=config.train_unembed,
             )
-            self._training = self.service.answer(made, f"making an adapter on {config.base_model}")
+            self._training = self.service.answer(
+                request, f"making an adapter on {config.base_model}"
+            )
         else:
-            made = client.create_training_client_from_state_with_optimizer(state)
-            self._training = self.service.answer(made, f"going on from {state}")
+            request = client.create_training_client_from_state_with_optimizer(state)
+            self._training = self.service.answer(request, f"going on from {state}")
         self.step = step
 
     def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
         """The log-probability of every label, one array [T] per microbatch."""
-        told = self._training.forward(list(datums(part)), "cross_entropy")
-        outputs = self.service.answer(told, "forward").loss_fn_outputs
+        request = self._training.forward(list(datums(part)), "cross_entropy")
+        outputs = self.service.answer(request, "forward").loss_fn_outputs
         return aligned(part, [output["logprobs"].to_numpy() for output in outputs])
 
     def train_step(
@@ -135,7 +137,7 @@ class RemotePolicy:
         """
         metrics, weights = self._derived(part, self.score(part), token_loss)
         finite = bool(
-            np.isfinite(metrics["loss"]) and all(np.isfinite(found).all() for found in weights)
+            np.isfinite(metrics["loss"]) and all(np.isfinite(values).all() for values in weights)
         )
         before_update()
         rate = learning_rate(self.step, self.optimizer, self.total_steps)
@@ -150,8 +152,8 @@ class RemotePolicy:
         log-probability.
         """
         totals, weights = Totals(token_loss, counts=True, lacking=LACKING), []
-        for packed, found in zip(part, logprobs, strict=True):
-            scores = torch.from_numpy(found).requires_grad_()
+        for packed, values in zip(part, logprobs, strict=True):
+            scores = torch.from_numpy(values).requires_grad_()
             totals.add(scores, Fields.of(packed, torch.from_numpy)).backward()
             assert scores.grad is not None
             weights.append(-scores.grad.numpy())
@@ -165,20 +167,20 @@ class RemotePolicy:
         """
         from tinker import AdamParams
 
-        one = self.optimizer
+        config = self.optimizer
         params = AdamParams(
             learning_rate=rate,
-            beta1=one.betas[0],
-            beta2=one.betas[1],
-            eps=one.eps,
-            weight_decay=one.weight_decay,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            eps=config.eps,
+            weight_decay=config.weight_decay,
             grad_clip_norm=self.grad_clip,
         )
         gradient = self._training.forward_backward(list(datums(part, weights)), "cross_entropy")
         update = self._training.optim_step(params)
         self.service.answer(gradient, "forward_backward")
-        told = self.service.answer(update, "optim_step").metrics or {}
-        return {"grad_norm": float(told[GRAD_NORM])} if GRAD_NORM in told else {}
+        metrics = self.service.answer(update, "optim_step").metrics or {}
+        return {"grad_norm": float(metrics[GRAD_NORM])} if GRAD_NORM in metrics else {}
 
     def saved(self, kind: str, step: int) -> "Future[str]":
         """The path of weights and optimizer (`state`), or of weights that can be sampled from
@@ -228,12 +230,14 @@ class RemoteReference:
     def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
         from tinker import ModelInput
 
-        asked = [
+        requests = [
             self._sampling.compute_logprobs(ModelInput.from_ints(ids.tolist()))
             for ids, _ in sequences(part)
         ]
-        found = [self.service.answer(one, "the reference's log-probabilities") for one in asked]
-        return aligned(part, [np.array(one[1:], dtype=np.float32) for one in found])
+        logprobs = [
+            self.service.answer(one, "the reference's log-probabilities") for one in requests
+        ]
+        return aligned(part, [np.array(one[1:], dtype=np.float32) for one in logprobs])
 
     def close(self) -> None:
         """The session is the policy's."""
@@ -263,14 +267,14 @@ def datums(part: list[Packed], weights: list[np.ndarray] | None = None) -> "Iter
                 "service gives log-probabilities at 1 "
                 "only; set rollout_args.temperature=1, and sample so in workflows of your own"
             )
-        given = (
+        token_weights = (
             np.zeros(len(ids) - 1, dtype=np.float32) if weights is None else weights[number][where]
         )
         yield Datum(
             model_input=ModelInput.from_ints(ids[:-1].tolist()),
             loss_fn_inputs={
                 "target_tokens": TensorData.from_numpy(ids[1:]),
-                "weights": TensorData.from_numpy(given),
+                "weights": TensorData.from_numpy(token_weights),
             },
         )
 

@@ -110,7 +110,7 @@ class Records:
 
 
 @dataclass
-class Pending:
+class PendingSave:
     """A save that was begun."""
 
     step: int
@@ -136,7 +136,7 @@ class RemoteCheckpoints:
         self.keep = keep
         self.reach = reach
         self.requested: int | None = None  # step of the last save or load
-        self._pending: list[Pending] = []
+        self._pending: list[PendingSave] = []
         self._failed: dict[int, str] = {}  # why, by step
         self._committed = 0
         self._seconds = 0.0
@@ -149,11 +149,11 @@ class RemoteCheckpoints:
         if not steps:
             self.policy.open()
             return None
-        found = {step: self.records.read(step) for step in steps}
-        for step, record in found.items():
+        records = {step: self.records.read(step) for step in steps}
+        for step, record in records.items():
             self.policy.known("state", step, record.state)
             self.policy.known("sampler", step, record.sampler)
-        newest = found[steps[-1]]
+        newest = records[steps[-1]]
         config = self.policy.config
         if (newest.base_model, newest.rank) != (config.base_model, config.rank):
             raise ValueError(
@@ -163,7 +163,7 @@ class RemoteCheckpoints:
                 "another name"
             )
         self.policy.open(newest.step, newest.state)
-        models.nearness.restore(newest.small)
+        models.kl.restore(newest.small)
         self.requested = newest.step
         return newest.loop
 
@@ -183,7 +183,7 @@ class RemoteCheckpoints:
         Weights for engines alone are the publisher's.
         """
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
-        self._pending.append(Pending(step, paths, loop, models.nearness.state(), time.monotonic()))
+        self._pending.append(PendingSave(step, paths, loop, models.kl.state(), time.monotonic()))
         self.requested = step
         return True
 
@@ -205,7 +205,7 @@ class RemoteCheckpoints:
             told += self._commit(save)
         return told
 
-    def _commit(self, save: Pending) -> list[Report]:
+    def _commit(self, save: PendingSave) -> list[Report]:
         config = self.policy.config
         record = SaveRecord(
             format=FORMAT,
