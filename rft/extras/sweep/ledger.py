@@ -132,13 +132,7 @@ def _holder_ended(descriptor: int, timeout: float) -> bool:
 
 def is_running(directory: Path) -> bool:
     """Whether a process runs this trial now, whatever its record says."""
-    if not (directory / LOCK).exists():
-        return False
-    descriptor = lock(directory, 0.0)
-    if descriptor is None:
-        return True
-    os.close(descriptor)
-    return False
+    return durable.is_locked(directory / LOCK)
 
 
 def state(trial: Trial) -> str:
