@@ -16,7 +16,7 @@ from bench.checkpoint_peers import Mode
 from bench.checkpoint_state import State
 from rft.checkpoint import restore
 from rft.checkpoint.manager import CheckpointManager
-from rft.checkpoint.records import Committed, Failed
+from rft.checkpoint.records import Committed, SaveFailed
 from rft.config import CheckpointConfig, TrainerConfig
 from rft.ground.protocols import Piece, Snapshot
 
@@ -94,7 +94,7 @@ class RftLazy(Mode):
 
     def poll(self) -> bool:
         for report in self.manager.poll():
-            if isinstance(report, Failed):
+            if isinstance(report, SaveFailed):
                 raise RuntimeError(f"save of step {report.step} failed: {report.cause}")
             if isinstance(report, Committed) and report.step == self.step:
                 # The rename is what commits; LATEST follows at once and is only a hint.

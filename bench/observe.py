@@ -204,9 +204,7 @@ def trainer_of(
     from rft.run.sources import tokenizer_of
     from rft.sync.style import Cadence
     from rft.trainer.feed import Feed
-    from rft.trainer.profiler import Profiler
-    from rft.trainer.reporting import StepReporter
-    from rft.trainer.skips import SkippedSteps
+    from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
     from rft.trainer.trainer import Trainer
 
     feed = Feed(

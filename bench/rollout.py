@@ -38,9 +38,9 @@ from rft.config import (
     TasksetConfig,
 )
 from rft.data.taskset import TaskDefaults, Taskset
-from rft.ground.actor import ActorHandle
 from rft.ground.device import thread_environment
 from rft.ground.experience import GenerateRequest, decode, encode
+from rft.ground.protocols import ActorHandle
 from rft.rollout.context import WorkflowContext
 from rft.rollout.engine import RolloutEngine, sampling_params
 from rft.rollout.explorer import Explorer

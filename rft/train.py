@@ -22,7 +22,7 @@ from rft import config as configs
 from rft.config import Config, ConfigError, Draft
 from rft.config import file as config_file
 from rft.config.compose import CONFIG_DIR
-from rft.extras.sweep import arguments as sweeps
+from rft.extras import sweep as sweeps
 from rft.ground import plugins
 from rft.ground.errors import Problem, problems_of, refuse, refuse_all
 from rft.ground.plugins import imported
@@ -43,7 +43,7 @@ def main() -> None:
 
             words = sys.argv[1:] = config_file.registered(sys.argv[1:])
             configs.check_overrides(words)
-            sweeps.check(words, launched())
+            sweeps.check_arguments(words, launched())
         elif ASKING.intersection(sys.argv[1:]):
             sys.argv[1:] = config_file.registered(sys.argv[1:])
             configs.check_overrides(sys.argv[1:])

@@ -16,10 +16,9 @@ from bench.faults.judge import Tally, committed, judge
 from bench.faults.kills import Ground
 from bench.faults.toy import Cut
 from rft.checkpoint import fence
-from rft.checkpoint.commit import list_entries
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.reader import Checkpoint, Damaged, Unreachable
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.catalog import list_entries
+from rft.checkpoint.reader import Checkpoint, Damaged, StorageUnreachable
+from rft.checkpoint.storage import Disk, LocalStorage
 
 FIRST, SECOND = Cut(2, 1), Cut(2, 2)  # two saves of one step
 # (call, expression for its path) at which the zombie is stopped, in the order in which they come
@@ -123,7 +122,7 @@ def reader_beside(ground: Ground, root: Path, world: int, number: int) -> list[s
                 if entries:
                     with Checkpoint(storage, entries[-1].path) as checkpoint:
                         checkpoint.verify()
-            except (Damaged, Unreachable) as error:
+            except (Damaged, StorageUnreachable) as error:
                 if (root / entries[-1].path / "MANIFEST.json").exists():
                     problems.append(f"WRONG {error}")
             except FileNotFoundError:

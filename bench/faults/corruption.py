@@ -18,10 +18,9 @@ from bench.faults.job import save_here
 from bench.faults.judge import Tally
 from bench.faults.kills import NEW, OLD, Ground
 from bench.faults.toy import Cut
-from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.disk import Disk
+from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.records import encode_json
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 STEP = "step_00000002"
 FILES = ("r00000.bin", "r00001.bin", "r00000.json", "r00001.json", "MANIFEST.json")

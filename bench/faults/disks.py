@@ -1,4 +1,4 @@
-"""Disks that misbehave at their n-th call. Each is a `rft.checkpoint.disk.Disk`: all file
+"""Disks that misbehave at their n-th call. Each is a `rft.checkpoint.storage.Disk`: all file
 operations pass here.
 
 `Counting` names the calls; the others act on one of them: kill processes, raise, write short, stop.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rft.checkpoint.disk import Disk
+from rft.checkpoint.storage import Disk
 
 WHEN = ("before", "middle", "after")
 

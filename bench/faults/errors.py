@@ -18,7 +18,7 @@ from bench.faults.job import Outcome
 from bench.faults.judge import Tally, judge
 from bench.faults.kills import AFTER, NEW, OLD, SHAPES, Ground, Shape, job, points
 from bench.faults.toy import Cut
-from rft.checkpoint.disk import Disk
+from rft.checkpoint.storage import Disk
 
 SHORT = "short write"
 PAGE = 4096

@@ -17,11 +17,10 @@ from bench.faults.job import PATIENCE_S
 from bench.faults.judge import Tally, judge
 from bench.faults.kills import Ground
 from bench.faults.toy import Cut, begin, plan, settings
-from rft.checkpoint import fence, layout
-from rft.checkpoint.disk import Disk
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
-from rft.checkpoint.records import Committed, Failed, Freed, Report, Window
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.records import Committed, Freed, Report, SaveFailed, Window
+from rft.checkpoint.storage import Disk, LocalStorage
 
 CUTS = {1: Cut(2), 0: Cut(3)}  # by slot
 CALLS = 60  # of an undisturbed agent over both saves, about
@@ -40,7 +39,7 @@ def strike(ground: Ground, number: int, when: str) -> list[str]:
     root = ground.fresh(1)
     control, epoch = root / "control", fence.take_epoch(root / "control")
     regions = plan(1, 1)[0]
-    size = -(-layout.extent(regions) // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = -(-sharding.extent(regions) // mmap.PAGESIZE) * mmap.PAGESIZE
     slots = [os.memfd_create("slot") for _ in range(2)]
     for descriptor in slots:
         os.ftruncate(descriptor, size)
@@ -83,7 +82,7 @@ def listen(heard: "queue.SimpleQueue[Report]") -> list[str]:
             return [*problems, f"silence: committed {steps}, slots back {freed}"]
         if isinstance(report, Committed):
             steps.add(report.step)
-        elif isinstance(report, Failed):
+        elif isinstance(report, SaveFailed):
             return [*problems, f"save of step {report.step} failed: {report.cause}"]
         elif isinstance(report, Freed):
             if owners[int(report.id[-4:])] != report.slot:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from bench.faults.disks import Board, Killing
 from rft.checkpoint.agent import main
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 
 def run(marker: str, number: str, when: str, descriptor: str) -> None:

@@ -24,12 +24,19 @@ from pathlib import Path
 
 from bench.faults.disks import TRAINER, Board
 from bench.faults.toy import Cut, begin, plan, settings
-from rft.checkpoint import fence, layout
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.agent import Agent
 from rft.checkpoint.commit import Committer
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.records import Close, Committed, Failed, Freed, Report, Settings, Window
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.records import (
+    CheckpointSettings,
+    Close,
+    Committed,
+    Freed,
+    Report,
+    SaveFailed,
+    Window,
+)
+from rft.checkpoint.storage import Disk, LocalStorage
 from rft.checkpoint.wire import Wire
 from rft.checkpoint.writer import Writer
 
@@ -84,7 +91,7 @@ class Job:
         epoch = fence.take_epoch(control)
         self.swept()
         size = max(
-            layout.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world)
+            sharding.extent(regions) for cut in self.cuts for regions in plan(cut.scale, self.world)
         )
         size = -(-size // PAGE) * PAGE
         slots = [[os.memfd_create("slot") for _ in range(2)] for _ in range(self.world)]
@@ -125,7 +132,7 @@ class Job:
             os.close(news)
 
     def _agent(
-        self, told: Settings, keep: socket.socket, ends: list[socket.socket], *pipe: int
+        self, told: CheckpointSettings, keep: socket.socket, ends: list[socket.socket], *pipe: int
     ) -> None:
         for end in ends:
             if end is not keep:
@@ -186,7 +193,9 @@ class Trainer:
     Fills slots, says Begin and Windows, waits for each save's outcome before the next.
     """
 
-    def __init__(self, job: Job, told: list[Settings], ends: list[socket.socket], say: int):
+    def __init__(
+        self, job: Job, told: list[CheckpointSettings], ends: list[socket.socket], say: int
+    ):
         self.job, self.told, self.ends, self.say = job, told, ends, say
         self.wires = [Wire.of_trainer(end) for end in ends]
         self.storage = LocalStorage(job.root, Disk())
@@ -241,7 +250,7 @@ class Trainer:
                 waiting[rank].discard(report.collection)
                 if not any(waiting.values()) or not report.collection:
                     self._tell("committed", cut.step)
-            elif isinstance(report, Failed) and report.id == identity:
+            elif isinstance(report, SaveFailed) and report.id == identity:
                 waiting[rank] = set()
                 self._tell("failed", cut.step, report.cause)
             elif isinstance(report, Freed) and report.id == identity:

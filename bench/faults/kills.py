@@ -16,8 +16,8 @@ from bench.faults.judge import Tally, judge
 from bench.faults.loader import Loader
 from bench.faults.toy import Cut
 from rft.checkpoint import fence
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.records import Committed
+from rft.checkpoint.storage import Disk
 
 OLD, NEW, AFTER = Cut(1), Cut(2), Cut(3)
 VICTIMS = ("agent", "trainer", "both")

@@ -13,9 +13,9 @@ from math import prod
 
 import numpy as np
 
-from rft.checkpoint import commit, layout
-from rft.checkpoint.layout import Claim
-from rft.checkpoint.records import Begin, Output, Region, Retention, Settings
+from rft.checkpoint import commit, sharding
+from rft.checkpoint.records import Begin, CheckpointSettings, Output, Region, Retention
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.ground.names import ITEM_BYTES
 
@@ -59,7 +59,7 @@ class Cut:
         return (flat[slice(*region.flat)] if region.flat else flat).tobytes()
 
     def file(self, regions: list[Region]) -> bytes:
-        out = bytearray(layout.extent(regions))
+        out = bytearray(sharding.extent(regions))
         for region in regions:
             out[region.at : region.at + region.bytes] = self.of_region(region)
         return bytes(out)
@@ -89,7 +89,7 @@ def plan(scale: int, world: int) -> list[list[Region]]:
                 claims.append(Claim(key, dtype, shape, (0, 0), shape, (cuts[rank], cuts[rank + 1])))
             elif rank == (world - 1 if key == "model/b" else 0):
                 claims.append(Claim(key, dtype, shape, (0,) * len(shape), shape, None))
-        found.append(layout.place(claims))
+        found.append(sharding.place(claims))
     return found
 
 
@@ -109,7 +109,7 @@ def begin(
     outputs = []
     for collection in ["", WEIGHTS] if weights else [""]:
         listed = [
-            [r for r in found if not collection or r.key.startswith(layout.MODEL)]
+            [r for r in found if not collection or r.key.startswith(sharding.MODEL)]
             for found in regions
         ]
         draft, final = commit.names_of(storage, collection, cut.step, identity)
@@ -119,8 +119,8 @@ def begin(
                 draft=draft,
                 final=final,
                 regions=listed[rank],
-                layout=layout.digest(listed),
-                bytes=layout.extent(listed[rank]),
+                layout=sharding.digest(listed),
+                bytes=sharding.extent(listed[rank]),
                 retention=Retention(last=keep),
             )
         )
@@ -146,8 +146,8 @@ def settings(
     slot_bytes: int,
     deadline_s: float = 20.0,
     lease_s: float = 0.1,
-) -> Settings:
-    return Settings(
+) -> CheckpointSettings:
+    return CheckpointSettings(
         root=root,
         control=control,
         rank=rank,

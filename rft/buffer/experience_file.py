@@ -2,8 +2,8 @@
 
 In: the experiences of groups, as stored. Out: one line per experience with every field of
 `Experience` (token ids, versions, log-probabilities, masks), the lines of a group behind each
-other; read back they are equal to what was stored, every bit. As a `feed.Source` the file gives a
-step its next groups, from the first on, so a resume at any step goes on exactly there.
+other; read back they are equal to what was stored, every bit. As a `feed.BatchSource` the file
+gives a step its next groups, from the first on, so a resume at any step goes on exactly there.
 
 Invariant: the journal is the truth and the copy follows it: what a crash left out or tore is mended
 when the queue opens again.
@@ -153,7 +153,7 @@ def count_groups(path: str | Path) -> int:
 
 
 class ExperienceFile(StatelessSource):
-    """`feed.Source`: the file's groups, `tasks_per_step` a step, again from the first one when
+    """`feed.BatchSource`: the file's groups, `tasks_per_step` a step, again from the first one when
     `total_steps` asks for more.
     """
 

@@ -9,10 +9,10 @@ when the trainer dies.
     beat thread: says twice a second what the main thread does, so that a disk that hangs is told
     from an agent that is gone
 
-In: `Settings`, then `Begin`/`Window` messages; the bytes lie in shared memory (memfd) inherited by
-descriptor. Out: files, reports. No torch, no process group, no import of the training side.
-Invariant: what was staged (its last `Window` received) is written and committed also when the
-trainer is gone, within `deadline_s`; then this process ends.
+In: `CheckpointSettings`, then `Begin`/`Window` messages; the bytes lie in shared memory (memfd)
+inherited by descriptor. Out: files, reports. No torch, no process group, no import of the training
+side. Invariant: what was staged (its last `Window` received) is written and committed also when
+the trainer is gone, within `deadline_s`; then this process ends.
 """
 
 import contextlib
@@ -34,24 +34,23 @@ import psutil
 
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer, abandon
-from rft.checkpoint.gate import Gate
 from rft.checkpoint.records import (
     Beat,
     Begin,
+    CheckpointSettings,
     Close,
     Drop,
     Export,
     Exported,
     Exporting,
-    Failed,
     Freed,
     Ready,
-    Settings,
+    SaveFailed,
     Window,
 )
 from rft.checkpoint.storage import Storage, open_storage
 from rft.checkpoint.wire import Wire
-from rft.checkpoint.writer import Pacer, Writer
+from rft.checkpoint.writer import Gate, Pacer, Writer
 from rft.ground.process import end_family
 from rft.monitor import logs, trace
 
@@ -62,7 +61,7 @@ BEAT_S = 0.5
 class Agent:
     """State shared by the four threads. Each attribute has one writer."""
 
-    def __init__(self, wire: Wire, settings: Settings, storage: Storage):
+    def __init__(self, wire: Wire, settings: CheckpointSettings, storage: Storage):
         self.wire = wire
         self.settings = settings
         self.storage = storage
@@ -188,7 +187,7 @@ class Agent:
         writer.abort()
         log.error("save of step %d failed: %s", begin.step, cause)
         trace.instant("save failed", step=begin.step, cause=cause)
-        self.wire.send(Failed(id=begin.id, step=begin.step, cause=cause))
+        self.wire.send(SaveFailed(id=begin.id, step=begin.step, cause=cause))
         for output in begin.outputs:
             try:
                 abandon(self.storage, output, self.settings.rank, cause)

@@ -16,28 +16,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from rft.checkpoint import fence, retention
-from rft.checkpoint.layout import digest
+from rft.checkpoint import fence
+from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, step_of
 from rft.checkpoint.records import (
     FORMAT,
     MANIFEST,
     Begin,
+    CheckpointSettings,
     Committed,
-    Failed,
     Manifest,
     Output,
     Receipt,
     Report,
     Retained,
-    Settings,
+    SaveFailed,
     decode_json,
     encode_json,
     final_name,
     sha256,
 )
-from rft.checkpoint.storage import LATEST, Storage, committed, step_of
+from rft.checkpoint.sharding import digest
+from rft.checkpoint.storage import LATEST, Storage
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 from rft.ground import durable
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 LINE = 4  # ranks that may commit; of more, all would have to look at the draft all the time
 
 
-class Unsound(RuntimeError):
+class CommitError(RuntimeError):
     """Receipts that do not make a checkpoint."""
 
 
@@ -66,7 +65,7 @@ class Committer:
     """`look` at intervals; every draft ends in exactly one report."""
 
     storage: Storage
-    settings: Settings
+    settings: CheckpointSettings
     report: Callable[[Report], object]
     orphaned: Callable[[], bool] = lambda: False
     in_use: Callable[[], set[str]] = set  # checkpoints that are being read and must not go now
@@ -83,7 +82,7 @@ class Committer:
         for draft in list(self.drafts):
             try:
                 name = self._advance(draft)
-            except (OSError, Unsound, ValueError) as error:
+            except (OSError, CommitError, ValueError) as error:
                 self._fail(draft, str(error))
                 continue
             if name is not None:
@@ -102,7 +101,7 @@ class Committer:
             return published
         gone = sorted(name for name in names if name.endswith(".abandoned"))
         if gone:
-            raise Unsound(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
+            raise CommitError(self.storage.get(f"{draft.output.draft}/{gone[0]}").decode())
         if not names:
             raise self._gone(draft.output.draft)
         if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
@@ -118,7 +117,9 @@ class Committer:
         """
         missing = [r for r in range(self.settings.world) if receipt_name(r) not in names]
         if time.monotonic() > draft.since + self.settings.deadline_s:
-            raise Unsound(f"no receipt of rank(s) {missing} within {self.settings.deadline_s:g} s")
+            raise CommitError(
+                f"no receipt of rank(s) {missing} within {self.settings.deadline_s:g} s"
+            )
         if self.orphaned():
             control = Path(self.settings.control)
             dead = [
@@ -129,7 +130,7 @@ class Committer:
             # a receipt may have come just before its agent went
             now = set(self.storage.list(draft.output.draft))
             if any(receipt_name(r) not in now for r in dead) and not self._published(draft):
-                raise Unsound(f"rank(s) {dead} ended before their part was written")
+                raise CommitError(f"rank(s) {dead} ended before their part was written")
 
     def _published(self, draft: Draft) -> str | None:
         """The directory that this very save was published as."""
@@ -168,23 +169,23 @@ class Committer:
     def _check_epoch(self) -> None:
         newest = fence.newest_epoch(Path(self.settings.control))
         if newest > self.settings.epoch:
-            raise Unsound(
+            raise CommitError(
                 f"attempt {newest} of this job has begun; attempt {self.settings.epoch} publishes "
                 "nothing more"
             )
 
-    def _gone(self, place: str) -> Unsound:
+    def _gone(self, place: str) -> CommitError:
         """Why a draft is not there any more."""
         newest = fence.newest_epoch(Path(self.settings.control))
         if newest > self.settings.epoch:
-            return Unsound(f"{place} is gone: attempt {newest} of this job has taken over")
-        return Unsound(
+            return CommitError(f"{place} is gone: attempt {newest} of this job has taken over")
+        return CommitError(
             f"{self.storage.where}/{place}: No such file or directory; somebody has removed it"
         )
 
     def _verified(self, draft: Draft) -> Manifest:
-        """The manifest that these receipts make; raises Unsound for receipts of different saves,
-        layouts or sizes.
+        """The manifest that these receipts make; raises CommitError for receipts of different
+        saves, layouts or sizes.
         """
         receipts, digests = [], {}
         for rank in range(self.settings.world):
@@ -196,17 +197,17 @@ class Committer:
                 rank,
                 draft.output.layout,
             ):
-                raise Unsound(
+                raise CommitError(
                     f"{path} belongs to save {receipt.id} of rank {receipt.rank}, not to "
                     f"{draft.begin.id}"
                 )
             size = self.storage.size(f"{draft.output.draft}/{receipt.file}")
             if size != receipt.bytes:
-                raise Unsound(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
+                raise CommitError(f"{path} vouches for {receipt.bytes} bytes, the file has {size}")
             receipts.append(receipt)
             digests[receipt_name(rank)] = sha256(data)
         if digest([receipt.regions for receipt in receipts]) != draft.output.layout:
-            raise Unsound(
+            raise CommitError(
                 f"{draft.output.draft}: the ranks' parts are not the ones that were planned"
             )
         lead = receipts[0]
@@ -239,7 +240,7 @@ class Committer:
         log.info("%s committed", name)
         seconds = time.monotonic() - draft.since
         begin, collection = draft.begin, draft.output.collection
-        told = Committed(
+        report = Committed(
             id=begin.id,
             step=begin.step,
             collection=collection,
@@ -247,11 +248,11 @@ class Committer:
             seconds=seconds,
             bytes=draft.bytes,
         )
-        self.report(told)
+        self.report(report)
         if self.settings.rank == 0:
             try:
                 self._retire(draft.output)
-            except (OSError, ValueError, Unsound) as error:
+            except (OSError, ValueError, CommitError) as error:
                 log.error("retention failed, nothing else is affected: %s", error)
 
     def _retire(self, output: Output) -> None:
@@ -260,9 +261,7 @@ class Committer:
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
         dropped = [
-            entry
-            for entry in retention.expired(entries, output.retention)
-            if entry.path not in in_use
+            entry for entry in expired(entries, output.retention) if entry.path not in in_use
         ]
         for entry in dropped:
             log.info("retention removes %s", entry.path)
@@ -274,7 +273,7 @@ class Committer:
     def _fail(self, draft: Draft, cause: str) -> None:
         draft.done = True
         log.error("%s failed: %s", draft.output.draft, cause)
-        self.report(Failed(id=draft.begin.id, step=draft.begin.step, cause=cause))
+        self.report(SaveFailed(id=draft.begin.id, step=draft.begin.step, cause=cause))
         try:
             self._give_space_back(draft.output.draft)
         except OSError as error:
@@ -293,50 +292,6 @@ class Committer:
             receipt_name(r) in names for r in ranks
         ):
             self.storage.remove(place)
-
-
-class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """LATEST: where a reader may look first. Never believed: the committed manifests decide."""
-
-    name: str
-    epoch: int
-    step: int
-
-
-def read_manifest(storage: Storage, path: str) -> Manifest:
-    """The manifest of a committed directory. Raises ValueError when it is damaged.
-
-    One of another format is no damage, as long as its seal fits: whoever opens it looks at
-    `format`.
-    """
-    where = f"{storage.where}/{path}/{MANIFEST}"
-    data = storage.get(f"{path}/{MANIFEST}")
-    try:
-        manifest = decode_json(data, Manifest)
-    except ValueError as error:
-        raise ValueError(f"{where} is damaged: {error}") from error
-    unsealed = data.replace(f'"seal":"{manifest.seal}"'.encode(), b'"seal":""')
-    if manifest.seal != sha256(unsealed):
-        raise ValueError(f"{where} is damaged: its seal does not fit its content")
-    if step_of(path) not in (manifest.step, None):
-        raise ValueError(f"{where} is of step {manifest.step}: the directory was renamed")
-    return manifest
-
-
-def list_entries(storage: Storage, collection: str = "") -> list[retention.Entry]:
-    """Committed directories with a sound manifest, oldest first."""
-    tags = set(storage.list("tags"))
-    found = []
-    for path in committed(storage, collection):
-        try:
-            manifest = read_manifest(storage, path)
-        except (ValueError, OSError) as error:
-            log.error("%s", error)
-            continue
-        found.append(
-            retention.Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags)
-        )
-    return sorted(found, key=lambda entry: (entry.epoch, entry.step))
 
 
 def abandon(storage: Storage, output: Output, rank: int, why: str) -> None:

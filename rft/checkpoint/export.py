@@ -23,10 +23,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.layout import MODEL, Claim
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch
-from rft.checkpoint.storage import LocalSink, Storage, open_storage
+from rft.checkpoint.sharding import MODEL, Claim
+from rft.checkpoint.storage import Disk, LocalSink, Storage, open_storage
 from rft.config import ConfigError
 from rft.ground import durable
 from rft.ground.names import ITEM_BYTES, Dims, architecture_of, hf_names, read_hf_config

@@ -11,14 +11,12 @@ afterwards is checked against the newer epoch before it is published.
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rft.ground import durable
 
-LOCK = re.compile(r"e(\d+)-r(\d+)")
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
 
 
@@ -87,14 +85,14 @@ def await_agents(control: Path, deadline_s: float, say: Callable[[str], None]) -
     that are still there at the deadline.
     """
     end = time.monotonic() + deadline_s
-    told = False
+    announced = False
     while (alive := living_agents(control)) and time.monotonic() < end:
-        if not told:
+        if not announced:
             say(
                 f"waiting up to {deadline_s:g} s for {len(alive)} agent(s) of the last attempt to "
                 "finish its checkpoint"
             )
-            told = True
+            announced = True
         time.sleep(LOOK_S)
     for path in (control / "agents").glob("e*-r*"):
         if path not in alive:

@@ -20,16 +20,16 @@ from pathlib import Path
 from rft.checkpoint.records import (
     Beat,
     Begin,
+    CheckpointSettings,
     Close,
     Committed,
     Drop,
     Export,
     Exported,
-    Failed,
     Freed,
     Ready,
     Report,
-    Settings,
+    SaveFailed,
     Window,
 )
 from rft.checkpoint.wire import Outbox, Wire
@@ -50,7 +50,7 @@ FRUITLESS = 3
 
 
 @dataclass
-class Told:
+class TrackedSave:
     """What the agent must be told again if it dies: windows not freed yet."""
 
     begin: Begin
@@ -67,7 +67,7 @@ class Link:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: CheckpointSettings,
         on_report: Callable[[Report], None],
         log_path: Path | None,
         command: tuple[str, ...] = AGENT,
@@ -80,7 +80,7 @@ class Link:
         self._on_report = on_report
         self._log_path = log_path
         self._command = command
-        self._told: dict[str, Told] = {}
+        self._saves: dict[str, TrackedSave] = {}
         self._exports: dict[int, Export] = {}  # asked for and not reported
         self._lock = threading.RLock()
         # Since the agent last said something, counted in looks: time in which this process itself
@@ -101,19 +101,19 @@ class Link:
         with self._lock:
             cause = BROKEN if self.state == "broken" else DEAF if self._outbox.is_full() else ""
             if not cause:
-                self._told[message.id] = Told(message)
+                self._saves[message.id] = TrackedSave(message)
                 self._outbox.send(message)
         if cause:
-            self._on_report(Failed(id=message.id, step=message.step, cause=cause))
+            self._on_report(SaveFailed(id=message.id, step=message.step, cause=cause))
 
     def window(self, message: Window) -> None:
         """Bytes of a save that has failed meanwhile are nobody's: their slot comes back at once."""
         with self._lock:
-            told = self._told.get(message.id)
-            if told is not None:
-                told.windows[message.start] = message
+            save = self._saves.get(message.id)
+            if save is not None:
+                save.windows[message.start] = message
                 self._outbox.send(message)
-        if told is None:
+        if save is None:
             self._on_report(Freed(id=message.id, slot=message.slot))
 
     def drop(self, identity: str, why: str) -> None:
@@ -122,16 +122,16 @@ class Link:
         One that was not staged as a whole has failed, whether the agent listens or not.
         """
         with self._lock:
-            told = self._told.get(identity)
-            if told is None or told.dropped:  # or it has ended meanwhile
+            save = self._saves.get(identity)
+            if save is None or save.dropped:  # or it has ended meanwhile
                 return
-            told.dropped = why
-            told.failed = not told.written and not any(
-                window.last for window in told.windows.values()
+            save.dropped = why
+            save.failed = not save.written and not any(
+                window.last for window in save.windows.values()
             )
             self._outbox.send(Drop(id=identity, why=why))
-        if told.failed:
-            self._on_report(Failed(id=identity, step=told.begin.step, cause=why))
+        if save.failed:
+            self._on_report(SaveFailed(id=identity, step=save.begin.step, cause=why))
 
     def export(self, message: Export) -> None:
         with self._lock:
@@ -217,28 +217,28 @@ class Link:
         with self._lock:
             if isinstance(report, Exported):
                 self._exports.pop(report.step, None)
-            told = self._told.get(getattr(report, "id", ""))
-            if told is None:
+            save = self._saves.get(getattr(report, "id", ""))
+            if save is None:
                 return True
             if isinstance(report, Freed):
                 gone = [
-                    start for start, window in told.windows.items() if window.slot == report.slot
+                    start for start, window in save.windows.items() if window.slot == report.slot
                 ]
-                told.written = told.written or any(told.windows[start].last for start in gone)
-                told.freed_any = told.freed_any or bool(gone)
+                save.written = save.written or any(save.windows[start].last for start in gone)
+                save.freed_any = save.freed_any or bool(gone)
                 for start in gone:
-                    del told.windows[start]
-            elif isinstance(report, Failed) or (
-                isinstance(report, Committed) and not self._is_open(told, report)
+                    del save.windows[start]
+            elif isinstance(report, SaveFailed) or (
+                isinstance(report, Committed) and not self._is_open(save, report)
             ):
-                del self._told[report.id]
-            return not (told.failed and isinstance(report, Failed))
+                del self._saves[report.id]
+            return not (save.failed and isinstance(report, SaveFailed))
 
     @staticmethod
-    def _is_open(told: Told, report: Committed) -> bool:
+    def _is_open(save: TrackedSave, report: Committed) -> bool:
         """Are outputs of this save besides the reported one still to be committed?"""
-        told.begin.outputs[:] = [o for o in told.begin.outputs if o.collection != report.collection]
-        return bool(told.begin.outputs)
+        save.begin.outputs[:] = [o for o in save.begin.outputs if o.collection != report.collection]
+        return bool(save.begin.outputs)
 
     def _revive(self, code: int) -> None:
         """Called by the thread that has heard the last agent to its
@@ -273,7 +273,7 @@ class Link:
         self._adopt(wire, process)
         for asked in self._exports.values():
             self._outbox.send(asked)
-        lost = [report for told in self._told.values() for report in self._tell_again(told)]
+        lost = [report for save in self._saves.values() for report in self._tell_again(save)]
         if self._closing.is_set():
             self._outbox.send(Close())
         return lost
@@ -289,38 +289,38 @@ class Link:
         lost: list[Report] = [
             Exported(step=e.step, target=e.target, cause=BROKEN) for e in self._exports.values()
         ]
-        for told in self._told.values():
-            begin = told.begin
-            lost += [Failed(id=begin.id, step=begin.step, cause=BROKEN)] * (not told.failed)
-            lost += [Freed(id=begin.id, slot=window.slot) for window in told.windows.values()]
+        for save in self._saves.values():
+            begin = save.begin
+            lost += [SaveFailed(id=begin.id, step=begin.step, cause=BROKEN)] * (not save.failed)
+            lost += [Freed(id=begin.id, slot=window.slot) for window in save.windows.values()]
         self._exports.clear()
-        self._told.clear()
+        self._saves.clear()
         self._ended.set()
         return lost
 
-    def _tell_again(self, told: Told) -> list[Report]:
+    def _tell_again(self, save: TrackedSave) -> list[Report]:
         """Hand a save to the new agent.
 
         If a part of it went down with the old one, that one is to say so, and slots are free.
         """
-        begin = told.begin
+        begin = save.begin
         self._outbox.send(begin)
-        told.deaths += 1
-        why = told.dropped or (f"{told.deaths} agents died over it" if told.deaths >= TRIES else "")
-        if told.freed_any and not told.written:
+        save.deaths += 1
+        why = save.dropped or (f"{save.deaths} agents died over it" if save.deaths >= TRIES else "")
+        if save.freed_any and not save.written:
             why = why or (
                 f"the agent of rank {self.settings.rank} died over a save that does not fit "
                 "into one slot"
             )
         if why:
             self._outbox.send(Drop(id=begin.id, why=why))
-            slots = [window.slot for window in told.windows.values()]
-            told.windows.clear()  # given back once: at the next death somebody else may have them
+            slots = [window.slot for window in save.windows.values()]
+            save.windows.clear()  # given back once: at the next death somebody else may have them
             return [Freed(id=begin.id, slot=slot) for slot in slots]
-        if told.written:
+        if save.written:
             end = max(output.bytes for output in begin.outputs)
             self._outbox.send(Window(id=begin.id, slot=NO_SLOT, start=end, stop=end, last=True))
-        for _, window in sorted(told.windows.items()):
+        for _, window in sorted(save.windows.items()):
             self._outbox.send(window)
         return []
 

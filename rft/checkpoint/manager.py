@@ -23,26 +23,25 @@ from typing import Any
 import msgspec
 import psutil
 
-from rft.checkpoint import commit, layout, restore
-from rft.checkpoint.arena import Slot
-from rft.checkpoint.layout import Claim, claim_of
+from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.link import AGENT, Link
 from rft.checkpoint.records import (
     Begin,
+    CheckpointSettings,
     Committed,
     Export,
     Exported,
     Exporting,
-    Failed,
     Freed,
     Output,
     Region,
     Report,
     Retention,
-    Settings,
+    SaveFailed,
     Window,
 )
-from rft.checkpoint.staging import Choice, Slots, Stager, slot_size, windows_of
+from rft.checkpoint.sharding import Claim, claim_of
+from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
 from rft.ground.device import Device, choose
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """This rank's part of every checkpoint.
 
     `order`: positions of the stored pieces in a snapshot.
@@ -67,7 +66,7 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class SaveOutcome:
     """What is known of one save. `open`: collections that are neither committed nor failed."""
 
     step: int
@@ -88,9 +87,9 @@ class Status:
 
 
 @dataclass
-class Telling:
-    """Tells the agent of one save, by the thread that copies: an agent that does not listen must
-    not hold up the training.
+class SaveMessages:
+    """What the agent is told of one save, by the thread that copies: an agent that does not listen
+    must not hold up the training.
     """
 
     link: Link
@@ -149,13 +148,13 @@ class CheckpointManager:
         self.hear: Callable[[Report], None] = lambda report: None
         self._agent = agent
         self._saves = 0
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, SaveOutcome] = {}
         # directories that are being written, and when they were last heard of
         self._exports: dict[str, float] = {}
         self._failed_export = ""
         self._news: list[Report] = []
         self._changed = threading.Condition()
-        self._choice = Choice(self.config.staging)
+        self._tuner = StagingTuner(self.config.staging)
         self._link: Link | None = None
 
     def load(self, policy: Snapshotable) -> dict[str, Any] | None:
@@ -164,17 +163,17 @@ class CheckpointManager:
         See `rft.checkpoint.restore`.
         """
         restore.prepare(self.storage, self.ranks)
-        found = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
-        if found is None:
+        loop = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
+        if loop is None:
             return None
-        self.newest = self.requested = found["step"]
-        self.scores = {int(step): value for step, value in found.pop("scores", {}).items()}
-        return found
+        self.newest = self.requested = loop["step"]
+        self.scores = {int(step): value for step, value in loop.pop("scores", {}).items()}
+        return loop
 
     def _loaded(self, step: int) -> set[str]:
         """Name of a committed checkpoint that an earlier attempt has written."""
         return {
-            [entry.path for entry in commit.list_entries(self.storage) if entry.step == step][-1]
+            [entry.path for entry in catalog.list_entries(self.storage) if entry.step == step][-1]
         }
 
     def start(self, policy: Snapshotable) -> None:
@@ -186,15 +185,15 @@ class CheckpointManager:
         if self.ranks.rank == 0:
             self.storage.prepare()
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
-        total = layout.extent(self._plan.regions)
+        total = sharding.extent(self._plan.regions)
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size)
-        slots = Slots([Slot(number, size, self.device) for number in range(2)])
+        slots = SlotPool([Slot(number, size, self.device) for number in range(2)])
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
         )
-        settings = Settings(
+        settings = CheckpointSettings(
             root=self.storage.where,
             control=str(self.control),
             rank=self.ranks.rank,
@@ -231,27 +230,27 @@ class CheckpointManager:
                 f"{free / neighbours / 1.1e9:.2f}"
             )
 
-    def _agree(self, claims: list[Claim]) -> Plan:
+    def _agree(self, claims: list[Claim]) -> SavePlan:
         listed = self.ranks.gather(msgspec.to_builtins(claims))
         chosen = None
         if listed is not None:
             everyone = msgspec.convert(listed, list[list[Claim]])
-            positions = layout.assign(everyone)
+            positions = sharding.assign(everyone)
             placed = [
-                layout.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
+                sharding.place([everyone[r][p] for p in found]) for r, found in enumerate(positions)
             ]
-            weights = [[r for r in found if r.key.startswith(layout.MODEL)] for found in placed]
-            chosen = [positions, layout.digest(placed), layout.digest(weights)]
+            weights = [[r for r in found if r.key.startswith(sharding.MODEL)] for found in placed]
+            chosen = [positions, sharding.digest(placed), sharding.digest(weights)]
         positions, whole, weights_only = self.ranks.broadcast(chosen)
         mine = sorted(
-            positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(layout.MODEL)
+            positions[self.ranks.rank], key=lambda p: not claims[p].key.startswith(sharding.MODEL)
         )
-        regions = layout.place([claims[p] for p in mine])
-        return Plan(
+        regions = sharding.place([claims[p] for p in mine])
+        return SavePlan(
             mine,
             regions,
             whole,
-            [r for r in regions if r.key.startswith(layout.MODEL)],
+            [r for r in regions if r.key.startswith(sharding.MODEL)],
             weights_only,
         )
 
@@ -292,15 +291,15 @@ class CheckpointManager:
         )
         self.requested = step if full else self.requested
         with self._changed:
-            self._outcomes[identity] = Outcome(step, {output.collection for output in outputs})
+            self._outcomes[identity] = SaveOutcome(step, {output.collection for output in outputs})
         self._stager.await_done()
-        telling = Telling(self._link, begin)
+        messages = SaveMessages(self._link, begin)
         # engines wait for weights: these are never given up
-        if not weights and not self._make_room(telling):
+        if not weights and not self._make_room(messages):
             return False
         tensors = [snapshot.pieces[position].tensor for position in self._plan.order]
-        self._stager.start(identity, tensors, telling.window, telling.drop)
-        if self._choice.next() == "eager":
+        self._stager.start(identity, tensors, messages.window, messages.drop)
+        if self._tuner.next() == "eager":
             self._stager.await_copies()
         return True
 
@@ -326,19 +325,19 @@ class CheckpointManager:
             draft=draft,
             final=final,
             regions=regions,
-            bytes=layout.extent(regions),
+            bytes=sharding.extent(regions),
             layout=self._plan.weight_layout if model else self._plan.layout,
             retention=keep,
         )
 
-    def _make_room(self, telling: "Telling") -> bool:
+    def _make_room(self, messages: SaveMessages) -> bool:
         """What `when_busy` says: leave it to the copying thread, give this save up, or an older one
         that still queues.
         """
         assert self._link is not None
         if self._stager.slots.is_free() or self.config.when_busy == "wait":
             return True
-        begin = telling.begin
+        begin = messages.begin
         if self.config.when_busy == "newest_wins":
             queued = [
                 key
@@ -351,7 +350,7 @@ class CheckpointManager:
         self.status.skipped += 1
         trace.instant("checkpoint skipped", step=begin.step)
         log.warning("save of step %d skipped: both slots are still being written", begin.step)
-        telling.drop(begin.id, "skipped: both slots were still being written")
+        messages.drop(begin.id, "skipped: both slots were still being written")
         return False
 
     def score(self, step: int, metrics: dict[str, float]) -> None:
@@ -364,13 +363,13 @@ class CheckpointManager:
         the seconds that took.
         """
         waited = self._stager.await_copies()
-        self._choice.updated()
+        self._tuner.updated()
         return waited
 
     def poll(self) -> list[Report]:
         """What has become known since the last call:
 
-        Committed, Retained, Failed and Exported reports.
+        Committed, Retained, SaveFailed and Exported reports.
         """
         with self._changed:
             news, self._news = self._news, []
@@ -463,7 +462,7 @@ class CheckpointManager:
         with self._changed:
             if isinstance(report, Committed):
                 self._on_commit(report)
-            elif isinstance(report, Failed):
+            elif isinstance(report, SaveFailed):
                 outcome = self._outcomes[report.id]
                 if not outcome.cause:
                     self.status.failed += 1

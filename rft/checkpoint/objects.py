@@ -144,10 +144,10 @@ class ObjectStorage:
     def _names(self, path: str) -> set[str]:
         with _medium(self._name(path)):
             try:
-                found = self._fs.ls(self._at(path), detail=False)
+                listing = self._fs.ls(self._at(path), detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return set()
-        return {name.rstrip("/").rpartition("/")[2] for name in found}
+        return {name.rstrip("/").rpartition("/")[2] for name in listing}
 
     def _at(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}" if path else self._root

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import xxhash
 
-from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.layout import Box, Claim, Uncovered, boxes, check_coverage, overlap
-from rft.checkpoint.records import CHUNK, FORMAT, Receipt, Region, decode_json, sha256
-from rft.checkpoint.storage import MANIFEST, Storage, read_at
+from rft.checkpoint.catalog import read_manifest
+from rft.checkpoint.records import CHUNK, FORMAT, MANIFEST, Receipt, Region, decode_json, sha256
+from rft.checkpoint.sharding import Box, Claim, CoverageError, boxes, check_coverage, overlap
+from rft.checkpoint.storage import Storage, read_at
 from rft.ground.names import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Damaged(RuntimeError):
         self.file, self.chunk = file, chunk
 
 
-class Unreachable(OSError):
+class StorageUnreachable(OSError):
     """The medium fails (no mount, EIO, ESTALE, EACCES, too many open files): that says nothing
     about what lies there.
     """
@@ -55,7 +55,7 @@ class Mismatch(ValueError):
 
 def patiently(what: str, act: Callable[[], Found], patience_s: float) -> Found:
     """What `act` returns; an OSError is tried again for `patience_s` seconds, then it is
-    Unreachable.
+    StorageUnreachable.
     """
     end = time.monotonic() + patience_s
     while True:
@@ -65,12 +65,12 @@ def patiently(what: str, act: Callable[[], Found], patience_s: float) -> Found:
             left = end - time.monotonic()
             if left <= 0:
                 tried = f" (tried for {patience_s:g} s)" if patience_s else ""
-                raise Unreachable(f"{what}: {error}{tried}") from error
+                raise StorageUnreachable(f"{what}: {error}{tried}") from error
             log.warning("%s, tried again for %.0f s: %s", what, left, error)
             time.sleep(min(AGAIN_S, left))
 
 
-class Files:
+class OpenFiles:
     """The files of one committed directory.
 
     Of many only those used last are open: the ranks may be more than descriptors.
@@ -92,7 +92,7 @@ class Files:
     def attempt(self, name: str, read: Callable[[], Found]) -> Found:
         """`read()` of the file `name`.
 
-        Raises Damaged if there is no such file, Unreachable if that cannot be said.
+        Raises Damaged if there is no such file, StorageUnreachable if that cannot be said.
         """
 
         def once() -> Found:
@@ -130,13 +130,13 @@ class Files:
 class RankFile:
     """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept."""
 
-    def __init__(self, files: Files, receipt: Receipt):
+    def __init__(self, files: OpenFiles, receipt: Receipt):
         self.name = receipt.file
         self._files, self._receipt = files, receipt
         self._kept: tuple[int, bytes] = (-1, b"")
 
     def read(self, start: int, count: int) -> bytearray:
-        """Raises Damaged, naming the file and the chunk, or Unreachable."""
+        """Raises Damaged, naming the file and the chunk, or StorageUnreachable."""
         out = bytearray(count)
         at = start
         while at < start + count:
@@ -168,14 +168,14 @@ class Checkpoint:
     read.
 
     What the medium does not give is tried again for `patience_s` seconds each time, then it raises
-    Unreachable.
+    StorageUnreachable.
     """
 
     def __init__(self, storage: Storage, path: str, patience_s: float = 0.0):
         self.path = path
         self.where = f"{storage.where}/{path}"
         self._storage = storage
-        self._files = Files(storage, path, patience_s)
+        self._files = OpenFiles(storage, path, patience_s)
         try:
             self.manifest = self._files.attempt(MANIFEST, lambda: read_manifest(storage, path))
         except ValueError as error:
@@ -240,7 +240,7 @@ class Checkpoint:
     def elements(self, claim: Claim) -> np.ndarray:
         """The claimed elements, flat, as unsigned integers of the dtype's width.
 
-        Raises Damaged or Unreachable.
+        Raises Damaged or StorageUnreachable.
         """
         width = ITEM_BYTES[claim.dtype]
         out = np.empty(claim.bytes // width, dtype=f"<u{width}")
@@ -264,7 +264,7 @@ class Checkpoint:
     def verify(self, seen: Callable[[int], object] = lambda count: None) -> None:
         """Read and check every byte; `seen(bytes)` hears of progress.
 
-        Raises Damaged or Unreachable.
+        Raises Damaged or StorageUnreachable.
         """
         self._check_coverage()
         for receipt in self.receipts:
@@ -275,7 +275,7 @@ class Checkpoint:
     def confirm(self, file: str, chunk: int) -> None:
         """Look at what another reader found damaged there, beyond what opening has checked.
 
-        Raises Damaged or Unreachable.
+        Raises Damaged or StorageUnreachable.
         """
         if not file:
             self._check_coverage()
@@ -286,7 +286,7 @@ class Checkpoint:
     def _check_coverage(self) -> None:
         try:
             check_coverage(region for receipt in self.receipts for region in receipt.regions)
-        except Uncovered as error:
+        except CoverageError as error:
             raise Damaged(f"{self.where}: {error}") from error
 
     def files(self) -> Iterator[RankFile]:

@@ -115,7 +115,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that an agent must know before its first save; sent once.
 
     `control`: local directory of locks and run epochs.
@@ -217,7 +217,7 @@ class Exporting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target: str
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: str
     step: int
     cause: str
@@ -230,8 +230,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     for_s: float
 
 
-Request = Settings | Begin | Window | Drop | Export | Close
-Report = Ready | Freed | Committed | Retained | Exported | Exporting | Failed | Beat
+Request = CheckpointSettings | Begin | Window | Drop | Export | Close
+Report = Ready | Freed | Committed | Retained | Exported | Exporting | SaveFailed | Beat
 
 _json = msgspec.json.Encoder(order="deterministic")
 

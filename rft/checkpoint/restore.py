@@ -20,10 +20,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from rft.checkpoint import commit
-from rft.checkpoint.layout import Claim, claim_of
-from rft.checkpoint.reader import Checkpoint, Damaged, Found, Mismatch, Unreachable, patiently
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, committed
+from rft.checkpoint import catalog
+from rft.checkpoint.catalog import committed
+from rft.checkpoint.reader import (
+    Checkpoint,
+    Damaged,
+    Found,
+    Mismatch,
+    StorageUnreachable,
+    patiently,
+)
+from rft.checkpoint.sharding import Claim, claim_of
+from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -33,13 +41,13 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # for every single read: a server that restarts, a mount that comes late
 
 
-class Refused(OSError):
+class RestoreRefused(OSError):
     """No rank starts, nothing was renamed: a rank cannot read what is there, or reads something
     else than rank 0.
     """
 
 
-class Part(msgspec.Struct, kw_only=True):
+class ReadReport(msgspec.Struct, kw_only=True):
     """What became of one rank's part of a checkpoint; where nothing is said, it was filled in."""
 
     host: str = ""
@@ -64,7 +72,7 @@ def sweep(storage: Storage) -> None:
 
 
 def prepare(storage: Storage, ranks: "Collective", patience_s: float = PATIENCE_S) -> None:
-    """Make the root and sweep it. Raises Refused."""
+    """Make the root and sweep it. Raises RestoreRefused."""
 
     def make() -> None:
         storage.prepare()
@@ -82,41 +90,41 @@ def load(
 ) -> dict[str, Any] | None:
     """Loop state of the checkpoint that was loaded, None when there never was one.
 
-    Raises Mismatch, FileNotFoundError or Refused, the same on every rank.
+    Raises Mismatch, FileNotFoundError or RestoreRefused, the same on every rank.
     """
-    choice = Choice(storage, patience_s)
-    path = _by_first(ranks, choice.newest)
+    candidates = Candidates(storage, patience_s)
+    path = _by_first(ranks, candidates.newest)
     while path is not None:
         part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
         parts = ranks.gather(msgspec.to_builtins(part))
-        is_good, following = _by_first(ranks, partial(choice.after, path, parts))
+        is_good, following = _by_first(ranks, partial(candidates.after, path, parts))
         if is_good:
             policy.restore(small)
             if ranks.rank == 0:
                 log.info("resumed from %s/%s", storage.where, path)
             return loop
         path = following
-    return _nothing(storage, choice.rejected, ranks, patience_s)
+    return _nothing(storage, candidates.rejected, ranks, patience_s)
 
 
 def _by_first(ranks: "Collective", act: Callable[[], Found]) -> Found:
     """What `act` returns on rank 0, on every rank; what it raises is raised on every rank."""
-    found, mismatch, refused = None, "", ""
+    result, mismatch, refused = None, "", ""
     if ranks.rank == 0:
         try:
-            found = act()
+            result = act()
         except Mismatch as error:
             mismatch = str(error)
-        except Refused as error:
+        except RestoreRefused as error:
             refused = str(error)
         except OSError as error:
             refused = _refusal(0, socket.gethostname(), str(error))
-    found, mismatch, refused = ranks.broadcast([found, mismatch, refused])
+    result, mismatch, refused = ranks.broadcast([result, mismatch, refused])
     if mismatch:
         raise Mismatch(mismatch)
     if refused:
-        raise Refused(refused)
-    return cast(Found, found)
+        raise RestoreRefused(refused)
+    return cast(Found, result)
 
 
 def _refusal(rank: int, host: str, why: str) -> str:
@@ -127,7 +135,7 @@ def _refusal(rank: int, host: str, why: str) -> str:
 
 
 @dataclass
-class Choice:
+class Candidates:
     """Rank 0's: which checkpoint to load, and what is wrong with those that were set aside."""
 
     storage: Storage
@@ -141,22 +149,22 @@ class Choice:
         return patiently(f"{self.storage.where} cannot be read", self._look, self.patience_s)
 
     def _look(self) -> str | None:
-        found = []
+        candidates = []
         for path in committed(self.storage):
             try:
-                manifest = commit.read_manifest(self.storage, path)
+                manifest = catalog.read_manifest(self.storage, path)
             except (ValueError, IsADirectoryError) as error:
                 self._put_aside(path, str(error))
                 continue
-            found.append((manifest.epoch, manifest.step, path))
-        return max(found)[2] if found else None
+            candidates.append((manifest.epoch, manifest.step, path))
+        return max(candidates)[2] if candidates else None
 
     def after(self, tried: str, said: list[Any]) -> tuple[bool, str | None]:
         """(whether every rank has read `tried`, else the one to be tried next).
 
-        Raises Mismatch or Refused.
+        Raises Mismatch or RestoreRefused.
         """
-        parts = msgspec.convert(said, list[Part])
+        parts = msgspec.convert(said, list[ReadReport])
         for part in parts:
             if part.mismatch:
                 raise Mismatch(part.mismatch)
@@ -164,7 +172,7 @@ class Choice:
             if part.unreachable:
                 newest = self.newest()
                 if newest in (tried, None):
-                    raise Refused(_refusal(rank, part.host, part.unreachable))
+                    raise RestoreRefused(_refusal(rank, part.host, part.unreachable))
                 return False, newest  # retention of a run that goes on has taken it meanwhile
         damaged = [(rank, part) for rank, part in enumerate(parts) if part.damage]
         if not damaged:
@@ -172,7 +180,7 @@ class Choice:
         why = self._confirmed(tried, [part for _, part in damaged])
         if not why:
             rank, part = damaged[0]
-            raise Refused(
+            raise RestoreRefused(
                 f"rank {rank} on {part.host} finds {part.damage}; rank 0 on {parts[0].host} reads "
                 "the same and finds it good. "
                 "Nothing was set aside for it. See to the mount, the disk and the memory of "
@@ -181,7 +189,7 @@ class Choice:
         self._put_aside(tried, why)
         return False, self.newest()
 
-    def _confirmed(self, path: str, parts: list[Part]) -> str:
+    def _confirmed(self, path: str, parts: list[ReadReport]) -> str:
         """The first damage of those told of that is found here too, or nothing."""
         try:
             with Checkpoint(self.storage, path, self.patience_s) as checkpoint:
@@ -210,9 +218,9 @@ def _read(
     policy: Snapshotable,
     layout: Any,
     patience_s: float,
-) -> tuple[Part, dict[str, bytes], dict[str, Any]]:
+) -> tuple[ReadReport, dict[str, bytes], dict[str, Any]]:
     """Fill this rank's part of the policy: (what became of it, small objects, loop state)."""
-    part, small, loop = Part(host=socket.gethostname()), {}, {}
+    part, small, loop = ReadReport(host=socket.gethostname()), {}, {}
     try:
         with Checkpoint(storage, path, patience_s) as checkpoint:
             pieces = policy.snapshot().pieces
@@ -260,7 +268,7 @@ def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patienc
     seen, unreachable = [], ""
     try:
         seen = patiently(f"{storage.where} cannot be read", lambda: committed(storage), patience_s)
-    except Unreachable as error:
+    except StorageUnreachable as error:
         unreachable = str(error)
     said = ranks.gather([socket.gethostname(), seen, unreachable])
     lost = _by_first(ranks, partial(_lost, storage, rejected, said))
@@ -272,17 +280,17 @@ def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patienc
 
 
 def _lost(storage: Storage, rejected: list[str], said: list[Any]) -> str:
-    """Why there should be a checkpoint, or nothing. Raises Refused."""
+    """Why there should be a checkpoint, or nothing. Raises RestoreRefused."""
     if rejected or LATEST in storage.list():
         return "; ".join(rejected) or "LATEST points nowhere"
     here = said[0][0]
     for rank, (host, seen, unreachable) in enumerate(said):
         if unreachable:
-            raise Refused(_refusal(rank, host, unreachable))
+            raise RestoreRefused(_refusal(rank, host, unreachable))
         if seen:
             why = (
                 f"{storage.where} holds no checkpoint, but rank {rank} on {host} sees {seen[-1]} "
                 "there"
             )
-            raise Refused(_refusal(0, here, why))
+            raise RestoreRefused(_refusal(0, here, why))
     return ""

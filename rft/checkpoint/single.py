@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint import commit, fence, layout
-from rft.checkpoint.layout import Claim
+from rft.checkpoint import commit, fence, sharding
 from rft.checkpoint.records import (
     ALIGN,
     Begin,
+    CheckpointSettings,
     Committed,
-    Failed,
     Output,
     Report,
     Retention,
-    Settings,
+    SaveFailed,
 )
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import Storage
 from rft.checkpoint.writer import Writer
 
@@ -37,7 +37,7 @@ class Busy(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """One whole tensor: what it is, and how to get its elements in pieces, in row-major order."""
 
     key: str
@@ -54,7 +54,7 @@ def write(
     storage: Storage,
     control: Path,
     step: int,
-    sources: list[Source],
+    sources: list[TensorSource],
     *,
     small: dict[str, bytes] | None = None,
     loop: dict[str, Any] | None = None,
@@ -73,9 +73,9 @@ def write(
     storage.prepare()
     epoch = fence.take_epoch(control)
     # as `place` does
-    ordered = sorted(sources, key=lambda source: not source.key.startswith(layout.MODEL))
-    regions = layout.place([source.claim for source in ordered])
-    layout.check_coverage(regions)
+    ordered = sorted(sources, key=lambda source: not source.key.startswith(sharding.MODEL))
+    regions = sharding.place([source.claim for source in ordered])
+    sharding.check_coverage(regions)
     identity = f"e{epoch:04d}n0000"
     draft, final = commit.names_of(storage, "", step, identity)
     output = Output(
@@ -83,8 +83,8 @@ def write(
         draft=draft,
         final=final,
         regions=regions,
-        layout=layout.digest([regions]),
-        bytes=layout.extent(regions),
+        layout=sharding.digest([regions]),
+        bytes=sharding.extent(regions),
         retention=Retention(),
     )
     begin = Begin(
@@ -96,7 +96,7 @@ def write(
         loop=(loop or {}) | {"step": step},
         about=about or {},
     )
-    settings = Settings(
+    settings = CheckpointSettings(
         root=storage.where,
         control=str(control),
         rank=0,
@@ -115,7 +115,7 @@ def write(
 
 def _fill(
     writer: Writer,
-    sources: list[Source],
+    sources: list[TensorSource],
     output: Output,
     storage: Storage,
     seen: Callable[[int], object],
@@ -151,14 +151,14 @@ def _fill(
         raise
 
 
-def _commit(begin: Begin, output: Output, settings: Settings, storage: Storage) -> str:
+def _commit(begin: Begin, output: Output, settings: CheckpointSettings, storage: Storage) -> str:
     heard: list[Report] = []
     committer = commit.Committer(storage, settings, heard.append)
     committer.watch(begin, output, time.monotonic())
     while committer.drafts:
         committer.look()
     for report in heard:
-        if isinstance(report, Failed):
+        if isinstance(report, SaveFailed):
             raise OSError(f"{storage.where}: {report.cause}")
         if isinstance(report, Committed):
             return report.name

@@ -1,32 +1,34 @@
 """Where checkpoints lie: names below one root, on a local or shared file system, or in an object
 store (fsspec).
 
-    draft(step, id) ──► create + put files ──► publish(draft, final) ──► committed() lists it
+    draft(step, id) ──► create + put files ──► publish(draft, final) ──► listed as committed
 
-Invariant: a name in `committed()` stands for a directory whose every byte was durable before the
-name could be seen. On a file system that is fsync, then rename; an object store has no rename, so
-there the manifest, put last, is the mark.
+Every system call that makes a file durable is a method of `Disk`: tests put another one in its
+place, which dies, fails, or remembers, call by call.
+
+Invariant: a committed name stands for a directory whose every byte was durable before the name
+could be seen. On a file system that is fsync, then rename; an object store has no rename, so there
+the manifest, put last, is the mark.
 """
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
-import re
+import shutil
 import uuid
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.records import MANIFEST, final_name
+from rft.checkpoint.records import final_name
 
 LATEST = "LATEST"
 BLOCK = 4096  # bytes that every device takes as a unit
 DIRECT_BYTES = 2**23  # below this the page cache is quicker
 WEIGHTS = "weights"  # collection of model-only saves
 SCRATCH = ".trash-"  # prefix of directories that are being deleted
-COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
 
 
 class Sink(Protocol):
@@ -65,28 +67,73 @@ class Storage(Protocol):
     def free_bytes(self) -> int | None: ...
 
 
-def step_of(name: str) -> int | None:
-    """Step of a committed directory's name; None for drafts, quarantined ones and foreign files."""
-    match = COMMITTED.fullmatch(PurePosixPath(name).name)
-    return int(match[2]) if match else None
-
-
-def committed(storage: Storage, collection: str = "") -> list[str]:
-    """Paths of all directories with a manifest, by step,
-    ascending (a name alone proves nothing).
+class Disk:
+    """The system calls that make files durable, one method each. All raise OSError as the system
+    does.
     """
-    names = [name for name in storage.list(collection) if step_of(name) is not None]
-    paths = [f"{collection}/{name}" if collection else name for name in sorted(names)]
-    return [path for path in paths if MANIFEST in storage.list(path)]
 
+    def mkdir(self, path: Path) -> None:
+        """A directory in an existing one: a root that vanished is an
+        error, not something to be made again.
+        """
+        path.mkdir(exist_ok=True)
 
-def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:
-    """A path, or a URL that fsspec knows (s3://bucket/prefix)."""
-    if "://" in str(where):
-        from rft.checkpoint.objects import ObjectStorage
+    def create(self, path: Path, size: int = 0) -> int:
+        """A new file, never an existing one; with `size` its space is reserved, so that a full disk
+        is met here.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        if size:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError:
+                os.close(descriptor)
+                raise
+        return descriptor
 
-        return ObjectStorage(str(where))
-    return LocalStorage(Path(where), disk or Disk())
+    def bypass_cache(self, descriptor: int, on: bool) -> bool:
+        """Let writes go to the device straight from the slot (O_DIRECT).
+
+        Copying into the page cache and flushing it would take five times as much processor time
+        from the training beside. False where the file system has no such thing.
+        """
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(
+                descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+            )
+        except (OSError, AttributeError):  # tmpfs of older kernels; systems without the flag
+            return False
+        return True
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Bytes written, possibly fewer than given."""
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+    def free_bytes(self, path: Path) -> int:
+        return shutil.disk_usage(path).free
 
 
 class LocalStorage:
@@ -260,3 +307,12 @@ def read_at(file: BinaryIO, start: int, length: int) -> bytes:
         parts.write(part)
         length -= len(part)
     return parts.getvalue()
+
+
+def open_storage(where: str | Path, disk: Disk | None = None) -> Storage:
+    """A path, or a URL that fsspec knows (s3://bucket/prefix)."""
+    if "://" in str(where):
+        from rft.checkpoint.objects import ObjectStorage
+
+        return ObjectStorage(str(where))
+    return LocalStorage(Path(where), disk or Disk())

@@ -4,9 +4,14 @@
 No torch. Invariant: the receipt appears only after every byte that it vouches for is durable.
 """
 
+import contextlib
+import logging
+import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import xxhash
 
@@ -14,14 +19,18 @@ from rft.checkpoint.records import (
     CHUNK,
     FORMAT,
     Begin,
+    CheckpointSettings,
     Output,
     Receipt,
-    Settings,
     decode_json,
     encode_json,
 )
 from rft.checkpoint.storage import Sink, Storage
+from rft.ground import durable
 
+log = logging.getLogger(__name__)
+STRATEGIES = ("unrestricted", "single_node", "single_process", "single_thread")
+LOOK_S = 0.02  # between tries to pass the gate; nothing tells when another process's lock goes
 PIECE = 2**23  # bytes per write call: small enough that a limit on the rate is kept evenly
 
 
@@ -82,7 +91,11 @@ class Writer:
     """
 
     def __init__(
-        self, begin: Begin, settings: Settings, storage: Storage, pace: Callable[[int], None]
+        self,
+        begin: Begin,
+        settings: CheckpointSettings,
+        storage: Storage,
+        pace: Callable[[int], None],
     ):
         self.begin = begin
         self.settings = settings
@@ -173,3 +186,67 @@ class Pacer:
             now = time.monotonic()
             self._due = max(self._due, now) + count / self.rate
             time.sleep(max(0.0, self._due - now))
+
+
+class Gate:
+    """How many agents may write at the same time, by `save_strategy`: `with gate.passed():` around
+    the writing of one save.
+
+        unrestricted     all                        single_node       those of one node
+        single_process   one agent in the system    single_thread
+                one agent, one stream (an agent has one stream)
+
+    Locks of files (flock) in the job's control directory: the kernel gives them back when a holder
+    dies, so the gate cannot stay closed; one that stays closed because its holder hangs is passed,
+    loudly, after `patience_s`. It delays writing, never staging.
+    """
+
+    def __init__(self, control: Path, strategy: str, patience_s: float, node: str = ""):
+        self.directory = control / "gate"
+        self.strategy = strategy
+        self.patience_s = patience_s
+        self.node = node or socket.gethostname()
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def passed(self) -> Iterator[None]:
+        held = self._wait() if self.strategy != "unrestricted" else []
+        try:
+            yield
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+
+    def _wait(self) -> list[int]:
+        end = time.monotonic() + self.patience_s
+        while (held := self._try()) is None:
+            if time.monotonic() > end:
+                log.error(
+                    "save_strategy=%s: waited %g s for another writer, going on",
+                    self.strategy,
+                    self.patience_s,
+                )
+                return []
+            time.sleep(LOOK_S)
+        return held
+
+    def _try(self) -> list[int] | None:
+        """Descriptors that hold the gate; None when it is somebody else's turn."""
+        if self.strategy != "single_node":
+            mine = durable.lock(self.directory / "writer")
+            return [mine] if mine is not None else None
+        # one at a time looks at who is inside
+        door = durable.lock(self.directory / "door")
+        if door is None:
+            return None
+        try:
+            if any(
+                durable.is_locked(path, by_anybody=True)
+                for path in self.directory.glob("node-*")
+                if path.name != f"node-{self.node}"
+            ):
+                return None
+            mine = durable.lock(self.directory / f"node-{self.node}", shared=True)
+            return [mine] if mine is not None else None
+        finally:
+            os.close(door)

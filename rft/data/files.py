@@ -384,8 +384,8 @@ class StatelessSource:
     """What sources have in common whose batch of a step follows from its number alone: a resume
     needs nothing but the number.
 
-    In: the calls of `feed.Source`. Out: nothing to note, and nobody to wait for. Invariant: such a
-    source has no state that a checkpoint would have to keep.
+    In: the calls of `feed.BatchSource`. Out: nothing to note, and nobody to wait for. Invariant:
+    such a source has no state that a checkpoint would have to keep.
     """
 
     def wants_weights(self, interval: int) -> bool:

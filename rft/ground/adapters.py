@@ -16,7 +16,7 @@ adapters.
 from dataclasses import dataclass
 from typing import Any
 
-from rft.ground.names import Bound, Dims, Place, Segment, hf_names, hf_shape, is_expert
+from rft.ground.names import BoundRule, Dims, Place, ShardSlice, hf_names, hf_shape, is_expert
 
 PREFIX = "base_model.model."  # PEFT's name of the model that an adapter is for
 SUFFIXES = (".lora_A", ".lora_B")
@@ -64,12 +64,12 @@ class Adapter:
     columns lie in them.
     """
 
-    bound: Bound
+    bound: BoundRule
     shapes: tuple[tuple[int, ...], ...]
-    segments: list[Segment]
+    segments: list[ShardSlice]
 
 
-def adapter(which: str, base: Bound, dims: Dims, place: Place, rank: int) -> Adapter:
+def adapter(which: str, base: BoundRule, dims: Dims, place: Place, rank: int) -> Adapter:
     """The matrix `which` (lora_A or lora_B) beside a weight whose rule is `base`."""
     hf = tuple(f"{PREFIX}{part.removesuffix('.weight')}.{which}.weight" for part in base.hf)
     whole = [hf_shape(base.kind, part, hf_name, dims) for part, hf_name in enumerate(base.hf)]
@@ -77,18 +77,18 @@ def adapter(which: str, base: Bound, dims: Dims, place: Place, rank: int) -> Ada
     if which == "lora_A":
         shapes = tuple((rank, columns) for _, columns in whole)
         if base.kind == "row":
-            return Adapter(Bound("row", hf), shapes, cut)
-        stacked = [Segment(part, 0, 0, rank, part * rank) for part in range(len(hf))]
-        return Adapter(Bound("replicated", hf), shapes, stacked)
+            return Adapter(BoundRule("row", hf), shapes, cut)
+        stacked = [ShardSlice(part, 0, 0, rank, part * rank) for part in range(len(hf))]
+        return Adapter(BoundRule("replicated", hf), shapes, stacked)
     shapes = tuple((rows, rank) for rows, _ in whole)
     if base.kind == "row":
-        return Adapter(Bound("replicated", hf), shapes, [Segment(0, 0, 0, whole[0][0], 0)])
-    return Adapter(Bound(base.kind, hf), shapes, cut)
+        return Adapter(BoundRule("replicated", hf), shapes, [ShardSlice(0, 0, 0, whole[0][0], 0)])
+    return Adapter(BoundRule(base.kind, hf), shapes, cut)
 
 
 def adapter_names(dims: Dims, architecture: str, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Every tensor of the adapter with its shape, in the model's order."""
-    found = {}
+    names = {}
     for name, shape in hf_names(dims, architecture).items():
         module = name.removesuffix(".weight")
         if (
@@ -96,6 +96,6 @@ def adapter_names(dims: Dims, architecture: str, lora: Lora) -> dict[str, tuple[
             and not is_expert(name)
             and module.rpartition(".")[2] in lora.projections
         ):
-            found[f"{PREFIX}{module}.lora_A.weight"] = (lora.rank, shape[1])
-            found[f"{PREFIX}{module}.lora_B.weight"] = (shape[0], lora.rank)
-    return found
+            names[f"{PREFIX}{module}.lora_A.weight"] = (lora.rank, shape[1])
+            names[f"{PREFIX}{module}.lora_B.weight"] = (shape[0], lora.rank)
+    return names

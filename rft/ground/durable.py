@@ -6,7 +6,7 @@ draft has its final name only after its bytes are on the medium (write, fsync, r
 directory: LWN, "Ensuring data reaches disk", 2011).
 
 Locks are `flock`: the kernel gives them back when a holder dies, however it dies. Checkpoints have
-their own seam for the same system calls (`rft.checkpoint.disk`), which fault tests replace.
+their own seam for the same system calls (`rft.checkpoint.storage`), which fault tests replace.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
 """The Hugging Face <-> Megatron table of rules: pure data and arithmetic, neither torch nor
 megatron.
 
-One `Rule` per parameter: its kind, its Megatron names (own/local layer spec first, then Transformer
-Engine's) and its Hugging Face names. `segments` turns a rule into the places where a
-tensor-parallel shard and the HF tensors overlap; import, gathered export and block export are three
-readings of that one answer. `check_layout` refuses models and mesh sizes that cannot work, before
-anything heavy is imported.
+One `WeightRule` per parameter: its kind, its Megatron names (own/local layer spec first, then
+Transformer Engine's) and its Hugging Face names. `segments` turns a rule into the places where a
+tensor-parallel shard and the HF tensors overlap; import and the blocks of weight sync are two
+readings of that one answer. `rft.config.layout` refuses models and mesh sizes that cannot work,
+before anything heavy is imported.
 
 Symbols: h hidden, d head size, Hq query heads, G key/value heads, n = Hq/G, I FFN width (of one
 expert: Im), E experts, V vocabulary, V' padded vocabulary, T tensor-parallel size, t
@@ -45,7 +45,7 @@ VOCAB_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """`{layer}` and `{expert}` in a name are global numbers from 0.
 
     `megatron` lists alternatives, `hf` the parts in order.
@@ -61,45 +61,51 @@ _QKV = tuple(_H + f"self_attn.{part}_proj." for part in "qkv")
 _GATE_UP = tuple(_H + f"mlp.{part}_proj." for part in ("gate", "up"))
 _EM, _EH = _M + "mlp.experts.", _H + "mlp.experts.{expert}."
 
-RULES: tuple[Rule, ...] = (
-    Rule("vocab", ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
-    Rule(
+RULES: tuple[WeightRule, ...] = (
+    WeightRule("vocab", ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
+    WeightRule(
         "replicated",
         (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
         (_H + "input_layernorm.weight",),
     ),
-    Rule(
+    WeightRule(
         "qkv", (_M + "self_attention.linear_qkv.weight",), tuple(name + "weight" for name in _QKV)
     ),
-    Rule("qkv", (_M + "self_attention.linear_qkv.bias",), tuple(name + "bias" for name in _QKV)),
-    Rule(
+    WeightRule(
+        "qkv", (_M + "self_attention.linear_qkv.bias",), tuple(name + "bias" for name in _QKV)
+    ),
+    WeightRule(
         "replicated", (_M + "self_attention.q_layernorm.weight",), (_H + "self_attn.q_norm.weight",)
     ),
-    Rule(
+    WeightRule(
         "replicated", (_M + "self_attention.k_layernorm.weight",), (_H + "self_attn.k_norm.weight",)
     ),
-    Rule("row", (_M + "self_attention.linear_proj.weight",), (_H + "self_attn.o_proj.weight",)),
-    Rule(
+    WeightRule(
+        "row", (_M + "self_attention.linear_proj.weight",), (_H + "self_attn.o_proj.weight",)
+    ),
+    WeightRule(
         "replicated",
         (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
         (_H + "post_attention_layernorm.weight",),
     ),
-    Rule("gate_up", (_M + "mlp.linear_fc1.weight",), tuple(name + "weight" for name in _GATE_UP)),
-    Rule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",)),
-    Rule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",)),
-    Rule(
+    WeightRule(
+        "gate_up", (_M + "mlp.linear_fc1.weight",), tuple(name + "weight" for name in _GATE_UP)
+    ),
+    WeightRule("row", (_M + "mlp.linear_fc2.weight",), (_H + "mlp.down_proj.weight",)),
+    WeightRule("replicated", (_M + "mlp.router.weight",), (_H + "mlp.gate.weight",)),
+    WeightRule(
         "gate_up",
         (_EM + "local_experts.{expert}.linear_fc1.weight", _EM + "linear_fc1.weight{expert}"),
         (_EH + "gate_proj.weight", _EH + "up_proj.weight"),
     ),
-    Rule(
+    WeightRule(
         "row",
         (_EM + "local_experts.{expert}.linear_fc2.weight", _EM + "linear_fc2.weight{expert}"),
         (_EH + "down_proj.weight",),
     ),
-    Rule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
-    Rule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
-    Rule("replicated", ("output_layer.value",), (VALUE_HEAD,)),
+    WeightRule("replicated", ("decoder.final_layernorm.weight",), ("model.norm.weight",)),
+    WeightRule("vocab", ("output_layer.weight",), ("lm_head.weight",)),
+    WeightRule("replicated", ("output_layer.value",), (VALUE_HEAD,)),
 )
 
 
@@ -140,7 +146,7 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ShardSlice:
     """Rows (dim 0) or columns (dim 1) [start, stop) of HF part
     `part` lie in the shard from `local` on.
     """
@@ -153,7 +159,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundRule:
     """A rule applied to one Megatron parameter: its kind and the HF
     names with layer and expert filled in.
     """
@@ -195,11 +201,11 @@ class Place:
     def first_expert(self, dims: Dims) -> int:
         return self.ep_rank * (dims.experts // self.ep)
 
-    def segments(self, bound: Bound, dims: Dims) -> list[Segment]:
+    def segments(self, bound: BoundRule, dims: Dims) -> list[ShardSlice]:
         rank, size = (self.etp_rank, self.etp) if bound.is_expert else (self.tp_rank, self.tp)
         return segments(bound.kind, bound.hf[0], dims, rank, size)
 
-    def copy_of(self, bound: Bound) -> tuple[int, int] | None:
+    def copy_of(self, bound: BoundRule) -> tuple[int, int] | None:
         """Which of how many ranks that hold this shard of the parameter this one is; None: a rank
         of another shard counts for it, as it does for what tensor parallelism does not cut.
         """
@@ -214,18 +220,18 @@ EXPERT = re.compile(
 )
 
 
-def bind(name: str, first_layer: int, first_expert: int = 0) -> Bound:
+def bind(name: str, first_layer: int, first_expert: int = 0) -> BoundRule:
     """The rule for a Megatron parameter name whose layers and experts are numbered from
     `first_layer` and `first_expert` on (pipeline stages and expert-parallel ranks count from 0).
     """
     numbers = {}
-    for what, found, first in (("layer", LAYER, first_layer), ("expert", EXPERT, first_expert)):
-        if match := found.search(name):
+    for what, pattern, first in (("layer", LAYER, first_layer), ("expert", EXPERT, first_expert)):
+        if match := pattern.search(name):
             numbers[what] = int(match[0]) + first
             name = f"{name[: match.start()]}{{{what}}}{name[match.end() :]}"
     for rule in RULES:
         if name in rule.megatron:
-            return Bound(rule.kind, tuple(part.format(**numbers) for part in rule.hf))
+            return BoundRule(rule.kind, tuple(part.format(**numbers) for part in rule.hf))
     raise KeyError(
         f"no rule for Megatron parameter {name.format(**numbers)}; add one to "
         "rft.ground.names.RULES"
@@ -258,7 +264,7 @@ def hf_shape(kind: Kind, part: int, name: str, dims: Dims) -> tuple[int, ...]:
     return (rows,) if name.endswith(".bias") else (rows, dims.hidden)
 
 
-def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[Segment]:
+def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[ShardSlice]:
     """Where shard `rank` of `size` and the HF tensors of this rule overlap; padding rows of the
     vocabulary are in none.
 
@@ -269,22 +275,22 @@ def segments(kind: Kind, name: str, dims: Dims, rank: int, size: int) -> list[Se
         return _qkv_segments(dims, rank, size)
     if kind == "gate_up":
         rows = hf_shape(kind, 0, name, dims)[0] // size
-        return [Segment(part, 0, rank * rows, (rank + 1) * rows, part * rows) for part in (0, 1)]
+        return [ShardSlice(part, 0, rank * rows, (rank + 1) * rows, part * rows) for part in (0, 1)]
     if kind == "row":
         columns = hf_shape(kind, 0, name, dims)[1] // size
-        return [Segment(0, 1, rank * columns, (rank + 1) * columns, 0)]
+        return [ShardSlice(0, 1, rank * columns, (rank + 1) * columns, 0)]
     if kind == "vocab":
         rows = dims.padded_vocab(size) // size
         start, stop = rank * rows, min((rank + 1) * rows, dims.vocab)
-        return [Segment(0, 0, start, stop, 0)] if start < stop else []
+        return [ShardSlice(0, 0, start, stop, 0)] if start < stop else []
     whole = hf_shape(kind, 0, name, dims)[0]
     if kind == "column":
         rows = whole // size
-        return [Segment(0, 0, rank * rows, (rank + 1) * rows, 0)]
-    return [Segment(0, 0, 0, whole, 0)]
+        return [ShardSlice(0, 0, rank * rows, (rank + 1) * rows, 0)]
+    return [ShardSlice(0, 0, 0, whole, 0)]
 
 
-def _qkv_segments(dims: Dims, rank: int, size: int) -> list[Segment]:
+def _qkv_segments(dims: Dims, rank: int, size: int) -> list[ShardSlice]:
     """The packed rows of group g are [n*d of q | d of k | d of v]; the shard is a plain chunk of
     all G groups.
 
@@ -294,15 +300,15 @@ def _qkv_segments(dims: Dims, rank: int, size: int) -> list[Segment]:
     group_rows = per_query + 2 * d
     rows = dims.groups * group_rows // size
     low, high = rank * rows, (rank + 1) * rows
-    found = []
+    slices = []
     for group in range(dims.groups):
         start = group * group_rows
         for part, width, offset in ((0, per_query, 0), (1, d, per_query), (2, d, per_query + d)):
             first, last = max(low, start + offset), min(high, start + offset + width)
             if first < last:
                 base = group * width - (start + offset)  # packed row -> row of the HF part
-                found.append(Segment(part, 0, first + base, last + base, first - low))
-    return sorted(found, key=lambda s: (s.part, s.start))
+                slices.append(ShardSlice(part, 0, first + base, last + base, first - low))
+    return sorted(slices, key=lambda s: (s.part, s.start))
 
 
 def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
@@ -328,7 +334,7 @@ def hf_names(dims: Dims, architecture: str) -> dict[str, tuple[int, ...]]:
     return names
 
 
-def applies(rule: Rule, features: frozenset[str], tied: bool) -> bool:
+def applies(rule: WeightRule, features: frozenset[str], tied: bool) -> bool:
     """Whether a model with these `SUPPORTED` features has the rule's HF tensors."""
     name = rule.megatron[0]
     if rule.hf[0] == VALUE_HEAD:
@@ -392,10 +398,10 @@ def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the type's own numbers: transformers 5 nests them, version 4
     spread them.
     """
-    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    given.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
-    given["rope_type"] = given.get("rope_type") or given.pop("type", None) or "default"
-    return given
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    return rope
 
 
 def _check_features(hf: dict[str, Any]) -> None:
@@ -423,9 +429,9 @@ def _check_features(hf: dict[str, Any]) -> None:
         or int(hf.get("decoder_sparse_step") or 1) != 1,
         f"hidden_act={hf.get('hidden_act')}": hf.get("hidden_act", "silu") != "silu",
     }
-    found = [name for name, present in refused.items() if present]
-    if found:
+    unsupported = [name for name, present in refused.items() if present]
+    if unsupported:
         raise ConfigError(
-            f"model.model_path: config.json asks for {', '.join(found)}, which rft does not "
+            f"model.model_path: config.json asks for {', '.join(unsupported)}, which rft does not "
             "implement"
         )

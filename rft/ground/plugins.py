@@ -83,10 +83,10 @@ def load(directories: Iterable[str] = ()) -> list[str]:
     """Import the plug-ins of these directories, or of RFT_PLUGIN_DIRS; the processes started from
     here load the same.
     """
-    found = list(
+    paths = list(
         dict.fromkeys(str(Path(one).expanduser().resolve()) for one in directories or named())
     )
-    for directory in map(Path, found):
+    for directory in map(Path, paths):
         if not directory.is_dir():
             raise ConfigError(
                 f"plugin_dirs: {directory} is no directory; correct it, or {VARIABLE}"
@@ -94,9 +94,9 @@ def load(directories: Iterable[str] = ()) -> list[str]:
         for file in sorted(directory.glob("*.py")):
             if not file.name.startswith("_"):
                 _import(file)
-    if found:
-        os.environ[VARIABLE] = os.pathsep.join(found)
-    return found
+    if paths:
+        os.environ[VARIABLE] = os.pathsep.join(paths)
+    return paths
 
 
 def named() -> list[str]:
@@ -162,10 +162,10 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
         module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, OSError) as error:
         raise ConfigError(f"{kind} {name!r}: cannot import {place!r}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    target = getattr(module, attribute, None)
+    if not callable(target):
         raise ConfigError(f"{kind} {name!r}: {place!r} has no function {attribute!r}")
-    return found
+    return target
 
 
 def _place(what: Any) -> tuple[str, str]:

@@ -1,16 +1,19 @@
-"""The seams: what one part may ask of another without importing it. Typing only; no behaviour, no
-heavy import.
+"""The seams: what one part may ask of another without importing it. Typing only; no
+heavy import, not even Ray's.
 
 The Megatron policy is `Snapshotable` and a `WeightSource`; `checkpoint` saves the one and `sync`
 streams the other without knowing Megatron. `monitor` offers every sink as a `MetricSink`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,23 @@ class WeightSource(Protocol):
         """One contiguous tensor per block, same order, current weights. No collective."""
 
 
+@dataclass(frozen=True)
+class ActorHandle(Generic[T]):
+    """A Ray actor with the class that it runs, so that its methods are named by the class's own
+    functions: one that is not there fails where it is read, and a search for it finds who calls it.
+
+    `actor` is Ray's own handle, for whoever hands it to other actors.
+    """
+
+    actor: Any
+
+    def ask(
+        self, method: Callable[Concatenate[T, P], Any], *arguments: P.args, **named: P.kwargs
+    ) -> Any:
+        """Begin a call; returns Ray's reference to its answer at once."""
+        return getattr(self.actor, method.__name__).remote(*arguments, **named)
+
+
 class Collective(Protocol):
     """What parts of a trainer ask of all its ranks together: every rank
     calls each of these, in the same order.
@@ -114,7 +134,7 @@ class Collective(Protocol):
     def barrier(self, name: str) -> None: ...
 
 
-class Mesh(Collective, Protocol):
+class TrainerMesh(Collective, Protocol):
     """The ranks of a trainer with their places in the layout TP x CP x PP x DP."""
 
     @property

@@ -39,12 +39,12 @@ def is_secret_key(name: str) -> bool:
 
 def values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The secrets of this environment, the longest first: one may be part of another."""
-    found = {
+    secrets = {
         value
         for name, value in environment.items()
         if VARIABLES.search(name) and len(value) >= MIN_LENGTH
     }
-    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+    return tuple(sorted(secrets, key=lambda value: (-len(value), value)))
 
 
 def variable_of(value: str, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -93,8 +93,8 @@ def restored(found: Any) -> Any:
     one that is gone.
     """
     if isinstance(found, str):
-        told = NAMED.fullmatch(found)
-        return os.environ[told[1]] if told else found
+        variable = NAMED.fullmatch(found)
+        return os.environ[variable[1]] if variable else found
     if isinstance(found, Mapping):
         return {key: restored(value) for key, value in found.items()}
     return [restored(item) for item in found] if isinstance(found, list) else found

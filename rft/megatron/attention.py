@@ -25,7 +25,7 @@ from rft.ground.device import attention_dtype
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """Sequences of similar length.
 
     Indices count local tokens (queries) and gathered tokens (keys).
@@ -44,7 +44,7 @@ class Packing(PackedSeqParams):
     hands off q, k and v.
     """
 
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[PaddedBatch, ...] = ()
     gather: Tensor | None = (
         # int64 [T]: place of each local token in all batches' outputs, one row of 0 at the end
         None
@@ -61,7 +61,7 @@ def plan(
     """
     starts, sizes = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
     gather = np.full(length, -1, dtype=np.int64)
-    batches: list[Batch] = []
+    batches: list[PaddedBatch] = []
     done = 0
     for chosen in _classes(sizes):
         width = int(sizes[chosen].max())
@@ -74,7 +74,7 @@ def plan(
         if cp > 1:
             keys, mask = _cp_keys(queries, used, sizes[chosen], length, cp_rank, cp)
         batches.append(
-            Batch(
+            PaddedBatch(
                 queries=torch.from_numpy(queries.reshape(-1)).to(device),
                 keys=torch.from_numpy(keys.reshape(-1)).to(device),
                 mask=None if mask is None else torch.from_numpy(mask[:, None]).to(device),
@@ -156,7 +156,7 @@ class PackedAttention(nn.Module):
         assert gather is not None
         return torch.cat(outputs).index_select(0, gather).view(tokens, 1, heads * size)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PaddedBatch) -> Tensor:
         b, rows, columns = batch.shape
         heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
         query = q.index_select(0, batch.queries).view(b, rows, heads, size).transpose(1, 2)

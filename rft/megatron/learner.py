@@ -1,5 +1,5 @@
 """A network that is trained: gradients of a step, then, when the loop says so, an update; and its
-state for checkpoints.
+state for checkpoints. And the critic, a second such network beside the policy.
 
     part ─► forward, backward (PP) ─► reduce
             ─► [the loop waits for whoever still reads the weights] ─► Adam ─► weights
@@ -10,6 +10,7 @@ learning rate is that of `step`, the number of updates tried so far.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,18 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from rft.algorithm.fields import Fields
-from rft.config import LoraConfig, OptimizerConfig, TrainerConfig
+from rft.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import Packed
-from rft.ground.protocols import Piece
+from rft.ground.protocols import Piece, Snapshot
 from rft.megatron import overrides, state, weights
 from rft.megatron.mesh import Mesh
-from rft.megatron.metrics import Totals
 from rft.megatron.network import Micro, Network
 from rft.megatron.optimizer import Optimizer
+from rft.megatron.totals import Totals
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
@@ -84,9 +86,9 @@ class Learner(Network):
         """
         if finite:
             self.optimizer.update(self.step, metrics["grad_norm"])
-        found = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
+        report = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
         self.step += 1
-        return found
+        return report
 
     @property
     def _called(self) -> Sequence[nn.Module]:
@@ -138,6 +140,51 @@ class Learner(Network):
         self._shards = []
         del self.ddp, self.optimizer
         super().close()
+
+
+class Critic(Learner):
+    """A second model of its own weights that says what reward is still to come: `score` gives the
+    value before every label.
+
+    Its checkpoint pieces are `critic.model/<hf name>` and so on, so that nothing of the policy's is
+    touched and any layout reads them. The generators of the rank belong to the policy, which is
+    made first.
+
+    The trunk begins as a language model, the head at 0. Then every value is 0 in every layout and
+    for every seed, the first advantages are plain returns instead of the noise of random weights,
+    and the first update moves the head alone: there is no gradient of the trunk until the head has
+    learned from it.
+    """
+
+    is_critic = True
+
+    def __init__(
+        self,
+        path: str,
+        trainer: TrainerConfig,
+        config: CriticConfig,
+        mesh: Mesh,
+        total_steps: int | None,
+    ):
+        super().__init__(path, trainer, config.optim, config.grad_clip, mesh, total_steps)
+
+    def _token_scores(self, micro: Micro, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """`hidden` is [1, T, 1] already (`ValueHead`), or this rank's T/tp rows of it."""
+        values = hidden.reshape(-1)
+        if not self.mesh.sequence_parallel:
+            return values
+        # Every rank of the group computes the whole loss, so each takes its own rows of the
+        # gradient and sums nothing.
+        return gather_from_sequence_parallel_region(
+            values, tensor_parallel_output_grad=False, group=self.mesh.tp_group
+        )
+
+    def snapshot(self) -> Snapshot:
+        pieces = [replace(piece, key=f"critic.{piece.key}") for piece in self._pieces()]
+        return Snapshot(pieces, {"critic": self._counters()})
+
+    def restore(self, small: dict[str, bytes]) -> None:
+        self._restore_counters(small["critic"])
 
 
 def _data_parallel(model: list[GPTModel], more: dict[str, Any]) -> list[DistributedDataParallel]:

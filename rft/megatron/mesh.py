@@ -192,22 +192,6 @@ class Mesh:
             raise RuntimeError(f"barrier '{name}' at rank {self.rank}: {error}") from error
 
     @_named
-    def send_to_lead(self, tensor: torch.Tensor) -> None:
-        """Hand `tensor` to rank 0, which calls `receive_tensor` for it, in the same order."""
-        dist.send(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0, group=self._control
-        )
-
-    @_named
-    def receive_tensor(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> torch.Tensor:
-        """At rank 0: the next tensor that rank `source` hands over."""
-        tensor = torch.empty(shape, dtype=dtype)
-        dist.recv(tensor.view(-1).view(torch.uint8), source, group=self._control)
-        return tensor
-
-    @_named
     def reduce(self, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         """In place over all ranks:
 
@@ -221,16 +205,16 @@ class Mesh:
     @_named
     def sum_over_context(self, tensor: torch.Tensor) -> torch.Tensor:
         """Added up over the ranks that hold parts of the same sequences, with gradient."""
-        found: torch.Tensor = all_reduce(tensor, group=self.cp_group)
-        return found
+        total: torch.Tensor = all_reduce(tensor, group=self.cp_group)
+        return total
 
     @_named
     def longest(self, lengths: list[int]) -> list[int]:
         """Per position, the largest over all ranks; all give the same number of positions."""
-        found = torch.tensor(lengths)
+        maxima = torch.tensor(lengths)
         if self.world > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
-        return [int(length) for length in found]
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control)
+        return [int(length) for length in maxima]
 
     def _all_gather_places(self) -> list[list[int]]:
         mine = torch.tensor([self.dp_rank, self.cp_rank, self.pp_rank, self.tp_rank])

@@ -31,7 +31,7 @@ from rft.data.packing import Packed
 from rft.ground.adapters import SUFFIXES, Lora
 from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
 from rft.megatron.attention import PackedAttention, Packing, plan
-from rft.megatron.lora import add_adapters
+from rft.megatron.lora_layers import add_adapters
 from rft.megatron.mesh import Mesh
 
 
@@ -158,7 +158,7 @@ def transformer_config(
     """
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
     on_cpu = mesh.device.kind == "cpu"
-    given: dict[str, Any] = dict(
+    fields: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
         num_attention_heads=dims.heads,
@@ -199,7 +199,7 @@ def transformer_config(
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=True,
     )
-    return TransformerConfig(**(given | more))
+    return TransformerConfig(**(fields | more))
 
 
 def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any]:

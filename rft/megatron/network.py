@@ -28,7 +28,7 @@ from rft.ground.names import Dims, read_hf_config
 from rft.megatron import model as models
 from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
-from rft.megatron.lora import freeze_all_but_adapters
+from rft.megatron.lora_layers import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
 
 
@@ -89,10 +89,10 @@ class Network:
         def use(micro: Micro, hidden: Tensor) -> Tensor:
             return self._token_scores(micro, hidden, micro.fields.mask if trained_only else None)
 
-        found = self._run(part, use, forward_only=True)
+        outputs = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
             return [np.zeros(0, dtype=np.float32) for _ in part]
-        return [self._whole(packed, local) for packed, local in zip(part, found, strict=False)]
+        return [self._whole(packed, local) for packed, local in zip(part, outputs, strict=False)]
 
     @torch.no_grad()
     def uncertainty(self, part: list[Packed]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -101,12 +101,12 @@ class Network:
         def use(micro: Micro, hidden: Tensor) -> Tensor:
             return torch.stack(self._logprobs(micro, hidden, micro.fields.mask))
 
-        found = self._run(part, use, forward_only=True)
+        outputs = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
             return [np.zeros(0, dtype=np.float32) for _ in part], [
                 np.zeros(0, dtype=np.float32) for _ in part
             ]
-        pairs = list(zip(part, found, strict=False))
+        pairs = list(zip(part, outputs, strict=False))
         return [self._whole(packed, local[0]) for packed, local in pairs], [
             self._whole(packed, local[1]) for packed, local in pairs
         ]

@@ -133,7 +133,7 @@ class Optimizer:
         `master` is listed only where it is memory of its own: an fp32 parameter is updated in
         place.
         """
-        found = []
+        ranges = []
         for part in self.parts:
             pairs = (
                 (part.model_float16_groups, part.shard_fp32_from_float16_groups, True),
@@ -150,5 +150,5 @@ class Optimizer:
                         }
                         if has_master:
                             state["master"] = main
-                        found.append((parameter, (place.start, place.end), state))
-        return found
+                        ranges.append((parameter, (place.start, place.end), state))
+        return ranges

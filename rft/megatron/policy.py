@@ -8,6 +8,7 @@ ranks call every method together, except `blocks`, `read_blocks`, `adapter_sourc
 which are local.
 """
 
+import importlib.metadata
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,11 +22,14 @@ from torch import Tensor
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import Packed
+from rft.ground.adapters import Lora
 from rft.ground.protocols import Block, Snapshot, WeightSource
-from rft.megatron import paths, state, weights
+from rft.megatron import state, weights
 from rft.megatron.learner import Learner
 from rft.megatron.mesh import Mesh
+from rft.megatron.model import uses_transformer_engine
 from rft.megatron.network import Micro
+from rft.megatron.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
@@ -57,12 +61,9 @@ class Policy(Learner):
             model.lora_configs,
             seed,
         )
-        held = weights.slabs(self.model, self.hf_config, mesh.place)
-        self._sent, self._exported = (
-            weights.shared(held, mesh.place),
-            weights.first_copies(held, mesh.place),
-        )
-        self._path = paths.describe(mesh, trainer, self.optimizer, self.lora)
+        slabs = weights.slabs(self.model, self.hf_config, mesh.place)
+        self._sent = weights.shared(slabs, mesh.place)
+        self._path = _describe(mesh, trainer, self.optimizer, self.lora)
 
     def describe(self) -> str:
         """Which kernels compute, and why those."""
@@ -114,12 +115,8 @@ class Policy(Learner):
         held = weights.adapter_slabs(self.model, self.hf_config, place, self.lora)
         return weights.AdapterSource(weights.shared(held, place))
 
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) at rank 0; every rank must exhaust the iterator."""
-        return weights.export_hf(self._exported, self.hf_config, self.mesh)
-
     def close(self) -> None:
-        self._sent, self._exported = [], []
+        self._sent = []
         super().close()
 
 
@@ -128,3 +125,39 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 1, force_reset_rng=True)
+
+
+def _describe(mesh: Mesh, trainer: TrainerConfig, optimizer: Optimizer, lora: Lora | None) -> str:
+    """Say which of several ways of computing a run takes, and why, in one line."""
+    megatron = importlib.metadata.version("megatron-core")
+    parts = [
+        mesh.device.describe(),
+        trainer.dtype,
+        f"megatron-core {megatron}",
+        _layers(mesh, lora),
+        _optimizer(optimizer),
+    ]
+    fp8 = trainer.megatron.override_transformer_config.get("fp8")
+    recipe = trainer.megatron.override_transformer_config.get("fp8_recipe", "delayed")
+    parts.append(f"fp8 {fp8} ({recipe})" if fp8 else "no fp8 (not asked for)")
+    if trainer.recompute_granularity:
+        parts.append(f"{trainer.recompute_granularity} recompute")
+    return "; ".join(parts)
+
+
+def _layers(mesh: Mesh, lora: Lora | None) -> str:
+    if uses_transformer_engine(mesh, lora):
+        return f"layers of Transformer Engine {importlib.metadata.version('transformer-engine')}"
+    if mesh.device.kind == "cpu":
+        return "rft's own layers (on a CPU)"
+    return (
+        "rft's own layers "
+        f"({'adapters have no others' if lora else 'Transformer Engine is not installed'})"
+    )
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    """Transformer Engine's and Apex' kernels are taken by megatron where they are installed."""
+    kinds = {type(part.optimizer) for part in optimizer.parts}
+    names = sorted(f"{kind.__name__} of {kind.__module__.split('.')[0]}" for kind in kinds)
+    return f"distributed optimizer over {', '.join(names) or 'no parameters on this rank'}"

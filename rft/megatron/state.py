@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from rft.ground.names import Segment
+from rft.ground.names import ShardSlice
 from rft.ground.protocols import Piece
 from rft.megatron.mesh import Mesh
 from rft.megatron.optimizer import Optimizer
@@ -33,10 +33,10 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
     What is frozen (the model under an adapter) is in the files that it came from.
     """
     by_parameter = {id(shard.parameter): shard for shard in shards}
-    found = []
+    listed = []
     for shard in shards:
         for segment in shard.segments if shard.parameter.requires_grad else []:
-            found.append(
+            listed.append(
                 _piece("model", shard, segment, _cut(shard.parameter.detach(), segment), None)
             )
     for parameter, (start, stop), state in optimizer.shards():
@@ -47,15 +47,15 @@ def pieces(shards: list[Shard], optimizer: Optimizer) -> list[Piece]:
             if low < high:
                 for kind, tensor in state.items():
                     part = tensor.detach()[low - start : high - start]
-                    found.append(_piece(kind, shard, segment, part, (low - first, high - first)))
-    return found
+                    listed.append(_piece(kind, shard, segment, part, (low - first, high - first)))
+    return listed
 
 
-def _cut(parameter: torch.Tensor, segment: Segment) -> torch.Tensor:
+def _cut(parameter: torch.Tensor, segment: ShardSlice) -> torch.Tensor:
     return parameter.narrow(segment.dim, segment.local, segment.stop - segment.start)
 
 
-def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
+def _elements(shard: Shard, segment: ShardSlice) -> tuple[int, int]:
     """Range of the flattened parameter that a segment is: rows of
     it, or, cut by columns, all of it.
     """
@@ -66,7 +66,7 @@ def _elements(shard: Shard, segment: Segment) -> tuple[int, int]:
 
 
 def _piece(
-    kind: str, shard: Shard, segment: Segment, tensor: torch.Tensor, flat: tuple[int, int] | None
+    kind: str, shard: Shard, segment: ShardSlice, tensor: torch.Tensor, flat: tuple[int, int] | None
 ) -> Piece:
     name = "model.embed_tokens.weight" if shard.is_tied_copy else shard.bound.hf[segment.part]
     whole = shard.shapes[segment.part]

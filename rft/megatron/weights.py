@@ -1,15 +1,13 @@
-"""Three readings of `rft.ground.names`: Hugging Face files -> shards, shards -> blocks, blocks ->
-whole tensors at rank 0.
+"""Two readings of `rft.ground.names`: Hugging Face files -> shards, shards -> blocks.
 
-In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks / tensors
-of their current values. Invariants: the vocabulary's padding rows are 0 and never leave; a tied
+In: the GPTModels whose parameters this rank holds. Out: filled parameters, or HF blocks of their
+current values. Invariants: the vocabulary's padding rows are 0 and never leave; a tied
 embedding leaves once, from the first stage; loading reads only the rows and columns that this rank
 keeps.
 """
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +21,17 @@ from rft.config import ConfigError
 from rft.ground.adapters import PREFIX, SUFFIXES, Lora, adapter, adapter_names
 from rft.ground.names import (
     VALUE_HEAD,
-    Bound,
+    BoundRule,
     Dims,
     Place,
-    Segment,
+    ShardSlice,
     architecture_of,
     bind,
     hf_names,
     hf_shape,
 )
 from rft.ground.protocols import Block
-from rft.megatron.lora import deltas, initial_A
-from rft.megatron.mesh import Mesh
+from rft.megatron.lora_layers import deltas, initial_A
 
 # a buffer that old checkpoints store; it follows from the config
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -46,9 +43,9 @@ class Shard:
     """One parameter of this rank and where it lies in the HF tensors, which have these `shapes`."""
 
     parameter: nn.Parameter
-    bound: Bound
+    bound: BoundRule
     shapes: tuple[tuple[int, ...], ...]
-    segments: list[Segment]
+    segments: list[ShardSlice]
     is_tied_copy: bool
 
     @property
@@ -65,8 +62,8 @@ class Slab:
 
     block: Block
     shard: Shard
-    runs: list[Segment]
-    delta: Callable[[Segment], Tensor] | None
+    runs: list[ShardSlice]
+    delta: Callable[[ShardSlice], Tensor] | None
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -158,7 +155,7 @@ class HFReader:
                 f"model.model_path={path}: the weights do not fit config.json: {text}"
             )
 
-    def read(self, name: str, segment: Segment) -> Tensor:
+    def read(self, name: str, segment: ShardSlice) -> Tensor:
         view = self._where[name].get_slice(name)
         return (
             view[segment.start : segment.stop]
@@ -237,7 +234,7 @@ def adapter_slabs(
 
 
 def _slabs(
-    own: list[Shard], names: list[str], merged: dict[int, Callable[[Segment], Tensor]]
+    own: list[Shard], names: list[str], merged: dict[int, Callable[[ShardSlice], Tensor]]
 ) -> list[Slab]:
     order = {name: i for i, name in enumerate(names)}
     found = [
@@ -246,17 +243,6 @@ def _slabs(
         for runs in _joined(shard.segments)
     ]
     return sorted(found, key=lambda slab: (order[slab.block.name], slab.block.start))
-
-
-def first_copies(held: list[Slab], place: Place) -> list[Slab]:
-    """Of all ranks together every element once, from the first
-    rank that holds it: what is exported.
-    """
-    return [
-        slab
-        for slab in held
-        if (copy := place.copy_of(slab.shard.bound)) is not None and copy[0] == 0
-    ]
 
 
 def shared(held: list[Slab], place: Place) -> list[Slab]:
@@ -301,9 +287,9 @@ class AdapterSource:
         return (slab.read() for slab in self._slabs)
 
 
-def _joined(places: list[Segment]) -> list[list[Segment]]:
+def _joined(places: list[ShardSlice]) -> list[list[ShardSlice]]:
     """Runs that continue each other in the same HF tensor, together."""
-    groups: list[list[Segment]] = []
+    groups: list[list[ShardSlice]] = []
     for place in places:
         if groups and groups[-1][-1].part == place.part and groups[-1][-1].stop == place.start:
             groups[-1].append(place)
@@ -312,7 +298,7 @@ def _joined(places: list[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _block(shard: Shard, runs: list[Segment]) -> Block:
+def _block(shard: Shard, runs: list[ShardSlice]) -> Block:
     part = runs[0].part
     name, shape = shard.bound.hf[part], shard.shapes[part]
     dim, start, stop = runs[0].dim, runs[0].start, runs[-1].stop
@@ -320,40 +306,3 @@ def _block(shard: Shard, runs: list[Segment]) -> Block:
         dim, stop = 0, shape[0]
     dtype = str(shard.parameter.dtype).removeprefix("torch.")
     return Block(name=name, dtype=dtype, shape=shape, dim=dim, start=start, stop=stop)
-
-
-def export_hf(own: list[Slab], hf: dict[str, Any], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors at rank 0, one at a time, on the host; other ranks yield nothing. Every rank
-    must exhaust it.
-
-    Rank 0 takes tensor by tensor in the order of `hf_names`, in which every rank sends its blocks.
-    """
-    plain = [
-        (b.name, b.dtype, list(b.shape), b.dim, b.start, b.stop)
-        for b in (slab.block for slab in own)
-    ]
-    listed = mesh.gather(plain)
-    if listed is None:
-        for slab in own:
-            mesh.send_to_lead(slab.read())
-        return
-    holders: dict[str, list[tuple[int, int, Block]]] = defaultdict(list)
-    for rank, blocks in enumerate(listed):
-        for position, (name, dtype, shape, *cut) in enumerate(blocks):
-            holders[name].append((rank, position, Block(name, dtype, tuple(shape), *cut)))
-    for name in hf_names(Dims.of(hf), architecture_of(hf)):
-        yield name, _assemble(holders[name], own, mesh)
-
-
-def _assemble(holders: list[tuple[int, int, Block]], own: list[Slab], mesh: Mesh) -> Tensor:
-    first = holders[0][2]
-    dtype = getattr(torch, first.dtype)
-    whole = torch.empty(first.shape, dtype=dtype)
-    for rank, position, block in holders:
-        value = (
-            own[position].read()
-            if rank == mesh.rank
-            else mesh.receive_tensor(block.block_shape, dtype, rank)
-        )
-        whole.narrow(block.dim, block.start, block.stop - block.start).copy_(value)
-    return whole

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.algorithm import recipe
-from rft.checkpoint.staging import slot_size
+from rft.checkpoint.stager import slot_size
 from rft.config import AuxiliaryModelConfig, Config, ConfigError, get, is_remote, job_dir
 from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
 from rft.ground.adapters import Lora, adapter_names

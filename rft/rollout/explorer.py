@@ -30,9 +30,9 @@ from rft.buffer.calls import CallBatcher
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.taskset import Taskset, for_journal, from_journal
-from rft.ground.actor import ActorHandle
 from rft.ground.device import freeze_loaded
 from rft.ground.experience import Experience, Sampling, Task, decode, encode
+from rft.ground.protocols import ActorHandle
 from rft.monitor import trace
 from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable, RolloutEngine

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, decode, encode
+from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import EngineDied, EngineUnavailable, RolloutEngine
 
 

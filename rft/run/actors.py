@@ -25,9 +25,9 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
 from rft.ground import plugins
-from rft.ground.actor import ActorHandle
 from rft.ground.device import thread_environment, wait_for_turn
 from rft.ground.process import die_with_parent
+from rft.ground.protocols import ActorHandle
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rft.ground.actor import ActorHandle
 from rft.ground.process import end_marked
+from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
 from rft.sync.synchronizer import Synchronizer

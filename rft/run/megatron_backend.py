@@ -34,7 +34,7 @@ def build_models(config: Config, mesh: Any) -> Any:
     The policy comes first: it seeds the generators.
     """
     from rft.algorithm import recipe
-    from rft.megatron.critic import Critic
+    from rft.megatron.learner import Critic
     from rft.megatron.network import Reference
     from rft.megatron.policy import Policy
     from rft.trainer.models import Models

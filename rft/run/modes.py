@@ -14,8 +14,8 @@ from typing import Any
 from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import Config
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, decode
+from rft.ground.protocols import ActorHandle
 from rft.rollout.explorer import Explorer
 from rft.run.exports import exports
 from rft.sync.synchronizer import Synchronizer

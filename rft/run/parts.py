@@ -17,7 +17,7 @@ from rft.buffer.store import buffer_of
 from rft.config import AuxiliaryModelConfig, Config, ModelConfig, is_remote
 from rft.config.layout import versions_kept
 from rft.data.taskset import build_tasksets
-from rft.ground.actor import ActorHandle
+from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
 from rft.sync.synchronizer import Synchronizer
@@ -137,7 +137,7 @@ def engine_spec(
     cpus = 1 if is_first or config.cluster.ray_address else 0
     longest = int(config.model.max_model_len or 0)
     if is_remote(config):
-        from rft.extras.tinker.engine import SamplerEngine
+        from rft.extras.tinker.sampler import SamplerEngine
 
         sampler = partial(SamplerEngine, engine, config.model, longest)
         return ActorSpec(engine, name, sampler, threads, cpus=cpus)  # type: ignore[arg-type]

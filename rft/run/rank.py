@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rft import config as configs
+from rft.checkpoint import catalog
 from rft.config import Config
 from rft.ground import device as devices
 from rft.ground import plugins, redact
-from rft.ground.actor import ActorHandle
 from rft.ground.process import ShortExit, die_with_parent
-from rft.ground.protocols import TrainBackend
+from rft.ground.protocols import ActorHandle, TrainBackend
 from rft.monitor import logs, trace
 from rft.run.exports import export_dir
 from rft.trainer import control
@@ -200,8 +200,7 @@ def _train(rank: Rank, mesh: Any) -> None:
 
 def write_result(rank: Rank, version: int) -> None:
     """For the next stage, and for the next start of this one (`rft.run.stages`)."""
-    from rft.checkpoint.disk import Disk
-    from rft.checkpoint.storage import LocalStorage
+    from rft.checkpoint.storage import Disk, LocalStorage
 
     result = {
         "version": version,
@@ -227,8 +226,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> "tuple[Trainer, int, St
     from rft.run.sources import build_feed
     from rft.sync.style import Cadence
     from rft.trainer.feed import is_supervised
-    from rft.trainer.profiler import Profiler
-    from rft.trainer.skips import SkippedSteps
+    from rft.trainer.reporting import Profiler, SkippedSteps
     from rft.trainer.trainer import Trainer
 
     config, backend, lead = rank.config, backend_of(rank.config), mesh.rank == 0
@@ -265,7 +263,7 @@ def build_trainer(rank: Rank, mesh: Any, models: Any) -> "tuple[Trainer, int, St
         profiler=Profiler(config.trainer, mesh.rank, rank.device, rank.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=exporting(rank, checkpoints) if lead else unheard,
-        token_loss=recipe.policy_loss(config.algorithm, models.nearness.loss),
+        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss),
         run_epoch=epoch,
         stopping=lambda: bool(rank.stopping),
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
@@ -356,14 +354,14 @@ def resume(
 
 def take_epoch(rank: Rank) -> int:
     """Let the agents of the last attempt finish what they hold, then begin a new one."""
-    from rft.checkpoint import commit, fence
+    from rft.checkpoint import fence
     from rft.checkpoint.storage import open_storage
 
     rank.waiting_for = "the last attempt's checkpoint"
     control = fence.control_dir(rank.job)
     fence.await_agents(control, rank.config.trainer.checkpoint.agent_deadline_s, log.warning)
     rank.waiting_for = ""
-    written = commit.list_entries(open_storage(configs.checkpoint_root(rank.config)))
+    written = catalog.list_entries(open_storage(configs.checkpoint_root(rank.config)))
     return fence.take_epoch(control, above=max((entry.epoch for entry in written), default=0))
 
 

@@ -11,13 +11,12 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.config import Config, TrainerConfig
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
-from rft.ground.actor import ActorHandle
-from rft.ground.protocols import Mesh
+from rft.ground.protocols import ActorHandle, TrainerMesh
 from rft.trainer import control
-from rft.trainer.feed import Feed, Source, is_supervised
+from rft.trainer.feed import BatchSource, Feed, is_supervised
 
 
-def build_feed(config: Config, mesh: Mesh, policy: Any) -> Feed:
+def build_feed(config: Config, mesh: TrainerMesh, policy: Any) -> Feed:
     """Collective: one on every rank."""
     lead = mesh.rank == 0
     return Feed(
@@ -38,7 +37,7 @@ def cut_of(trainer: TrainerConfig) -> PackingPolicy:
     return PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
 
 
-def source(config: Config) -> Source:
+def source(config: Config) -> BatchSource:
     """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
     experience_buffer = config.buffer.trainer_input.experience_buffer
     if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
@@ -65,7 +64,7 @@ def source(config: Config) -> Source:
     )
 
 
-def experts(config: Config) -> Source | None:
+def experts(config: Config) -> BatchSource | None:
     """Rank 0's expert rows, where the algorithm mixes them in: as
     many per step as the batch has room for.
     """

@@ -13,14 +13,14 @@ from rft.config import Config
 
 def open_mesh(config: Config, device: Any) -> Any:
     """Nothing is computed on a device here but the loss of single tokens."""
-    from rft.extras.tinker.alone import Alone
+    from rft.extras.tinker.remote_policy import LocalMesh
 
-    return Alone()
+    return LocalMesh()
 
 
 def build_models(config: Config, mesh: Any) -> Any:
     from rft.algorithm import recipe
-    from rft.extras.tinker.policy import RemotePolicy, RemoteReference
+    from rft.extras.tinker.remote_policy import RemotePolicy, RemoteReference
     from rft.extras.tinker.service import Service
     from rft.trainer.models import Models
 
@@ -51,7 +51,7 @@ def build_checkpoints(rank: Any, mesh: Any, epoch: int, models: Any) -> Any:
 def build_publisher(
     rank: Any, mesh: Any, models: Any, checkpoints: Any, synchronizer: Any | None, epoch: int
 ) -> Any:
-    from rft.extras.tinker.publisher import PathOrigin
+    from rft.extras.tinker.saves import PathOrigin
     from rft.sync.publisher import Publisher
 
     return Publisher(

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import torch
 
-from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.records import Committed, Failed, Report
+from rft.checkpoint.catalog import read_manifest
+from rft.checkpoint.records import Committed, Report, SaveFailed
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import SynchronizerConfig
 from rft.ground.protocols import Block, Collective, WeightSource
@@ -341,9 +341,13 @@ class CheckpointOrigin(Origin):
         exactly one of two ways.
         """
         told = self._told
-        if told.done() or not isinstance(report, Committed | Failed) or report.step != self._saving:
+        if (
+            told.done()
+            or not isinstance(report, Committed | SaveFailed)
+            or report.step != self._saving
+        ):
             return
-        if isinstance(report, Failed):
+        if isinstance(report, SaveFailed):
             told.set_exception(RuntimeError(f"version {report.step} was not saved: {report.cause}"))
         elif report.collection == WEIGHTS:
             self._tell(report, told)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rft.data.packing import Packed, Row, pack
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
-from rft.ground.protocols import Mesh
+from rft.ground.protocols import TrainerMesh
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
 # nats, mean: half-precision arithmetic differs by a tenth of it, a wrong layout by several
@@ -34,7 +34,7 @@ class Probe:
     """`interval`: every so many versions; 0: never. `vocab`: token ids that the model has."""
 
     def __init__(
-        self, policy: Scorer, mesh: Mesh, synchronizer: Any | None, interval: int, vocab: int
+        self, policy: Scorer, mesh: TrainerMesh, synchronizer: Any | None, interval: int, vocab: int
     ):
         self.policy = policy
         self.mesh = mesh

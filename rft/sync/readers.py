@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rft.checkpoint import export
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, Unreachable
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
 from rft.checkpoint.storage import open_storage
 from rft.ground.names import read_hf_config
 from rft.ground.rounds import InFile, InSave, Round, TrainerInfo
@@ -171,7 +171,7 @@ class SavedWeights(StoredWeights):
                     file.chunk(0)
                 tensors = export.plan(saved, read_hf_config(self.model))
                 return {tensor.name: self._read(saved, tensor) for tensor in tensors}
-        except (Damaged, Mismatch, Unreachable) as error:
+        except (Damaged, Mismatch, StorageUnreachable) as error:
             raise PeerRefused(str(error)) from error
 
     def _read(self, saved: Checkpoint, tensor: export.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rft.checkpoint.commit import list_entries, read_manifest
+from rft.checkpoint.catalog import list_entries, read_manifest
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.ground.rounds import InStore
 from rft.sync.members import Mark

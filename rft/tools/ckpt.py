@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from rft.checkpoint import commit
+from rft.checkpoint import catalog
+from rft.checkpoint.catalog import step_of
 from rft.checkpoint.export import Tensor, slabs
-from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, Unreachable
+from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
 from rft.checkpoint.records import MANIFEST, Manifest, decode_json
 from rft.checkpoint.single import Busy
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, step_of
+from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
 from rft.monitor.records import flat
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.handler(options)
-    except (Damaged, Mismatch, Unreachable) as error:
+    except (Damaged, Mismatch, StorageUnreachable) as error:
         print(f"rft ckpt: {error}", file=sys.stderr)
         return 1
     except (InputError, ConfigError, Busy, OSError, ValueError) as error:
@@ -121,7 +122,7 @@ def ls(options: argparse.Namespace) -> int:
         if step_of(name) is None or MANIFEST not in storage.list(name):
             continue
         try:
-            rows.append((commit.read_manifest(storage, name), name))
+            rows.append((catalog.read_manifest(storage, name), name))
         except (ValueError, OSError) as error:
             damaged.append(f"{name}: {error}")
     print(run.where)
@@ -161,7 +162,7 @@ def _row(run: Run, manifest: Manifest, name: str, latest: str) -> dict[str, str]
 
 def _latest(storage: Storage) -> str:
     try:
-        return decode_json(storage.get(LATEST), commit.Hint).name
+        return decode_json(storage.get(LATEST), catalog.Hint).name
     except (OSError, ValueError):
         return ""
 
@@ -248,11 +249,10 @@ def verify(options: argparse.Namespace) -> int:
                 with progress(name, checkpoint.manifest.bytes) as seen:
                     checkpoint.verify(seen)
                 size = checkpoint.manifest.bytes
-        except (Damaged, Mismatch, Unreachable) as error:
+        except (Damaged, Mismatch, StorageUnreachable) as error:
             bad += 1
-            print(
-                f"{name}  {'UNREADABLE' if isinstance(error, Unreachable) else 'DAMAGED'}  {error}"
-            )
+            state = "UNREADABLE" if isinstance(error, StorageUnreachable) else "DAMAGED"
+            print(f"{name}  {state}  {error}")
             continue
         print(
             f"{name}  good  {_size(size)}  every byte read and checked in "

@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rft.checkpoint import commit, fence
+from rft.checkpoint import catalog, fence
 from rft.checkpoint import export as hf_export
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.layout import MODEL
 from rft.checkpoint.reader import Checkpoint
-from rft.checkpoint.single import Source, write
-from rft.checkpoint.storage import open_storage
-from rft.ground.names import Dims, Segment, architecture_of, hf_names, read_hf_config
+from rft.checkpoint.sharding import MODEL
+from rft.checkpoint.single import TensorSource, write
+from rft.checkpoint.storage import Disk, open_storage
+from rft.ground.names import Dims, ShardSlice, architecture_of, hf_names, read_hf_config
 from rft.tools import torch_dist
 from rft.tools.places import InputError, Run
 
@@ -86,7 +85,7 @@ def whole(checkpoint: Checkpoint, key: str) -> Tensor:
 
 def _model_of(run: Run, name: str, model: str | None) -> Path:
     """The Hugging Face directory that the run began with."""
-    given = model or commit.read_manifest(run.storage, name).about.get("model")
+    given = model or catalog.read_manifest(run.storage, name).about.get("model")
     if not given:
         raise InputError(
             f"{run.where}/{name} does not say which model it is of; give --model DIRECTORY"
@@ -130,7 +129,7 @@ class Given:
             reader = _hf_reader(source, hf)
             self.names = hf_names(Dims.of(hf), architecture_of(hf))
             self._read = lambda kind, name: reader.read(
-                name, Segment(0, 0, 0, self.names[name][0], 0)
+                name, ShardSlice(0, 0, 0, self.names[name][0], 0)
             )
             self.dtype = self._read("model", next(iter(self.names))).dtype
         else:
@@ -146,7 +145,7 @@ class Given:
             return self._read("model", name).float()
         return torch.zeros(self.names[name])
 
-    def sources(self, dtype: torch.dtype) -> Iterator[Source]:
+    def sources(self, dtype: torch.dtype) -> Iterator[TensorSource]:
         kinds = ["model", *STATE] if dtype == torch.bfloat16 else ["model", *STATE[1:]]
         for kind in kinds:
             stored = dtype if kind == "model" else torch.float32
@@ -162,13 +161,13 @@ class Given:
 
     def _source(
         self, key: str, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Source:
+    ) -> TensorSource:
         def parts() -> Iterator[np.ndarray]:
             yield (
                 self.tensor(kind, name).to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
             )
 
-        return Source(key, str(dtype).removeprefix("torch."), shape, parts)
+        return TensorSource(key, str(dtype).removeprefix("torch."), shape, parts)
 
 
 def _hf_reader(source: Path, hf: dict[str, Any]) -> Any:
@@ -189,7 +188,7 @@ def import_(
 ) -> tuple[str, str]:
     """(name of the new checkpoint, what was taken over)."""
     storage = open_storage(job / "checkpoints")
-    present = commit.list_entries(storage)
+    present = catalog.list_entries(storage)
     if present and step is None:
         raise InputError(
             f"{storage.where} has checkpoints already (newest: "

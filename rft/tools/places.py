@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rft import config as configs
-from rft.checkpoint import commit, fence
+from rft.checkpoint import catalog, fence
+from rft.checkpoint.catalog import committed, step_of
 from rft.checkpoint.records import MANIFEST
-from rft.checkpoint.storage import Storage, committed, open_storage, step_of
+from rft.checkpoint.storage import Storage, open_storage
 from rft.config import ConfigError
 from rft.run.control_socket import NAME
 
@@ -108,7 +109,7 @@ def _below(path: Path) -> list[Path]:
 
 
 def _newest(run: Run, step: int | None) -> str:
-    entries = commit.list_entries(run.storage)
+    entries = catalog.list_entries(run.storage)
     found = [entry for entry in entries if step in (None, entry.step)]
     if not found:
         steps = ", ".join(str(entry.step) for entry in entries[-8:]) or "none"

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rft.ground import durable
-from rft.ground.names import RULES, Dims, Rule, hf_names, hf_shape, is_expert, segments
+from rft.ground.names import RULES, Dims, WeightRule, hf_names, hf_shape, is_expert, segments
 
 KINDS = {"": "model", "param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.+)")
@@ -232,7 +232,7 @@ class TorchDist:
                 found.setdefault(kind, {})[name] = key
         return found
 
-    def _key(self, kind: str, rule: Rule, layer: int | None) -> tuple[str, bool]:
+    def _key(self, kind: str, rule: WeightRule, layer: int | None) -> tuple[str, bool]:
         """(key, are layers stacked in it)."""
         held = self._keys.get(kind, {})
         for pattern in rule.megatron:
@@ -378,7 +378,7 @@ def _common(directory: Path) -> dict[str, Any]:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def rule_of(name: str) -> tuple[Rule, int, int | None]:
+def rule_of(name: str) -> tuple[WeightRule, int, int | None]:
     """(rule, part, layer) of a Hugging Face name."""
     words = name.split(".")
     layer = int(words[2]) if words[:2] == ["model", "layers"] else None
@@ -395,7 +395,7 @@ def _spellings(pattern: str, layers: int) -> Iterator[str]:
         yield pattern.format(layer=layer)
 
 
-def _packed_shape(rule: Rule, name: str, dims: Dims) -> tuple[int, ...]:
+def _packed_shape(rule: WeightRule, name: str, dims: Dims) -> tuple[int, ...]:
     """Shape of megatron's parameter at tensor-parallel size 1;
     of a vocabulary, with padding rows.
     """
@@ -473,7 +473,7 @@ def write(
 
 
 def _packed(
-    rule: Rule, name: str, layer: int | None, dims: Dims, read: Callable[[str], Tensor]
+    rule: WeightRule, name: str, layer: int | None, dims: Dims, read: Callable[[str], Tensor]
 ) -> Tensor:
     parts = [read(pattern.format(layer=layer)) for pattern in rule.hf]
     whole = torch.zeros(_packed_shape(rule, name, dims), dtype=parts[0].dtype)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rft.buffer import delivery
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import ExplorerConfig
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Batch, EvalResult, decode
+from rft.ground.protocols import ActorHandle
 
 if TYPE_CHECKING:
     # loaded where there is one: it takes a third of a second
@@ -85,7 +85,7 @@ def actor(name: str) -> Any:
 
 
 class QueueSource:
-    """`feed.Source` over the experience buffer actor."""
+    """`feed.BatchSource` over the experience buffer actor."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """The feed: one step's experiences, taken once at rank 0, handed to every rank as its own packed
 microbatches.
 
-In: a `Source` at rank 0 (the durable queue behind Ray, or supervised rows). Out: `StepInput` on
-every rank: the part that its data-parallel index trains on, the batch's metrics, and the group of
-every row. Invariant: all global counts are taken here, before the batch is cut; every rank calls
-`next` once per step, in step order.
+In: a `BatchSource` at rank 0 (the durable queue behind Ray, or supervised rows). Out: `StepInput`
+on every rank: the part that its data-parallel index trains on, the batch's metrics, and the group
+of every row. Invariant: all global counts are taken here, before the batch is cut; every rank
+calls `next` once per step, in step order.
 """
 
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
 from rft.config import AlgorithmConfig, Config
 from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row, pack
 from rft.ground.experience import Batch, Experience
-from rft.ground.protocols import Mesh
+from rft.ground.protocols import TrainerMesh
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where rank 0 gets batches.
 
     `take` blocks until step's batch is complete; an empty batch ends the run.
@@ -42,15 +42,15 @@ class StepInput:
 class Feed:
     def __init__(
         self,
-        source: Source | None,
-        ranks: Mesh,
+        source: BatchSource | None,
+        ranks: TrainerMesh,
         algorithm: AlgorithmConfig,
         max_tokens: int,
         multiple: int,
         cost: Cost,
         cut: PackingPolicy = BY_TOKENS,
         longest: int = 1,
-        experts: Source | None = None,
+        experts: BatchSource | None = None,
     ):
         """`longest`: response that a config allows; one way to aggregate the loss divides by it.
         `experts`: rows that go into every batch beside what `source` gives.

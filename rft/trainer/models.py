@@ -28,16 +28,16 @@ from rft.ground.protocols import Snapshot
 
 if TYPE_CHECKING:
     from rft.algorithm.fields import TokenLoss
-    from rft.megatron.critic import Critic
+    from rft.megatron.learner import Critic
     from rft.megatron.mesh import Mesh
     from rft.megatron.network import Network
     from rft.megatron.policy import Policy
 
-NEARNESS = "kl_coefficients"  # what a checkpoint calls them
+KL_COEFFICIENTS = "kl_coefficients"  # what a checkpoint calls them
 EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
 
 
-class Nearness:
+class KLCoefficients:
     """The coefficients of both KL terms, which may move from step to
     step; `responses`: of the step under way.
     """
@@ -70,13 +70,13 @@ class Nearness:
         """Nothing where nothing moves."""
         if self.loss.target is None and self.penalty.target is None:
             return {}
-        return {NEARNESS: msgspec.json.encode([self.loss.value, self.penalty.value])}
+        return {KL_COEFFICIENTS: msgspec.json.encode([self.loss.value, self.penalty.value])}
 
     def restore(self, small: dict[str, bytes]) -> None:
         """A coefficient that is fixed keeps the value of the config."""
-        if NEARNESS not in small:
+        if KL_COEFFICIENTS not in small:
             return
-        held = msgspec.json.decode(small[NEARNESS], type=tuple[float, float])
+        held = msgspec.json.decode(small[KL_COEFFICIENTS], type=tuple[float, float])
         for coefficient, value in zip((self.loss, self.penalty), held, strict=True):
             if coefficient.target is not None:
                 coefficient.value = value
@@ -104,7 +104,7 @@ class Models:
         self.algorithm = algorithm
         self.critic_warmup = critic_warmup
         self.value_loss = partial(clipped_value, cliprange_value=cliprange_value)
-        self.nearness = Nearness(algorithm)
+        self.kl = KLCoefficients(algorithm)
 
     def score(
         self, part: list[Packed], groups: Sequence[int] = ()
@@ -130,13 +130,13 @@ class Models:
             return token_credit.distilled(part, self.algorithm, self._counts, self._summed)
         if self.critic is not None:
             part = self._scored(part, "value", self.critic.score(part))
-        self.nearness.responses = len(groups)
+        self.kl.responses = len(groups)
         if not token_credit.is_needed(self.algorithm):
             return part, {}
         part, metrics = token_credit.credited(
-            part, self.algorithm, self._counts, self._summed, groups, self.nearness.penalty.value
+            part, self.algorithm, self._counts, self._summed, groups, self.kl.penalty.value
         )
-        return part, metrics | self.nearness.after_penalty(metrics)
+        return part, metrics | self.kl.after_penalty(metrics)
 
     def train_step(
         self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
@@ -148,8 +148,8 @@ class Models:
         is not finite, neither changes.
         """
         if self.critic is None:
-            found = self.policy.train_step(part, token_loss, before_update)
-            return found | self.nearness.after_loss(found)
+            metrics = self.policy.train_step(part, token_loss, before_update)
+            return metrics | self.kl.after_loss(metrics)
         waiting = self.critic.step < self.critic_warmup
         of_critic = self.critic.gradients(part, self.value_loss)
         of_policy = {} if waiting else self.policy.gradients(part, token_loss)
@@ -161,22 +161,24 @@ class Models:
             if waiting
             else self.policy.update(of_policy, finite)
         )
-        of_policy |= self.nearness.after_loss(of_policy)
+        of_policy |= self.kl.after_loss(of_policy)
         return of_policy | {
             f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"
         }
 
     def snapshot(self) -> Snapshot:
-        found = self.policy.snapshot()
-        found = replace(found, small=found.small | self.nearness.state())
+        snapshot = self.policy.snapshot()
+        snapshot = replace(snapshot, small=snapshot.small | self.kl.state())
         if self.critic is None:
-            return found
+            return snapshot
         beside = self.critic.snapshot()
-        return replace(found, pieces=found.pieces + beside.pieces, small=found.small | beside.small)
+        return replace(
+            snapshot, pieces=snapshot.pieces + beside.pieces, small=snapshot.small | beside.small
+        )
 
     def restore(self, small: dict[str, bytes]) -> None:
         self.policy.restore(small)
-        self.nearness.restore(small)
+        self.kl.restore(small)
         if self.critic is not None:
             self.critic.restore(small)
 
@@ -202,14 +204,14 @@ class Models:
 
         sums = torch.tensor(numbers, dtype=torch.float64)
         self._mesh.reduce(sums, sums[:0])
-        found: list[float] = sums.tolist()
-        return found
+        totals: list[float] = sums.tolist()
+        return totals
 
-    def _scored(self, part: list[Packed], name: str, found: list[np.ndarray]) -> list[Packed]:
+    def _scored(self, part: list[Packed], name: str, arrays: list[np.ndarray]) -> list[Packed]:
         """With one more score, where this rank has any."""
         if not self._mesh.is_last_stage:
             return part
         return [
             replace(p, scores=p.scores | {name: values})
-            for p, values in zip(part, found, strict=True)
+            for p, values in zip(part, arrays, strict=True)
         ]

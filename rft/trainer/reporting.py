@@ -1,21 +1,33 @@
-"""What rank 0 writes down each step: metrics to every sink, a few rollouts to samples.jsonl,
-evaluations as they arrive.
+"""What is written down of steps: metrics and samples of each, the batch of one that was skipped, a
+profile of those asked for.
 
-In: the loop's metrics (already global) and the step's experiences. Out: one record per policy
-version. The one owner of the run's monitor.
+    StepReporter    metrics to every sink, a few rollouts to samples.jsonl, evaluations as they
+                    arrive; at rank 0, the one owner of the run's monitor
+    SkippedSteps    <job>/failed_batches/step_<n>.msgpack
+    Profiler        <job>/profile/steps_<first>_<last>_rank_<n>.json
+
+In: the loop's metrics, the same on every rank, and at rank 0 the step's experiences; the loop's
+word that a step begins and ends. Out: one record per policy version, and these files.
 """
 
+import contextlib
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rft.config import Config
-from rft.ground.experience import EvalResult, Experience
+from rft.config import Config, ConfigError, TrainerConfig
+from rft.ground import durable
+from rft.ground.device import Device
+from rft.ground.experience import Batch, EvalResult, Experience, encode
 from rft.monitor.metrics import Speed
 from rft.monitor.records import RunRecord
 from rft.monitor.sinks import build
 
+log = logging.getLogger(__name__)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+KEPT = 10  # batches of skipped steps
 
 
 class StepReporter:
@@ -113,8 +125,8 @@ def quantiles(values: dict[str, list[float]]) -> dict[str, float]:
     import numpy as np
 
     return {
-        f"{name}/p{round(100 * share):02d}": float(np.quantile(found, share))
-        for name, found in values.items()
+        f"{name}/p{round(100 * share):02d}": float(np.quantile(numbers, share))
+        for name, numbers in values.items()
         for share in QUANTILES
     }
 
@@ -124,3 +136,142 @@ def representative(experiences: list[Experience], count: int) -> list[Experience
     ordered = sorted(experiences, key=lambda e: e.reward)
     low = count // 2
     return ordered[:low] + ordered[len(ordered) - (count - low) :]
+
+
+class NotFinite(RuntimeError):
+    """`max_skipped_steps` steps in a row were skipped."""
+
+
+class SkippedSteps:
+    """Steps that changed nothing, for their loss or gradient was not finite: counted (the metric
+    `skipped_steps`), kept for replay as the `Batch` of the step that metrics call n, the last KEPT
+    written, and too many end the run. Invariant: a run that ends for this has its last batch on
+    disk, and says where, whichever rank is heard first.
+
+    `limit` in a row end the run; 0: none do. `lead`: this rank has the experiences and writes.
+    """
+
+    def __init__(self, directory: Path, limit: int, lead: bool, barrier: Callable[[str], None]):
+        self.directory = directory
+        self.limit = limit
+        self.lead = lead
+        self.barrier = barrier
+        self.total = 0
+        self.in_a_row = 0
+
+    def after(
+        self, step: int, metrics: dict[str, float], experiences: list[Experience]
+    ) -> dict[str, float]:
+        """Called by every rank after each step; `step` is the one that
+        its metrics will be recorded under.
+        """
+        if not metrics["skipped"]:
+            self.in_a_row = 0
+        else:
+            self.total += 1
+            self.in_a_row += 1
+            path = self._path(step)
+            what = f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
+            if "critic/loss" in metrics:
+                what += (
+                    f", the critic's {metrics['critic/loss']:g} and {metrics['critic/grad_norm']:g}"
+                )
+            if self.lead:
+                self.keep(Batch(step=step - 1, experiences=experiences))
+                log.warning("step %d skipped: %s; its batch is in %s", step, what, path)
+            if self.limit and self.in_a_row >= self.limit:
+                self.barrier("saving the batch of a skipped step")
+                raise NotFinite(
+                    f"{self.in_a_row} steps in a row were not finite and changed nothing, the last "
+                    f"of them step {step} ({what}); "
+                    f"its batch is saved in {path}. Look at it (docs/configure.md says how), lower "
+                    "algorithm.optimizer.lr, or "
+                    "raise trainer.max_skipped_steps"
+                )
+        return {"skipped_steps": float(self.total)}
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:08d}.msgpack"
+
+    def keep(self, batch: Batch) -> Path:
+        """Write down a batch of a step that came to nothing; of many the last ones stay."""
+        path = self._path(batch.step + 1)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.put(path, encode(batch))
+        others = [old for old in self.directory.glob("step_*.msgpack") if old != path]
+        for old in sorted(others, key=lambda old: old.stat().st_mtime_ns)[: -(KEPT - 1)]:
+            old.unlink()
+        return path
+
+    def state(self) -> list[int]:
+        return [self.total, self.in_a_row]
+
+    def restore(self, state: list[int]) -> None:
+        self.total, self.in_a_row = state
+
+
+class Profiler:
+    """Looks closely at some steps: a Chrome trace by torch's profiler, or named ranges for NVIDIA's
+    Nsight Systems.
+
+        trainer.profiler=torch    for chrome://tracing or Perfetto
+        trainer.profiler=nsys     nsys profile --capture-range=cudaProfilerApi ... python -m
+                                  rft.train ...
+
+    Invariant: outside `trainer.profile_steps`, and on ranks not in `trainer.profile_ranks`, nothing
+    is recorded and nothing is loaded.
+    """
+
+    def __init__(self, config: TrainerConfig, rank: int, device: Device, directory: Path):
+        self.kind = config.profiler if rank in config.profile_ranks else None
+        if self.kind == "nsys" and device.kind != "cuda":
+            raise ConfigError("trainer.profiler=nsys needs CUDA, and there is none here: use torch")
+        self.first, self.last = config.profile_steps
+        self.rank = rank
+        self.device = device
+        self.directory = directory
+        self.active = False
+        self._torch: Any = None
+
+    def begin(self, step: int) -> None:
+        """Step number `step`, as metrics count, is about to begin."""
+        if self.kind is None or self.active or not self.first <= step <= self.last:
+            return
+        self.active = True
+        self.first = step  # later than asked for where a run was resumed
+        if self.kind == "torch":
+            from torch.profiler import profile
+
+            self._torch = profile()
+            self._torch.start()
+        else:
+            self.device.capture(True)
+
+    def end(self, step: int) -> None:
+        """Step number `step` is over."""
+        if self.active and step >= self.last:
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Write what there is: `step` was the last one."""
+        if not self.active:
+            return
+        self.active = False
+        if self.kind == "nsys":
+            self.device.capture(False)
+            return
+        self._torch.stop()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"steps_{self.first}_{step}_rank_{self.rank}.json"
+        self._torch.export_chrome_trace(str(path))
+        log.info("profile of steps %d to %d: %s", self.first, step, path)
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """A named part of a step, in the trace."""
+        if not self.active:
+            return contextlib.nullcontext()
+        if self.kind == "nsys":
+            return self.device.range(name)
+        from torch.profiler import record_function
+
+        return record_function(name)

@@ -24,15 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from rft.checkpoint.records import Committed, Retained
 from rft.config import TrainerConfig
-from rft.ground.protocols import Checkpoints, Mesh
+from rft.ground.protocols import Checkpoints, TrainerMesh
 from rft.monitor import trace
 from rft.monitor.metrics import Timer
 from rft.sync.publisher import Publisher
 from rft.sync.style import Cadence
 from rft.trainer.control import Evaluations
 from rft.trainer.feed import Feed
-from rft.trainer.profiler import Profiler
-from rft.trainer.skips import SkippedSteps
+from rft.trainer.reporting import Profiler, SkippedSteps
 
 if TYPE_CHECKING:
     from rft.trainer.models import Models
@@ -47,7 +46,7 @@ class Trainer:
     """
 
     config: TrainerConfig
-    mesh: Mesh
+    mesh: TrainerMesh
     models: "Models"
     feed: Feed
     publisher: Publisher
@@ -95,14 +94,14 @@ class Trainer:
             # only what is served can be evaluated
             self._publish(step, due=self.cadence.is_due(step) or self.evaluations.is_due(step))
             self.feed.consumed(step - 1)
-            told = (
+            record = (
                 batch.metrics
                 | scored
                 | metrics
                 | self.publisher.pop()
                 | self._checkpoint_metrics(step)
             )
-            self.log_step(step, told | self.timer.pop(), batch.experiences)
+            self.log_step(step, record | self.timer.pop(), batch.experiences)
             with self._doing("checkpoint"):
                 self._save(
                     step,

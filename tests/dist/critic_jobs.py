@@ -13,7 +13,7 @@ from resume_jobs import as_bytes, manager_at, save_and_wait
 from rows import make_rows
 
 from rft.algorithm import recipe
-from rft.checkpoint.layout import claim_of
+from rft.checkpoint.sharding import claim_of
 from rft.config import (
     AlgorithmConfig,
     CriticConfig,
@@ -25,7 +25,7 @@ from rft.config import (
 )
 from rft.data.packing import Row
 from rft.ground import device as devices
-from rft.megatron.critic import Critic
+from rft.megatron.learner import Critic
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Reference
 from rft.megatron.policy import Policy

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jobs import policy_on
+from jobs import gathered, policy_on
 from resume_jobs import as_bytes, manager_at, save_and_export, train
 
 from rft.config import TrainerConfig
@@ -20,7 +20,7 @@ def exported(path: str, root: str, **layout: Any) -> dict[str, torch.Tensor]:
         save_and_export(
             manager_at(root, policy.mesh, TrainerConfig()), 2, policy, path, str(Path(root) / "hf")
         )
-        return dict(policy.export_hf())
+        return gathered(policy)
 
 
 def taken_over(path: str, root: str, **layout: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def taken_over(path: str, root: str, **layout: Any) -> dict[str, Any]:
     with policy_on(path, **layout) as policy:
         loop = manager_at(root, policy.mesh, TrainerConfig()).load(policy)
         updates = policy.optimizer.updates
-        weights = {name: as_bytes(value) for name, value in policy.export_hf()}
+        weights = {name: as_bytes(value) for name, value in gathered(policy).items()}
         moments = sum(
             float(p.tensor.abs().sum())
             for p in policy.snapshot().pieces

@@ -13,7 +13,7 @@ import torch
 from rows import CUTS, RATES, make_rows
 
 from rft.algorithm.losses import token_loss
-from rft.checkpoint.layout import claim_of
+from rft.checkpoint.sharding import claim_of
 from rft.config import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import BY_TOKENS, PackingPolicy, Row, pack
 from rft.ground import device as devices
@@ -69,8 +69,26 @@ def part_of(
     )
 
 
+def gathered(policy: Policy) -> dict[str, torch.Tensor]:
+    """Whole Hugging Face tensors at rank 0, of the blocks that all ranks send; NaN where there was
+    none. Nothing on other ranks.
+    """
+    own = [
+        [b.name, b.dtype, b.shape, b.dim, b.start, b.stop, value.reshape(-1).view(torch.uint8)]
+        for b, value in zip(policy.blocks(), policy.read_blocks(), strict=True)
+    ]
+    whole: dict[str, torch.Tensor] = {}
+    for blocks in policy.mesh.gather([[*cut, data.numpy().tobytes()] for *cut, data in own]) or []:
+        for name, dtype, shape, dim, start, stop, data in blocks:
+            kind = getattr(torch, dtype)
+            tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=kind))
+            place = tensor.narrow(dim, start, stop - start)
+            place.copy_(torch.frombuffer(bytearray(data), dtype=kind).view(place.shape))
+    return whole
+
+
 def weights_of(policy: Policy) -> dict[str, np.ndarray]:
-    return {name: value.float().numpy().copy() for name, value in policy.export_hf()}
+    return {name: value.float().numpy() for name, value in gathered(policy).items()}
 
 
 def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:

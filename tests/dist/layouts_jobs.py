@@ -20,7 +20,7 @@ from rft.ground.names import (
     SUPPORTED,
     Dims,
     Place,
-    Rule,
+    WeightRule,
     applies,
     architecture_of,
     hf_shape,
@@ -83,7 +83,7 @@ def _parameters(
             yield name.format(layer=layer, expert=expert), local_shape(rule, dims, place)
 
 
-def local_shape(rule: Rule, dims: Dims, place: Place) -> tuple[int, ...]:
+def local_shape(rule: WeightRule, dims: Dims, place: Place) -> tuple[int, ...]:
     whole = [hf_shape(rule.kind, part, name, dims) for part, name in enumerate(rule.hf)]
     size = place.etp if is_expert(rule.hf[0]) else place.tp
     if rule.kind == "replicated":
@@ -166,21 +166,17 @@ def round_trip(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
 
 
 def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
-    """What is wrong, per layout, with how the copies of a shard share it: coverage, balance, and
-    the first copies alone.
-    """
+    """What is wrong, per layout, with how the copies of a shard share it: coverage and balance."""
     hf = read_hf_config(path)
     problems = []
     for layout in layouts:
         sent: list[Any] = []
-        exported: list[Any] = []
         totals: dict[Any, list[int]] = {}
         largest: dict[Any, int] = {}
         for number, (place, parts) in enumerate(ranks_of(hf, *layout)):
             held = weights.slabs(parts, hf, place)  # type: ignore[arg-type]
             given = weights.shared(held, place)
             sent += [slab.block for slab in given]
-            exported += [slab.block for slab in weights.first_copies(held, place)]
             stage = number // (place.tp * place.copies)
             for group, expert in (
                 ((stage, place.tp_rank), False),
@@ -193,9 +189,7 @@ def dealt(path: str, layouts: list[tuple[int, ...]]) -> list[str]:
                 ]
                 totals.setdefault((group, expert), []).append(sum(sizes))
                 largest[group, expert] = max([largest.get((group, expert), 0), *sizes])
-        problems += [
-            f"{layout}: {error}" for blocks in (sent, exported) for error in coverage_errors(blocks)
-        ]
+        problems += [f"{layout}: {error}" for error in coverage_errors(sent)]
         problems += [
             f"{layout}: copies of {group} send {found}"
             for group, found in totals.items()

@@ -11,7 +11,7 @@ from resume_jobs import manager_at, save_and_wait
 from rows import make_rows
 
 from rft.algorithm.losses import token_loss
-from rft.checkpoint.layout import Claim, claim_of
+from rft.checkpoint.sharding import Claim, claim_of
 from rft.config import TrainerConfig
 from rft.megatron.policy import Policy
 

@@ -14,7 +14,7 @@ from grids import by_layout, sampled
 from rows import make_rows
 
 from rft.algorithm.token_advantages import gae
-from rft.checkpoint.layout import boxes
+from rft.checkpoint.sharding import boxes
 
 from ranks import Ranks
 

@@ -17,7 +17,7 @@ from rows import make_rows
 
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
-from rft.megatron.metrics import Totals
+from rft.megatron.totals import Totals
 
 from ranks import Ranks
 

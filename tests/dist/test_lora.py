@@ -13,7 +13,7 @@ from grids import by_layout, sampled
 from rows import make_rows
 from safetensors.torch import load_file
 
-from rft.checkpoint.layout import boxes
+from rft.checkpoint.sharding import boxes
 from rft.config import ConfigError, LoraConfig
 from rft.config.layout import lora_of
 from rft.ground.adapters import adapter_names

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rft.algorithm.fields import Fields
 from rft.algorithm.losses import token_loss
-from rft.checkpoint.layout import assign, boxes
+from rft.checkpoint.sharding import assign, boxes
 
 from ranks import Ranks
 

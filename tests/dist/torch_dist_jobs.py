@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import part_of, policy_on
+from jobs import gathered, part_of, policy_on
 from rows import make_rows
 
 from rft.algorithm.losses import token_loss
@@ -36,7 +36,7 @@ def saved(path: str, root: str, optimizer: bool = False, **layout: Any) -> dict[
             for p in policy.snapshot().pieces
             if p.key.startswith(("exp_avg", "master")) and policy.mesh.world == 1
         ]
-        return {"weights": dict(policy.export_hf()), "pieces": pieces}
+        return {"weights": gathered(policy), "pieces": pieces}
 
 
 def loaded(path: str, root: str, **layout: Any) -> dict[str, str]:
@@ -49,7 +49,7 @@ def loaded(path: str, root: str, **layout: Any) -> dict[str, str]:
         state = {"model": policy.model[0].sharded_state_dict()}
         found = dist_checkpointing.load(state, root)
         policy.model[0].load_state_dict(found["model"])
-        return {name: digest(value) for name, value in policy.export_hf()} | {
+        return {name: digest(value) for name, value in gathered(policy).items()} | {
             "iteration": found["iteration"]
         }
 

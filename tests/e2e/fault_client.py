@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, Sampling
+from rft.ground.protocols import ActorHandle
 from rft.rollout.pool import EnginePool
 
 TOKENS = 80  # of one answer: some are always under way when new weights come

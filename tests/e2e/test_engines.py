@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 
-from rft.ground.actor import ActorHandle
 from rft.ground.process import adopt_orphans
+from rft.ground.protocols import ActorHandle
 from rft.run.fleet import EngineFleet, PartFailed
 
 WAIT_S = 120.0  # for Ray on a busy machine

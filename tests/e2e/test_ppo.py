@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.reader import Checkpoint
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.storage import Disk, LocalStorage
 
 from runs import checkpoints, overrides, step_rows, train, write_assets
 

@@ -10,8 +10,8 @@ import ray
 from miniature import answer, ask, assert_sampled_from
 from saving import SavingTrainer
 
-from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.storage import WEIGHTS, committed, open_storage
+from rft.checkpoint.catalog import committed, read_manifest
+from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.ground.rounds import InSave
 from rft.sync.synchronizer import Synchronizer
 

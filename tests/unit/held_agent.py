@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from rft.checkpoint import agent
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.storage import open_storage
+from rft.checkpoint.storage import Disk, open_storage
 
 
 class HeldDisk(Disk):

@@ -9,16 +9,15 @@ import numpy as np
 from safetensors import safe_open
 
 from rft.checkpoint import single
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.single import Source
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.single import TensorSource
+from rft.checkpoint.storage import Disk, LocalStorage
 
 
 def storage_at(root: Path) -> LocalStorage:
     return LocalStorage(root, Disk())
 
 
-def sources_of(model: Path, dtype: str = "float32", add: float = 0.0) -> list[Source]:
+def sources_of(model: Path, dtype: str = "float32", add: float = 0.0) -> list[TensorSource]:
     """The weights of a model directory as `model/...` tensors, plus moments for one of them."""
     import torch
 
@@ -35,9 +34,9 @@ def sources_of(model: Path, dtype: str = "float32", add: float = 0.0) -> list[So
     return found
 
 
-def source(key: str, dtype: str, data: np.ndarray, shape: tuple[int, ...]) -> Source:
-    return Source(key, dtype, shape, lambda: [data])
+def source(key: str, dtype: str, data: np.ndarray, shape: tuple[int, ...]) -> TensorSource:
+    return TensorSource(key, dtype, shape, lambda: [data])
 
 
-def commit(job: Path, step: int, sources: list[Source], **more: Any) -> str:
+def commit(job: Path, step: int, sources: list[TensorSource], **more: Any) -> str:
     return single.write(storage_at(job / "checkpoints"), job / "control", step, sources, **more)

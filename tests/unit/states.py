@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rft.checkpoint import layout
-from rft.checkpoint.layout import Claim
+from rft.checkpoint import sharding
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, sha256
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
 from rft.checkpoint.writer import ChunkHasher, file_name, receipt_name
 from rft.config import TrainerConfig
@@ -170,8 +170,8 @@ def write_cut(root: Path, whole: np.ndarray, ranks: list[list[Claim]]) -> Checkp
     (root / "step_00000001").mkdir(parents=True)
     digests = {}
     for rank, claims in enumerate(ranks):
-        regions = layout.place(claims)
-        data = bytearray(layout.extent(regions))
+        regions = sharding.place(claims)
+        data = bytearray(sharding.extent(regions))
         for region in regions:
             data[region.at : region.at + region.bytes] = held(whole, region).tobytes()
         hasher = ChunkHasher()

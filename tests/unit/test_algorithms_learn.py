@@ -160,7 +160,7 @@ def played(
         policy, max(4, int(algorithm.repeat_times or 1)), recipe.needs_baseline(algorithm)
     )
     feed = Feed(source, Alone(), algorithm, 1024, 1, Cost(), longest=2)  # type: ignore[arg-type]
-    loss = recipe.policy_loss(algorithm, models.nearness.loss)
+    loss = recipe.policy_loss(algorithm, models.kl.loss)
     told: dict[str, float] = {}
     likely = 0.0
     for step in range(steps):

@@ -118,8 +118,8 @@ def loaded_by(module: str) -> set[str]:
         ("rft.extras.pipeline.worker", {"torch", "ray", "vllm", "transformers"}),
         ("rft.checkpoint.agent", {"torch", "numpy", "megatron", "ray", "omegaconf"}),
         ("rft.checkpoint.export", {"torch", "megatron"}),
-        ("rft.extras.tinker.engine", {"torch", "megatron", "vllm", "ray"}),
-        ("rft.extras.tinker.publisher", {"megatron", "vllm", "ray"}),
+        ("rft.extras.tinker.sampler", {"torch", "megatron", "vllm", "ray"}),
+        ("rft.extras.tinker.saves", {"megatron", "vllm", "ray"}),
     ],
 )
 def test_import_stays_light(module: str, absent: set[str]) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from states import Hand, State, equal, every_kind, load, managed, plain, save, trainer_config, until
 
+from rft.checkpoint.catalog import committed
 from rft.checkpoint.reader import Mismatch
 from rft.checkpoint.records import Committed, Retained
-from rft.checkpoint.storage import committed, open_storage
+from rft.checkpoint.storage import open_storage
 
 
 @pytest.fixture

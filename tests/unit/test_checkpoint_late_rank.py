@@ -7,9 +7,8 @@ from bench.faults.judge import committed
 from bench.faults.toy import Cut, begin, settings
 from rft.checkpoint import fence
 from rft.checkpoint.commit import Committer
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.records import Committed, Failed, Report
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.records import Committed, Report, SaveFailed
+from rft.checkpoint.storage import Disk, LocalStorage
 from rft.checkpoint.writer import Writer
 
 
@@ -33,7 +32,7 @@ def test_a_rank_whose_agent_comes_late_still_commits(tmp_path: Path) -> None:
     epoch = fence.take_epoch(tmp_path / "control")
     heard: list[Report] = []
     part(tmp_path, 1, epoch, heard)  # rank 0's agent has not yet locked anything: it looks dead
-    assert [type(report) for report in heard] == [Failed]
+    assert [type(report) for report in heard] == [SaveFailed]
     part(tmp_path, 0, epoch, heard)
     assert isinstance(heard[1], Committed)
     assert [(held.cut, held.why) for held in committed(tmp_path)] == [(Cut(2), "")]

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from bench.faults.toy import Cut, begin, plan, settings
-from rft.checkpoint import fence, layout
-from rft.checkpoint.disk import Disk
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.link import Link
-from rft.checkpoint.records import Begin, Failed, Freed, Report, Window
-from rft.checkpoint.storage import LocalStorage
+from rft.checkpoint.records import Begin, Freed, Report, SaveFailed, Window
+from rft.checkpoint.storage import Disk, LocalStorage
 
 PATIENCE_S = 60.0
 
@@ -40,13 +39,13 @@ def test_windows_of_a_save_that_has_failed_give_their_slots_back(
     heard: queue.SimpleQueue[Report] = queue.SimpleQueue()
     link = Link(told, heard.put, tmp_path / "agent.log")
     asked: Begin = begin(LocalStorage(tmp_path / "nowhere", Disk()), Cut(2), 0, 1, "e0001n0000")
-    total = layout.extent(plan(1, 1)[0])
+    total = sharding.extent(plan(1, 1)[0])
     try:
         link.begin(asked)
         # its directory cannot be made
         link.window(Window(id=asked.id, slot=0, start=0, stop=64, last=False))
         seen = [heard.get(timeout=PATIENCE_S), heard.get(timeout=PATIENCE_S)]
-        assert {type(report) for report in seen} == {Failed, Freed}
+        assert {type(report) for report in seen} == {SaveFailed, Freed}
         # staging knew nothing of it
         link.window(Window(id=asked.id, slot=1, start=64, stop=total, last=True))
         last = heard.get(timeout=PATIENCE_S)

@@ -18,10 +18,10 @@ import pytest
 from states import PATIENCE, Member, Ranks, State, equal, managed, plain, save, write_cut
 
 from rft.checkpoint import restore
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.layout import Claim
-from rft.checkpoint.restore import Refused
-from rft.checkpoint.storage import LocalStorage, Storage, committed, open_storage
+from rft.checkpoint.catalog import committed
+from rft.checkpoint.restore import RestoreRefused
+from rft.checkpoint.sharding import Claim
+from rft.checkpoint.storage import Disk, LocalStorage, Storage, open_storage
 from rft.tools import ckpt
 
 FILES = ("MANIFEST.json", "r00000.json", "r00000.bin")
@@ -111,7 +111,7 @@ def start(*starts: Start, patience_s: float = 0.0) -> None:
 
 def refusal(*starts: Start) -> str:
     """What every rank says, in the same words."""
-    assert [type(one.error) for one in starts] == [Refused] * len(starts), [
+    assert [type(one.error) for one in starts] == [RestoreRefused] * len(starts), [
         one.error for one in starts
     ]
     (words,) = {str(one.error) for one in starts}
@@ -217,7 +217,9 @@ def test_a_root_that_cannot_be_made_refuses_the_start_on_every_rank() -> None:
     ranks, said = Ranks(2), []
 
     def prepare(rank: int) -> None:
-        with pytest.raises(Refused, match="rank 0 on .*/proc/nowhere cannot be used") as refused:
+        with pytest.raises(
+            RestoreRefused, match="rank 0 on .*/proc/nowhere cannot be used"
+        ) as refused:
             restore.prepare(open_storage("/proc/nowhere"), ranks.member(rank), 0.0)
         said.append(str(refused.value))
 

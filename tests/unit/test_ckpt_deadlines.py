@@ -16,11 +16,10 @@ import pytest
 import torch
 from states import PATIENCE, State, managed, plain, save, trainer_config, until
 
-from rft.checkpoint import fence, layout
-from rft.checkpoint.arena import Slot
+from rft.checkpoint import fence, sharding
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import Drop
-from rft.checkpoint.staging import PAGE, Slots, Stager, windows_of
+from rft.checkpoint.stager import PAGE, Slot, SlotPool, Stager, windows_of
 from rft.checkpoint.wire import BACKLOG, Outbox, Wire
 from rft.ground.device import HostCopier, choose
 
@@ -140,7 +139,7 @@ def test_closing_does_not_wait_for_a_stopped_agent(memory_path: Path, stop: Stop
 
 
 def test_after_one_wait_in_vain_no_save_waits_for_a_slot_until_one_is_back() -> None:
-    slots = Slots([Slot(0, PAGE, choose("cpu"))])
+    slots = SlotPool([Slot(0, PAGE, choose("cpu"))])
     slot = slots.lease(0.0)
     assert slot is not None and slots.lease(0.01) is None
     within(PATIENCE, lambda: slots.lease(1e6))
@@ -166,10 +165,10 @@ class Hanging(HostCopier):
 
 def test_a_copy_that_hangs_is_an_error_that_names_it() -> None:
     piece = plain(count=1).snapshot().pieces
-    regions = layout.place([layout.claim_of(piece[0])])
+    regions = sharding.place([sharding.claim_of(piece[0])])
     slot, copier = Slot(0, PAGE, choose("cpu")), Hanging()
-    windows = windows_of(regions, PAGE, layout.extent(regions))
-    stager = Stager(Slots([slot]), regions, windows, copier, deadline_s=0.1)
+    windows = windows_of(regions, PAGE, sharding.extent(regions))
+    stager = Stager(SlotPool([slot]), regions, windows, copier, deadline_s=0.1)
     copying = stager.start(
         "e0001n0000", [piece[0].tensor], lambda window: None, lambda identity, why: None
     )

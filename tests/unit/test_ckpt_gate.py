@@ -16,8 +16,8 @@ import pytest
 from states import PATIENCE, Hand, Ranks, State, plain, trainer_config
 
 from rft.checkpoint import fence
-from rft.checkpoint.gate import Gate
 from rft.checkpoint.manager import CheckpointManager
+from rft.checkpoint.writer import Gate
 from rft.ground import durable
 
 TAKE = "import sys; from pathlib import Path; from rft.checkpoint.fence import take_epoch\n"

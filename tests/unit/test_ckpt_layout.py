@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import held, write_cut
 
-from rft.checkpoint import layout
-from rft.checkpoint.layout import Claim, Uncovered, boxes, check_coverage
+from rft.checkpoint import sharding
+from rft.checkpoint.sharding import Claim, CoverageError, boxes, check_coverage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -102,13 +102,13 @@ def test_coverage_finds_every_hole_and_every_overlap(
     check_coverage(claims)
     one = data.draw(st.sampled_from(claims))
     if len(claims) > 1:
-        with pytest.raises(Uncovered):
+        with pytest.raises(CoverageError):
             check_coverage([c for c in claims if c is not one])
-    with pytest.raises(Uncovered):
+    with pytest.raises(CoverageError):
         check_coverage([*claims, one])
     other = data.draw(st.sampled_from(claims))
     if other.bytes == one.bytes and other is not one:  # the count is right, the place is not
-        with pytest.raises(Uncovered):
+        with pytest.raises(CoverageError):
             check_coverage([c for c in claims if c is not other] + [one])
 
 
@@ -116,13 +116,13 @@ def test_coverage_names_what_is_wrong() -> None:
     def claim(offset: int, count: int, whole: int = 8, dtype: str = "float32") -> Claim:
         return Claim("model/w", dtype, (whole,), (offset,), (count,), None)
 
-    with pytest.raises(Uncovered, match="model/w: 6 of 8 elements are stored$"):
+    with pytest.raises(CoverageError, match="model/w: 6 of 8 elements are stored$"):
         check_coverage([claim(0, 4), claim(6, 2)])
-    with pytest.raises(Uncovered, match="model/w: 8 of 8 elements are stored, some twice"):
+    with pytest.raises(CoverageError, match="model/w: 8 of 8 elements are stored, some twice"):
         check_coverage([claim(0, 4), claim(2, 4)])
-    with pytest.raises(Uncovered, match="outside"):
+    with pytest.raises(CoverageError, match="outside"):
         check_coverage([claim(0, 4), claim(6, 4)])
-    with pytest.raises(Uncovered, match="disagree about shape and dtype"):
+    with pytest.raises(CoverageError, match="disagree about shape and dtype"):
         check_coverage([claim(0, 4), claim(4, 4, dtype="bfloat16")])
 
 
@@ -130,18 +130,18 @@ def test_coverage_names_what_is_wrong() -> None:
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=24), st.integers(1, 6))
 def test_copies_are_stored_once_by_whoever_has_least(sizes: list[int], ranks: int) -> None:
     claims = [Claim(f"model/{i}", "float32", (n,), (0,), (n,), None) for i, n in enumerate(sizes)]
-    chosen = layout.assign([list(claims) for _ in range(ranks)])
+    chosen = sharding.assign([list(claims) for _ in range(ranks)])
     assert sorted(position for listed in chosen for position in listed) == list(range(len(sizes)))
     loads = [sum(sizes[position] for position in listed) for listed in chosen]
     assert max(loads) - min(loads) <= max(sizes)
-    assert layout.assign([list(claims) for _ in range(ranks)]) == chosen
+    assert sharding.assign([list(claims) for _ in range(ranks)]) == chosen
 
 
 def test_pieces_of_others_and_empty_ones_are_not_stored() -> None:
     mine = Claim("model/a", "float32", (4,), (0,), (4,), None)
     view = Claim("model/a", "float32", (4,), (0,), (2,), None, stored=False)
     empty = Claim("model/b", "float32", (0,), (0,), (0,), None)
-    assert layout.assign([[view, mine, empty], [view]]) == [[1], []]
+    assert sharding.assign([[view, mine, empty], [view]]) == [[1], []]
 
 
 def test_a_file_has_aligned_regions_and_the_model_first() -> None:
@@ -149,10 +149,10 @@ def test_a_file_has_aligned_regions_and_the_model_first() -> None:
         Claim(key, "bool", (n,), (0,), (n,), None)
         for key, n in (("o/x", 3), ("model/a", 65), ("model/b", 1))
     ]
-    regions = layout.place(claims)
+    regions = sharding.place(claims)
     assert [(r.key, r.at) for r in regions] == [("model/a", 0), ("model/b", 128), ("o/x", 192)]
     assert (
-        layout.extent(regions) == 256
-        and layout.extent(regions[:2]) == 192
-        and layout.extent([]) == 0
+        sharding.extent(regions) == 256
+        and sharding.extent(regions[:2]) == 192
+        and sharding.extent([]) == 0
     )

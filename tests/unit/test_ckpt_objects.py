@@ -11,9 +11,10 @@ import pytest
 from states import PATIENCE, OneRank, equal, every_kind, plain, save, trainer_config, until
 
 from rft.checkpoint import restore
+from rft.checkpoint.catalog import committed
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.objects import QUARANTINED, ObjectStorage
-from rft.checkpoint.storage import committed, open_storage, read_at
+from rft.checkpoint.storage import open_storage, read_at
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from rft.checkpoint.catalog import Entry, expired
 from rft.checkpoint.records import Retention
-from rft.checkpoint.retention import Entry, expired
 
 POLICIES = st.builds(
     Retention,

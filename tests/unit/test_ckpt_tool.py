@@ -11,8 +11,8 @@ import torch
 from made import commit, source, sources_of, storage_at
 from safetensors.torch import load_file
 
-from rft.checkpoint import fence, retention, single
-from rft.checkpoint.commit import list_entries
+from rft.checkpoint import catalog, fence, single
+from rft.checkpoint.catalog import list_entries
 from rft.checkpoint.reader import Checkpoint
 from rft.checkpoint.records import Retention
 from rft.checkpoint.single import Busy
@@ -187,9 +187,9 @@ def test_a_tag_keeps_and_untag_lets_go(job: Path, capsys: Said) -> None:
     one = Retention(last=1)
     assert main(["untag", f"{job}@3"]) == 2
     assert main(["tag", f"{job}@3"]) == 0
-    assert retention.expired(list_entries(storage), one) == []
+    assert catalog.expired(list_entries(storage), one) == []
     assert main(["untag", f"{job}@3"]) == 0
-    assert [entry.step for entry in retention.expired(list_entries(storage), one)] == [3]
+    assert [entry.step for entry in catalog.expired(list_entries(storage), one)] == [3]
 
 
 def test_export_to_hugging_face(job: Path, model: Path, capsys: Said) -> None:

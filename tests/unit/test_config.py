@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rft import config as configs
 from rft import train
 from rft.algorithm import ALGORITHMS, recipe
-from rft.checkpoint import gate
+from rft.checkpoint import writer
 from rft.config import Config, ConfigError, keys
 from rft.config.compose import CONFIG_DIR
 from rft.config.layout import stored_bytes
@@ -532,7 +532,7 @@ def test_the_tables_of_keys_are_those_of_the_code() -> None:
 def test_the_schema_allows_what_there_is() -> None:
     """Words that parts have tables of are in the schema too, which imports none of them."""
     for key, words in {
-        "trainer.save_strategy": gate.STRATEGIES,
+        "trainer.save_strategy": writer.STRATEGIES,
         "algorithm.loss_agg_mode": packing.AGGREGATIONS,
         "algorithm.optimizer.lr_scheduler_type": schedule.SCHEDULERS,
         "critic.optim.lr_scheduler_type": schedule.SCHEDULERS,

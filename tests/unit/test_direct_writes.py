@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.checkpoint.disk import Disk
-from rft.checkpoint.storage import BLOCK, DIRECT_BYTES, LocalSink, LocalStorage
+from rft.checkpoint.storage import BLOCK, DIRECT_BYTES, Disk, LocalSink, LocalStorage
 
 
 class Watched(Disk):

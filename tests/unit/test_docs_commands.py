@@ -17,7 +17,7 @@ from rft import config as configs
 from rft.config import RowFormatConfig
 from rft.data.files import check_rows, task_needs
 from rft.data.supervised import row_needs
-from rft.extras.sweep import arguments as sweeps
+from rft.extras import sweep as sweeps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import EngineDied, EngineUnavailable
 from rft.rollout.pool import EnginePool, ResizableSemaphore
 

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from rft.config import Config, ConfigError, TasksetConfig
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, Experience, Sampling, Task, encode
+from rft.ground.protocols import ActorHandle
 from rft.monitor.records import RunRecord
 from rft.rollout import evaluation
 from rft.rollout.evaluation import extremes, pass_at, repeated, sizes

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from rft.config import ExplorerConfig
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, encode
+from rft.ground.protocols import ActorHandle
 from rft.trainer.control import Evaluations, await_engines
 
 

@@ -21,8 +21,8 @@ from rft.config import (
 from rft.extras.pipeline.experiences import ExperiencePipeline
 from rft.extras.pipeline.output import recorded_groups
 from rft.extras.pipeline.process import OperatorFailed
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Batch, Experience, Sampling, Task
+from rft.ground.protocols import ActorHandle
 from rft.rollout.runner import AllTasksFail
 from tests.unit.test_explorer import Remote, explorer
 from tests.unit.test_explorer import Tasks as ListedTasks

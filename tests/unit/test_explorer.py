@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import (
     EvalResult,
     Experience,
@@ -20,6 +19,7 @@ from rft.ground.experience import (
     decode,
     encode,
 )
+from rft.ground.protocols import ActorHandle
 from rft.rollout import evaluation, workflows
 from rft.rollout.context import TokenLimits
 from rft.rollout.engine import EngineDied

@@ -15,8 +15,8 @@ from made import commit, sources_of, storage_at
 from safetensors.torch import load_file
 
 from rft.checkpoint import export
-from rft.checkpoint.disk import Disk
 from rft.checkpoint.reader import Damaged, Mismatch
+from rft.checkpoint.storage import Disk
 from rft.tools.toy import write_model
 
 SHAPE = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from states import State, managed, save
 
-from rft.checkpoint.commit import read_manifest
+from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.storage import open_storage
 from rft.ground.rounds import InSave, Round
 from rft.sync import stored_versions

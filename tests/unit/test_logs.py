@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rft.config import LogConfig
 from rft.monitor import logs
-from rft.trainer.skips import SkippedSteps
+from rft.trainer.reporting import SkippedSteps
 
 SIBLING = """
 import os, sys, signal

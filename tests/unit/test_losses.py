@@ -17,7 +17,7 @@ from rft.algorithm.fields import Fields
 from rft.algorithm.losses import LOSSES, token_loss
 from rft.algorithm.ratios import Coefficient, Correction
 from rft.config import AlgorithmConfig
-from rft.trainer.models import Nearness
+from rft.trainer.models import KLCoefficients
 
 LENGTHS = [5, 1, 4]  # of the responses in one microbatch; two tokens of padding behind
 RNG = np.random.default_rng(4)
@@ -298,17 +298,19 @@ def test_both_coefficients_are_checkpointed_where_they_move() -> None:
         kl_penalty_fn="k1",
         kl_penalty_fn_args={"kl_coef": 0.3},
     )
-    nearness = Nearness(moving)
-    nearness.responses = 100
-    assert nearness.after_loss({"kl/reference": 0.3, "skipped": 0.0}) == {
+    coefficients = KLCoefficients(moving)
+    coefficients.responses = 100
+    assert coefficients.after_loss({"kl/reference": 0.3, "skipped": 0.0}) == {
         "kl/reference_coef": 0.001
     }
-    assert nearness.after_loss({"kl/reference": 0.3, "skipped": 1.0}) == {}, "nothing was learned"
-    assert nearness.after_penalty({"kl/penalty": 0.3}) == {}
-    again = Nearness(replace(moving, kl_penalty_fn_args={"kl_coef": 0.7}))
-    again.restore(nearness.state())
+    assert coefficients.after_loss({"kl/reference": 0.3, "skipped": 1.0}) == {}, (
+        "nothing was learned"
+    )
+    assert coefficients.after_penalty({"kl/penalty": 0.3}) == {}
+    again = KLCoefficients(replace(moving, kl_penalty_fn_args={"kl_coef": 0.7}))
+    again.restore(coefficients.state())
     assert (again.loss.value, again.penalty.value) == (pytest.approx(0.0012), 0.7), (
         "a fixed one is that of the config"
     )
-    fixed = Nearness(AlgorithmConfig())
+    fixed = KLCoefficients(AlgorithmConfig())
     assert fixed.state() == {}

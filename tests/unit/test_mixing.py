@@ -18,7 +18,7 @@ from rft.config import AlgorithmConfig, ExperienceBufferConfig, RowFormatConfig
 from rft.data.packing import Cost
 from rft.data.supervised import SupervisedRows
 from rft.ground.experience import Batch, Experience
-from rft.megatron.metrics import Totals
+from rft.megatron.totals import Totals
 from rft.tools.toy import character_tokenizer
 from rft.trainer.feed import Feed
 

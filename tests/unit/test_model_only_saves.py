@@ -6,8 +6,9 @@ import pytest
 import torch
 from states import State, load, managed, save
 
+from rft.checkpoint.catalog import committed
 from rft.checkpoint.reader import Checkpoint, Damaged
-from rft.checkpoint.storage import committed, open_storage
+from rft.checkpoint.storage import open_storage
 
 
 def state() -> State:

@@ -13,8 +13,8 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.selection import OverRollout
 from rft.config import ExperienceBufferConfig, ExplorerConfig, ModelConfig
 from rft.config.explorer import OverRolloutConfig
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Experience, Sampling, Task
+from rft.ground.protocols import ActorHandle
 from rft.rollout import workflows
 from rft.rollout.explorer import Explorer
 from tests.unit.virtual_clock import run

@@ -8,7 +8,7 @@ import pytest
 
 from rft.config import ConfigError, TrainerConfig
 from rft.ground.device import Device, choose
-from rft.trainer.profiler import Profiler
+from rft.trainer.reporting import Profiler
 
 
 def profiler(root: Path, rank: int = 0, **keys: object) -> Profiler:

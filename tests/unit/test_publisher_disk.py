@@ -10,8 +10,8 @@ import pytest
 import torch
 from states import OneRank, State, managed
 
-from rft.checkpoint.commit import read_manifest
-from rft.checkpoint.records import Failed
+from rft.checkpoint.catalog import read_manifest
+from rft.checkpoint.records import SaveFailed
 from rft.config import SynchronizerConfig
 from rft.sync.origins import CheckpointOrigin
 from rft.sync.publisher import Publisher
@@ -50,12 +50,12 @@ def claimed(publisher: Publisher, version: int) -> None:
 
 
 def test_a_save_that_fails_ends_a_run_whose_engines_wait_for_it_and_no_other() -> None:
-    full = Failed(id="a", step=4, cause="disk full")
+    full = SaveFailed(id="a", step=4, cause="disk full")
     for engines in (True, False):
         saves = SimpleNamespace(storage=None, hear=None)
         publisher = publisher_of(saves, engines)
         claimed(publisher, 4)
-        saves.hear(Failed(id="b", step=3, cause="of an earlier one"))
+        saves.hear(SaveFailed(id="b", step=3, cause="of an earlier one"))
         saves.hear(full)
         if engines:
             with pytest.raises(

@@ -26,8 +26,8 @@ from rft.config import (
 from rft.data import selectors
 from rft.data.selectors import DifficultyBased
 from rft.data.taskset import Mixture, TaskDefaults, Taskset
-from rft.ground.actor import ActorHandle
 from rft.ground.experience import Experience, Task, decode
+from rft.ground.protocols import ActorHandle
 from rft.rollout import workflows
 from rft.rollout.context import WorkflowContext
 from rft.rollout.explorer import Explorer

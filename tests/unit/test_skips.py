@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rft.ground.experience import Batch, Experience, decode
-from rft.trainer.skips import KEPT, NotFinite, SkippedSteps
+from rft.trainer.reporting import KEPT, NotFinite, SkippedSteps
 
 GOOD = {"loss": 0.5, "grad_norm": 1.0, "skipped": 0.0}
 BAD = {"loss": float("nan"), "grad_norm": float("inf"), "skipped": 1.0}

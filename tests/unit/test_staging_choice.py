@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rft.checkpoint import staging
+from rft.checkpoint import stager
 
 
 @pytest.mark.parametrize(("lazy", "eager"), [(3.0, 2.0), (2.0, 3.0)])
@@ -12,8 +12,8 @@ def test_auto_takes_what_was_quicker(
     monkeypatch: pytest.MonkeyPatch, lazy: float, eager: float
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    choice = staging.Choice("auto")
+    monkeypatch.setattr(stager, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    choice = stager.StagingTuner("auto")
     choice.updated()
     chosen = []
     for number in range(8):
@@ -28,5 +28,5 @@ def test_auto_takes_what_was_quicker(
 
 @pytest.mark.parametrize("kind", ["lazy", "eager"])
 def test_what_is_asked_for_is_done(kind: str) -> None:
-    choice = staging.Choice(kind)
+    choice = stager.StagingTuner(kind)
     assert [choice.next() for _ in range(8)] == [kind] * 8

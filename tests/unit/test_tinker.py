@@ -18,10 +18,9 @@ from rft.algorithm.losses import token_loss
 from rft.checkpoint.records import Committed, Retained
 from rft.config import AlgorithmConfig, ConfigError, ModelConfig, OptimizerConfig, TinkerConfig
 from rft.data.packing import Row, pack
-from rft.extras.tinker.alone import Alone
-from rft.extras.tinker.engine import SamplerEngine
-from rft.extras.tinker.policy import RemotePolicy, RemoteReference
-from rft.extras.tinker.saves import Damaged, RemoteCheckpoints
+from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy, RemoteReference
+from rft.extras.tinker.sampler import SamplerEngine
+from rft.extras.tinker.saves import DamagedRecord, RemoteCheckpoints
 from rft.extras.tinker.service import Service, ServiceFailed, end_tokens
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.rounds import AtPath, Round, RoundFailed
@@ -80,7 +79,9 @@ def service(model: ModelConfig) -> Iterator[Service]:
 
 
 def policy_of(service: Service, model: ModelConfig, grad_clip: float = 0.5) -> RemotePolicy:
-    return RemotePolicy(service, model, OPTIMIZER, grad_clip, Alone(), seed=0, total_steps=STEPS)
+    return RemotePolicy(
+        service, model, OPTIMIZER, grad_clip, LocalMesh(), seed=0, total_steps=STEPS
+    )
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def models_of(policy: RemotePolicy) -> Models:
 def saved(checkpoints: RemoteCheckpoints, step: int) -> list[Any]:
     """Save `step` and hear of it."""
     models = models_of(checkpoints.policy)
-    models.nearness.loss.value = 0.5 + step
+    models.kl.loss.value = 0.5 + step
     checkpoints.save(step, models, {"step": step, "journal": 100 + step})
     checkpoints.wait(step)
     return checkpoints.poll()
@@ -272,7 +273,7 @@ def test_a_run_goes_on_from_its_newest_record_exactly(
         and again.step == 2
         and resumed.requested == 2
     )
-    assert models.nearness.loss.value == 2.5
+    assert models.kl.loss.value == 2.5
     assert train(again, 2) == whole, "weights, moments and learning rate are those of step 2"
     assert fake.saved[again.saved("state", 4).result(30)]["updates"] == 4
 
@@ -355,7 +356,7 @@ def test_a_record_that_is_not_as_it_was_written_stops_the_run_by_name(
     }[damage]
     assert damaged != data
     path.write_bytes(damaged)
-    with pytest.raises(Damaged) as refused:
+    with pytest.raises(DamagedRecord) as refused:
         saves_of(tmp_path, policy).load(models_of(policy))
     assert str(path) in str(refused.value) and "delete it to go on of step 0" in str(refused.value)
 

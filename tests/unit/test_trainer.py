@@ -13,8 +13,7 @@ from rft.monitor.logs import new_attempt
 from rft.sync.style import Cadence
 from rft.tools import timeline
 from rft.trainer.feed import StepInput
-from rft.trainer.profiler import Profiler
-from rft.trainer.skips import SkippedSteps
+from rft.trainer.reporting import Profiler, SkippedSteps
 from rft.trainer.trainer import Trainer
 
 STEPS = 5

@@ -253,7 +253,7 @@ class DropRepeats:
 
 def has_reward(experience: Experience) -> bool:
     """Whether its reward is one: not that of a reward function that failed, and no NaN."""
-    return experience.reward_outcome not in ("timeout", "error") and isfinite(experience.reward)
+    return not experience.failed and isfinite(experience.reward)
 
 
 def is_number(value: Any) -> bool:

@@ -181,12 +181,13 @@ class MetricTotals:
         self._sums: dict[str, MetricTotal] = {}
 
     def add(self, name: str, value: float) -> None:
-        found = self._sums.setdefault(name, MetricTotal())
-        found.total, found.number = found.total + value, found.number + 1
-        found.least, found.most = min(found.least, value), max(found.most, value)
+        metric = self._sums.setdefault(name, MetricTotal())
+        metric.total, metric.number = metric.total + value, metric.number + 1
+        metric.least, metric.most = min(metric.least, value), max(metric.most, value)
 
     def pop(self) -> dict[str, float]:
         sums, self._sums = self._sums, {}
         return {
-            METRICS + name: found.value(re.split(r"[/_]", name)[-1]) for name, found in sums.items()
+            METRICS + name: metric.value(re.split(r"[/_]", name)[-1])
+            for name, metric in sums.items()
         }

@@ -88,12 +88,12 @@ def make(key: str, number: int, given: OperatorConfig, service: DataJuicerConfig
             nearest(given.name, table, f"{where}.name")
             + " Your own is package.module:Class or path/to/file.py:Class."
         )
-    made = lookup(f"{where}.name: operator", given.name, table)
-    parameters = inspect.signature(made).parameters
+    constructor = lookup(f"{where}.name: operator", given.name, table)
+    parameters = inspect.signature(constructor).parameters
     _check_args(where, given, parameters)
     arguments = dict(given.args) | ({SERVICE: service} if SERVICE in parameters else {})
     try:
-        operator = made(**arguments)
+        operator = constructor(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (ValueError, TypeError) as error:
@@ -136,6 +136,6 @@ def is_whole(operator: Operator) -> bool:
 
 async def call(operator: Operator, method: str, *arguments: Any) -> Any:
     """`operator.method(*arguments)`, sync or async; None if it has no such method."""
-    found = getattr(operator, method, None)
-    result = found(*arguments) if found is not None else None
+    function = getattr(operator, method, None)
+    result = function(*arguments) if function is not None else None
     return await result if inspect.isawaitable(result) else result

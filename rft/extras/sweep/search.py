@@ -12,8 +12,8 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from rft.config import ConfigError, SweepConfig
-from rft.extras.sweep import objective, records
-from rft.extras.sweep.records import Trial
+from rft.extras.sweep import ledger
+from rft.extras.sweep.ledger import Trial
 
 SAMPLERS = ("tpe", "random")
 MOST_REPEATS = 200  # suggestions in a row that were tried before; then the space counts as searched
@@ -34,17 +34,17 @@ class Space:
 
     def params(self, trial: Trial) -> dict[str, Any] | None:
         """What was chosen for this trial; None when it is not one of this search."""
-        rest, found = [], {}
+        rest, chosen = [], {}
         for line in trial.overrides:
             key, _, text = line.partition("=")
             if key in self.distributions:
-                found[key] = _value(self.distributions[key], text)
+                chosen[key] = _value(self.distributions[key], text)
             else:
                 rest.append(line)
-        same = records.identity(rest) == records.identity(self.fixed) and len(found) == len(
+        same = ledger.identity(rest) == ledger.identity(self.fixed) and len(chosen) == len(
             self.distributions
         )
-        return found if same and None not in found.values() else None
+        return chosen if same and None not in chosen.values() else None
 
 
 def optuna() -> Any:
@@ -121,7 +121,7 @@ def study_of(space: Space, trials: list[Trial], sweep: SweepConfig, sampler: str
             if trial.state == "finished"
             else module.trial.TrialState.FAIL
         )
-        value = objective.value(trial, sweep) if trial.state == "finished" else None
+        value = ledger.objective_of(trial, sweep) if trial.state == "finished" else None
         study.add_trial(
             module.trial.create_trial(
                 state=state, params=params, distributions=space.distributions, value=value
@@ -135,12 +135,12 @@ def ask(study: Any, space: Space, count: int) -> list[dict[str, Any]]:
     when the space seems to have no more.
     """
     tried = [trial.params for trial in study.get_trials(deepcopy=False)]
-    found: list[dict[str, Any]] = []
+    suggestions: list[dict[str, Any]] = []
     for _ in range(MOST_REPEATS + count):
-        if len(found) == count:
+        if len(suggestions) == count:
             break
         params = study.ask(space.distributions).params
         if params not in tried:
-            found.append(params)
+            suggestions.append(params)
             tried.append(params)
-    return found
+    return suggestions

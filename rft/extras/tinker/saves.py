@@ -1,9 +1,11 @@
-"""Checkpoints where a service holds the weights: it saves them, and rft keeps a record of where,
-with the loop's own state.
+"""Checkpoints and publication where a service holds the weights: it saves them, and rft keeps a
+record of where, with the loop's own state, and tells engines the path.
 
     save ─► save_state, weights for samplers (both begin) ─► poll: both are there
             ─► <job>/remote/step_N.json ─► older ones go
     load ─► the newest record ─► a training client from its state, optimizer included
+    start: a version is wanted ─► save_weights_for_sampler ─► its path
+            ─► the synchronizer tells the engines, which open them where they lie ─► outcome
 
 The calls of `rft.checkpoint.manager.CheckpointManager`, as far as the loop makes them. In: the
 policy, and what the loop remembers. Out: records. Invariants: a record is written as a whole and is
@@ -16,30 +18,31 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rft.checkpoint.records import Committed, Report, Retained, decode_json, encode_json, sha256
-from rft.extras.tinker.policy import RemotePolicy
-from rft.extras.tinker.service import in_a_line
+from rft.config import SynchronizerConfig
+from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy
+from rft.extras.tinker.service import ServiceFailed, in_a_line
 from rft.ground import durable
+from rft.ground.rounds import AtPath
+from rft.sync.publisher import Origin
+
+if TYPE_CHECKING:
+    from rft.trainer.models import Models
 
 log = logging.getLogger(__name__)
 FORMAT = 1
+METHOD = "tinker"  # of publication
 
 
-class Damaged(RuntimeError):
+class DamagedRecord(RuntimeError):
     """A record that is not as it was written."""
 
 
-class Models(Protocol):
-    """What is needed of them: KL coefficients, which may move from step to step."""
-
-    nearness: Any
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SaveRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`state`, `sampler`: the service's paths.
 
     `small`: what else moves from step to step. `seal`: sha256 of all of it.
@@ -55,7 +58,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     small: dict[str, bytes]
     seal: str = ""
 
-    def sealed(self) -> "Record":
+    def sealed(self) -> "SaveRecord":
         return msgspec.structs.replace(
             self, seal=sha256(encode_json(msgspec.structs.replace(self, seal="")))
         )
@@ -67,7 +70,7 @@ class Records:
     def __init__(self, root: Path):
         self.root = root
 
-    def write(self, record: Record) -> Path:
+    def write(self, record: SaveRecord) -> Path:
         """Returns when it is on disk."""
         if not self.root.exists():
             self.root.mkdir(parents=True)
@@ -76,16 +79,16 @@ class Records:
         durable.put(path, encode_json(record.sealed()))
         return path
 
-    def read(self, step: int) -> Record:
+    def read(self, step: int) -> SaveRecord:
         path = self._path(step)
         try:
-            record = decode_json(path.read_bytes(), Record)
+            record = decode_json(path.read_bytes(), SaveRecord)
         except ValueError as error:
-            raise Damaged(
+            raise DamagedRecord(
                 self._advice(path, f"is torn or was edited ({in_a_line(error)})")
             ) from error
         if record.sealed() != record or (record.format, record.step) != (FORMAT, step):
-            raise Damaged(self._advice(path, "is not as it was written"))
+            raise DamagedRecord(self._advice(path, "is not as it was written"))
         return record
 
     def steps(self) -> list[int]:
@@ -107,7 +110,7 @@ class Records:
 
 
 @dataclass
-class Pending:
+class PendingSave:
     """A save that was begun."""
 
     step: int
@@ -133,12 +136,12 @@ class RemoteCheckpoints:
         self.keep = keep
         self.reach = reach
         self.requested: int | None = None  # step of the last save or load
-        self._pending: list[Pending] = []
+        self._pending: list[PendingSave] = []
         self._failed: dict[int, str] = {}  # why, by step
         self._committed = 0
         self._seconds = 0.0
 
-    def load(self, models: Models) -> dict[str, Any] | None:
+    def load(self, models: "Models") -> dict[str, Any] | None:
         """Let the service go on from the newest record; the loop's
         state, or None when there never was one.
         """
@@ -146,11 +149,11 @@ class RemoteCheckpoints:
         if not steps:
             self.policy.open()
             return None
-        found = {step: self.records.read(step) for step in steps}
-        for step, record in found.items():
+        records = {step: self.records.read(step) for step in steps}
+        for step, record in records.items():
             self.policy.known("state", step, record.state)
             self.policy.known("sampler", step, record.sampler)
-        newest = found[steps[-1]]
+        newest = records[steps[-1]]
         config = self.policy.config
         if (newest.base_model, newest.rank) != (config.base_model, config.rank):
             raise ValueError(
@@ -160,17 +163,17 @@ class RemoteCheckpoints:
                 "another name"
             )
         self.policy.open(newest.step, newest.state)
-        models.nearness.restore(newest.small)
+        models.kl.restore(newest.small)
         self.requested = newest.step
         return newest.loop
 
-    def start(self, models: Models) -> None:
+    def start(self, models: "Models") -> None:
         """Nothing is held in memory for saves."""
 
     def save(
         self,
         step: int,
-        models: Models,
+        models: "Models",
         loop: dict[str, Any],
         full: bool = True,
         weights: bool = False,
@@ -180,7 +183,7 @@ class RemoteCheckpoints:
         Weights for engines alone are the publisher's.
         """
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
-        self._pending.append(Pending(step, paths, loop, models.nearness.state(), time.monotonic()))
+        self._pending.append(PendingSave(step, paths, loop, models.kl.state(), time.monotonic()))
         self.requested = step
         return True
 
@@ -202,9 +205,9 @@ class RemoteCheckpoints:
             told += self._commit(save)
         return told
 
-    def _commit(self, save: Pending) -> list[Report]:
+    def _commit(self, save: PendingSave) -> list[Report]:
         config = self.policy.config
-        record = Record(
+        record = SaveRecord(
             format=FORMAT,
             step=save.step,
             base_model=str(config.base_model),
@@ -271,3 +274,67 @@ class RemoteCheckpoints:
 
     def close(self) -> None:
         """Whatever was begun and counts was waited for."""
+
+
+class PathOrigin(Origin):
+    """Publication by path. No weights come through here, and those that were saved are the
+    service's own copy: the policy may change at once.
+
+    `synchronizer`: None where no engines belong to this run; then versions just count.
+    """
+
+    failure = ServiceFailed
+
+    def __init__(
+        self,
+        mesh: LocalMesh,
+        policy: RemotePolicy,
+        saves: RemoteCheckpoints,
+        synchronizer: Any | None,
+        config: SynchronizerConfig,
+        epoch: int,
+    ):
+        super().__init__(mesh, synchronizer, config, epoch)
+        self.policy = policy
+        self.saves = saves
+        self._version = 0
+        # the synchronizer's answer, once there is a path to tell of
+        self._told: Future[Any] = Future()
+
+    def connect(self) -> dict[str, Any]:
+        if self.synchronizer is None:
+            return {}
+        return self.answer(self.synchronizer.attach.remote(self.epoch, METHOD))
+
+    def start(self, version: int, due: bool) -> None:
+        """Save the weights as they are now, if they are due."""
+        if not due:
+            return
+        self._version, self._told = version, Future()
+        if self.synchronizer is None:
+            self._told.set_result(None)
+        else:
+            self.policy.saved("sampler", version).add_done_callback(self._tell)
+
+    def outcome(self) -> dict[str, Any]:
+        version = self._version
+        reply = self.policy.service.answer(
+            self._told, f"version {version}: saving its weights for samplers"
+        )
+        if reply is None:
+            return {}
+        outcome = self.answer(reply)
+        if "error" not in outcome:
+            self.saves.tidy(version)
+        return outcome
+
+    def _tell(self, path: "Future[str]") -> None:
+        """By the client's thread, when the weights are saved."""
+        try:
+            told = self.synchronizer.publish.remote(  # type: ignore[union-attr]
+                self._version, self.epoch, path.result(), AtPath(path=path.result())
+            )
+        except Exception as error:  # raised by `outcome`
+            self._told.set_exception(error)
+        else:
+            self._told.set_result(told)

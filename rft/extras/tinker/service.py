@@ -38,8 +38,10 @@ class Service:
                 f"no service that speaks Tinker's API at {where} (model.tinker.base_url): "
                 f"{in_a_line(error)}"
             ) from error
-        told = self.answer(self.rest.get_server_capabilities(), "asking which models there are")
-        offered = [str(one.model_name) for one in told.supported_models]
+        capabilities = self.answer(
+            self.rest.get_server_capabilities(), "asking which models there are"
+        )
+        offered = [str(model.model_name) for model in capabilities.supported_models]
         if config.base_model not in offered:
             raise ServiceFailed(
                 f"model.tinker.base_model={config.base_model}: the service has {', '.join(offered)}"
@@ -83,15 +85,15 @@ def in_a_line(error: BaseException) -> str:
 
 def end_tokens(model_path: str) -> list[int]:
     """Ids that end a response, as the model's own files say."""
-    found = [read_hf_config(model_path).get("eos_token_id")]
+    declared = [read_hf_config(model_path).get("eos_token_id")]
     generation = Path(model_path) / "generation_config.json"
     if generation.exists():
-        found.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+        declared.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
     return sorted(
         {
-            one
-            for ids in found
-            for one in (ids if isinstance(ids, list) else [ids])
-            if one is not None
+            token
+            for ids in declared
+            for token in (ids if isinstance(ids, list) else [ids])
+            if token is not None
         }
     )

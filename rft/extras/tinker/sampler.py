@@ -69,26 +69,28 @@ class SamplerEngine:
             _sample(client, asked, room, self.ends).future()
         )
         try:
-            found = await future
+            response = await future
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             return encode([_empty("abort")] * asked.n)
         finally:
             del self._running[asked.request_id]
-        made = [self._completion(one, version) for one in found.sequences]
+        completions = [self._completion(sequence, version) for sequence in response.sequences]
         self.requests += 1
-        self.tokens += sum(len(one.tokens) for one in made)
-        return encode(made)
+        self.tokens += sum(len(sequence.tokens) for sequence in completions)
+        return encode(completions)
 
-    def _completion(self, made: Any, version: int) -> Completion:
-        tokens, logprobs = list(made.tokens), list(made.logprobs or [])
+    def _completion(self, sequence: Any, version: int) -> Completion:
+        tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
         if len(logprobs) != len(tokens):
             raise RuntimeError(
                 f"{self.name}: {len(tokens)} tokens came with {len(logprobs)} logprobs"
             )
         spans = [VersionSpan(version=version, start=0, end=len(tokens))] if tokens else []
-        return Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=made.stop_reason)
+        return Completion(
+            tokens=tokens, logprobs=logprobs, versions=spans, stop=sequence.stop_reason
+        )
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns without a token, with stop "abort": the service
@@ -107,8 +109,8 @@ class SamplerEngine:
         version, path, client = coming.version, coming.location.path, self._service.client
         try:
             async with asyncio.timeout(coming.timeout):
-                made = await asyncio.to_thread(client.create_sampling_client, model_path=path)
-                self._staged = (version, await made)
+                request = await asyncio.to_thread(client.create_sampling_client, model_path=path)
+                self._staged = (version, await request)
         except Exception as error:
             blame = UNREACHABLE if isinstance(error, TimeoutError) else BROKEN
             raise RoundFailed(
@@ -155,19 +157,19 @@ def _sample(client: Any, asked: GenerateRequest, room: int, ends: list[int]) -> 
     """`ends`: of the model; naming own ones takes their place at the service."""
     from tinker import ModelInput, SamplingParams
 
-    one = asked.sampling
-    if asked.stop or one.min_tokens:
+    sampling = asked.sampling
+    if asked.stop or sampling.min_tokens:
         raise ValueError(
             "a Tinker service ends a response at tokens or at its length: give stop_token_ids "
             "instead of stop, and no min_tokens"
         )
     params = SamplingParams(
-        max_tokens=min(one.max_tokens, room),
-        seed=one.seed,
+        max_tokens=min(sampling.max_tokens, room),
+        seed=sampling.seed,
         stop=sorted({*ends, *asked.stop_token_ids}),
-        temperature=one.temperature,
-        top_p=one.top_p,
-        top_k=one.top_k,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
     )
     return client.sample(ModelInput.from_ints(asked.prompt), asked.n, params)
 

@@ -23,11 +23,10 @@ import torch
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig
 from rft.data.packing import Packed
-from rft.extras.tinker.alone import Alone
 from rft.extras.tinker.service import Service
 from rft.ground.names import read_hf_config
-from rft.megatron.metrics import Totals
 from rft.megatron.schedule import learning_rate
+from rft.megatron.totals import Totals
 
 if TYPE_CHECKING:
     from tinker import Datum
@@ -38,6 +37,33 @@ log = logging.getLogger(__name__)
 # of what a loss may look at: the service gives log-probabilities of single tokens only
 LACKING = ("entropy",)
 GRAD_NORM = "unclipped_grad_l2:mean"  # what Tinker's optim_step calls it
+
+
+class LocalMesh:
+    """One process in the place of a mesh: `rft.ground.protocols.TrainerMesh`."""
+
+    rank = tp_rank = cp_rank = 0
+    world = dp = tp = cp = 1
+    is_last_stage = True
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def scatter_parts(self, parts: "list[list[Packed]] | None") -> "list[Packed]":
+        assert parts is not None and len(parts) == 1
+        return parts[0]
+
+    def reduce(self, sums: Any, maxima: Any) -> None:
+        """They are whole already."""
+
+    def barrier(self, name: str) -> None:
+        """Nobody else is waited for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class RemotePolicy:
@@ -52,7 +78,7 @@ class RemotePolicy:
         model: ModelConfig,
         optimizer: OptimizerConfig,
         grad_clip: float,
-        mesh: Alone,
+        mesh: LocalMesh,
         seed: int,
         total_steps: int | None,
     ):
@@ -80,7 +106,7 @@ class RemotePolicy:
         """
         config, client = self.config, self.service.client
         if state is None:
-            made = client.create_lora_training_client(
+            request = client.create_lora_training_client(
                 str(config.base_model),
                 rank=config.rank,
                 seed=self.seed if config.seed is None else config.seed,
@@ -88,16 +114,18 @@ class RemotePolicy:
                 train_attn=config.train_attn,
                 train_unembed=config.train_unembed,
             )
-            self._training = self.service.answer(made, f"making an adapter on {config.base_model}")
+            self._training = self.service.answer(
+                request, f"making an adapter on {config.base_model}"
+            )
         else:
-            made = client.create_training_client_from_state_with_optimizer(state)
-            self._training = self.service.answer(made, f"going on from {state}")
+            request = client.create_training_client_from_state_with_optimizer(state)
+            self._training = self.service.answer(request, f"going on from {state}")
         self.step = step
 
     def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
         """The log-probability of every label, one array [T] per microbatch."""
-        told = self._training.forward(list(datums(part)), "cross_entropy")
-        outputs = self.service.answer(told, "forward").loss_fn_outputs
+        request = self._training.forward(list(datums(part)), "cross_entropy")
+        outputs = self.service.answer(request, "forward").loss_fn_outputs
         return aligned(part, [output["logprobs"].to_numpy() for output in outputs])
 
     def train_step(
@@ -109,7 +137,7 @@ class RemotePolicy:
         """
         metrics, weights = self._derived(part, self.score(part), token_loss)
         finite = bool(
-            np.isfinite(metrics["loss"]) and all(np.isfinite(found).all() for found in weights)
+            np.isfinite(metrics["loss"]) and all(np.isfinite(values).all() for values in weights)
         )
         before_update()
         rate = learning_rate(self.step, self.optimizer, self.total_steps)
@@ -124,8 +152,8 @@ class RemotePolicy:
         log-probability.
         """
         totals, weights = Totals(token_loss, counts=True, lacking=LACKING), []
-        for packed, found in zip(part, logprobs, strict=True):
-            scores = torch.from_numpy(found).requires_grad_()
+        for packed, values in zip(part, logprobs, strict=True):
+            scores = torch.from_numpy(values).requires_grad_()
             totals.add(scores, Fields.of(packed, torch.from_numpy)).backward()
             assert scores.grad is not None
             weights.append(-scores.grad.numpy())
@@ -139,20 +167,20 @@ class RemotePolicy:
         """
         from tinker import AdamParams
 
-        one = self.optimizer
+        config = self.optimizer
         params = AdamParams(
             learning_rate=rate,
-            beta1=one.betas[0],
-            beta2=one.betas[1],
-            eps=one.eps,
-            weight_decay=one.weight_decay,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            eps=config.eps,
+            weight_decay=config.weight_decay,
             grad_clip_norm=self.grad_clip,
         )
         gradient = self._training.forward_backward(list(datums(part, weights)), "cross_entropy")
         update = self._training.optim_step(params)
         self.service.answer(gradient, "forward_backward")
-        told = self.service.answer(update, "optim_step").metrics or {}
-        return {"grad_norm": float(told[GRAD_NORM])} if GRAD_NORM in told else {}
+        metrics = self.service.answer(update, "optim_step").metrics or {}
+        return {"grad_norm": float(metrics[GRAD_NORM])} if GRAD_NORM in metrics else {}
 
     def saved(self, kind: str, step: int) -> "Future[str]":
         """The path of weights and optimizer (`state`), or of weights that can be sampled from
@@ -202,12 +230,14 @@ class RemoteReference:
     def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]:
         from tinker import ModelInput
 
-        asked = [
+        requests = [
             self._sampling.compute_logprobs(ModelInput.from_ints(ids.tolist()))
             for ids, _ in sequences(part)
         ]
-        found = [self.service.answer(one, "the reference's log-probabilities") for one in asked]
-        return aligned(part, [np.array(one[1:], dtype=np.float32) for one in found])
+        logprobs = [
+            self.service.answer(one, "the reference's log-probabilities") for one in requests
+        ]
+        return aligned(part, [np.array(one[1:], dtype=np.float32) for one in logprobs])
 
     def close(self) -> None:
         """The session is the policy's."""
@@ -237,14 +267,14 @@ def datums(part: list[Packed], weights: list[np.ndarray] | None = None) -> "Iter
                 "service gives log-probabilities at 1 "
                 "only; set rollout_args.temperature=1, and sample so in workflows of your own"
             )
-        given = (
+        token_weights = (
             np.zeros(len(ids) - 1, dtype=np.float32) if weights is None else weights[number][where]
         )
         yield Datum(
             model_input=ModelInput.from_ints(ids[:-1].tolist()),
             loss_fn_inputs={
                 "target_tokens": TensorData.from_numpy(ids[1:]),
-                "weights": TensorData.from_numpy(given),
+                "weights": TensorData.from_numpy(token_weights),
             },
         )
 

@@ -30,7 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from rft.ground.adapters import Lora
-from rft.ground.names import Dims, Place, Segment, bind
+from rft.ground.names import Dims, Place, ShardSlice, bind
 
 
 class LoraColumn(ColumnParallelLinear):
@@ -38,7 +38,9 @@ class LoraColumn(ColumnParallelLinear):
     layer fuses.
     """
 
-    def __init__(self, *args: Any, lora: Lora, parts: int, segments: list[Segment], **kwargs: Any):
+    def __init__(
+        self, *args: Any, lora: Lora, parts: int, segments: list[ShardSlice], **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.lora = lora
         self.lora_A = _parameter(self, parts * lora.rank, self.input_size)
@@ -60,7 +62,7 @@ class LoraColumn(ColumnParallelLinear):
         """B [rows, P*r]: every row meets the A of its own projection and no other."""
         return (self.lora_B[:, None] * self.row_of_part).flatten(1)
 
-    def delta(self, run: Segment) -> Tensor:
+    def delta(self, run: ShardSlice) -> Tensor:
         """What the adapter adds to these of this rank's rows of the weight."""
         rows = self.spread().narrow(0, run.local, run.stop - run.start)
         return self.lora.scale * (rows @ self.lora_A)
@@ -84,7 +86,7 @@ class LoraRow(RowParallelLinear):
         set_tensor_model_parallel_attributes(self.lora_A, True, 1, 1)
         self.lora_B.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def delta(self, run: Segment) -> Tensor:
+    def delta(self, run: ShardSlice) -> Tensor:
         """What the adapter adds to these of this rank's columns of the weight."""
         columns = self.lora_A.narrow(1, run.local, run.stop - run.start)
         return self.lora.scale * (self.lora_B @ columns)
@@ -137,7 +139,7 @@ def freeze_all_but_adapters(model: Sequence[nn.Module]) -> None:
             parameter.requires_grad_(name.endswith((".lora_A", ".lora_B")))
 
 
-def deltas(model: Sequence[nn.Module]) -> dict[int, Callable[[Segment], Tensor]]:
+def deltas(model: Sequence[nn.Module]) -> dict[int, Callable[[ShardSlice], Tensor]]:
     """Per weight, by identity, the function that gives what its adapter adds to a part of it."""
     layers = [
         layer

@@ -1,14 +1,17 @@
-"""A trial on disk: `trial.json` in the trial's own directory, and the lock of whoever runs it.
+"""Trials on disk: `trial.json` in the trial's own directory, the lock of whoever runs it, and what
+it is worth: one number out of its `metrics.jsonl`.
 
     <sweep directory>/0/trial.json  trial.lock  [<stage>/]metrics.jsonl ...
                       1/...
 
-In: a sweep directory and a trial's overrides. Out: the one directory that belongs to these
-overrides, and its record. Invariants: a trial is known by its overrides, in any order, so that the
-same command, or a wider grid, finds it again; a directory has its record from the moment that it
-has its name; a record is replaced as a whole.
+In: a sweep directory, a trial's overrides, the section `sweep`. Out: the one directory that belongs
+to these overrides, its record, its objective as a finite number. Invariants: a trial is known by
+its overrides, in any order, so that the same command, or a wider grid, finds it again; a directory
+has its record from the moment that it has its name; a record is replaced as a whole; the objective
+is read anew each time, so a finished sweep can be judged by another metric at once.
 """
 
+import difflib
 import json
 import os
 import select
@@ -17,9 +20,12 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rft.config import ConfigError, SweepConfig
 from rft.ground import durable
+from rft.monitor.records import RunRecord
 
 RECORD, LOCK = "trial.json", "trial.lock"
+CHOICES = {"value": ("last", "best"), "direction": ("maximize", "minimize")}  # of the objective
 # how trials are chosen and judged does not change what a trial does
 NOT_OF_THE_RUN = ("sweep=", "sweep.", "+sweep=")
 
@@ -62,8 +68,10 @@ def read(directory: Path) -> Trial:
 
 def trials(sweep_dir: Path) -> list[Trial]:
     """All trials of a sweep, by number."""
-    found = [path.parent for path in sweep_dir.glob(f"*/{RECORD}") if path.parent.name.isdigit()]
-    return [read(directory) for directory in sorted(found, key=lambda path: int(path.name))]
+    directories = [
+        path.parent for path in sweep_dir.glob(f"*/{RECORD}") if path.parent.name.isdigit()
+    ]
+    return [read(directory) for directory in sorted(directories, key=lambda path: int(path.name))]
 
 
 def claim(sweep_dir: Path, overrides: list[str]) -> Trial:
@@ -123,13 +131,7 @@ def _holder_ended(descriptor: int, timeout: float) -> bool:
 
 def is_running(directory: Path) -> bool:
     """Whether a process runs this trial now, whatever its record says."""
-    if not (directory / LOCK).exists():
-        return False
-    descriptor = lock(directory, 0.0)
-    if descriptor is None:
-        return True
-    os.close(descriptor)
-    return False
+    return durable.is_locked(directory / LOCK)
 
 
 def state(trial: Trial) -> str:
@@ -139,3 +141,48 @@ def state(trial: Trial) -> str:
     if trial.state == "running" and not is_running(trial.directory):
         return "interrupted"
     return trial.state
+
+
+def check_objective(sweep: SweepConfig) -> None:
+    for key, choices in CHOICES.items():
+        if getattr(sweep, key) not in choices:
+            raise ConfigError(
+                f"sweep.{key}={getattr(sweep, key)} is unknown. Known: {', '.join(choices)}."
+            )
+
+
+def series(trial: Trial, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of the last stage that has the metric; values
+    that are no finite number are left out.
+    """
+    return next(filter(None, (stage.series(metric) for stage in reversed(stages(trial)))), [])
+
+
+def stages(trial: Trial) -> list[RunRecord]:
+    return [RunRecord(trial.directory / stage) for stage in trial.stages or [""]]
+
+
+def steps(trial: Trial) -> int:
+    """Training steps of all stages together."""
+    return sum(stage.last_step for stage in stages(trial))
+
+
+def objective_of(trial: Trial, sweep: SweepConfig) -> float | None:
+    """The trial's objective; None when none is asked for."""
+    if sweep.objective is None:
+        return None
+    values = [found for _, found in series(trial, sweep.objective)]
+    if not values:
+        raise ConfigError(
+            f"sweep.objective={sweep.objective}: trial {trial.number} has "
+            f"{_instead(trial, sweep.objective)}"
+        )
+    if sweep.value == "last":
+        return values[-1]
+    return max(values) if sweep.direction == "maximize" else min(values)
+
+
+def _instead(trial: Trial, metric: str) -> str:
+    names = set().union(*(stage.names for stage in stages(trial)))
+    near = difflib.get_close_matches(metric, names, n=1, cutoff=0.4)
+    return "no such number in its metrics.jsonl" + (f"; did you mean `{near[0]}`?" if near else "")

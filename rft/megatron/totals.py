@@ -36,12 +36,12 @@ class Totals:
             torch.zeros(1),
             {"sequence": torch.zeros(1).long(), "sequences": 1, "reduced": None},
         )
-        given = (
+        example = (
             {field.name: nothing for field in fields_of(Fields) if field.name not in lacking}
             | {"mask": nothing > 0}
             | own
         )
-        names = sorted(token_loss(nothing, Fields(**given))[1])
+        names = sorted(token_loss(nothing, Fields(**example))[1])
         self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
         self.sums = torch.zeros(3 + len(self.means), dtype=torch.float64)
@@ -84,10 +84,10 @@ class Totals:
         """
         mesh.reduce(self.sums, self.maxima)
         loss, tokens, expert, *sums = self.sums.tolist()
-        found = {"loss": loss, "num_tokens": tokens}
+        metrics = {"loss": loss, "num_tokens": tokens}
         for name, total in zip(self.means, sums, strict=True):
-            found[name] = total / max(expert if name.startswith(EXPERT) else tokens - expert, 1.0)
+            metrics[name] = total / max(expert if name.startswith(EXPERT) else tokens - expert, 1.0)
         tops = self.maxima.tolist() if tokens > expert else [0.0] * len(self.tops)
-        return found | {
+        return metrics | {
             name.removesuffix(MAX): top for name, top in zip(self.tops, tops, strict=True)
         }

@@ -11,7 +11,10 @@ its agent has given it back. An agent that gives nothing back costs one wait of 
 a slot is back, later saves fail at once.
 """
 
+import ctypes
 import logging
+import mmap
+import os
 import statistics
 import threading
 import time
@@ -20,9 +23,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
-from rft.checkpoint.arena import Slot
 from rft.checkpoint.records import Region, Window
-from rft.ground.device import Copier
+from rft.ground.device import Copier, Device
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +40,40 @@ def slot_size(total: int, budget_gb: float | None) -> int:
     return size if budget_gb is None else min(size, int(budget_gb * 1e9) // 2 // PAGE * PAGE)
 
 
-class Slots:
+class Slot:
+    """Host memory of one staged save (memfd), mapped here and in the agent; `number` is what
+    messages call it.
+
+    memfd instead of /dev/shm: no container limit applies, and nothing is left when every holder
+    dies. Pages are touched at once, so that the first save costs what the others cost; on a GPU
+    they are pinned, once, with their exact size.
+    """
+
+    def __init__(self, number: int, size: int, device: Device):
+        self.number = number
+        self.size = size
+        self.device = device
+        self.descriptor = os.memfd_create(f"rft-checkpoint-slot-{number}", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self._map = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if device.pin_memory:
+            device.pin(self.address, size)
+
+    def bytes_at(self, at: int, count: int) -> "torch.Tensor":
+        """A uint8 tensor over this memory."""
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=at)
+
+    def close(self) -> None:
+        """Give back the descriptor; the mapping goes with the last tensor over it."""
+        if self.device.pin_memory:
+            self.device.unpin(self.address)
+        os.close(self.descriptor)
+
+
+class SlotPool:
     """Which slots are free. Leased by the stager, given back by reports of the agent."""
 
     def __init__(self, slots: list[Slot]):
@@ -75,7 +110,7 @@ def windows_of(
 
     Raises ValueError for a larger region.
     """
-    found: list[tuple[int, int, list[int]]] = []
+    windows: list[tuple[int, int, list[int]]] = []
     start, inside = 0, []
     for position, region in enumerate(regions):
         if region.bytes > slot_bytes:
@@ -86,15 +121,15 @@ def windows_of(
                 f"and must fit into half of it; set at least {ceil(least / 1e6) / 1e3:.3f}"
             )
         if region.at + region.bytes - start > slot_bytes:
-            found.append((start, region.at, inside))
+            windows.append((start, region.at, inside))
             start, inside = region.at, []
         inside.append(position)
-    found.append((start, total, inside))
-    return found
+    windows.append((start, total, inside))
+    return windows
 
 
 @dataclass
-class Copying:
+class StagedCopy:
     """One save being staged.
 
     `issued`: the device knows of all copies; `done`: the bytes are in the slots.
@@ -110,7 +145,7 @@ class Stager:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: SlotPool,
         regions: list[Region],
         windows: list[tuple[int, int, list[int]]],
         copier: Copier,
@@ -121,7 +156,7 @@ class Stager:
         self.windows = windows
         self.copier = copier
         self.deadline_s = deadline_s
-        self.current = Copying()
+        self.current = StagedCopy()
         self.current.issued.set()
         self.current.done.set()
 
@@ -131,13 +166,13 @@ class Stager:
         tensors: "list[torch.Tensor]",
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
-    ) -> Copying:
+    ) -> StagedCopy:
         """Begin to copy; returns at once.
 
         `give_up(identity, why)` is called when this save cannot be staged.
         """
         self.copier.begin()
-        self.current = Copying()
+        self.current = StagedCopy()
         arguments = (self.current, identity, tensors, send, give_up)
         threading.Thread(
             target=self._run, args=arguments, name="checkpoint-copy", daemon=True
@@ -169,7 +204,7 @@ class Stager:
 
     def _run(
         self,
-        copying: Copying,
+        copying: StagedCopy,
         identity: str,
         tensors: "list[torch.Tensor]",
         send: Callable[[Window], None],
@@ -216,7 +251,7 @@ class Stager:
         self.copier.copy(slot.bytes_at(region.at - start, region.bytes), tensor)
 
 
-class Choice:
+class StagingTuner:
     """`auto`: three saves lazy, three eager, then the kind whose steps were shorter.
 
     Times are between two updates.

@@ -19,7 +19,7 @@ from rft.ground.protocols import Piece
 MODEL = "model/"
 
 
-class Uncovered(ValueError):
+class CoverageError(ValueError):
     """Pieces that leave a part of a tensor out, or hold it twice."""
 
 
@@ -73,7 +73,7 @@ def assign(claims: list[list[Claim]]) -> list[list[int]]:
     """Per rank the positions of the claims it stores. Copies are given to whoever has least to
     write so far.
 
-    Deterministic: largest first, ties by key and rank. Raises Uncovered.
+    Deterministic: largest first, ties by key and rank. Raises CoverageError.
     """
     holders: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, listed in enumerate(claims):
@@ -91,13 +91,13 @@ def assign(claims: list[list[Claim]]) -> list[list[int]]:
     load = [0] * len(claims)
     chosen: list[list[int]] = [[] for _ in claims]
 
-    def size(found: list[tuple[int, int]]) -> int:
-        rank, position = found[0]
+    def size(copies: list[tuple[int, int]]) -> int:
+        rank, position = copies[0]
         return claims[rank][position].bytes
 
-    for found in sorted(holders.values(), key=lambda found: (-size(found), found)):
-        rank, position = min(found, key=lambda place: (load[place[0]], place))
-        load[rank] += size(found)
+    for copies in sorted(holders.values(), key=lambda copies: (-size(copies), copies)):
+        rank, position = min(copies, key=lambda place: (load[place[0]], place))
+        load[rank] += size(copies)
         chosen[rank].append(position)
     check_coverage(
         claims[rank][position] for rank, listed in enumerate(chosen) for position in listed
@@ -185,27 +185,27 @@ def overlap(one: Box, other: Box) -> tuple[Extent, Extent] | None:
 
 
 def check_coverage(pieces: Iterable[Region | Claim]) -> None:
-    """Raises Uncovered unless every element of every named tensor is held exactly once."""
+    """Raises CoverageError unless every element of every named tensor is held exactly once."""
     by_key: dict[str, list[Region | Claim]] = defaultdict(list)
     for piece in pieces:
         by_key[piece.key].append(piece)
-    for key, found in by_key.items():
-        shapes = {(piece.global_shape, piece.dtype) for piece in found}
+    for key, held_pieces in by_key.items():
+        shapes = {(piece.global_shape, piece.dtype) for piece in held_pieces}
         if len(shapes) > 1:
-            raise Uncovered(
+            raise CoverageError(
                 f"{key}: pieces disagree about shape and dtype: {sorted(map(str, shapes))}"
             )
-        held = [box for piece in found for box in boxes(piece)]
+        held = [box for piece in held_pieces for box in boxes(piece)]
         for box in held:
-            inside = zip(box.offset, box.shape, found[0].global_shape, strict=True)
+            inside = zip(box.offset, box.shape, held_pieces[0].global_shape, strict=True)
             if any(low < 0 or low + n > whole for low, n, whole in inside):
-                raise Uncovered(
+                raise CoverageError(
                     f"{key}: a piece at {box.offset} of shape {box.shape} is outside "
-                    f"{found[0].global_shape}"
+                    f"{held_pieces[0].global_shape}"
                 )
-        count, whole = sum(prod(box.shape) for box in held), prod(found[0].global_shape)
+        count, whole = sum(prod(box.shape) for box in held), prod(held_pieces[0].global_shape)
         if count != whole or _collide(held):
-            raise Uncovered(
+            raise CoverageError(
                 f"{key}: {count} of {whole} elements are stored"
                 + (", some twice" if count >= whole else "")
             )

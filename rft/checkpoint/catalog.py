@@ -1,0 +1,116 @@
+"""What is committed below a root, and what of that may go. No torch.
+
+In: a `Storage`. Out: names, verified manifests, and one `Entry` per checkpoint, oldest first; of
+these, those that retention lets go. Invariant: a directory counts only with a manifest whose seal
+fits; the newest entry and every tagged one stay, whatever the rules say.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import msgspec
+
+from rft.checkpoint.records import MANIFEST, Manifest, Retention, decode_json, sha256
+from rft.checkpoint.storage import Storage
+
+log = logging.getLogger(__name__)
+COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
+
+
+class Hint(msgspec.Struct, frozen=True, kw_only=True):
+    """LATEST: where a reader may look first. Never believed: the committed manifests decide."""
+
+    name: str
+    epoch: int
+    step: int
+
+
+def step_of(name: str) -> int | None:
+    """Step of a committed directory's name; None for drafts, quarantined ones and foreign files."""
+    match = COMMITTED.fullmatch(PurePosixPath(name).name)
+    return int(match[2]) if match else None
+
+
+def committed(storage: Storage, collection: str = "") -> list[str]:
+    """Paths of all directories with a manifest, by step,
+    ascending (a name alone proves nothing).
+    """
+    names = [name for name in storage.list(collection) if step_of(name) is not None]
+    paths = [f"{collection}/{name}" if collection else name for name in sorted(names)]
+    return [path for path in paths if MANIFEST in storage.list(path)]
+
+
+def read_manifest(storage: Storage, path: str) -> Manifest:
+    """The manifest of a committed directory. Raises ValueError when it is damaged.
+
+    One of another format is no damage, as long as its seal fits: whoever opens it looks at
+    `format`.
+    """
+    where = f"{storage.where}/{path}/{MANIFEST}"
+    data = storage.get(f"{path}/{MANIFEST}")
+    try:
+        manifest = decode_json(data, Manifest)
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged: {error}") from error
+    unsealed = data.replace(f'"seal":"{manifest.seal}"'.encode(), b'"seal":""')
+    if manifest.seal != sha256(unsealed):
+        raise ValueError(f"{where} is damaged: its seal does not fit its content")
+    if step_of(path) not in (manifest.step, None):
+        raise ValueError(f"{where} is of step {manifest.step}: the directory was renamed")
+    return manifest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A committed checkpoint. Later ones have a larger (epoch, step)."""
+
+    path: str
+    epoch: int
+    step: int
+    bytes: int
+    tagged: bool = False
+
+
+def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
+    """What may be deleted, oldest first."""
+    ordered = sorted(entries, key=lambda entry: (entry.epoch, entry.step))
+    if not ordered:
+        return []
+    keep = {ordered[-1].path} | {entry.path for entry in ordered if entry.tagged}
+    wanted = set(keep)
+    wanted |= {entry.path for entry in (ordered[-policy.last :] if policy.last else ordered)}
+    if policy.every:
+        wanted |= {entry.path for entry in ordered if entry.step % policy.every == 0}
+    if policy.best:
+        wanted |= {entry.path for entry in _best(ordered, policy)}
+    if policy.max_bytes:
+        total = sum(entry.bytes for entry in ordered if entry.path in wanted)
+        for entry in ordered:
+            if total > policy.max_bytes and entry.path in wanted - keep:
+                wanted.discard(entry.path)
+                total -= entry.bytes
+    return [entry for entry in ordered if entry.path not in wanted]
+
+
+def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
+    sign = 1 if policy.best_is_lowest else -1
+    scored = [entry for entry in ordered if entry.step in policy.scores]
+    return sorted(scored, key=lambda entry: (sign * policy.scores[entry.step], -entry.step))[
+        : policy.best
+    ]
+
+
+def list_entries(storage: Storage, collection: str = "") -> list[Entry]:
+    """Committed directories with a sound manifest, oldest first."""
+    tags = set(storage.list("tags"))
+    entries = []
+    for path in committed(storage, collection):
+        try:
+            manifest = read_manifest(storage, path)
+        except (ValueError, OSError) as error:
+            log.error("%s", error)
+            continue
+        entries.append(Entry(path, manifest.epoch, manifest.step, manifest.bytes, path in tags))
+    return sorted(entries, key=lambda entry: (entry.epoch, entry.step))
