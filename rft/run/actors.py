@@ -30,11 +30,12 @@ from rft.ground.device import thread_environment, wait_for_turn
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
+from rft.rollout.pool import EngineHandle
 from rft.run import cards, modes, parts, ray_cluster
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
-from rft.sync.synchronizer import Synchronizer
+from rft.sync.synchronizer import SynchronizerHandle
 from rft.trainer import control
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,9 @@ class Actors:
         self.failed = failed
         self.say = say
         self.buffer: ActorHandle[ExperienceBuffer] | None = None
-        self.synchronizer: ActorHandle[Synchronizer] | None = None
+        self.synchronizer: SynchronizerHandle | None = None
         self.explorer: ActorHandle[Explorer] | None = None
-        self.auxiliary: dict[str, ActorHandle[RolloutEngine]] = {}
+        self.auxiliary: dict[str, EngineHandle] = {}
         restarts = config.explorer.rollout_model.max_restarts
         self.fleet = EngineFleet(self._create_engine, log_dir, restarts, self._fail, say)
         self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
@@ -170,15 +171,15 @@ class Actors:
         """
         from rft.agents.endpoint import OpenAIEndpointFactory
 
-        config, auxiliary = self.config, {}
+        config = self.config
+        auxiliary: dict[str, dict[str, EngineHandle]] = {}
         for model in config.explorer.auxiliary_models:
             specs = [
                 parts.auxiliary_spec(config, model, number, self._device_kind())
                 for number in range(model.engine_num)
             ]
-            handles = {spec.name: self._spawn(spec) for spec in specs}
-            self.auxiliary |= handles
-            auxiliary[model.name] = {name: handle.actor for name, handle in handles.items()}
+            auxiliary[model.name] = {spec.name: self._spawn(spec) for spec in specs}
+            self.auxiliary |= auxiliary[model.name]
         serves, size = config.mode == "serve", int(config.algorithm.repeat_times or 1)
         return OpenAIEndpointFactory(str(configs.job_dir(config)), serves, size, auxiliary)
 
@@ -247,7 +248,7 @@ class Actors:
         self._thread(self._watch, spec.part, handle)
         return handle
 
-    def _create_engine(self, engine: str, name: str) -> ActorHandle[RolloutEngine]:
+    def _create_engine(self, engine: str, name: str) -> EngineHandle:
         return self._create(parts.engine_spec(self.config, engine, name, self._device_kind()))
 
     def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
@@ -274,8 +275,8 @@ class Actors:
         elif spec.gpus and self._device_kind() == "cuda":
             options["num_gpus"] = spec.gpus
         cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
-        actor = ray.remote(cls).options(**options)
-        return ActorHandle(actor.remote(*spec.make.args, **spec.make.keywords))
+        actor_class = ray.remote(cls).options(**options)
+        return ActorHandle(actor_class.remote(*spec.make.args, **spec.make.keywords))
 
     def _listen(self) -> None:
         """`rft engines` reaches this run, if its directory can hold a socket."""

@@ -18,10 +18,9 @@ from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, decode
 from rft.rollout.explorer import Explorer
 from rft.run.exports import exports
-from rft.sync.synchronizer import Synchronizer
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 ExplorerHandle = ActorHandle[Explorer]
-SynchronizerHandle = ActorHandle[Synchronizer]
 
 
 def explore(

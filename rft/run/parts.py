@@ -20,6 +20,7 @@ from rft.data.taskset import build_tasksets
 from rft.ground.actor import ActorHandle
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
+from rft.rollout.pool import EngineHandle
 from rft.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def synchronizer_spec(
     settings, frees = config.synchronizer, config.mode == "both" or is_shared(config)
     make = partial(
         Synchronizer,
-        buffer.actor if frees else None,
+        buffer if frees else None,
         settings.sync_timeout,
         settings.kv,
         settings.receive == "direct",
@@ -75,12 +76,12 @@ def synchronizer_spec(
 
 def explorer_spec(
     config: Config,
-    engines: dict[str, Any],
+    engines: dict[str, EngineHandle],
     buffer: ActorHandle[ExperienceBuffer] | None,
     synchronizer: ActorHandle[Synchronizer] | None,
     api: Any,
 ) -> ActorSpec[Explorer]:
-    """`engines`: Ray's handles by name, where no synchronizer says which there are."""
+    """`engines`: where no synchronizer says which there are."""
     staleness = config.synchronizer.max_staleness if config.mode == "both" else None
     taskset, eval_tasksets = build_tasksets(
         config.buffer,

@@ -29,7 +29,6 @@ from rft import config as configs
 from rft.config import Config
 from rft.ground import device as devices
 from rft.ground import plugins, redact
-from rft.ground.actor import ActorHandle
 from rft.ground.protocols import TrainBackend
 from rft.monitor import logs, trace
 from rft.run import processes
@@ -292,7 +291,7 @@ def build_evaluations(
         config.explorer,
         scoring(reporter, checkpoints) if reporter else unheard,
         alone,
-        served=partial(ActorHandle(synchronizer).ask, Synchronizer.wait_for),
+        served=partial(synchronizer.ask, Synchronizer.wait_for) if synchronizer else unheard,
         reported=reporter.evaluated if reporter else (),
     )
 
@@ -302,7 +301,7 @@ def unheard(*_: Any) -> None:
 
 
 def _explorer(config: Config) -> "control.ExplorerHandle":
-    return ActorHandle(control.actor(config.explorer.name))
+    return control.actor(config.explorer.name)
 
 
 def build_reporter(

@@ -11,7 +11,6 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.config import Config, TrainerConfig
 from rft.data.packing import Cost, Cut
 from rft.data.supervised import SupervisedRows
-from rft.ground.actor import ActorHandle
 from rft.ground.protocols import Mesh
 from rft.trainer import control
 from rft.trainer.feed import Feed, Source, is_supervised
@@ -59,7 +58,7 @@ def source(config: Config) -> Source:
     controlled = config.algorithm.sample_strategy == "staleness_control"
     oldest = int(config.algorithm.sample_strategy_args["max_staleness"]) if controlled else None
     return control.QueueSource(
-        ActorHandle(control.actor(experience_buffer.name)),
+        control.actor(experience_buffer.name),
         experience_buffer.max_read_timeout,
         oldest,
     )

@@ -31,7 +31,7 @@ from rft.sync.links import host_links
 from rft.sync.plan import StreamPlan
 from rft.sync.publisher import Origin
 from rft.sync.sender import Blocks, WeightSender, pack
-from rft.sync.synchronizer import reason
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 from rft.sync.tensor_parallel import WHOLE, part_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ShardOrigin(Origin):
         self,
         mesh: Collective,
         source: WeightSource,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
     ):
@@ -101,7 +101,7 @@ class StreamOrigin(ShardOrigin):
         self,
         mesh: Collective,
         source: WeightSource,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
         address: str = "127.0.0.1",
@@ -123,7 +123,7 @@ class StreamOrigin(ShardOrigin):
         if self.synchronizer is None:
             return {}
         plan = plans.encode(self.plan)
-        return self.answer(self.synchronizer.connect.remote(plan, endpoints, self.epoch))
+        return self.answer(self.synchronizer.ask(Synchronizer.connect, plan, endpoints, self.epoch))
 
     def start(self, version: int, due: bool) -> None:
         """Not `due`: the version is only offered."""
@@ -133,9 +133,9 @@ class StreamOrigin(ShardOrigin):
         if self.synchronizer is None:
             return
         if due:
-            self._reply = self.synchronizer.publish.remote(version, self.epoch)
+            self._reply = self.synchronizer.ask(Synchronizer.publish, version, self.epoch)
         else:
-            self.synchronizer.offer.remote(version, self.epoch)
+            self.synchronizer.ask(Synchronizer.offer, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Close the version; engines serve it, or have taken what they wanted of it."""
@@ -161,7 +161,7 @@ class MemoryOrigin(ShardOrigin):
         self,
         mesh: Collective,
         source: WeightSource,
-        synchronizer: Any,
+        synchronizer: SynchronizerHandle,
         config: SynchronizerConfig,
         epoch: int,
     ):
@@ -174,7 +174,9 @@ class MemoryOrigin(ShardOrigin):
         if self.mesh.rank != 0:
             return {}
         plan = plans.encode(self.plan)
-        return self.answer(self.synchronizer.connect.remote(plan, [], self.epoch, MEMORY))
+        return self.answer(
+            self.synchronizer.ask(Synchronizer.connect, plan, [], self.epoch, MEMORY)
+        )
 
     def start(self, version: int, due: bool) -> None:
         """A version that is not due needs nothing: engines that come back find the last one."""
@@ -183,7 +185,7 @@ class MemoryOrigin(ShardOrigin):
         if self._stream is not None:
             self._deposit = DepositThread(lambda: self._leave(version))
         if self.mesh.rank == 0:
-            self._reply = self.synchronizer.publish_deposited.remote(version, self.epoch)
+            self._reply = self.synchronizer.ask(Synchronizer.publish_deposited, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Return when all of this rank's weights are in the object store."""
@@ -202,8 +204,8 @@ class MemoryOrigin(ShardOrigin):
         ):
             if under_way is not None:
                 ray.get(under_way, timeout=self.config.sync_timeout)
-            under_way = self.synchronizer.deposit.remote(
-                version, self.epoch, self._stream, number, data, digest
+            under_way = self.synchronizer.ask(
+                Synchronizer.deposit, version, self.epoch, self._stream, number, data, digest
             )
         ray.get(under_way, timeout=self.config.sync_timeout)
 
@@ -280,7 +282,7 @@ class CheckpointOrigin(Origin):
         self,
         mesh: Collective,
         saves: Saves,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
         deadline_s: float,
@@ -299,7 +301,7 @@ class CheckpointOrigin(Origin):
         self.saves.hear = self._hear
         if self.synchronizer is None:
             return {}
-        return self.answer(self.synchronizer.attach.remote(self.epoch, CHECKPOINT))
+        return self.answer(self.synchronizer.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
 
     def start(self, version: int, due: bool) -> None:
         """If it is due, `claim_save` must follow. If not, nothing is needed: engines that come back
@@ -359,5 +361,7 @@ class CheckpointOrigin(Origin):
             return
         location = InSave(root=self.saves.storage.where, path=report.name)
         told.set_result(
-            self.synchronizer.publish.remote(report.step, self.epoch, self.digest, location)
+            self.synchronizer.ask(
+                Synchronizer.publish, report.step, self.epoch, self.digest, location
+            )
         )

@@ -10,13 +10,14 @@ they belong: a transposed block, a wrong norm or an expert at another place has 
 Invariant: it changes nothing, and every rank comes to the same end.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from rft.data.packing import Packed, Row, pack
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.protocols import Mesh
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
 # nats, mean: half-precision arithmetic differs by a tenth of it, a wrong layout by several
@@ -34,7 +35,12 @@ class Probe:
     """`interval`: every so many versions; 0: never. `vocab`: token ids that the model has."""
 
     def __init__(
-        self, policy: Scorer, mesh: Mesh, synchronizer: Any | None, interval: int, vocab: int
+        self,
+        policy: Scorer,
+        mesh: Mesh,
+        synchronizer: SynchronizerHandle | None,
+        interval: int,
+        vocab: int,
     ):
         self.policy = policy
         self.mesh = mesh
@@ -71,7 +77,10 @@ class Probe:
         self.request = GenerateRequest(
             request_id=f"probe/{version}", prompt=prompt, sampling=sampling
         )
-        answers = ray.get(self.synchronizer.probe.remote(encode(self.request)), timeout=ANSWER_S)  # type: ignore[union-attr]
+        answers = ray.get(
+            self.synchronizer.ask(Synchronizer.probe, encode(self.request)),  # type: ignore[union-attr]
+            timeout=ANSWER_S,
+        )
         return [made for answer in answers for made in decode(answer, list[Completion])]
 
     def _packed(self, completions: list[Completion]) -> list[list[Packed]]:

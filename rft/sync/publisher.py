@@ -21,7 +21,7 @@ from typing import Any
 
 from rft.config import SynchronizerConfig
 from rft.ground.protocols import Collective
-from rft.sync.synchronizer import reason
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
 REPLY_S = 30.0  # on top of sync_timeout: the synchronizer raises the better error first
 
@@ -38,7 +38,11 @@ class Origin:
     failure: type[RuntimeError] = RuntimeError
 
     def __init__(
-        self, mesh: Collective, synchronizer: Any | None, config: SynchronizerConfig, epoch: int
+        self,
+        mesh: Collective,
+        synchronizer: SynchronizerHandle | None,
+        config: SynchronizerConfig,
+        epoch: int,
     ):
         self.mesh = mesh
         self.synchronizer = synchronizer
@@ -60,7 +64,9 @@ class Origin:
 
     def rest(self) -> dict[str, Any]:
         """Put the engines to sleep; returns the outcome."""
-        return {} if self.synchronizer is None else self.answer(self.synchronizer.rest.remote())
+        if self.synchronizer is None:
+            return {}
+        return self.answer(self.synchronizer.ask(Synchronizer.rest))
 
     def release(self) -> dict[str, float]:
         """Return, with numbers, when this rank's weights may change."""

@@ -28,9 +28,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.ground import rounds
+from rft.ground.actor import ActorHandle
 from rft.ground.rounds import InSave, Installed, Location, Received, Round, TrainerInfo
 from rft.monitor import trace
+from rft.rollout.engine import RolloutEngine
+from rft.rollout.pool import EngineHandle
 from rft.sync.members import Mark, Members
 from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
 
@@ -51,14 +55,18 @@ class Synchronizer:
     """
 
     def __init__(
-        self, buffer: Any | None, timeout: float, kv: str = "recompute", direct: bool = False
+        self,
+        buffer: ActorHandle[ExperienceBuffer] | None,
+        timeout: float,
+        kv: str = "recompute",
+        direct: bool = False,
     ):
         self.buffer = buffer
         self.timeout = timeout
         self.kv = kv
         self.direct = direct
         self.resting = False  # engines sleep until the next version is published
-        self.handles: dict[str, Any] = {}
+        self.handles: dict[str, EngineHandle] = {}
         self.reports: dict[str, Installed] = {}  # of each engine's last round
         self.lost: list[tuple[str, str]] = []  # engines to be replaced, and why
         self._state = Members()
@@ -74,7 +82,7 @@ class Synchronizer:
 
     # --- engines come and go ----------------------------------------------------------------------
 
-    async def join(self, name: str, handle: Any) -> None:
+    async def join(self, name: str, handle: EngineHandle) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
         self._state.join(name)
         self.handles[name] = handle
@@ -96,7 +104,7 @@ class Synchronizer:
             task.cancel()
         await self._tell()
 
-    async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
+    async def members(self, seen: int = -1) -> tuple[int, dict[str, EngineHandle]]:
         """(generation, handles by name) of the engines that requests may go to, once the generation
         is not `seen`.
         """
@@ -147,7 +155,7 @@ class Synchronizer:
         """Raises what the engines have against it; one that is gone has nothing."""
         from ray.exceptions import RayActorError
 
-        asked = [handle.check_plan.remote(plan) for handle in self.handles.values()]
+        asked = [handle.ask(RolloutEngine.check_plan, plan) for handle in self.handles.values()]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, BaseException) and not isinstance(answer, RayActorError):
                 raise answer
@@ -224,7 +232,7 @@ class Synchronizer:
         state.conclude()
         self._located = {other: at for other, at in self._located.items() if other >= mark}
         if self.buffer is not None:
-            await self.buffer.published.remote(version, state.epoch)
+            await self.buffer.ask(ExperienceBuffer.published, version, state.epoch)
         await self._tell()
         return rounds.numbers_of(
             self.reports.values(), time.monotonic() - began, len(state.admitted())
@@ -250,7 +258,7 @@ class Synchronizer:
         """What every admitted engine answers to the same request; one
         that dies meanwhile has no answer.
         """
-        asked = [self.handles[name].generate.remote(request) for name in self._admitted]
+        asked = [self.handles[name].ask(RolloutEngine.generate, request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
 
@@ -312,7 +320,7 @@ class Synchronizer:
         location = InSave(root=root, path=saved.path)
         await self.publish(saved.version, None, saved.digest, location)
 
-    async def _keep_up(self, name: str, engine: Any) -> None:
+    async def _keep_up(self, name: str, engine: EngineHandle) -> None:
         """One engine's life: connect and take, whenever the state
         machine says so, until it is gone.
         """
@@ -326,7 +334,8 @@ class Synchronizer:
             try:
                 if step == "connect":
                     self._state.connect(name)
-                    await engine.init_weights.remote(replace(self._trainer, engine=name))
+                    trainer = replace(self._trainer, engine=name)
+                    await engine.ask(RolloutEngine.init_weights, trainer)
                     self._state.connected(name, epoch)
                 else:
                     await self._take(name, engine)
@@ -334,20 +343,20 @@ class Synchronizer:
                 self._judge(name, epoch, error)
             await self._tell()
 
-    async def _take(self, name: str, engine: Any) -> None:
+    async def _take(self, name: str, engine: EngineHandle) -> None:
         state = self._state
         mark = state.begin(name)
         coming = self._round(mark)
         await self._tell()
         with trace.overlapping(f"{name} receives", version=mark[1]):
-            staged: Received = await engine.stage.remote(coming)
+            staged: Received = await engine.ask(RolloutEngine.stage, coming)
         if staged.blame == rounds.MISSED:
             state.missed(name, mark, staged.error)
             return
         if not state.staged(name, mark):
             return
         with trace.overlapping(f"{name} installs", version=mark[1]):
-            installed: Installed = await engine.commit.remote(coming)
+            installed: Installed = await engine.ask(RolloutEngine.commit, coming)
         if (installed.version, installed.digest) != (coming.version, coming.digest):
             raise RuntimeError(
                 f"confirmed {installed} instead of version {mark[1]}, plan {coming.digest}"
@@ -370,10 +379,10 @@ class Synchronizer:
             location=location,
         )
 
-    async def _put_to_sleep(self, name: str, engine: Any) -> dict[str, Any] | None:
+    async def _put_to_sleep(self, name: str, engine: EngineHandle) -> dict[str, Any] | None:
         try:
             async with asyncio.timeout(self.timeout):
-                return await engine.sleep.remote(self.timeout * RECEIVE_SHARE)  # type: ignore[no-any-return]
+                return await engine.ask(RolloutEngine.sleep, self.timeout * RECEIVE_SHARE)
         # not swallowed: it would keep the memory that the trainer counts on
         except Exception as error:
             from ray.exceptions import RayActorError
@@ -409,7 +418,7 @@ class Synchronizer:
         """
         log.error("%s", late)
         for name in [name for name in self._state.round if name in self.handles]:
-            self.handles[name].dump_stacks.remote()
+            self.handles[name].ask(RolloutEngine.dump_stacks)
             self.lost.append((name, late))
             await self.leave(name, late)
         if not self._state.is_over():
@@ -438,6 +447,9 @@ class Synchronizer:
     def _settle(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and task.exception() is not None and not self._broken.done():
             self._broken.set_exception(task.exception() or RuntimeError("unreachable"))
+
+
+SynchronizerHandle = ActorHandle[Synchronizer]
 
 
 def reason(error: BaseException | None) -> str:

@@ -78,10 +78,11 @@ def _lines(error: BaseException) -> list[str]:
     return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
-def actor(name: str) -> Any:
+def actor(name: str) -> ActorHandle[Any]:
+    """The actor of that name in the run's namespace; raises ValueError when there is none."""
     import ray
 
-    return ray.get_actor(name)
+    return ActorHandle(ray.get_actor(name))
 
 
 class QueueSource:

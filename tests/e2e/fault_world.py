@@ -19,6 +19,7 @@ from fault_ranks import TrainerRanks
 from mortal import MortalEngine, MortalSynchronizer
 
 from rft.config import ModelConfig, RolloutModelConfig
+from rft.ground.actor import ActorHandle
 from rft.run import processes
 from rft.sync import plan as plans
 
@@ -121,13 +122,13 @@ class World:
         ray.kill(self.engines[name])
         processes.end_marked("RFT_LOG_FILE", str(self.directory / f"{name}.log"))
         self.get(self.spawn(name), START_S)
-        self.get(self.synchronizer.join.remote(name, self.engines[name]))
+        self.get(self.synchronizer.join.remote(name, ActorHandle(self.engines[name])))
 
     def new_synchronizer(self) -> None:
-        self.synchronizer = actor(MortalSynchronizer).remote(self.buffer, SYNC_S)
+        self.synchronizer = actor(MortalSynchronizer).remote(ActorHandle(self.buffer), SYNC_S)
         self.ends["synchronizer"] = self.synchronizer.watch.remote()
         for name, engine in self.engines.items():
-            self.get(self.synchronizer.join.remote(name, engine))
+            self.get(self.synchronizer.join.remote(name, ActorHandle(engine)))
 
     def new_ranks(self) -> None:
         """Of the next epoch: when one dies, the launcher ends the others."""

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from rft.config import SynchronizerConfig
+from rft.ground.actor import ActorHandle
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.protocols import Block
 from rft.ground.rounds import Round, TrainerInfo
@@ -111,7 +112,7 @@ class Trainer:
                 StreamOrigin(
                     ThreadMesh(rank, slots, barrier),
                     Shards(path, rank),
-                    synchronizer if rank == 0 else None,
+                    ActorHandle(synchronizer) if rank == 0 else None,
                     config,
                     epoch,
                 )

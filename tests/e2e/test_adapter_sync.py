@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from rft.config import LoraConfig, ModelConfig, RolloutModelConfig, SynchronizerConfig
 from rft.config.layout import lora_of
+from rft.ground.actor import ActorHandle
 from rft.ground.adapters import adapter_names
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.names import Dims, architecture_of, hf_names, read_hf_config
@@ -293,12 +294,12 @@ def test_the_stream_has_the_adapter_and_nothing_else(
             pass
 
     base = model_dirs[0]
-    buffer = ray.remote(Buffer).remote()
+    buffer = ActorHandle(ray.remote(Buffer).remote())
     synchronizer = ray.remote(Synchronizer).options(max_concurrency=100).remote(buffer, 30.0)
-    ray.get(synchronizer.join.remote("engine_0", engine))
+    ray.get(synchronizer.join.remote("engine_0", ActorHandle(engine)))
     source = Source(adapter(base, 2))
     config = SynchronizerConfig(sync_timeout=30.0, bucket_bytes=2**20)
-    publisher = Publisher(StreamOrigin(Alone(), source, synchronizer, config, 1))
+    publisher = Publisher(StreamOrigin(Alone(), source, ActorHandle(synchronizer), config, 1))
     publisher.connect()
     version = next(versions)
     running = ask(engine, n=4, max_tokens=600, min_tokens=600, seed=5)

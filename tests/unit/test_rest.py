@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rft.ground.actor import ActorHandle
 from rft.ground.rounds import Installed, Received, Round, TrainerInfo
 from rft.sync.synchronizer import Synchronizer
 
@@ -49,10 +50,10 @@ class Engine:
 async def connected(**engines: Engine) -> Synchronizer:
     async def published(version: int, epoch: int) -> None: ...
 
-    buffer = SimpleNamespace(published=SimpleNamespace(remote=published))
+    buffer = ActorHandle(SimpleNamespace(published=SimpleNamespace(remote=published)))
     synchronizer = Synchronizer(buffer, timeout=10.0)
     for name, engine in engines.items():
-        await synchronizer.join(name, engine)
+        await synchronizer.join(name, ActorHandle(engine))
     await synchronizer.connect(PLAN, [], 1)
     await synchronizer.publish(0)
     return synchronizer
@@ -82,7 +83,7 @@ def test_an_engine_that_comes_while_the_trainer_works_sleeps_too_and_takes_the_n
         late = Engine()
         synchronizer = await connected(a=Engine())
         await synchronizer.rest()
-        await synchronizer.join("late", late)
+        await synchronizer.join("late", ActorHandle(late))
         await synchronizer.offer(0, 1)
         await asyncio.sleep(0)  # its task would have begun
         assert late.asked == ["sleep"]
@@ -114,7 +115,7 @@ def test_an_engine_that_takes_weights_as_the_others_go_to_sleep_follows_them() -
 
         begun, rested, slow = asyncio.Event(), asyncio.Event(), Slow()
         synchronizer = await connected(a=Engine())
-        await synchronizer.join("slow", slow)
+        await synchronizer.join("slow", ActorHandle(slow))
         await begun.wait()
         await synchronizer.rest()
         rested.set()
@@ -145,7 +146,7 @@ def test_a_late_engine_that_cannot_sleep_is_left_out_by_its_own_task() -> None:
     async def run() -> None:
         synchronizer = await connected(a=Engine())
         await synchronizer.rest()
-        await synchronizer.join("bad", Engine(fail=RuntimeError("no")))
+        await synchronizer.join("bad", ActorHandle(Engine(fail=RuntimeError("no"))))
         assert (await synchronizer.states())["bad"]["state"] == "gone"
         await synchronizer.publish(1)
         assert list((await synchronizer.members())[1]) == ["a"]

@@ -18,6 +18,7 @@ from rft.extras.tinker.saves import RemoteCheckpoints
 from rft.extras.tinker.service import ServiceFailed
 from rft.ground.rounds import AtPath
 from rft.sync.publisher import Origin
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 METHOD = "tinker"
 
@@ -32,7 +33,7 @@ class PathOrigin(Origin):
         mesh: Alone,
         policy: RemotePolicy,
         saves: RemoteCheckpoints,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
     ):
@@ -46,7 +47,7 @@ class PathOrigin(Origin):
     def connect(self) -> dict[str, Any]:
         if self.synchronizer is None:
             return {}
-        return self.answer(self.synchronizer.attach.remote(self.epoch, METHOD))
+        return self.answer(self.synchronizer.ask(Synchronizer.attach, self.epoch, METHOD))
 
     def start(self, version: int, due: bool) -> None:
         """Save the weights as they are now, if they are due."""
@@ -73,8 +74,12 @@ class PathOrigin(Origin):
     def _tell(self, path: "Future[str]") -> None:
         """By the client's thread, when the weights are saved."""
         try:
-            told = self.synchronizer.publish.remote(  # type: ignore[union-attr]
-                self._version, self.epoch, path.result(), AtPath(path=path.result())
+            told = self.synchronizer.ask(  # type: ignore[union-attr]
+                Synchronizer.publish,
+                self._version,
+                self.epoch,
+                path.result(),
+                AtPath(path=path.result()),
             )
         except Exception as error:  # raised by `outcome`
             self._told.set_exception(error)
