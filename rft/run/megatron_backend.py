@@ -88,8 +88,7 @@ def build_publisher(
     """
     from rft.sync.connection import own_address
     from rft.sync.origins import CheckpointOrigin, MemoryOrigin, StreamOrigin
-    from rft.sync.probe import Probe
-    from rft.sync.publisher import Publisher
+    from rft.sync.publisher import Probe, Publisher
     from rft.trainer.feed import is_supervised
 
     config, policy, here = rank.config, models.policy, rank.config.mode == "both"

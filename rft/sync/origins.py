@@ -25,14 +25,13 @@ from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import SynchronizerConfig
 from rft.ground.protocols import Block, Collective, WeightSource
 from rft.ground.rounds import CHECKPOINT, MEMORY, InSave
-from rft.sync import checksum
 from rft.sync import plan as plans
+from rft.sync.buckets import Blocks, host_checksum, pack, seed_of
 from rft.sync.links import host_links
-from rft.sync.plan import StreamPlan
+from rft.sync.plan import WHOLE, StreamPlan, part_of
 from rft.sync.publisher import Origin
-from rft.sync.sender import Blocks, WeightSender, pack
+from rft.sync.sender import WeightSender
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
-from rft.sync.tensor_parallel import WHOLE, part_of
 
 log = logging.getLogger(__name__)
 Endpoint = dict[str, Any]
@@ -249,7 +248,7 @@ def packed(
         message = torch.empty(bucket.nbytes, dtype=torch.uint8)
         pack(bucket, blocks, message)
         data = message.numpy()
-        digest = checksum.host(checksum.seed_of(plan.digest, version, index, number))
+        digest = host_checksum(seed_of(plan.digest, version, index, number))
         digest.update(data)
         yield data, digest.hexdigest()
 

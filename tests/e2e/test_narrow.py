@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.actor import ActorHandle
 from rft.rollout.engine import RolloutEngine
+from rft.sync.plan import Share, needed
 from rft.sync.synchronizer import Synchronizer
-from rft.sync.tensor_parallel import Share, needed
 
 HIDDEN, HEADS, HEAD, FFN, VOCABULARY = 32, 8, 4, 64, 91
 LAYER = "model.layers.0"
