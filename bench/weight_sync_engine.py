@@ -30,7 +30,7 @@ from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.actor import ActorHandle
 from rft.ground.rounds import Received, Round
 from rft.rollout.engine import RolloutEngine
-from rft.run.ray_cluster import PRIVATE_RAY
+from rft.run.cluster import PRIVATE_RAY
 from rft.sync import plan as plans
 from rft.sync.sender import WeightSender
 

@@ -26,7 +26,7 @@ from rft.megatron import overrides
 from rft.preflight.rules import Rule
 from rft.preflight.rules_run import AUXILIARY
 from rft.preflight.rules_trainer import RECIPE, TYPE
-from rft.run import cards
+from rft.run import cluster
 from rft.sync import plan as plans
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
@@ -360,7 +360,7 @@ def _store(c: Config) -> Iterator[str]:
 
 def _cards(c: Config) -> None:
     if c.cluster.node_num == 1 and c.cluster.ray_address is None:
-        cards.split(c, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        cluster.split(c, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
 PLACES = (  # tried at a start only

@@ -31,7 +31,7 @@ from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import Explorer
 from rft.rollout.pool import EngineHandle
-from rft.run import cards, modes, parts, ray_cluster
+from rft.run import cluster, modes, parts
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
@@ -86,7 +86,7 @@ class Actors:
         self.ready = False
         self.closing = False
         self.address = ""
-        self.cards: cards.Cards | None = None
+        self.cards: cluster.Cards | None = None
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class Actors:
         Ranks may be started as soon as this returns.
         """
         config = self.config
-        self.address = ray_cluster.start(config, self._split_gpus)
+        self.address = cluster.start(config, self._split_gpus)
         if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
         if config.mode != "bench":
@@ -228,7 +228,7 @@ class Actors:
         """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split
         once, here).
         """
-        self.cards = cards.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        self.cards = cluster.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         if self.cards is None:
             return {}
         self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.ranks)

@@ -29,17 +29,14 @@ from rft.config import Config, ConfigError, is_remote
 from rft.ground.device import thread_environment
 from rft.monitor import logs, trace
 from rft.run import processes
-from rft.run.exports import check_exports
-from rft.run.stages import finished, ready
+from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
     EXIT_CODES,
     Event,
     Events,
-    StageFailed,
     Supervisor,
     failure,
     kind,
-    say,
     signals_as_events,
 )
 from rft.trainer.control import cause

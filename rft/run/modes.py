@@ -17,7 +17,7 @@ from rft.config import Config
 from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, decode
 from rft.rollout.explorer import Explorer
-from rft.run.exports import exports
+from rft.run.stages import exports
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 ExplorerHandle = ActorHandle[Explorer]

@@ -31,8 +31,7 @@ from rft.ground.errors import refuse
 from rft.ground.plugins import imported
 from rft.monitor import logs, trace
 from rft.run import sidecar
-from rft.run.stages import finished, ready
-from rft.run.supervisor import StageFailed
+from rft.run.stages import StageFailed, finished, ready
 from rft.trainer.feed import reads_files
 
 Prepared = Callable[[DictConfig], list[Config]]  # stage configs, filled and checked

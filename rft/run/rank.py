@@ -32,7 +32,7 @@ from rft.ground import plugins, redact
 from rft.ground.protocols import TrainBackend
 from rft.monitor import logs, trace
 from rft.run import processes
-from rft.run.exports import export_dir
+from rft.run.stages import export_dir, write_result
 from rft.trainer import control
 
 if TYPE_CHECKING:
@@ -193,22 +193,8 @@ def _train(rank: Rank, mesh: Any) -> None:
     rank.complete = trainer.complete
     if reporter is not None:
         reporter.close()
-        write_result(rank, reached)
+        write_result(config, reached, rank.complete)
     models.close()
-
-
-def write_result(rank: Rank, version: int) -> None:
-    """For the next stage, and for the next start of this one (`rft.run.stages`)."""
-    from rft.checkpoint.disk import Disk
-    from rft.checkpoint.storage import LocalStorage
-
-    result = {
-        "version": version,
-        "complete": rank.complete,
-        "asked": rank.config.trainer.total_steps,
-        "huggingface": str(export_dir(rank.job, version)),
-    }
-    LocalStorage(rank.job, Disk()).put("result.json", json.dumps(result, indent=1).encode())
 
 
 def backend_of(config: Config) -> TrainBackend:

@@ -30,7 +30,8 @@ from rft import config as configs
 from rft.ground import redact
 from rft.monitor import logs
 from rft.run import processes
-from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
+from rft.run.stages import StageFailed
+from rft.run.supervisor import Event, Events, Supervisor, failure, signals_as_events
 from rft.trainer import control
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ from rft.data.taskset import Taskset, build_tasksets
 from rft.ground.errors import refuse
 from rft.ground.experience import Experience, Task, decode, encode
 from rft.run import launch, processes
-from rft.run.supervisor import Events, StageFailed, signals_as_events
+from rft.run.stages import StageFailed
+from rft.run.supervisor import Events, signals_as_events
 from rft.tools import config as config_tool
 
 WIDTH = 100  # of what is printed of a text

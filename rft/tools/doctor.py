@@ -32,7 +32,7 @@ from rft.config import Config, ConfigError, is_remote
 from rft.config.layout import stored_bytes
 from rft.ground.errors import refuse
 from rft.preflight.inputs_models import SHARED_MEMORY
-from rft.run.cards import engine_cards
+from rft.run.cluster import engine_cards
 from rft.tools import config as config_tool
 from rft.tools.memory_plan import PROCESS, Plan, plan
 

@@ -71,7 +71,7 @@ def finish(stages: list[Config]) -> None:
         [(str(c.stage_name), configs.job_dir(c) / "metrics.jsonl") for c in (warmup, tuned)],
         picture,
     )
-    export = result(tuned)["huggingface"]
+    export = result(tuned).huggingface
     print(curves.table(table_rows((warmup, first), (tuned, last))))
     print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")
     print(summary.read_text(encoding="utf-8"), flush=True)
