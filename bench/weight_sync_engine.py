@@ -167,9 +167,7 @@ def measured(model: Path, rounds: int) -> list[dict[str, float]]:
             .remote(ActorHandle(ray.remote(Buffer).remote()), TIMEOUT_S)
         )
         ray.get(synchronizer.join.remote("engine_0", ActorHandle(engine)))
-        ray.get(
-            synchronizer.connect.remote(plans.encode(plan), [endpoint for _, endpoint in offers], 1)
-        )
+        ray.get(synchronizer.connect.remote(plan, [endpoint for _, endpoint in offers], 1))
         ray.get(engine.decode.remote(), timeout=TIMEOUT_S)
         found = [
             _round(ray, engine, synchronizer, pipes, version) for version in range(1, rounds + 2)

@@ -467,6 +467,9 @@ class Explorer:
             await self.pipeline.close()
 
 
+ExplorerHandle = ActorHandle[Explorer]
+
+
 def judged(experiences: list[Experience]) -> float | None:
     """The mean reward of a group, of those that have one."""
     rewards = [e.reward for e in experiences if e.reward_outcome in ("ok", "none")]

@@ -29,7 +29,7 @@ from rft.ground.actor import ActorHandle
 from rft.ground.device import thread_environment, wait_for_turn
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
-from rft.rollout.explorer import Explorer
+from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
 from rft.run import cluster, modes, parts
 from rft.run.control_socket import ControlSocket
@@ -48,7 +48,7 @@ DOING = {
     "explorer": "exploring",
 }  # for messages
 Failed = Callable[[str, str, str], None]
-Work = Callable[[ActorHandle[Explorer]], None]
+Work = Callable[[ExplorerHandle], None]
 T = TypeVar("T")
 
 
@@ -77,7 +77,7 @@ class Actors:
         self.say = say
         self.buffer: ActorHandle[ExperienceBuffer] | None = None
         self.synchronizer: SynchronizerHandle | None = None
-        self.explorer: ActorHandle[Explorer] | None = None
+        self.explorer: ExplorerHandle | None = None
         self.auxiliary: dict[str, EngineHandle] = {}
         restarts = config.explorer.rollout_model.max_restarts
         self.fleet = EngineFleet(self._create_engine, log_dir, restarts, self._fail, say)
@@ -165,7 +165,7 @@ class Actors:
         self.socket.close(max(0.1, deadline - time.monotonic()))
         ray.shutdown()
 
-    def _api(self) -> Any:
+    def _api(self) -> EndpointFactory:
         """What the explorer's OpenAI API needs: a place for its key, and the engines of auxiliary
         models, which never change.
         """

@@ -37,6 +37,7 @@ from rft.trainer.skips import SkippedSteps
 from rft.trainer.trainer import LOSS_WINDOW, Trainer
 
 if TYPE_CHECKING:
+    from rft.rollout.explorer import ExplorerHandle
     from rft.run.backends import Saves
 
 PHASE_BYTES = 64
@@ -106,7 +107,7 @@ def assemble(
 def build_evaluations(
     config: Config,
     alone: bool,
-    explorer: "control.ExplorerHandle | None",
+    explorer: "ExplorerHandle | None",
     synchronizer: SynchronizerHandle | None,
     reporter: StepReporter | None,
     checkpoints: "Saves",

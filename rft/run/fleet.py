@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rft.ground.actor import ActorHandle
 from rft.rollout.engine import RolloutEngine
-from rft.rollout.explorer import Explorer
+from rft.rollout.explorer import Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
 from rft.run import processes
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
@@ -84,7 +83,7 @@ class EngineFleet:
         self.engines: dict[str, FleetMember] = {}
         self.threads: list[threading.Thread] = []
         self.synchronizer: SynchronizerHandle | None = None
-        self.explorer: ActorHandle[Explorer] | None = None
+        self.explorer: ExplorerHandle | None = None
         self.drain_s = 0.0
         # the run has begun: an engine that cannot start is no failure of it any more
         self.ready = False
@@ -109,7 +108,7 @@ class EngineFleet:
     def run(
         self,
         synchronizer: SynchronizerHandle | None,
-        explorer: ActorHandle[Explorer],
+        explorer: ExplorerHandle,
         drain_s: float,
     ) -> None:
         """Start all that were created, in the background.

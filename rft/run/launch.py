@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.checkpoint import fence
@@ -41,6 +41,9 @@ from rft.run.supervisor import (
 )
 from rft.trainer.control import cause
 from rft.trainer.feed import reads_files
+
+if TYPE_CHECKING:
+    from rft.run.actors import Work
 
 log = logging.getLogger(__name__)
 RANKS_SHARE = 0.7  # of the grace period: ranks save a checkpoint, actors only close files
@@ -90,7 +93,7 @@ def resolved_of(config: Config) -> Path:
 class StageRun:
     """One stage from start to end."""
 
-    def __init__(self, config: Config, events: Events, task: Callable[[Any], None] | None = None):
+    def __init__(self, config: Config, events: Events, task: "Work | None" = None):
         self.config = config
         self.task = task
         self.events = events

@@ -16,11 +16,9 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import Config
 from rft.ground.actor import ActorHandle
 from rft.ground.experience import EvalResult, decode
-from rft.rollout.explorer import Explorer
+from rft.rollout.explorer import Explorer, ExplorerHandle
 from rft.run.stages import exports
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
-
-ExplorerHandle = ActorHandle[Explorer]
 
 
 def explore(

@@ -8,7 +8,7 @@ In: a stage's config, and the actors that one of them asks. Out: an `ActorSpec`,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rft import config as configs
 from rft.algorithm import recipe
@@ -19,7 +19,7 @@ from rft.config.layout import versions_kept
 from rft.data.taskset import build_tasksets
 from rft.ground.actor import ActorHandle
 from rft.rollout.engine import RolloutEngine
-from rft.rollout.explorer import Explorer
+from rft.rollout.explorer import EndpointFactory, Explorer, Pipeline
 from rft.rollout.pool import EngineHandle
 from rft.sync.synchronizer import Synchronizer
 
@@ -79,7 +79,7 @@ def explorer_spec(
     engines: dict[str, EngineHandle],
     buffer: ActorHandle[ExperienceBuffer] | None,
     synchronizer: ActorHandle[Synchronizer] | None,
-    api: Any,
+    api: EndpointFactory | None,
 ) -> ActorSpec[Explorer]:
     """`engines`: where no synchronizer says which there are."""
     staleness = config.synchronizer.max_staleness if config.mode == "both" else None
@@ -108,7 +108,7 @@ def explorer_spec(
     return ActorSpec("explorer", config.explorer.name, make)
 
 
-def _pipeline(config: Config) -> Callable[[], Any] | None:
+def _pipeline(config: Config) -> Callable[[], Pipeline] | None:
     """What makes the experience pipeline where the explorer runs;
     None: groups go straight to the buffer.
     """

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.config import Config
@@ -29,7 +29,7 @@ from rft.monitor import logs, trace
 from rft.run import processes
 
 if TYPE_CHECKING:
-    from rft.run.actors import Actors
+    from rft.run.actors import Actors, Work
 
 EXIT_CODES = {"trainer": 10, "engine": 11, "explorer": 12, "buffer": 13, "synchronizer": 14}
 # a later one fails when an earlier one is gone
@@ -59,7 +59,7 @@ class Supervisor:
         config: Config,
         events: Events,
         say: Callable[[str], None],
-        task: Callable[[Any], None] | None = None,
+        task: "Work | None" = None,
     ):
         """`say`: a line for the user. `task`: done with the explorer instead of what the mode
         does with it.

@@ -23,18 +23,29 @@ from rft.checkpoint.commit import read_manifest
 from rft.checkpoint.records import Committed, Failed, Report
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import SynchronizerConfig
+from rft.ground.experience import Record
 from rft.ground.protocols import Block, Collective, WeightSource
 from rft.ground.rounds import CHECKPOINT, MEMORY, InSave
 from rft.sync import plan as plans
 from rft.sync.buckets import Blocks, host_checksum, pack, seed_of
 from rft.sync.links import host_links
 from rft.sync.plan import WHOLE, StreamPlan, part_of
-from rft.sync.publisher import Origin
+from rft.sync.publisher import Origin, Outcome
 from rft.sync.sender import WeightSender
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
 log = logging.getLogger(__name__)
 Endpoint = dict[str, Any]
+
+
+class Agreement(Record, frozen=True):
+    """What rank 0 tells all ranks: the encoded plan and who serves each rank's stream, or why there
+    is none.
+    """
+
+    plan: dict[str, object] = {}
+    endpoints: list[Endpoint | None] = []
+    error: str | None = None
 
 
 class ShardOrigin(Origin):
@@ -61,15 +72,16 @@ class ShardOrigin(Origin):
         # over the wire a record becomes a plain dictionary
         offers = self.mesh.gather((self.source.blocks(), endpoint))
         decision = self.mesh.broadcast(self._decide(offers) if offers is not None else None)
-        if "error" in decision:
-            raise ValueError(decision["error"])
-        self.plan = plans.decode(decision["plan"])
+        agreed = msgspec.convert(decision, Agreement)
+        if agreed.error is not None:
+            raise ValueError(agreed.error)
+        self.plan = plans.decode(agreed.plan)
         self.digest = self.plan.digest
         owners = [stream.rank for stream in self.plan.streams]
         mine = owners.index(self.mesh.rank) if self.mesh.rank in owners else None
-        return mine, [decision["endpoints"][rank] for rank in owners]
+        return mine, [agreed.endpoints[rank] for rank in owners]
 
-    def _decide(self, offers: list[tuple[list[Block], Endpoint | None]]) -> dict[str, Any]:
+    def _decide(self, offers: list[tuple[list[Block], Endpoint | None]]) -> Agreement:
         """Rank 0: the plan; or the error that all ranks raise."""
         size = self.config.bucket_bytes
         assert size is not None, "the rank chooses one by its device"
@@ -77,12 +89,12 @@ class ShardOrigin(Origin):
             blocks = [msgspec.convert(blocks, list[Block]) for blocks, _ in offers]
             plan = plans.encode(plans.build(blocks, size))
         except ValueError as error:
-            return {"error": str(error)}
-        return {"plan": plan, "endpoints": [endpoint for _, endpoint in offers]}
+            return Agreement(error=str(error))
+        return Agreement(plan=plan, endpoints=[endpoint for _, endpoint in offers])
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         reply, self._reply = self._reply, None
-        return {} if reply is None else self.answer(reply)
+        return Outcome() if reply is None else self.answer(reply)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -110,7 +122,7 @@ class StreamOrigin(ShardOrigin):
         self.sender: WeightSender | None = None
         self._is_open = False
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         if self.source.blocks():
             device = next(iter(self.source.read_blocks())).device
             links = host_links(device, self.address)
@@ -120,9 +132,10 @@ class StreamOrigin(ShardOrigin):
         if self.sender and stream is not None:
             self.sender.follow(self.plan, stream)
         if self.synchronizer is None:
-            return {}
-        plan = plans.encode(self.plan)
-        return self.answer(self.synchronizer.ask(Synchronizer.connect, plan, endpoints, self.epoch))
+            return Outcome()
+        return self.answer(
+            self.synchronizer.ask(Synchronizer.connect, self.plan, endpoints, self.epoch)
+        )
 
     def start(self, version: int, due: bool) -> None:
         """Not `due`: the version is only offered."""
@@ -168,13 +181,12 @@ class MemoryOrigin(ShardOrigin):
         self._stream: int | None = None
         self._deposit: DepositThread | None = None
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         self._stream, _ = self.agree_on_plan(None)
         if self.mesh.rank != 0:
-            return {}
-        plan = plans.encode(self.plan)
+            return Outcome()
         return self.answer(
-            self.synchronizer.ask(Synchronizer.connect, plan, [], self.epoch, MEMORY)
+            self.synchronizer.ask(Synchronizer.connect, self.plan, [], self.epoch, MEMORY)
         )
 
     def start(self, version: int, due: bool) -> None:
@@ -296,10 +308,10 @@ class CheckpointOrigin(Origin):
         # rank 0: the synchronizer's answer, once there is a save to tell of
         self._told: Future[Any] = Future()
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         self.saves.hear = self._hear
         if self.synchronizer is None:
-            return {}
+            return Outcome()
         return self.answer(self.synchronizer.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
 
     def start(self, version: int, due: bool) -> None:
@@ -315,24 +327,26 @@ class CheckpointOrigin(Origin):
         self._saving, self._wanted, self._told = version, None, Future()
         return True
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         """Rank 0: what became of the save, and of the round.
 
         Without engines here a save that failed is only counted, as others.
         """
         assert self._wanted is None, f"version {self._wanted} was never saved"
         if self.mesh.rank != 0:
-            return {}
+            return Outcome()
         try:
             reply = self._told.result(self.deadline_s)
         except TimeoutError:
-            return {"error": f"version {self._saving} is not committed after {self.deadline_s:g} s"}
+            return Outcome(
+                error=f"version {self._saving} is not committed after {self.deadline_s:g} s"
+            )
         except Exception as error:
             if self.engines:
-                return {"error": reason(error)}
+                return Outcome(error=reason(error))
             log.error("weights for explorers elsewhere: %s", error)
-            return {}
-        return self.answer(reply) if reply is not None else {}
+            return Outcome()
+        return self.answer(reply) if reply is not None else Outcome()
 
     def close(self) -> None:
         self.saves.hear = lambda report: None

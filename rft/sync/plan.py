@@ -69,10 +69,6 @@ class StreamPlan(Record, frozen=True):
     streams: tuple[WeightStream, ...]
     digest: str
 
-    @property
-    def nbytes(self) -> int:
-        return sum(stream.nbytes for stream in self.streams)
-
 
 def build(blocks_by_rank: list[list[Block]], bucket_bytes: int) -> StreamPlan:
     """Plan for ranks 0, 1, ... that own these blocks; ranks without blocks have no stream.

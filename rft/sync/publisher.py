@@ -28,11 +28,12 @@ a wrong norm or an expert at another place has the right bytes.
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from rft.config import SynchronizerConfig
 from rft.data.packing import Packed, Row, pack
-from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
 from rft.ground.protocols import Collective, Mesh
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
@@ -43,10 +44,17 @@ LIMIT = 0.5
 ANSWER_S = 60.0
 
 
+class Outcome(Record, frozen=True):
+    """What became of something that was asked of the synchronizer: its numbers, or the `error`."""
+
+    numbers: dict[str, float] = {}
+    error: str | None = None
+
+
 class Origin:
     """One way for versions to leave the trainer. Every rank has one and calls it in the same order.
 
-    An outcome is {"numbers": ...} or {"error": ...}; rank 0's counts. `is_live`: engines read the
+    Of outcomes rank 0's counts. `is_live`: engines read the
     weights themselves, which may not change before the round is over. `synchronizer`: rank 0's, if
     engines belong to this run.
     """
@@ -67,7 +75,7 @@ class Origin:
         self.epoch = epoch
         self.digest = ""  # of the plan, or of what stands in for it
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         """Let the engines know that a trainer is here; returns the outcome. Collective."""
         raise NotImplementedError
 
@@ -75,14 +83,14 @@ class Origin:
         """The current weights are `version`. Not `due`: no engine has to take it."""
         raise NotImplementedError
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         """Of the version that was started last, when its round is over."""
         raise NotImplementedError
 
-    def rest(self) -> dict[str, Any]:
+    def rest(self) -> Outcome:
         """Put the engines to sleep; returns the outcome."""
         if self.synchronizer is None:
-            return {}
+            return Outcome()
         return self.answer(self.synchronizer.ask(Synchronizer.rest))
 
     def release(self) -> dict[str, float]:
@@ -96,16 +104,17 @@ class Origin:
     def close(self) -> None:
         """The trainer ends."""
 
-    def answer(self, reply: Any) -> dict[str, Any]:
+    def answer(self, reply: Any) -> Outcome:
         """What the synchronizer says to rank 0, as an outcome for all ranks: its failure becomes
         one of theirs.
         """
         import ray
 
         try:
-            return {"numbers": ray.get(reply, timeout=self.config.sync_timeout + REPLY_S) or {}}
+            numbers = ray.get(reply, timeout=self.config.sync_timeout + REPLY_S)
         except Exception as error:  # raised on every rank, after these have heard of it
-            return {"error": reason(error)}
+            return Outcome(error=reason(error))
+        return Outcome(numbers=numbers or {})
 
 
 class Publisher:
@@ -188,13 +197,13 @@ class Publisher:
     def _count(self, numbers: dict[str, float]) -> None:
         self.last |= {f"sync/{name}": value for name, value in numbers.items()}
 
-    def _agreed(self, outcome: dict[str, Any], what: str = "weight sync") -> dict[str, float]:
+    def _agreed(self, outcome: Outcome, what: str = "weight sync") -> dict[str, float]:
         """Rank 0's outcome, on every rank; raises on every rank if it is a failure."""
         assert self.origin is not None
-        outcome = self.origin.mesh.broadcast(outcome)
-        if "error" in outcome:
-            raise self.origin.failure(f"{what} failed: {outcome['error']}")
-        return dict(outcome.get("numbers", {}))
+        agreed = msgspec.convert(self.origin.mesh.broadcast(outcome), Outcome)
+        if agreed.error is not None:
+            raise self.origin.failure(f"{what} failed: {agreed.error}")
+        return agreed.numbers
 
 
 # --- do the engines compute what the trainer computes? -------------------------------------------

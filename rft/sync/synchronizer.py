@@ -14,9 +14,9 @@ them have a version.
 task of its own that brings it to the target as fast as it can: none waits for another. Engines may
 come and go at any time; one is admitted when it has confirmed the published version with the plan's
 digest. Where they share devices with the trainer, `rest` puts them to sleep until the next version
-is published, and until then none is given anything to do. Invariants: `version()` names a version
-that every engine of its round has confirmed; a trainer of a lower epoch can neither connect nor
-publish; every change wakes who waits, nothing is polled.
+is published, and until then none is given anything to do. Invariants: what is published
+is a version that every engine of its round has confirmed; a trainer of a lower epoch can neither
+connect nor publish; every change wakes who waits, nothing is polled.
 """
 
 import asyncio
@@ -35,7 +35,9 @@ from rft.ground.rounds import InSave, Installed, Location, Received, Round, Trai
 from rft.monitor import trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.pool import EngineHandle
+from rft.sync import plan as plans
 from rft.sync.members import Mark, Members
+from rft.sync.plan import StreamPlan
 from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Synchronizer:
         self._generation = 0
         self._admitted: list[str] = []
         self._trainer: TrainerInfo | None = None
+        self._plan: StreamPlan | None = None  # of its streams
         # digest and place of what is not in the trainer's streams
         self._located: dict[Mark, tuple[str, Location]] = {}
         self._deposits = Deposits()
@@ -118,44 +121,42 @@ class Synchronizer:
         await self._until(lambda: len(self.lost) > seen, None)
         return self.lost
 
-    async def states(self) -> dict[str, dict[str, Any]]:
-        """What is known of every engine, for people."""
-        return self._state.states(self._admitted)
-
     # --- the trainer ------------------------------------------------------------------------------
 
     async def connect(
-        self, plan: dict[str, Any], streams: Endpoints, epoch: int, method: str = rounds.STREAM
+        self, plan: StreamPlan, streams: Endpoints, epoch: int, method: str = rounds.STREAM
     ) -> None:
         """A trainer of `epoch` serves these streams from now on; engines connect when they need
         weights. Method "memory": it has no streams, and deposits what they would bring.
         """
         await self.attach(epoch, method, plan, streams)
-        self._deposits.begin([len(stream["buckets"]) for stream in plan["streams"]])
+        self._deposits.begin([len(stream.buckets) for stream in plan.streams])
         await self._check_plan(plan)
         await self._tell()
 
     async def attach(
-        self, epoch: int, method: str, plan: dict[str, Any] | None = None, streams: Endpoints = ()
+        self, epoch: int, method: str, plan: StreamPlan | None = None, streams: Endpoints = ()
     ) -> None:
         """A trainer of `epoch` leads from now on."""
         self._state.trainer(epoch)
         self._located.clear()
+        self._plan = plan
         self._trainer = TrainerInfo(
             epoch=epoch,
             timeout=self.timeout * RECEIVE_SHARE,
             method=method,
-            plan=plan,
+            plan=None if plan is None else plans.encode(plan),
             streams=list(streams),
             kv=self.kv,
         )
         await self._tell()
 
-    async def _check_plan(self, plan: dict[str, Any]) -> None:
+    async def _check_plan(self, plan: StreamPlan) -> None:
         """Raises what the engines have against it; one that is gone has nothing."""
         from ray.exceptions import RayActorError
 
-        asked = [handle.ask(RolloutEngine.check_plan, plan) for handle in self.handles.values()]
+        encoded = plans.encode(plan)
+        asked = [handle.ask(RolloutEngine.check_plan, encoded) for handle in self.handles.values()]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, BaseException) and not isinstance(answer, RayActorError):
                 raise answer
@@ -184,8 +185,8 @@ class Synchronizer:
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""
         location = await self._deposits.complete((epoch, version), self.timeout)
-        assert self._trainer is not None and self._trainer.plan is not None
-        return await self.publish(version, epoch, self._trainer.plan["digest"], location)
+        assert self._plan is not None
+        return await self.publish(version, epoch, self._plan.digest, location)
 
     async def publish(
         self,
@@ -280,10 +281,6 @@ class Synchronizer:
         self._tasks["saved versions"].add_done_callback(self._settle)
         return served
 
-    async def version(self) -> int | None:
-        """The version that every engine of its round has confirmed; None before the first."""
-        return self._state.published[1] if self._state.published else None
-
     async def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Return the published version once it is at least `version`;
         TimeoutError after `timeout` seconds.
@@ -369,7 +366,8 @@ class Synchronizer:
     def _round(self, mark: Mark) -> Round:
         trainer = self._trainer
         assert trainer is not None
-        digest, location = self._located.get(mark, ((trainer.plan or {}).get("digest", ""), None))
+        streamed = self._plan.digest if self._plan else ""
+        digest, location = self._located.get(mark, (streamed, None))
         return Round(
             version=mark[1],
             epoch=mark[0],
@@ -379,7 +377,7 @@ class Synchronizer:
             location=location,
         )
 
-    async def _put_to_sleep(self, name: str, engine: EngineHandle) -> dict[str, Any] | None:
+    async def _put_to_sleep(self, name: str, engine: EngineHandle) -> dict[str, float] | None:
         try:
             async with asyncio.timeout(self.timeout):
                 return await engine.ask(RolloutEngine.sleep, self.timeout * RECEIVE_SHARE)

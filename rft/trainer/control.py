@@ -20,9 +20,7 @@ from rft.ground.experience import Batch, EvalResult, decode
 
 if TYPE_CHECKING:
     # loaded where there is one: it takes a third of a second
-    from rft.rollout.explorer import Explorer
-
-    ExplorerHandle = ActorHandle[Explorer]
+    from rft.rollout.explorer import ExplorerHandle
 
 START_S = 900.0  # an engine may have to read a large model from a slow disk
 REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds

@@ -21,7 +21,6 @@ from mortal import MortalEngine, MortalSynchronizer
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.actor import ActorHandle
 from rft.run import processes
-from rft.sync import plan as plans
 
 SYNC_S = 60.0  # sync_timeout
 ANSWER_S = 120.0
@@ -72,7 +71,7 @@ class World:
 
     def connect(self) -> None:
         asked = self.synchronizer.connect.remote(
-            plans.encode(self.ranks.plan), self.ranks.streams, self.ranks.epoch
+            self.ranks.plan, self.ranks.streams, self.ranks.epoch
         )
         self.get(asked)
 

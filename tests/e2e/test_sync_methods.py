@@ -70,7 +70,7 @@ def test_saved_weights_are_read_while_responses_are_being_made(
             split = made.versions[1].start
             assert_sampled_from(model_dirs[0], made, 0.7, stop=split, min_tokens=900)
             assert_sampled_from(model_dirs[1], made, 0.7, start=split, min_tokens=900)
-        assert ray.get(synchronizer.version.remote()) == 1
+        assert ray.get(synchronizer.wait_for.remote(0)) == 1
     ray.get(synchronizer.leave.remote("engine_0", "test"))
     # the trainer is gone, what it published is not
     ray.get(synchronizer.join.remote("engine_0", ActorHandle(first_weights)))
@@ -91,7 +91,7 @@ def test_a_damaged_save_is_refused_by_name_and_the_old_version_serves_on(
         ):
             location = InSave(root=str(root), path="weights/v_00000002")
             ray.get(synchronizer.publish.remote(2, 1, seal, location))
-        assert ray.get(synchronizer.version.remote()) == 1
+        assert ray.get(synchronizer.wait_for.remote(0)) == 1
         assert_serves(first_weights, model_dirs[1], 1)
         trainer.publish(3)
         assert_serves(first_weights, model_dirs[1], 3)

@@ -64,7 +64,7 @@ def test_weights_arrive_while_responses_are_being_made(
     trainer.start(1)
     numbers = trainer.wait()
     assert (
-        ray.get(synchronizer.version.remote()) == 1
+        ray.get(synchronizer.wait_for.remote(0)) == 1
         and ray.get(first_weights.weight_version.remote()) == 1
     )
     assert ray.get(buffer.seen.remote())[-1] == 1 and numbers["sync/engines"] == 1
@@ -182,7 +182,8 @@ def test_an_engine_that_comes_late_gets_what_is_offered(
     ray.get(empty.join.remote("engine_0", ActorHandle(first_weights)))
     assert list(ray.get(empty.members.remote(generation + 1))[1]) == ["engine_0"]
     assert (
-        ray.get(first_weights.weight_version.remote()) == 8 and ray.get(empty.version.remote()) == 7
+        ray.get(first_weights.weight_version.remote()) == 8
+        and ray.get(empty.wait_for.remote(0)) == 7
     )
     assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
 
@@ -302,10 +303,11 @@ def renamed(block: Any) -> Any:
 def test_an_older_epoch_cannot_connect(synchronizer: Any, model_dirs: tuple[Path, Path]) -> None:
     old, new = Trainer(synchronizer, model_dirs[0]), Trainer(synchronizer, model_dirs[1])
     new.connect()
+    plan, epoch = new.publishers[0].origin.plan, old.publishers[0].origin.epoch
     with pytest.raises(ValueError, match="cannot connect"):
-        ray.get(synchronizer.connect.remote({}, [], old.publishers[0].origin.epoch))
+        ray.get(synchronizer.connect.remote(plan, [], epoch))
     with pytest.raises(RuntimeError, match="comes from epoch"):
-        ray.get(synchronizer.publish.remote(3, old.publishers[0].origin.epoch))
+        ray.get(synchronizer.publish.remote(3, epoch))
 
 
 def test_versions_may_go_back_after_a_resume(
@@ -317,7 +319,7 @@ def test_versions_may_go_back_after_a_resume(
         trainer.wait()
     assert (
         ray.get(first_weights.weight_version.remote())
-        == ray.get(synchronizer.version.remote())
+        == ray.get(synchronizer.wait_for.remote(0))
         == 4
     )
     assert ray.get(synchronizer.wait_for.remote(4)) == 4

@@ -17,7 +17,7 @@ from rft.extras.tinker.policy import RemotePolicy
 from rft.extras.tinker.saves import RemoteCheckpoints
 from rft.extras.tinker.service import ServiceFailed
 from rft.ground.rounds import AtPath
-from rft.sync.publisher import Origin
+from rft.sync.publisher import Origin, Outcome
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 METHOD = "tinker"
@@ -44,9 +44,9 @@ class PathOrigin(Origin):
         # the synchronizer's answer, once there is a path to tell of
         self._told: Future[Any] = Future()
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         if self.synchronizer is None:
-            return {}
+            return Outcome()
         return self.answer(self.synchronizer.ask(Synchronizer.attach, self.epoch, METHOD))
 
     def start(self, version: int, due: bool) -> None:
@@ -59,15 +59,15 @@ class PathOrigin(Origin):
         else:
             self.policy.saved("sampler", version).add_done_callback(self._tell)
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         version = self._version
         reply = self.policy.service.answer(
             self._told, f"version {version}: saving its weights for samplers"
         )
         if reply is None:
-            return {}
+            return Outcome()
         outcome = self.answer(reply)
-        if "error" not in outcome:
+        if outcome.error is None:
             self.saves.tidy(version)
         return outcome
 
