@@ -94,7 +94,7 @@ class ShardOrigin(Origin):
 
     def outcome(self) -> Outcome:
         reply, self._reply = self._reply, None
-        return Outcome() if reply is None else self.answer(reply)
+        return self.answer(reply)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -131,23 +131,17 @@ class StreamOrigin(ShardOrigin):
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:
             self.sender.follow(self.plan, stream)
-        if self.synchronizer is None:
-            return Outcome()
-        return self.answer(
-            self.synchronizer.ask(Synchronizer.connect, self.plan, endpoints, self.epoch)
-        )
+        return self.answer(self.ask(Synchronizer.connect, self.plan, endpoints, self.epoch))
 
     def start(self, version: int, due: bool) -> None:
         """Not `due`: the version is only offered."""
         self._is_open = True
         if self.sender:
             self.sender.open(version)
-        if self.synchronizer is None:
-            return
         if due:
-            self._reply = self.synchronizer.ask(Synchronizer.publish, version, self.epoch)
+            self._reply = self.ask(Synchronizer.publish, version, self.epoch)
         else:
-            self.synchronizer.ask(Synchronizer.offer, version, self.epoch)
+            self.ask(Synchronizer.offer, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Close the version; engines serve it, or have taken what they wanted of it."""
@@ -185,9 +179,7 @@ class MemoryOrigin(ShardOrigin):
         self._stream, _ = self.agree_on_plan(None)
         if self.mesh.rank != 0:
             return Outcome()
-        return self.answer(
-            self.synchronizer.ask(Synchronizer.connect, self.plan, [], self.epoch, MEMORY)
-        )
+        return self.answer(self.ask(Synchronizer.connect, self.plan, [], self.epoch, MEMORY))
 
     def start(self, version: int, due: bool) -> None:
         """A version that is not due needs nothing: engines that come back find the last one."""
@@ -196,7 +188,7 @@ class MemoryOrigin(ShardOrigin):
         if self._stream is not None:
             self._deposit = DepositThread(lambda: self._leave(version))
         if self.mesh.rank == 0:
-            self._reply = self.synchronizer.ask(Synchronizer.publish_deposited, version, self.epoch)
+            self._reply = self.ask(Synchronizer.publish_deposited, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Return when all of this rank's weights are in the object store."""
@@ -215,7 +207,7 @@ class MemoryOrigin(ShardOrigin):
         ):
             if under_way is not None:
                 ray.get(under_way, timeout=self.config.sync_timeout)
-            under_way = self.synchronizer.ask(
+            under_way = self.ask(
                 Synchronizer.deposit, version, self.epoch, self._stream, number, data, digest
             )
         ray.get(under_way, timeout=self.config.sync_timeout)
@@ -310,9 +302,7 @@ class CheckpointOrigin(Origin):
 
     def connect(self) -> Outcome:
         self.saves.hear = self._hear
-        if self.synchronizer is None:
-            return Outcome()
-        return self.answer(self.synchronizer.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
+        return self.answer(self.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
 
     def start(self, version: int, due: bool) -> None:
         """If it is due, `claim_save` must follow. If not, nothing is needed: engines that come back
@@ -346,7 +336,7 @@ class CheckpointOrigin(Origin):
                 return Outcome(error=reason(error))
             log.error("weights for explorers elsewhere: %s", error)
             return Outcome()
-        return self.answer(reply) if reply is not None else Outcome()
+        return self.answer(reply)
 
     def close(self) -> None:
         self.saves.hear = lambda report: None
@@ -369,12 +359,7 @@ class CheckpointOrigin(Origin):
         except (OSError, ValueError) as error:  # raised by `wait`
             told.set_exception(error)
             return
-        if self.synchronizer is None:
-            told.set_result(None)
-            return
         location = InSave(root=self.saves.storage.where, path=report.name)
         told.set_result(
-            self.synchronizer.ask(
-                Synchronizer.publish, report.step, self.epoch, self.digest, location
-            )
+            self.ask(Synchronizer.publish, report.step, self.epoch, self.digest, location)
         )

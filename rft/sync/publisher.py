@@ -54,9 +54,8 @@ class Outcome(Record, frozen=True):
 class Origin:
     """One way for versions to leave the trainer. Every rank has one and calls it in the same order.
 
-    Of outcomes rank 0's counts. `is_live`: engines read the
-    weights themselves, which may not change before the round is over. `synchronizer`: rank 0's, if
-    engines belong to this run.
+    Of outcomes rank 0's counts. `is_live`: engines read the weights themselves, which may not
+    change before the round is over. `synchronizer`: rank 0's, if engines belong to this run.
     """
 
     is_live = False
@@ -89,9 +88,7 @@ class Origin:
 
     def rest(self) -> Outcome:
         """Put the engines to sleep; returns the outcome."""
-        if self.synchronizer is None:
-            return Outcome()
-        return self.answer(self.synchronizer.ask(Synchronizer.rest))
+        return self.answer(self.ask(Synchronizer.rest))
 
     def release(self) -> dict[str, float]:
         """Return, with numbers, when this rank's weights may change."""
@@ -104,10 +101,16 @@ class Origin:
     def close(self) -> None:
         """The trainer ends."""
 
-    def answer(self, reply: Any) -> Outcome:
+    def ask(self, method: Callable[..., Any], *arguments: Any) -> Any | None:
+        """Begin a call of the synchronizer's; None where there is none."""
+        return None if self.synchronizer is None else self.synchronizer.ask(method, *arguments)
+
+    def answer(self, reply: Any | None) -> Outcome:
         """What the synchronizer says to rank 0, as an outcome for all ranks: its failure becomes
-        one of theirs.
+        one of theirs. Nothing, where nothing was asked.
         """
+        if reply is None:
+            return Outcome()
         import ray
 
         try:

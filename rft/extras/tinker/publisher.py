@@ -45,9 +45,7 @@ class PathOrigin(Origin):
         self._told: Future[Any] = Future()
 
     def connect(self) -> Outcome:
-        if self.synchronizer is None:
-            return Outcome()
-        return self.answer(self.synchronizer.ask(Synchronizer.attach, self.epoch, METHOD))
+        return self.answer(self.ask(Synchronizer.attach, self.epoch, METHOD))
 
     def start(self, version: int, due: bool) -> None:
         """Save the weights as they are now, if they are due."""
