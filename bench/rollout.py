@@ -180,7 +180,14 @@ class Bench:
         ray.get(self.engine.start.remote(), timeout=START_S)
         config = ExplorerConfig(runner_per_model=RUNNERS)
         self.explorer = spawn(
-            Rounds, config, model, tasks, [], {"engine_0": self.engine}, ActorHandle(buffer), TASKS
+            Rounds,
+            config,
+            model,
+            tasks,
+            [],
+            {"engine_0": ActorHandle(self.engine)},
+            ActorHandle(buffer),
+            TASKS,
         )
         ray.get(self.explorer.prepare.remote(), timeout=START_S)
 

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.config import Config
 from rft.ground.device import Device
-from rft.ground.protocols import Mesh, WeightSource
+from rft.ground.protocols import Mesh
 from rft.monitor import logs
 from rft.trainer import control
 
 if TYPE_CHECKING:
     from rft.checkpoint.manager import CheckpointManager
     from rft.extras.tinker.saves import RemoteCheckpoints
-    from rft.megatron.policy import Policy
     from rft.sync.publisher import Publisher
     from rft.sync.synchronizer import SynchronizerHandle
     from rft.trainer.models import Models
@@ -165,7 +164,8 @@ class MegatronBackend(TrainBackend):
             )
         if not here:
             return Publisher(None)
-        source = shown(policy, sync.lora_sync)
+        # all of it, an adapter merged, or the adapter alone
+        source = policy.adapter_source() if sync.lora_sync == "adapter" else policy
         if sync.sync_method == "memory":
             every = control.actor("synchronizer")
             return Publisher(MemoryOrigin(mesh, source, every, sync, epoch))
@@ -173,11 +173,6 @@ class MegatronBackend(TrainBackend):
         origin = StreamOrigin(mesh, source, synchronizer, sync, epoch, address)
         probe = Probe(policy, mesh, synchronizer, sync.probe_interval, policy.dims.vocab)
         return Publisher(origin, probe.after, takes_turns=config.cluster.colocate)
-
-
-def shown(policy: "Policy", lora_sync: str) -> WeightSource:
-    """What the engines get of the policy: all of it, an adapter merged, or the adapter alone."""
-    return policy.adapter_source() if lora_sync == "adapter" else policy
 
 
 class TinkerBackend(TrainBackend):
