@@ -161,7 +161,7 @@ def config_of(directory: Path, steps: int) -> Config:
 
 
 def observed(config: Config, switch: Switch, job: Path) -> None:
-    """The whole run: rank 0's parts as `rft.run.rank` builds
+    """The whole run: rank 0's parts as `rft.run.assembly` builds
     them, with nobody outside to talk to.
     """
     from rft.ground import device as devices
@@ -175,16 +175,12 @@ def observed(config: Config, switch: Switch, job: Path) -> None:
             MASTER_PORT=str(probe.getsockname()[1]),
         )
     device = devices.choose("cpu", threads=1)
-    device.activate()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    from rft.megatron import cpu_port
+    from rft.run.backends import MegatronBackend
 
-    cpu_port.install()
-    from rft.megatron.mesh import Mesh
-    from rft.run.megatron_backend import build_models
-
-    mesh = Mesh(config.trainer.megatron, device, 300.0)
-    models = build_models(config, mesh)
+    backend = MegatronBackend(config, job, device)
+    mesh = backend.open_mesh()
+    models = backend.build_models(mesh)
     trace.turn_on(logs.new_attempt(job))
     trace.start("rank_0")
     trainer, reporter = trainer_of(config, mesh, models, device, switch, job)
@@ -201,7 +197,7 @@ def trainer_of(
     from rft.algorithm import recipe
     from rft.data.packing import Cost
     from rft.monitor.metrics import Speed
-    from rft.run.sources import tokenizer_of
+    from rft.run.assembly import tokenizer_of
     from rft.sync.style import Cadence
     from rft.trainer.feed import Feed
     from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter

@@ -45,7 +45,7 @@ from rft.rollout.context import WorkflowContext
 from rft.rollout.engine import RolloutEngine, sampling_params
 from rft.rollout.explorer import Explorer
 from rft.run.actors import hosted
-from rft.run.ray_cluster import PRIVATE_RAY
+from rft.run.cluster import PRIVATE_RAY
 
 ROUNDS, QUICK_ROUNDS = 20, 10
 TASKS, QUICK_TASKS = 512, 256  # of a round
@@ -180,7 +180,14 @@ class Bench:
         ray.get(self.engine.start.remote(), timeout=START_S)
         config = ExplorerConfig(runner_per_model=RUNNERS)
         self.explorer = spawn(
-            Rounds, config, model, tasks, [], {"engine_0": self.engine}, ActorHandle(buffer), TASKS
+            Rounds,
+            config,
+            model,
+            tasks,
+            [],
+            {"engine_0": ActorHandle(self.engine)},
+            ActorHandle(buffer),
+            TASKS,
         )
         ray.get(self.explorer.prepare.remote(), timeout=START_S)
 

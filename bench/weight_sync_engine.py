@@ -27,9 +27,10 @@ import torch.multiprocessing as mp
 from bench.weight_sync_model import CONTEXT, Shards, shapes
 from bench.weight_sync_transport import BUCKET, TIMEOUT_S
 from rft.config import ModelConfig, RolloutModelConfig
+from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import Received, Round
 from rft.rollout.engine import RolloutEngine
-from rft.run.ray_cluster import PRIVATE_RAY
+from rft.run.cluster import PRIVATE_RAY
 from rft.sync import plan as plans
 from rft.sync.sender import WeightSender
 
@@ -163,12 +164,10 @@ def measured(model: Path, rounds: int) -> list[dict[str, float]]:
         synchronizer = (
             ray.remote(Synchronizer)
             .options(max_concurrency=100)
-            .remote(ray.remote(Buffer).remote(), TIMEOUT_S)
+            .remote(ActorHandle(ray.remote(Buffer).remote()), TIMEOUT_S)
         )
-        ray.get(synchronizer.join.remote("engine_0", engine))
-        ray.get(
-            synchronizer.connect.remote(plans.encode(plan), [endpoint for _, endpoint in offers], 1)
-        )
+        ray.get(synchronizer.join.remote("engine_0", ActorHandle(engine)))
+        ray.get(synchronizer.connect.remote(plan, [endpoint for _, endpoint in offers], 1))
         ray.get(engine.decode.remote(), timeout=TIMEOUT_S)
         found = [
             _round(ray, engine, synchronizer, pipes, version) for version in range(1, rounds + 2)

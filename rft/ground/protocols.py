@@ -178,39 +178,6 @@ class Checkpoints(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-class TrainBackend(Protocol):
-    """Where the policy learns: the parts of a trainer rank that depend on it, a module each
-    (`rft.run.megatron_backend`, `rft.run.tinker_backend`).
-
-    The loop (`rft.trainer.trainer`) is the same over all of them. Every rank calls every function,
-    in this order; `rank` has what its parts share (config, job, device).
-    """
-
-    def open_mesh(self, config: Any, device: Any) -> Any:
-        """Who trains together: broadcast, gather, scatter_parts, reduce, barrier, close."""
-
-    def build_models(self, config: Any, mesh: Any) -> Any:
-        """`rft.trainer.models.Models`, whose policy scores the tokens of microbatches and makes a
-        step of them.
-        """
-
-    def build_checkpoints(self, rank: Any, mesh: Any, epoch: int, models: Any) -> Any:
-        """Saves and loads the policy together with the loop's own state, as
-        `rft.checkpoint.manager.CheckpointManager` does.
-        """
-
-    def build_publisher(
-        self,
-        rank: Any,
-        mesh: Any,
-        models: Any,
-        checkpoints: Any,
-        synchronizer: Any | None,
-        epoch: int,
-    ) -> Any:
-        """Brings versions of the policy to the engines, as `rft.sync.publisher.Publisher` does."""
-
-
 class MetricSink(Protocol):
     """Where metrics go. One owner process per run; `step` is always the policy version."""
 

@@ -27,7 +27,7 @@ from rft.preflight.rules import Refusals, Rule, tasksets
 from rft.preflight.rules_data import agents
 from rft.preflight.rules_run import APART, GIVEN, SHARED
 from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
-from rft.run import cards
+from rft.run import cluster
 from rft.sync import style
 
 METHODS = {"online": "nccl", "offline": "checkpoint"}  # of sync_method, in other systems
@@ -111,7 +111,7 @@ def ray_of(environment: Mapping[str, str]) -> str:
 
 
 def _derive_ranks(config: Config) -> None:
-    config.trainer.num_ranks = config.trainer.num_ranks or cards.ranks_left(
+    config.trainer.num_ranks = config.trainer.num_ranks or cluster.ranks_left(
         config, fewest_ranks(config.trainer.megatron)
     )
 

@@ -27,8 +27,8 @@ from rft.megatron import overrides
 from rft.preflight.rules import Rule
 from rft.preflight.rules_run import AUXILIARY
 from rft.preflight.rules_trainer import RECIPE, TYPE
-from rft.run import cards
-from rft.sync import tensor_parallel
+from rft.run import cluster
+from rft.sync import plan as plans
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
 MODEL, SERVICE_TRAINS = "model.model_path", "trainer.trainer_type"
@@ -107,7 +107,7 @@ def _overrides(c: Config) -> Iterator[str]:
 
 def _engine_cut(c: Config) -> Iterator[str]:
     tp = c.explorer.rollout_model.tensor_parallel_size
-    if not is_remote(c) and (problem := tensor_parallel.obstacle(Dims.of(_hf(c)), tp)):
+    if not is_remote(c) and (problem := plans.obstacle(Dims.of(_hf(c)), tp)):
         yield f"explorer.rollout_model.tensor_parallel_size={tp} {problem}"
 
 
@@ -276,7 +276,7 @@ def _auxiliary_model(key: str, one: AuxiliaryModelConfig) -> Iterator[str]:
             f"{key}.model_path={one.model_path}: a model directory has tokenizer_config.json "
             "and *.safetensors"
         )
-    if problem := tensor_parallel.obstacle(Dims.of(hf), one.tensor_parallel_size):
+    if problem := plans.obstacle(Dims.of(hf), one.tensor_parallel_size):
         yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"
     context = int(hf["max_position_embeddings"])
     one.max_model_len = one.max_model_len or context
@@ -377,7 +377,7 @@ def _store(c: Config) -> Iterator[str]:
 
 def _cards(c: Config) -> None:
     if c.cluster.node_num == 1 and c.cluster.ray_address is None:
-        cards.split(c, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        cluster.split(c, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
 PLACES = (  # tried at a start only

@@ -14,7 +14,7 @@ from rft.monitor.sinks import WANDB_ARGS
 from rft.preflight.rules import Rule
 from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
 from rft.preflight.rules_trainer import TYPE
-from rft.run.cards import check_same_cards
+from rft.run.cluster import check_same_cards
 from rft.sync import style
 from rft.trainer.feed import is_supervised
 

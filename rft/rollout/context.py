@@ -25,7 +25,7 @@ import xxhash
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, render_follow_up, render_prompt
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
-from rft.rollout.pool import EnginePool
+from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import UNKNOWN, RewardResult
 
@@ -93,7 +93,11 @@ class Shared:
     """One per explorer; `seed` is that of a deterministic run."""
 
     def __init__(
-        self, config: ExplorerConfig, model: ModelConfig, engines: dict[str, Any], seed: int | None
+        self,
+        config: ExplorerConfig,
+        model: ModelConfig,
+        engines: dict[str, EngineHandle],
+        seed: int | None,
     ):
         self.model = model
         self.seed = seed

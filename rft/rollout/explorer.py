@@ -37,7 +37,7 @@ from rft.monitor import trace
 from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable, RolloutEngine
 from rft.rollout.evaluation import Evaluator
-from rft.rollout.pool import EnginePool, EngineSource
+from rft.rollout.pool import EngineHandle, EnginePool, EngineSource
 from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Explorer:
         model: ModelConfig,
         taskset: Taskset | None,
         eval_tasksets: list[Taskset],
-        engines: dict[str, Any],
+        engines: dict[str, EngineHandle],
         buffer: ActorHandle[ExperienceBuffer] | None,
         batch_size: int,
         seed: int | None = None,
@@ -465,6 +465,9 @@ class Explorer:
         await self.shared.close()
         if self.pipeline is not None:
             await self.pipeline.close()
+
+
+ExplorerHandle = ActorHandle[Explorer]
 
 
 def judged(experiences: list[Experience]) -> float | None:

@@ -5,8 +5,8 @@ sequences in flight.
                                                   │          └── it died or refuses: another one
                                                   └──► slots: as many as the engines can use
 
-In: `GenerateRequest`s from workflows; engine actor handles by name, all at once (`engines`: they
-are fixed, and a death is the caller's failure) or as the synchronizer admits them (`follow`). Out:
+In: `GenerateRequest`s from workflows; engines by name, all at once (`engines`: they are fixed, and
+a death is the caller's failure) or as the synchronizer admits them (`follow`). Out:
 `Completion`s. Invariants: a request runs on one engine at a time, from the start again on another
 one when that dies, and what it answers is of one engine; an engine that died or refused is asked
 again only after the synchronizer has admitted it anew; when the caller of a request gives up (is
@@ -17,19 +17,21 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 from rft.ground.experience import Completion, GenerateRequest, decode, encode
 from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import EngineDied, EngineUnavailable, RolloutEngine
 
+EngineHandle = ActorHandle[RolloutEngine]
+
 
 class EngineSource(Protocol):
     """Who says which engines there are; `rft.sync.synchronizer` does."""
 
-    async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
-        """(generation, Ray's handles by name) once the generation is another than `seen`."""
+    async def members(self, seen: int = -1) -> tuple[int, dict[str, EngineHandle]]:
+        """(generation, engines by name) once the generation is another than `seen`."""
 
 
 @dataclass(eq=False)
@@ -37,7 +39,7 @@ class Member:
     """An engine that was admitted. `out`: why it gets no new requests, empty while it does."""
 
     name: str
-    handle: ActorHandle[RolloutEngine]
+    handle: EngineHandle
     load: int = 0  # sequences in flight
     out: str = ""
     is_dead: bool = False
@@ -101,8 +103,7 @@ class ResizableSemaphore:
 
 
 class EnginePool:
-    def __init__(self, engines: dict[str, Any]):
-        """`engines`: Ray's handles by name."""
+    def __init__(self, engines: dict[str, EngineHandle]):
         self.members: dict[str, Member] = {}
         self.generation = -1  # of the admitted engines, as the synchronizer counts
         self.is_fixed = bool(engines)
@@ -124,9 +125,9 @@ class EnginePool:
         while True:
             self._apply(*await synchronizer.ask(EngineSource.members, self.generation))
 
-    def add(self, name: str, handle: Any) -> None:
+    def add(self, name: str, handle: EngineHandle) -> None:
         """Give it requests from now on; under a known name it takes the place of the one before."""
-        self.members[name] = Member(name, ActorHandle(handle))
+        self.members[name] = Member(name, handle)
         self.members[name].idle.set()
         self._changed()
 
@@ -169,7 +170,7 @@ class EnginePool:
             "pool/deaths": float(self.deaths),
         }
 
-    def _apply(self, generation: int, admitted: dict[str, Any]) -> None:
+    def _apply(self, generation: int, admitted: dict[str, EngineHandle]) -> None:
         """What is listed was admitted, known ones maybe anew: whatever they were out for, they are
         asked again.
         """
@@ -178,9 +179,9 @@ class EnginePool:
             self.remove(name)
         for name, handle in admitted.items():
             known = self.members.get(name)
-            if name in self._leaving or (known and known.is_dead and known.handle.actor == handle):
+            if name in self._leaving or (known and known.is_dead and known.handle == handle):
                 continue
-            if known and known.handle.actor == handle:
+            if known and known.handle == handle:
                 known.out = ""
             else:
                 self.add(name, handle)

@@ -30,12 +30,13 @@ from rft.ground.process import die_with_parent
 from rft.ground.protocols import ActorHandle
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
-from rft.rollout.explorer import Explorer
-from rft.run import cards, modes, parts, ray_cluster
+from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
+from rft.rollout.pool import EngineHandle
+from rft.run import cluster, modes, parts
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
-from rft.sync.synchronizer import Synchronizer
+from rft.sync.synchronizer import SynchronizerHandle
 from rft.trainer import control
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ DOING = {
     "explorer": "exploring",
 }  # for messages
 Failed = Callable[[str, str, str], None]
-Work = Callable[[ActorHandle[Explorer]], None]
+Work = Callable[[ExplorerHandle], None]
 T = TypeVar("T")
 
 
@@ -76,9 +77,9 @@ class Actors:
         self.failed = failed
         self.say = say
         self.buffer: ActorHandle[ExperienceBuffer] | None = None
-        self.synchronizer: ActorHandle[Synchronizer] | None = None
-        self.explorer: ActorHandle[Explorer] | None = None
-        self.auxiliary: dict[str, ActorHandle[RolloutEngine]] = {}
+        self.synchronizer: SynchronizerHandle | None = None
+        self.explorer: ExplorerHandle | None = None
+        self.auxiliary: dict[str, EngineHandle] = {}
         restarts = config.explorer.rollout_model.max_restarts
         self.fleet = EngineFleet(self._create_engine, log_dir, restarts, self._fail, say)
         self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
@@ -86,7 +87,7 @@ class Actors:
         self.ready = False
         self.closing = False
         self.address = ""
-        self.cards: cards.Cards | None = None
+        self.cards: cluster.Cards | None = None
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -95,7 +96,7 @@ class Actors:
         Ranks may be started as soon as this returns.
         """
         config = self.config
-        self.address = ray_cluster.start(config, self._split_gpus)
+        self.address = cluster.start(config, self._split_gpus)
         if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
         if config.mode != "bench":
@@ -165,21 +166,21 @@ class Actors:
         self.socket.close(max(0.1, deadline - time.monotonic()))
         ray.shutdown()
 
-    def _api(self) -> Any:
+    def _api(self) -> EndpointFactory:
         """What the explorer's OpenAI API needs: a place for its key, and the engines of auxiliary
         models, which never change.
         """
         from rft.agents.endpoint import OpenAIEndpointFactory
 
-        config, auxiliary = self.config, {}
+        config = self.config
+        auxiliary: dict[str, dict[str, EngineHandle]] = {}
         for model in config.explorer.auxiliary_models:
             specs = [
                 parts.auxiliary_spec(config, model, number, self._device_kind())
                 for number in range(model.engine_num)
             ]
-            handles = {spec.name: self._spawn(spec) for spec in specs}
-            self.auxiliary |= handles
-            auxiliary[model.name] = {name: handle.actor for name, handle in handles.items()}
+            auxiliary[model.name] = {spec.name: self._spawn(spec) for spec in specs}
+            self.auxiliary |= auxiliary[model.name]
         serves, size = config.mode == "serve", int(config.algorithm.repeat_times or 1)
         return OpenAIEndpointFactory(str(configs.job_dir(config)), serves, size, auxiliary)
 
@@ -228,7 +229,7 @@ class Actors:
         """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split
         once, here).
         """
-        self.cards = cards.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        self.cards = cluster.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         if self.cards is None:
             return {}
         self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.ranks)
@@ -248,7 +249,7 @@ class Actors:
         self._thread(self._watch, spec.part, handle)
         return handle
 
-    def _create_engine(self, engine: str, name: str) -> ActorHandle[RolloutEngine]:
+    def _create_engine(self, engine: str, name: str) -> EngineHandle:
         return self._create(parts.engine_spec(self.config, engine, name, self._device_kind()))
 
     def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
@@ -275,8 +276,8 @@ class Actors:
         elif spec.gpus and self._device_kind() == "cuda":
             options["num_gpus"] = spec.gpus
         cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
-        actor = ray.remote(cls).options(**options)
-        return ActorHandle(actor.remote(*spec.make.args, **spec.make.keywords))
+        actor_class = ray.remote(cls).options(**options)
+        return ActorHandle(actor_class.remote(*spec.make.args, **spec.make.keywords))
 
     def _listen(self) -> None:
         """`rft engines` reaches this run, if its directory can hold a socket."""

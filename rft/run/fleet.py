@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from rft.ground.process import end_marked
-from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
-from rft.rollout.explorer import Explorer
-from rft.sync.synchronizer import Synchronizer
+from rft.rollout.explorer import Explorer, ExplorerHandle
+from rft.rollout.pool import EngineHandle
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 from rft.trainer import control
 
 log = logging.getLogger(__name__)
 ENDING_S = 8.0  # for vLLM's own orderly end
 STATS_S = 5.0  # for an engine that is alive; one that loads does not answer
-Spawn = Callable[[str, str], ActorHandle[RolloutEngine]]  # of (engine, the actor's own name)
+Spawn = Callable[[str, str], EngineHandle]  # of (engine, the actor's own name)
 Failed = Callable[[str, str, Exception], None]
 
 
@@ -53,7 +53,7 @@ class FleetMember:
     """One name in the pool, and the actor that has it now."""
 
     name: str
-    handle: ActorHandle[RolloutEngine]
+    handle: EngineHandle
     log_file: Path
     state: str = "starting"
     restarts: int = 0
@@ -82,8 +82,8 @@ class EngineFleet:
         self.say = say
         self.engines: dict[str, FleetMember] = {}
         self.threads: list[threading.Thread] = []
-        self.synchronizer: ActorHandle[Synchronizer] | None = None
-        self.explorer: ActorHandle[Explorer] | None = None
+        self.synchronizer: SynchronizerHandle | None = None
+        self.explorer: ExplorerHandle | None = None
         self.drain_s = 0.0
         # the run has begun: an engine that cannot start is no failure of it any more
         self.ready = False
@@ -91,8 +91,8 @@ class EngineFleet:
         self._next = 0
         self._lock = threading.RLock()
 
-    def create(self, count: int, is_news: bool = False) -> dict[str, Any]:
-        """Ray's handles of so many new engines by name, without waiting for them."""
+    def create(self, count: int, is_news: bool = False) -> dict[str, EngineHandle]:
+        """So many new engines by name, without waiting for them."""
         handles = {}
         with self._lock:
             for _ in range(count if not self.closing else 0):
@@ -102,13 +102,13 @@ class EngineFleet:
                     name, self.spawn(name, name), self.log_dir / f"{name}.log", is_news=is_news
                 )
                 self.engines[name] = engine
-                handles[name] = engine.handle.actor
+                handles[name] = engine.handle
         return handles
 
     def run(
         self,
-        synchronizer: ActorHandle[Synchronizer] | None,
-        explorer: ActorHandle[Explorer],
+        synchronizer: SynchronizerHandle | None,
+        explorer: ExplorerHandle,
         drain_s: float,
     ) -> None:
         """Start all that were created, in the background.
@@ -197,7 +197,7 @@ class EngineFleet:
                 row["cause"] = control.cause(error)
         return [{**row, "name": name} for name, row in rows.items()]
 
-    def handles(self) -> list[ActorHandle[RolloutEngine]]:
+    def handles(self) -> list[EngineHandle]:
         with self._lock:
             return [engine.handle for engine in self.engines.values()]
 
@@ -234,7 +234,7 @@ class EngineFleet:
             if engine.state == "starting":
                 engine.state = "joining" if joins else "serving"
         if joins:
-            self._tell(Synchronizer.join, engine.name, handle.actor)
+            self._tell(Synchronizer.join, engine.name, handle)
         if not engine.started.done():
             engine.started.set_result(facts)
         ray.get(end)
@@ -347,7 +347,7 @@ class EngineFleet:
                 return
             with self._lock:
                 for engine in self.engines.values():
-                    self._admitted(engine, admitted.get(engine.name) == engine.handle.actor)
+                    self._admitted(engine, admitted.get(engine.name) == engine.handle)
 
     def _admitted(self, engine: FleetMember, is_admitted: bool) -> None:
         if is_admitted and engine.state == "joining":

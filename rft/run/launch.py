@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.checkpoint import fence
@@ -29,21 +29,21 @@ from rft.config import Config, ConfigError, is_remote
 from rft.ground.device import thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
-from rft.run.exports import check_exports
-from rft.run.stages import finished, ready
+from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
     EXIT_CODES,
     Event,
     Events,
-    StageFailed,
     Supervisor,
     failure,
     kind,
-    say,
     signals_as_events,
 )
 from rft.trainer.control import cause
 from rft.trainer.feed import reads_files
+
+if TYPE_CHECKING:
+    from rft.run.actors import Work
 
 log = logging.getLogger(__name__)
 RANKS_SHARE = 0.7  # of the grace period: ranks save a checkpoint, actors only close files
@@ -93,7 +93,7 @@ def resolved_of(config: Config) -> Path:
 class StageRun:
     """One stage from start to end."""
 
-    def __init__(self, config: Config, events: Events, task: Callable[[Any], None] | None = None):
+    def __init__(self, config: Config, events: Events, task: "Work | None" = None):
         self.config = config
         self.task = task
         self.events = events

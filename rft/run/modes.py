@@ -16,12 +16,9 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import Config
 from rft.ground.experience import EvalResult, decode
 from rft.ground.protocols import ActorHandle
-from rft.rollout.explorer import Explorer
-from rft.run.exports import exports
-from rft.sync.synchronizer import Synchronizer
-
-ExplorerHandle = ActorHandle[Explorer]
-SynchronizerHandle = ActorHandle[Synchronizer]
+from rft.rollout.explorer import Explorer, ExplorerHandle
+from rft.run.stages import exports
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 
 def explore(

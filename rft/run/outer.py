@@ -11,7 +11,6 @@ and so do all.
 """
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -21,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from omegaconf import DictConfig
 
 from rft import config as configs
@@ -28,11 +29,11 @@ from rft.config import Config, ConfigError
 from rft.ground import redact
 from rft.ground.device import hosted_store
 from rft.ground.errors import refuse
+from rft.ground.experience import Record
 from rft.ground.plugins import imported
 from rft.monitor import logs, trace
 from rft.run import sidecar
-from rft.run.stages import finished, ready
-from rft.run.supervisor import StageFailed
+from rft.run.stages import StageFailed, finished, ready
 from rft.trainer.feed import reads_files
 
 Prepared = Callable[[DictConfig], list[Config]]  # stage configs, filled and checked
@@ -47,6 +48,17 @@ LAUNCHER_STORE = "RFT_OUTER_STORE"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # MASTER_PORT = 20000 + job id modulo this: outside the ephemeral range, stable over restarts
 SLURM_PORTS = 10_000
+
+
+class Announcement(Record, frozen=True):
+    """What rank 0 tells all ranks of the next stage: where its config is, and the `environment` in
+    which they reach its Ray and each other; or the exit code to end with.
+    """
+
+    code: int | None = None
+    resolved: str = ""
+    sidecar: bool = False
+    environment: dict[str, str] = {}
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -76,17 +88,19 @@ def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
     store, number = _store(stage)
     if number == 0:
         hosted, place = own_store(stage)  # hosted for as long as it is held
-        store.set("stage", json.dumps({"store": place} | _announcement(raw, prepared, check)))
-    told = json.loads(store.get("stage"))
-    if "code" in told:
-        return int(told["code"])
-    os.environ.update(told["environment"] | told["store"])
-    resolved, beside = told["resolved"], None
-    if number == 0 and told["sidecar"]:
-        beside = sidecar.Sidecar(Path(resolved).parent)
-    code = rank.main(resolved, terminal=streams[1])
+        news = _announcement(raw, prepared, check)
+        news = replace(news, environment=news.environment | place)
+        store.set("stage", msgspec.json.encode(news).decode())
+    told = msgspec.json.decode(store.get("stage"), type=Announcement)
+    if told.code is not None:
+        return told.code
+    os.environ.update(told.environment)
+    beside = None
+    if number == 0 and told.sidecar:
+        beside = sidecar.Sidecar(Path(told.resolved).parent)
+    code = rank.main(told.resolved, terminal=streams[1])
     if beside is not None:
-        beside.end(configs.load(resolved).shutdown_grace_s + END_S)
+        beside.end(configs.load(told.resolved).shutdown_grace_s + END_S)
     if code == 0:
         _again(stage + 1, streams)
     return code
@@ -107,19 +121,17 @@ def _again(stage: int, streams: tuple[int, int]) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _announcement(raw: DictConfig, prepared: Prepared, check: Check) -> dict[str, Any]:
-    """What rank 0 tells all ranks of the next stage; a failure as their exit code, with one
-    message.
-    """
+def _announcement(raw: DictConfig, prepared: Prepared, check: Check) -> Announcement:
+    """A failure becomes the ranks' exit code, with one message."""
     try:
         return _next_stage(raw, prepared, check)
     except ConfigError as error:
-        return {"code": refuse(error)}
+        return Announcement(code=refuse(error))
     except StageFailed as error:
         print(f"rft: {error}", file=sys.stderr, flush=True)
-        return {"code": error.code}
+        return Announcement(code=error.code)
     except sidecar.SidecarFailed:  # it has said why
-        return {"code": 1}
+        return Announcement(code=1)
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -177,29 +189,22 @@ def own_store(stage: int) -> tuple[Any, dict[str, str]]:
     return store, {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
 
 
-def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> dict[str, Any]:
-    """Where the next stage's config is and how to reach its Ray, or the exit code to end with."""
+def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announcement:
     stages = prepared(raw)
     _check(stages)
     count = next((i for i, config in enumerate(stages) if not finished(config)), len(stages))
     if count == len(stages):
         if stages[0].finish:
             imported(stages[0].finish)(stages)
-        return {"code": 0}
+        return Announcement(code=0)
     config = ready(stages, count, check)
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
     if reads_files(config):
-        return {
-            "resolved": str(resolved),
-            "sidecar": False,
-            "environment": _attempt(logs.new_attempt(resolved.parent), config),
-        }
-    return {
-        "resolved": str(resolved),
-        "sidecar": True,
-        "environment": sidecar.start(resolved, SIDECAR_S) | redact.inherited(),
-    }
+        environment = _attempt(logs.new_attempt(resolved.parent), config)
+        return Announcement(resolved=str(resolved), environment=environment)
+    environment = sidecar.start(resolved, SIDECAR_S) | redact.inherited()
+    return Announcement(resolved=str(resolved), sidecar=True, environment=environment)
 
 
 def _attempt(log_dir: Path, config: Config) -> dict[str, str]:

@@ -8,7 +8,7 @@ In: a stage's config, and the actors that one of them asks. Out: an `ActorSpec`,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rft import config as configs
 from rft.algorithm import recipe
@@ -19,7 +19,8 @@ from rft.config.layout import versions_kept
 from rft.data.taskset import build_tasksets
 from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
-from rft.rollout.explorer import Explorer
+from rft.rollout.explorer import EndpointFactory, Explorer, Pipeline
+from rft.rollout.pool import EngineHandle
 from rft.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def synchronizer_spec(
     settings, frees = config.synchronizer, config.mode == "both" or is_shared(config)
     make = partial(
         Synchronizer,
-        buffer.actor if frees else None,
+        buffer if frees else None,
         settings.sync_timeout,
         settings.kv,
         settings.receive == "direct",
@@ -75,12 +76,12 @@ def synchronizer_spec(
 
 def explorer_spec(
     config: Config,
-    engines: dict[str, Any],
+    engines: dict[str, EngineHandle],
     buffer: ActorHandle[ExperienceBuffer] | None,
     synchronizer: ActorHandle[Synchronizer] | None,
-    api: Any,
+    api: EndpointFactory | None,
 ) -> ActorSpec[Explorer]:
-    """`engines`: Ray's handles by name, where no synchronizer says which there are."""
+    """`engines`: where no synchronizer says which there are."""
     staleness = config.synchronizer.max_staleness if config.mode == "both" else None
     taskset, eval_tasksets = build_tasksets(
         config.buffer,
@@ -107,7 +108,7 @@ def explorer_spec(
     return ActorSpec("explorer", config.explorer.name, make)
 
 
-def _pipeline(config: Config) -> Callable[[], Any] | None:
+def _pipeline(config: Config) -> Callable[[], Pipeline] | None:
     """What makes the experience pipeline where the explorer runs;
     None: groups go straight to the buffer.
     """

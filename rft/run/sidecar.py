@@ -29,7 +29,8 @@ from rft import config as configs
 from rft.ground import durable, redact
 from rft.ground.process import adopt_orphans, await_end, end_family
 from rft.monitor import logs
-from rft.run.supervisor import Event, Events, StageFailed, Supervisor, failure, signals_as_events
+from rft.run.stages import StageFailed
+from rft.run.supervisor import Event, Events, Supervisor, failure, signals_as_events
 from rft.trainer import control
 
 log = logging.getLogger(__name__)

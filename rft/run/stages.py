@@ -1,26 +1,48 @@
-"""What one stage of a run hands to the next: the model that it exported.
+"""What one stage of a run hands to the next: the model that it exported, and how it ended.
 
 In: the stages' configs, filled and checked. Out: for each stage the one that it goes on from, or a
 `ConfigError` before anything starts; when its turn comes, its config with that model and with the
-rows of its task pipeline; and whether an earlier attempt has finished
-it. A stage goes on from the
-newest stage before it that trains and was given the same `model.model_path`; one with a path of its
-own begins there.
+rows of its task pipeline; whether an earlier attempt has finished it; and where its exports lie, of
+which a directory has its name when the export in it is complete. A stage goes on from the newest
+stage before it that trains and was given the same `model.model_path`; one with a path of its own
+begins there.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from rft.config import Config, ConfigError, job_dir
 from rft.extras.pipeline import tasks
 from rft.ground.errors import refuse_all
-from rft.run.exports import exports
-from rft.run.supervisor import StageFailed, say
 
 TRAINING = ("both", "train")
+RESULT = "result.json"  # in the job's directory
+
+
+class StageFailed(RuntimeError):
+    """A stage that ended badly: the process exit code and the one message for the user."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What rank 0 wrote down at the end of a stage that trains.
+
+    `asked`: for so many steps in all; `huggingface`: the last export's directory.
+    """
+
+    version: int
+    complete: bool
+    asked: int | None
+    huggingface: str
 
 
 def source(stages: list[Config], index: int) -> Config | None:
@@ -71,6 +93,7 @@ def ready(stages: list[Config], index: int, check: Callable[[Config], None]) -> 
 
     `check` refuses a config that cannot run (`rft.preflight`).
     """
+
     config = with_model(stages, index)
     if tasks.is_pending(config):
         try:
@@ -86,27 +109,66 @@ def with_model(stages: list[Config], index: int) -> Config:
     config, before = stages[index], source(stages, index)
     if before is None:
         return config
-    export = result(before)["huggingface"]
+    export = result(before).huggingface
     if not Path(export).is_dir():
         raise ConfigError(
             f"stages: {config.stage_name} goes on from {export}, which is gone: export it again "
             "with `rft ckpt export`, or "
             f"give {config.stage_name} a model.model_path of its own"
         )
-    return replace(config, model=replace(config.model, model_path=str(export)))
+    return replace(config, model=replace(config.model, model_path=export))
 
 
-def result(config: Config) -> dict[str, Any]:
-    """What rank 0 wrote down at the end of the stage."""
-    return json.loads((job_dir(config) / "result.json").read_text(encoding="utf-8"))
+def result(config: Config) -> StageResult:
+    """Raises FileNotFoundError when the stage has not come to an end."""
+    written = (job_dir(config) / RESULT).read_bytes()
+    return msgspec.json.decode(written, type=StageResult)
+
+
+def write_result(config: Config, version: int, complete: bool) -> None:
+    """For the next stage, and for the next start of this one. Durable."""
+    from rft.checkpoint.storage import Disk, LocalStorage
+
+    job = job_dir(config)
+    ended = StageResult(
+        version, complete, config.trainer.total_steps, str(export_dir(job, version))
+    )
+    LocalStorage(job, Disk()).put(RESULT, json.dumps(asdict(ended), indent=1).encode())
 
 
 def finished(config: Config) -> bool:
     """Whether an earlier attempt completed this stage, with at least as many steps as are asked for
     now.
     """
-    path = job_dir(config) / "result.json"
-    if config.mode not in TRAINING or not path.exists():
+    if config.mode not in TRAINING or not (job_dir(config) / RESULT).exists():
         return False
     last = result(config)
-    return last["complete"] and (last["asked"] or 0) >= int(config.trainer.total_steps or 0)
+    return last.complete and (last.asked or 0) >= int(config.trainer.total_steps or 0)
+
+
+def export_dir(job: Path, step: int) -> Path:
+    return job / "huggingface" / f"step_{step:08d}"
+
+
+def check_exports(config: Config) -> None:
+    """Refuse a bench that has nothing to evaluate."""
+    job = job_dir(config)
+    if not exports(job):
+        raise ConfigError(
+            f"mode=bench: no Hugging Face export under {job / 'huggingface'}; train with "
+            "trainer.save_hf_checkpoint=always first"
+        )
+
+
+def exports(job: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every complete export, oldest first."""
+    names = [
+        p for p in (job / "huggingface").glob("step_*") if p.name.removeprefix("step_").isdigit()
+    ]
+    return sorted((int(p.name.removeprefix("step_")), p) for p in names)
+
+
+def say(line: str) -> None:
+    """A line for the user, whole among those of other threads and of the trainer."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

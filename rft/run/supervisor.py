@@ -16,12 +16,11 @@ alone, so it hears of signals at any time.
 import contextlib
 import queue
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.config import Config
@@ -30,7 +29,7 @@ from rft.ground.process import end_descendants
 from rft.monitor import logs, trace
 
 if TYPE_CHECKING:
-    from rft.run.actors import Actors
+    from rft.run.actors import Actors, Work
 
 EXIT_CODES = {"trainer": 10, "engine": 11, "explorer": 12, "buffer": 13, "synchronizer": 14}
 # a later one fails when an earlier one is gone
@@ -40,14 +39,6 @@ SETTLE_S = 2.0  # between a part's death and the word of it: Ray sees a closed s
 LAST_S = 3.0
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is Slurm's before preemption
 Events = queue.SimpleQueue["Event"]
-
-
-class StageFailed(RuntimeError):
-    """A stage that ended badly: the process exit code and the one message for the user."""
-
-    def __init__(self, code: int, message: str):
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ class Supervisor:
         config: Config,
         events: Events,
         say: Callable[[str], None],
-        task: Callable[[Any], None] | None = None,
+        task: "Work | None" = None,
     ):
         """`say`: a line for the user. `task`: done with the explorer instead of what the mode
         does with it.
@@ -180,9 +171,3 @@ def kind(event: Event) -> str:
 
 def failure(event: Event, log_dir: Path) -> str:
     return f"{event.part} failed while {event.phase}: {event.cause}; logs in {log_dir}"
-
-
-def say(line: str) -> None:
-    """A line for the user, whole among those of other threads and of the trainer."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -68,9 +68,9 @@ from rft.rollout.worker_channel import StageOrder, StageReport
 from rft.sync import lora
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 from rft.sync.links import join_links
-from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader
-from rft.sync.receiver import Receiver, file_tensors
-from rft.sync.tensor_parallel import WHOLE, Share
+from rft.sync.plan import WHOLE, Share
+from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader, file_tensors
+from rft.sync.receiver import Receiver
 
 log = logging.getLogger(__name__)
 CHANNEL_S = 60.0  # for an order that has begun to come, or a report, to come whole

@@ -31,7 +31,6 @@ engine of the round holds it, is gone or has missed it, and at least one holds i
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 Mark = tuple[int, int]  # epoch, version
 PATIENCE = 3  # failures in a row
@@ -218,20 +217,8 @@ class Members:
             and all(m.missed for m in here)
         )
 
-    def states(self, admitted: list[str]) -> dict[str, dict[str, Any]]:
-        """What is known of every engine, for people."""
-        return {
-            name: {
-                "state": member.state,
-                "version": member.held[1] if member.held else None,
-                "admitted": name in admitted,
-                "reason": member.reason,
-            }
-            for name, member in self.all.items()
-        }
-
     def where(self) -> str:
-        """The same in words."""
+        """What is known of every engine, for people."""
         if not self.all:
             return "no engine is here"
         told = []

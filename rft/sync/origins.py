@@ -23,19 +23,29 @@ from rft.checkpoint.catalog import read_manifest
 from rft.checkpoint.records import Committed, Report, SaveFailed
 from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import SynchronizerConfig
+from rft.ground.experience import Record
 from rft.ground.protocols import Block, Collective, WeightSource
 from rft.ground.rounds import CHECKPOINT, MEMORY, InSave
-from rft.sync import checksum
 from rft.sync import plan as plans
+from rft.sync.buckets import Blocks, host_checksum, pack, seed_of
 from rft.sync.links import host_links
-from rft.sync.plan import StreamPlan
-from rft.sync.publisher import Origin
-from rft.sync.sender import Blocks, WeightSender, pack
-from rft.sync.synchronizer import reason
-from rft.sync.tensor_parallel import WHOLE, part_of
+from rft.sync.plan import WHOLE, StreamPlan, part_of
+from rft.sync.publisher import Origin, Outcome
+from rft.sync.sender import WeightSender
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
 log = logging.getLogger(__name__)
 Endpoint = dict[str, Any]
+
+
+class Agreement(Record, frozen=True):
+    """What rank 0 tells all ranks: the encoded plan and who serves each rank's stream, or why there
+    is none.
+    """
+
+    plan: dict[str, object] = {}
+    endpoints: list[Endpoint | None] = []
+    error: str | None = None
 
 
 class ShardOrigin(Origin):
@@ -47,7 +57,7 @@ class ShardOrigin(Origin):
         self,
         mesh: Collective,
         source: WeightSource,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
     ):
@@ -62,15 +72,16 @@ class ShardOrigin(Origin):
         # over the wire a record becomes a plain dictionary
         offers = self.mesh.gather((self.source.blocks(), endpoint))
         decision = self.mesh.broadcast(self._decide(offers) if offers is not None else None)
-        if "error" in decision:
-            raise ValueError(decision["error"])
-        self.plan = plans.decode(decision["plan"])
+        agreed = msgspec.convert(decision, Agreement)
+        if agreed.error is not None:
+            raise ValueError(agreed.error)
+        self.plan = plans.decode(agreed.plan)
         self.digest = self.plan.digest
         owners = [stream.rank for stream in self.plan.streams]
         mine = owners.index(self.mesh.rank) if self.mesh.rank in owners else None
-        return mine, [decision["endpoints"][rank] for rank in owners]
+        return mine, [agreed.endpoints[rank] for rank in owners]
 
-    def _decide(self, offers: list[tuple[list[Block], Endpoint | None]]) -> dict[str, Any]:
+    def _decide(self, offers: list[tuple[list[Block], Endpoint | None]]) -> Agreement:
         """Rank 0: the plan; or the error that all ranks raise."""
         size = self.config.bucket_bytes
         assert size is not None, "the rank chooses one by its device"
@@ -78,12 +89,12 @@ class ShardOrigin(Origin):
             blocks = [msgspec.convert(blocks, list[Block]) for blocks, _ in offers]
             plan = plans.encode(plans.build(blocks, size))
         except ValueError as error:
-            return {"error": str(error)}
-        return {"plan": plan, "endpoints": [endpoint for _, endpoint in offers]}
+            return Agreement(error=str(error))
+        return Agreement(plan=plan, endpoints=[endpoint for _, endpoint in offers])
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         reply, self._reply = self._reply, None
-        return {} if reply is None else self.answer(reply)
+        return self.answer(reply)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -101,7 +112,7 @@ class StreamOrigin(ShardOrigin):
         self,
         mesh: Collective,
         source: WeightSource,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
         address: str = "127.0.0.1",
@@ -111,7 +122,7 @@ class StreamOrigin(ShardOrigin):
         self.sender: WeightSender | None = None
         self._is_open = False
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         if self.source.blocks():
             device = next(iter(self.source.read_blocks())).device
             links = host_links(device, self.address)
@@ -120,22 +131,17 @@ class StreamOrigin(ShardOrigin):
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:
             self.sender.follow(self.plan, stream)
-        if self.synchronizer is None:
-            return {}
-        plan = plans.encode(self.plan)
-        return self.answer(self.synchronizer.connect.remote(plan, endpoints, self.epoch))
+        return self.answer(self.ask(Synchronizer.connect, self.plan, endpoints, self.epoch))
 
     def start(self, version: int, due: bool) -> None:
         """Not `due`: the version is only offered."""
         self._is_open = True
         if self.sender:
             self.sender.open(version)
-        if self.synchronizer is None:
-            return
         if due:
-            self._reply = self.synchronizer.publish.remote(version, self.epoch)
+            self._reply = self.ask(Synchronizer.publish, version, self.epoch)
         else:
-            self.synchronizer.offer.remote(version, self.epoch)
+            self.ask(Synchronizer.offer, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Close the version; engines serve it, or have taken what they wanted of it."""
@@ -161,7 +167,7 @@ class MemoryOrigin(ShardOrigin):
         self,
         mesh: Collective,
         source: WeightSource,
-        synchronizer: Any,
+        synchronizer: SynchronizerHandle,
         config: SynchronizerConfig,
         epoch: int,
     ):
@@ -169,12 +175,11 @@ class MemoryOrigin(ShardOrigin):
         self._stream: int | None = None
         self._deposit: DepositThread | None = None
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         self._stream, _ = self.agree_on_plan(None)
         if self.mesh.rank != 0:
-            return {}
-        plan = plans.encode(self.plan)
-        return self.answer(self.synchronizer.connect.remote(plan, [], self.epoch, MEMORY))
+            return Outcome()
+        return self.answer(self.ask(Synchronizer.connect, self.plan, [], self.epoch, MEMORY))
 
     def start(self, version: int, due: bool) -> None:
         """A version that is not due needs nothing: engines that come back find the last one."""
@@ -183,7 +188,7 @@ class MemoryOrigin(ShardOrigin):
         if self._stream is not None:
             self._deposit = DepositThread(lambda: self._leave(version))
         if self.mesh.rank == 0:
-            self._reply = self.synchronizer.publish_deposited.remote(version, self.epoch)
+            self._reply = self.ask(Synchronizer.publish_deposited, version, self.epoch)
 
     def release(self) -> dict[str, float]:
         """Return when all of this rank's weights are in the object store."""
@@ -202,8 +207,8 @@ class MemoryOrigin(ShardOrigin):
         ):
             if under_way is not None:
                 ray.get(under_way, timeout=self.config.sync_timeout)
-            under_way = self.synchronizer.deposit.remote(
-                version, self.epoch, self._stream, number, data, digest
+            under_way = self.ask(
+                Synchronizer.deposit, version, self.epoch, self._stream, number, data, digest
             )
         ray.get(under_way, timeout=self.config.sync_timeout)
 
@@ -247,7 +252,7 @@ def packed(
         message = torch.empty(bucket.nbytes, dtype=torch.uint8)
         pack(bucket, blocks, message)
         data = message.numpy()
-        digest = checksum.host(checksum.seed_of(plan.digest, version, index, number))
+        digest = host_checksum(seed_of(plan.digest, version, index, number))
         digest.update(data)
         yield data, digest.hexdigest()
 
@@ -280,7 +285,7 @@ class CheckpointOrigin(Origin):
         self,
         mesh: Collective,
         saves: Saves,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
         deadline_s: float,
@@ -295,11 +300,9 @@ class CheckpointOrigin(Origin):
         # rank 0: the synchronizer's answer, once there is a save to tell of
         self._told: Future[Any] = Future()
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         self.saves.hear = self._hear
-        if self.synchronizer is None:
-            return {}
-        return self.answer(self.synchronizer.attach.remote(self.epoch, CHECKPOINT))
+        return self.answer(self.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
 
     def start(self, version: int, due: bool) -> None:
         """If it is due, `claim_save` must follow. If not, nothing is needed: engines that come back
@@ -314,24 +317,26 @@ class CheckpointOrigin(Origin):
         self._saving, self._wanted, self._told = version, None, Future()
         return True
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         """Rank 0: what became of the save, and of the round.
 
         Without engines here a save that failed is only counted, as others.
         """
         assert self._wanted is None, f"version {self._wanted} was never saved"
         if self.mesh.rank != 0:
-            return {}
+            return Outcome()
         try:
             reply = self._told.result(self.deadline_s)
         except TimeoutError:
-            return {"error": f"version {self._saving} is not committed after {self.deadline_s:g} s"}
+            return Outcome(
+                error=f"version {self._saving} is not committed after {self.deadline_s:g} s"
+            )
         except Exception as error:
             if self.engines:
-                return {"error": reason(error)}
+                return Outcome(error=reason(error))
             log.error("weights for explorers elsewhere: %s", error)
-            return {}
-        return self.answer(reply) if reply is not None else {}
+            return Outcome()
+        return self.answer(reply)
 
     def close(self) -> None:
         self.saves.hear = lambda report: None
@@ -358,10 +363,7 @@ class CheckpointOrigin(Origin):
         except (OSError, ValueError) as error:  # raised by `wait`
             told.set_exception(error)
             return
-        if self.synchronizer is None:
-            told.set_result(None)
-            return
         location = InSave(root=self.saves.storage.where, path=report.name)
         told.set_result(
-            self.synchronizer.publish.remote(report.step, self.epoch, self.digest, location)
+            self.ask(Synchronizer.publish, report.step, self.epoch, self.digest, location)
         )

@@ -14,31 +14,59 @@ How the bytes get from here to the engines is the `Origin`: `rft.sync.origins` h
 one for the object store and one for saves. Invariants: after `release` returns, this rank's weights
 may change, between `start` and `release` they must not; the next version is begun only when this
 one is served.
+
+A `Probe` asks whether the engines compute what the trainer computes, every n-th time that weights
+were synchronized, and the first time:
+
+    rank 0 ── a fixed prompt ──► every engine: greedy tokens, their log-probabilities ──► packed
+            ──► the policy's own forward pass
+
+Checksums say that bytes arrived; this says that they arrived where they belong: a transposed block,
+a wrong norm or an expert at another place has the right bytes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
 
 from rft.config import SynchronizerConfig
-from rft.ground.protocols import Collective
-from rft.sync.synchronizer import reason
+from rft.data.packing import Packed, Row, pack
+from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
+from rft.ground.protocols import Collective, TrainerMesh
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
 REPLY_S = 30.0  # on top of sync_timeout: the synchronizer raises the better error first
+PROMPT_TOKENS, NEW_TOKENS = 16, 16
+# nats, mean: half-precision arithmetic differs by a tenth of it, a wrong layout by several
+LIMIT = 0.5
+ANSWER_S = 60.0
+
+
+class Outcome(Record, frozen=True):
+    """What became of something that was asked of the synchronizer: its numbers, or the `error`."""
+
+    numbers: dict[str, float] = {}
+    error: str | None = None
 
 
 class Origin:
     """One way for versions to leave the trainer. Every rank has one and calls it in the same order.
 
-    An outcome is {"numbers": ...} or {"error": ...}; rank 0's counts. `is_live`: engines read the
-    weights themselves, which may not change before the round is over. `synchronizer`: rank 0's, if
-    engines belong to this run.
+    Of outcomes rank 0's counts. `is_live`: engines read the weights themselves, which may not
+    change before the round is over. `synchronizer`: rank 0's, if engines belong to this run.
     """
 
     is_live = False
     failure: type[RuntimeError] = RuntimeError
 
     def __init__(
-        self, mesh: Collective, synchronizer: Any | None, config: SynchronizerConfig, epoch: int
+        self,
+        mesh: Collective,
+        synchronizer: SynchronizerHandle | None,
+        config: SynchronizerConfig,
+        epoch: int,
     ):
         self.mesh = mesh
         self.synchronizer = synchronizer
@@ -46,7 +74,7 @@ class Origin:
         self.epoch = epoch
         self.digest = ""  # of the plan, or of what stands in for it
 
-    def connect(self) -> dict[str, Any]:
+    def connect(self) -> Outcome:
         """Let the engines know that a trainer is here; returns the outcome. Collective."""
         raise NotImplementedError
 
@@ -54,13 +82,13 @@ class Origin:
         """The current weights are `version`. Not `due`: no engine has to take it."""
         raise NotImplementedError
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         """Of the version that was started last, when its round is over."""
         raise NotImplementedError
 
-    def rest(self) -> dict[str, Any]:
+    def rest(self) -> Outcome:
         """Put the engines to sleep; returns the outcome."""
-        return {} if self.synchronizer is None else self.answer(self.synchronizer.rest.remote())
+        return self.answer(self.ask(Synchronizer.rest))
 
     def release(self) -> dict[str, float]:
         """Return, with numbers, when this rank's weights may change."""
@@ -73,16 +101,23 @@ class Origin:
     def close(self) -> None:
         """The trainer ends."""
 
-    def answer(self, reply: Any) -> dict[str, Any]:
+    def ask(self, method: Callable[..., Any], *arguments: Any) -> Any | None:
+        """Begin a call of the synchronizer's; None where there is none."""
+        return None if self.synchronizer is None else self.synchronizer.ask(method, *arguments)
+
+    def answer(self, reply: Any | None) -> Outcome:
         """What the synchronizer says to rank 0, as an outcome for all ranks: its failure becomes
-        one of theirs.
+        one of theirs. Nothing, where nothing was asked.
         """
+        if reply is None:
+            return Outcome()
         import ray
 
         try:
-            return {"numbers": ray.get(reply, timeout=self.config.sync_timeout + REPLY_S) or {}}
+            numbers = ray.get(reply, timeout=self.config.sync_timeout + REPLY_S)
         except Exception as error:  # raised on every rank, after these have heard of it
-            return {"error": reason(error)}
+            return Outcome(error=reason(error))
+        return Outcome(numbers=numbers or {})
 
 
 class Publisher:
@@ -165,10 +200,114 @@ class Publisher:
     def _count(self, numbers: dict[str, float]) -> None:
         self.last |= {f"sync/{name}": value for name, value in numbers.items()}
 
-    def _agreed(self, outcome: dict[str, Any], what: str = "weight sync") -> dict[str, float]:
+    def _agreed(self, outcome: Outcome, what: str = "weight sync") -> dict[str, float]:
         """Rank 0's outcome, on every rank; raises on every rank if it is a failure."""
         assert self.origin is not None
-        outcome = self.origin.mesh.broadcast(outcome)
-        if "error" in outcome:
-            raise self.origin.failure(f"{what} failed: {outcome['error']}")
-        return dict(outcome.get("numbers", {}))
+        agreed = msgspec.convert(self.origin.mesh.broadcast(outcome), Outcome)
+        if agreed.error is not None:
+            raise self.origin.failure(f"{what} failed: {agreed.error}")
+        return agreed.numbers
+
+
+# --- do the engines compute what the trainer computes? -------------------------------------------
+
+
+class Scorer(Protocol):
+    multiple: int
+
+    def score(self, part: list[Packed], trained_only: bool = False) -> list[np.ndarray]: ...
+
+
+class Probe:
+    """In: a policy whose weights are those that all engines serve. Out: the mean and the largest
+    difference of a log-probability.
+
+    It changes nothing, and every rank comes to the same end. `interval`: every so many versions; 0:
+    never. `vocab`: token ids that the model has.
+    """
+
+    def __init__(
+        self,
+        policy: Scorer,
+        mesh: TrainerMesh,
+        synchronizer: SynchronizerHandle | None,
+        interval: int,
+        vocab: int,
+    ):
+        self.policy = policy
+        self.mesh = mesh
+        self.synchronizer = synchronizer
+        self.interval = interval
+        self.vocab = vocab
+        self.passed = 0  # versions since the last one that was probed
+
+    def after(self, version: int) -> dict[str, float]:
+        """All engines serve `version`, which are the policy's weights now.
+
+        Collective; raises when they compute something else.
+        """
+        due = self.interval > 0 and self.passed % self.interval == 0
+        self.passed += 1
+        if not due:
+            return {}
+        completions = self._ask(version) if self.synchronizer is not None else []
+        parts = self._packed(completions) if self.mesh.rank == 0 else None
+        mean, most = self._differences(self.mesh.scatter_parts(parts))
+        if mean > LIMIT:
+            raise RuntimeError(
+                f"the engines do not compute what the trainer does: of version {version} their "
+                "log-probabilities differ by "
+                f"{mean:.2f} nats on average, {most:.2f} at most, on the same tokens"
+            )
+        return {"probe_mean_diff": mean, "probe_max_diff": most}
+
+    def _ask(self, version: int) -> list[Completion]:
+        import ray
+
+        prompt = [(13 + 7919 * i) % self.vocab for i in range(PROMPT_TOKENS)]
+        sampling = Sampling(temperature=0.0, max_tokens=NEW_TOKENS)
+        self.request = GenerateRequest(
+            request_id=f"probe/{version}", prompt=prompt, sampling=sampling
+        )
+        answers = ray.get(
+            self.synchronizer.ask(Synchronizer.probe, encode(self.request)),  # type: ignore[union-attr]
+            timeout=ANSWER_S,
+        )
+        return [made for answer in answers for made in decode(answer, list[Completion])]
+
+    def _packed(self, completions: list[Completion]) -> list[list[Packed]]:
+        rows = [_row(self.request.prompt, made) for made in completions]
+        return pack(rows, self.mesh.dp, PROMPT_TOKENS + NEW_TOKENS, self.policy.multiple)
+
+    def _differences(self, part: list[Packed]) -> tuple[float, float]:
+        """Mean and maximum over all ranks; ranks that hold the same tokens count them as often."""
+        import torch
+
+        sums, maxima = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        found = self.policy.score(part, trained_only=True)
+        if self.mesh.is_last_stage:
+            for packed, scores in zip(part, found, strict=True):
+                differences = np.abs(scores - packed.behaviour)[packed.weight > 0]
+                sums += torch.tensor([differences.sum(), len(differences)], dtype=torch.float64)
+                maxima = torch.maximum(
+                    maxima, torch.tensor([differences.max(initial=0.0)], dtype=torch.float64)
+                )
+        self.mesh.reduce(sums, maxima)
+        return float(sums[0] / max(1.0, float(sums[1]))), float(maxima[0])
+
+
+def _row(prompt: list[int], made: Completion) -> Row:
+    tokens = np.array(prompt + made.tokens, dtype=np.int64)
+    trained, behaviour = (
+        np.zeros(len(tokens), dtype=np.float32),
+        np.zeros(len(tokens), dtype=np.float32),
+    )
+    trained[len(prompt) :] = 1.0
+    behaviour[len(prompt) :] = made.logprobs
+    return Row(
+        tokens,
+        trained,
+        behaviour,
+        advantage=np.zeros(len(tokens), dtype=np.float32),
+        weight=trained,
+    )

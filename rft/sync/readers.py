@@ -24,11 +24,10 @@ from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreacha
 from rft.checkpoint.storage import open_storage
 from rft.ground.names import read_hf_config
 from rft.ground.rounds import InFile, InSave, Round, TrainerInfo
-from rft.sync import checksum
 from rft.sync import plan as plans
+from rft.sync.buckets import Staging, host_checksum, seed_of
 from rft.sync.connection import PeerLost, PeerRefused
 from rft.sync.plan import StreamPlan, row_bytes
-from rft.sync.staging import Staging
 
 
 class WeightReader(Protocol):
@@ -125,7 +124,7 @@ class HandedBuckets(StoredWeights):
 
     def _verify(self, version: int, index: int, number: int, data: memoryview, digest: str) -> None:
         assert self.plan is not None
-        ours = checksum.host(checksum.seed_of(self.plan.digest, version, index, number))
+        ours = host_checksum(seed_of(self.plan.digest, version, index, number))
         ours.update(data)
         if ours.hexdigest() != digest:
             stream = self.plan.streams[index]
@@ -188,3 +187,16 @@ class SavedWeights(StoredWeights):
             kept = torch.empty(tensor.shape, dtype=dtype, pin_memory=self.device.type != "cpu")
             self._kept[tensor.name] = kept
         return kept
+
+
+def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a Hugging Face directory's safetensors files."""
+    from safetensors import safe_open
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no *.safetensors")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                yield name, opened.get_tensor(name)

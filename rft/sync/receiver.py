@@ -1,4 +1,4 @@
-"""The engine end of the weight stream, without vLLM: streams (or files) in, whole Hugging Face
+"""The engine end of the weight stream, without vLLM: streams in, whole Hugging Face
 tensors out.
 
     stream 0 ──thread─┐  bytes land in the tensor that they belong to,
@@ -8,7 +8,7 @@ tensors out.
 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
-its part of the streams (`rft.sync.tensor_parallel`); the tensors have their whole shape all the
+its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
 same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
 raised to the consumer; after a failed round every wire is closed.
@@ -21,7 +21,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,13 +31,17 @@ from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
 from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
 from rft.monitor import logs
-from rft.sync import checksum
 from rft.sync import plan as plans
+from rft.sync.buckets import (
+    CHECKSUM_BYTES,
+    Staging,
+    device_checksum,
+    host_checksum,
+    seed_of,
+)
 from rft.sync.connection import CHUNK, PeerConnection, PeerRefused, handshake
 from rft.sync.links import BucketLink
-from rft.sync.plan import StreamPlan, WeightStream
-from rft.sync.staging import Staging
-from rft.sync.tensor_parallel import WHOLE, Share, StreamPart, part_of
+from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 
 log = logging.getLogger(__name__)
 BACKEND = "rft"
@@ -280,10 +283,10 @@ class Receiver:
     ) -> set[int]:
         """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
         part, wire, good = self._parts[index], self._wires[index], set()
-        theirs = bytearray(checksum.SIZE)
+        theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
             staging.reserve(index)
-            digest = checksum.host(checksum.seed_of(part.digest, version, part.stream.rank, number))
+            digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
             for piece in part.stream.buckets[number].pieces:
                 with staging.place(
                     part.stream.blocks[piece.block], piece.start, piece.stop
@@ -313,7 +316,7 @@ class Receiver:
         part, wire, link = self._parts[index], self._wires[index], self._links[index]
         stream = part.stream
         assert link is not None
-        theirs, good = bytearray(checksum.SIZE), set()
+        theirs, good = bytearray(CHECKSUM_BYTES), set()
         with devices.beside(self.device):
             for number in wanted:
                 staging.reserve(index)
@@ -332,9 +335,7 @@ class Receiver:
     ) -> bytes:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
-        ours = checksum.device(
-            message, checksum.seed_of(part.digest, version, part.stream.rank, number)
-        )
+        ours = device_checksum(message, seed_of(part.digest, version, part.stream.rank, number))
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
@@ -349,16 +350,3 @@ class Receiver:
             wire.close()
         for link in filter(None, links):
             link.close()
-
-
-def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face directory's safetensors files."""
-    from safetensors import safe_open
-
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no *.safetensors")
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                yield name, opened.get_tensor(name)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -26,11 +25,10 @@ import torch
 
 from rft.ground import device as devices
 from rft.ground.protocols import WeightSource
-from rft.sync import checksum
-from rft.sync.connection import CHUNK, Listener, PeerConnection, PeerLost, PeerRefused
+from rft.sync.buckets import Blocks, device_checksum, host_checksum, pack, seed_of
+from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
 from rft.sync.links import BucketLink
-from rft.sync.plan import Bucket, StreamPlan, WeightStream, row_bytes
-from rft.sync.tensor_parallel import Share, StreamPart, part_of
+from rft.sync.plan import Share, StreamPart, StreamPlan, part_of
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +177,7 @@ class WeightSender:
         """Buckets from where they lie in host memory."""
         blocks = Blocks(self.stream, part, self.source)
         for number in wanted:
-            digest = checksum.host(checksum.seed_of(part.digest, version, self.stream.rank, number))
+            digest = host_checksum(seed_of(part.digest, version, self.stream.rank, number))
             for piece in part.stream.buckets[number].pieces:
                 for data in blocks.chunks(piece.block, piece.start, piece.stop):
                     digest.update(data)
@@ -209,12 +207,10 @@ class WeightSender:
             link.flush()
 
     def _fill(
-        self, blocks: "Blocks", part: StreamPart, version: int, number: int, message: torch.Tensor
+        self, blocks: Blocks, part: StreamPart, version: int, number: int, message: torch.Tensor
     ) -> bytes:
         pack(part.stream.buckets[number], blocks, message)
-        return checksum.device(
-            message, checksum.seed_of(part.digest, version, self.stream.rank, number)
-        )
+        return device_checksum(message, seed_of(part.digest, version, self.stream.rank, number))
 
 
 class VersionWindow:
@@ -277,72 +273,3 @@ class VersionWindow:
 
     def _may_come(self, version: int) -> bool:
         return self._newest is None or version > self._newest
-
-
-class Blocks:
-    """The blocks of a part as bytes, read once and in order from those of the whole stream; going
-    back starts again.
-    """
-
-    def __init__(self, stream: WeightStream, part: StreamPart, source: WeightSource):
-        self.stream = stream
-        self.part = part
-        self.source = source
-        self._start()
-
-    def _start(self) -> None:
-        self.number = -1  # of the part's block that `values` are
-        self.read = -1  # of the stream's block that was read last
-        self.blocks = self.source.read_blocks()
-        self.values = torch.empty(0)
-
-    def rows(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a block, as a flat uint8 tensor:
-        in place where they lie together.
-        """
-        self._seek(number)
-        return self.values[start:stop].contiguous().reshape(-1).view(torch.uint8)
-
-    def chunks(self, number: int, start: int, stop: int) -> Iterator[memoryview]:
-        """The same on the host, in lengths that stay in the cache; of columns, so many rows are
-        copied together at a time.
-        """
-        self._seek(number)
-        size = row_bytes(self.part.stream.blocks[number])
-        step = stop - start if self.values.is_contiguous() else max(1, CHUNK // size)
-        for first in range(start, stop, step):
-            data = self.rows(number, first, min(first + step, stop)).numpy().data
-            yield from (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
-
-    def _seek(self, number: int) -> None:
-        if number == self.number:
-            return
-        if number < self.number:
-            self._start()
-        source, cut = self.part.sources[number], self.part.stream.blocks[number]
-        tensor = next(islice(self.blocks, source - self.read - 1, None))
-        self.read = source
-        block = self.stream.blocks[source]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (dtype, tuple(tensor.shape)) != (block.dtype, block.block_shape):
-            raise ValueError(
-                f"{block.name}: plan says {block.dtype} {block.block_shape}, got {dtype} "
-                f"{tuple(tensor.shape)}"
-            )
-        # which is 0 where the block is whole and was cut in the other dim
-        first = cut.start - block.start
-        self.number, self.values = (
-            number,
-            tensor.detach().contiguous().narrow(cut.dim, first, cut.stop - cut.start),
-        )
-
-
-def pack(bucket: Bucket, blocks: Blocks, message: torch.Tensor) -> None:
-    """Fill `message`; what lies between the pieces is 0, so that both ends hash the same."""
-    end = 0
-    for piece in bucket.pieces:
-        part = blocks.rows(piece.block, piece.start, piece.stop)
-        message[end : piece.offset].zero_()
-        end = piece.offset + len(part)
-        message[piece.offset : end].copy_(part)
-    message[end:].zero_()

@@ -14,9 +14,9 @@ them have a version.
 task of its own that brings it to the target as fast as it can: none waits for another. Engines may
 come and go at any time; one is admitted when it has confirmed the published version with the plan's
 digest. Where they share devices with the trainer, `rest` puts them to sleep until the next version
-is published, and until then none is given anything to do. Invariants: `version()` names a version
-that every engine of its round has confirmed; a trainer of a lower epoch can neither connect nor
-publish; every change wakes who waits, nothing is polled.
+is published, and until then none is given anything to do. Invariants: what is published
+is a version that every engine of its round has confirmed; a trainer of a lower epoch can neither
+connect nor publish; every change wakes who waits, nothing is polled.
 """
 
 import asyncio
@@ -28,10 +28,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.ground import rounds
+from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import InSave, Installed, Location, Received, Round, TrainerInfo
 from rft.monitor import trace
+from rft.rollout.engine import RolloutEngine
+from rft.rollout.pool import EngineHandle
+from rft.sync import plan as plans
 from rft.sync.members import Mark, Members
+from rft.sync.plan import StreamPlan
 from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
 
 log = logging.getLogger(__name__)
@@ -51,20 +57,25 @@ class Synchronizer:
     """
 
     def __init__(
-        self, buffer: Any | None, timeout: float, kv: str = "recompute", direct: bool = False
+        self,
+        buffer: ActorHandle[ExperienceBuffer] | None,
+        timeout: float,
+        kv: str = "recompute",
+        direct: bool = False,
     ):
         self.buffer = buffer
         self.timeout = timeout
         self.kv = kv
         self.direct = direct
         self.resting = False  # engines sleep until the next version is published
-        self.handles: dict[str, Any] = {}
+        self.handles: dict[str, EngineHandle] = {}
         self.reports: dict[str, Installed] = {}  # of each engine's last round
         self.lost: list[tuple[str, str]] = []  # engines to be replaced, and why
         self._state = Members()
         self._generation = 0
         self._admitted: list[str] = []
         self._trainer: TrainerInfo | None = None
+        self._plan: StreamPlan | None = None  # of its streams
         # digest and place of what is not in the trainer's streams
         self._located: dict[Mark, tuple[str, Location]] = {}
         self._deposits = Deposits()
@@ -74,7 +85,7 @@ class Synchronizer:
 
     # --- engines come and go ----------------------------------------------------------------------
 
-    async def join(self, name: str, handle: Any) -> None:
+    async def join(self, name: str, handle: EngineHandle) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
         self._state.join(name)
         self.handles[name] = handle
@@ -96,7 +107,7 @@ class Synchronizer:
             task.cancel()
         await self._tell()
 
-    async def members(self, seen: int = -1) -> tuple[int, dict[str, Any]]:
+    async def members(self, seen: int = -1) -> tuple[int, dict[str, EngineHandle]]:
         """(generation, handles by name) of the engines that requests may go to, once the generation
         is not `seen`.
         """
@@ -110,44 +121,42 @@ class Synchronizer:
         await self._until(lambda: len(self.lost) > seen, None)
         return self.lost
 
-    async def states(self) -> dict[str, dict[str, Any]]:
-        """What is known of every engine, for people."""
-        return self._state.states(self._admitted)
-
     # --- the trainer ------------------------------------------------------------------------------
 
     async def connect(
-        self, plan: dict[str, Any], streams: Endpoints, epoch: int, method: str = rounds.STREAM
+        self, plan: StreamPlan, streams: Endpoints, epoch: int, method: str = rounds.STREAM
     ) -> None:
         """A trainer of `epoch` serves these streams from now on; engines connect when they need
         weights. Method "memory": it has no streams, and deposits what they would bring.
         """
         await self.attach(epoch, method, plan, streams)
-        self._deposits.begin([len(stream["buckets"]) for stream in plan["streams"]])
+        self._deposits.begin([len(stream.buckets) for stream in plan.streams])
         await self._check_plan(plan)
         await self._tell()
 
     async def attach(
-        self, epoch: int, method: str, plan: dict[str, Any] | None = None, streams: Endpoints = ()
+        self, epoch: int, method: str, plan: StreamPlan | None = None, streams: Endpoints = ()
     ) -> None:
         """A trainer of `epoch` leads from now on."""
         self._state.trainer(epoch)
         self._located.clear()
+        self._plan = plan
         self._trainer = TrainerInfo(
             epoch=epoch,
             timeout=self.timeout * RECEIVE_SHARE,
             method=method,
-            plan=plan,
+            plan=None if plan is None else plans.encode(plan),
             streams=list(streams),
             kv=self.kv,
         )
         await self._tell()
 
-    async def _check_plan(self, plan: dict[str, Any]) -> None:
+    async def _check_plan(self, plan: StreamPlan) -> None:
         """Raises what the engines have against it; one that is gone has nothing."""
         from ray.exceptions import RayActorError
 
-        asked = [handle.check_plan.remote(plan) for handle in self.handles.values()]
+        encoded = plans.encode(plan)
+        asked = [handle.ask(RolloutEngine.check_plan, encoded) for handle in self.handles.values()]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, BaseException) and not isinstance(answer, RayActorError):
                 raise answer
@@ -176,8 +185,8 @@ class Synchronizer:
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""
         location = await self._deposits.complete((epoch, version), self.timeout)
-        assert self._trainer is not None and self._trainer.plan is not None
-        return await self.publish(version, epoch, self._trainer.plan["digest"], location)
+        assert self._plan is not None
+        return await self.publish(version, epoch, self._plan.digest, location)
 
     async def publish(
         self,
@@ -224,7 +233,7 @@ class Synchronizer:
         state.conclude()
         self._located = {other: at for other, at in self._located.items() if other >= mark}
         if self.buffer is not None:
-            await self.buffer.published.remote(version, state.epoch)
+            await self.buffer.ask(ExperienceBuffer.published, version, state.epoch)
         await self._tell()
         return rounds.numbers_of(
             self.reports.values(), time.monotonic() - began, len(state.admitted())
@@ -250,7 +259,7 @@ class Synchronizer:
         """What every admitted engine answers to the same request; one
         that dies meanwhile has no answer.
         """
-        asked = [self.handles[name].generate.remote(request) for name in self._admitted]
+        asked = [self.handles[name].ask(RolloutEngine.generate, request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
 
@@ -271,10 +280,6 @@ class Synchronizer:
         self._tasks["saved versions"] = asyncio.create_task(saves.follow())
         self._tasks["saved versions"].add_done_callback(self._settle)
         return served
-
-    async def version(self) -> int | None:
-        """The version that every engine of its round has confirmed; None before the first."""
-        return self._state.published[1] if self._state.published else None
 
     async def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Return the published version once it is at least `version`;
@@ -312,7 +317,7 @@ class Synchronizer:
         location = InSave(root=root, path=saved.path)
         await self.publish(saved.version, None, saved.digest, location)
 
-    async def _keep_up(self, name: str, engine: Any) -> None:
+    async def _keep_up(self, name: str, engine: EngineHandle) -> None:
         """One engine's life: connect and take, whenever the state
         machine says so, until it is gone.
         """
@@ -326,7 +331,8 @@ class Synchronizer:
             try:
                 if step == "connect":
                     self._state.connect(name)
-                    await engine.init_weights.remote(replace(self._trainer, engine=name))
+                    trainer = replace(self._trainer, engine=name)
+                    await engine.ask(RolloutEngine.init_weights, trainer)
                     self._state.connected(name, epoch)
                 else:
                     await self._take(name, engine)
@@ -334,20 +340,20 @@ class Synchronizer:
                 self._judge(name, epoch, error)
             await self._tell()
 
-    async def _take(self, name: str, engine: Any) -> None:
+    async def _take(self, name: str, engine: EngineHandle) -> None:
         state = self._state
         mark = state.begin(name)
         coming = self._round(mark)
         await self._tell()
         with trace.overlapping(f"{name} receives", version=mark[1]):
-            staged: Received = await engine.stage.remote(coming)
+            staged: Received = await engine.ask(RolloutEngine.stage, coming)
         if staged.blame == rounds.MISSED:
             state.missed(name, mark, staged.error)
             return
         if not state.staged(name, mark):
             return
         with trace.overlapping(f"{name} installs", version=mark[1]):
-            installed: Installed = await engine.commit.remote(coming)
+            installed: Installed = await engine.ask(RolloutEngine.commit, coming)
         if (installed.version, installed.digest) != (coming.version, coming.digest):
             raise RuntimeError(
                 f"confirmed {installed} instead of version {mark[1]}, plan {coming.digest}"
@@ -360,7 +366,8 @@ class Synchronizer:
     def _round(self, mark: Mark) -> Round:
         trainer = self._trainer
         assert trainer is not None
-        digest, location = self._located.get(mark, ((trainer.plan or {}).get("digest", ""), None))
+        streamed = self._plan.digest if self._plan else ""
+        digest, location = self._located.get(mark, (streamed, None))
         return Round(
             version=mark[1],
             epoch=mark[0],
@@ -370,10 +377,10 @@ class Synchronizer:
             location=location,
         )
 
-    async def _put_to_sleep(self, name: str, engine: Any) -> dict[str, Any] | None:
+    async def _put_to_sleep(self, name: str, engine: EngineHandle) -> dict[str, float] | None:
         try:
             async with asyncio.timeout(self.timeout):
-                return await engine.sleep.remote(self.timeout * RECEIVE_SHARE)  # type: ignore[no-any-return]
+                return await engine.ask(RolloutEngine.sleep, self.timeout * RECEIVE_SHARE)
         # not swallowed: it would keep the memory that the trainer counts on
         except Exception as error:
             from ray.exceptions import RayActorError
@@ -409,7 +416,7 @@ class Synchronizer:
         """
         log.error("%s", late)
         for name in [name for name in self._state.round if name in self.handles]:
-            self.handles[name].dump_stacks.remote()
+            self.handles[name].ask(RolloutEngine.dump_stacks)
             self.lost.append((name, late))
             await self.leave(name, late)
         if not self._state.is_over():
@@ -438,6 +445,9 @@ class Synchronizer:
     def _settle(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and task.exception() is not None and not self._broken.done():
             self._broken.set_exception(task.exception() or RuntimeError("unreachable"))
+
+
+SynchronizerHandle = ActorHandle[Synchronizer]
 
 
 def reason(error: BaseException | None) -> str:

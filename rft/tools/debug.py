@@ -29,7 +29,8 @@ from rft.ground.errors import refuse
 from rft.ground.experience import Experience, Task, decode, encode
 from rft.ground.process import adopt_orphans
 from rft.run import launch
-from rft.run.supervisor import Events, StageFailed, signals_as_events
+from rft.run.stages import StageFailed
+from rft.run.supervisor import Events, signals_as_events
 from rft.tools import config as config_tool
 from rft.tools import tables
 

@@ -67,7 +67,7 @@ def finish(stages: list[Config]) -> None:
     picture = root / "curves.png"
     names = [str(stage.stage_name) for stage in (warmup, tuned)]
     curves.draw(list(zip(names, records, strict=True)), picture)
-    export = result(tuned)["huggingface"]
+    export = result(tuned).huggingface
     rows = table_rows((warmup, records[0], first), (tuned, records[1], last))
     print(table(rows, ruled=True))
     print(f"curves   {picture}\nmodel    {export}   (transformers and vLLM load it)")

@@ -20,9 +20,7 @@ from rft.ground.protocols import ActorHandle
 
 if TYPE_CHECKING:
     # loaded where there is one: it takes a third of a second
-    from rft.rollout.explorer import Explorer
-
-    ExplorerHandle = ActorHandle[Explorer]
+    from rft.rollout.explorer import ExplorerHandle
 
 START_S = 900.0  # an engine may have to read a large model from a slow disk
 REPLY_S = 60.0  # an actor that is alive answers bookkeeping calls within milliseconds
@@ -78,10 +76,11 @@ def _lines(error: BaseException) -> list[str]:
     return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
-def actor(name: str) -> Any:
+def actor(name: str) -> ActorHandle[Any]:
+    """The actor of that name in the run's namespace; raises ValueError when there is none."""
     import ray
 
-    return ray.get_actor(name)
+    return ActorHandle(ray.get_actor(name))
 
 
 class QueueSource:

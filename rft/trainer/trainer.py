@@ -41,8 +41,8 @@ LOSS_WINDOW = 5  # steps; one batch's loss is noisy, twenty would notice too lat
 
 @dataclass
 class Trainer:
-    """Wires nothing, owns nothing: its parts are built by `rft.run.rank`, every one of them knows
-    its own job.
+    """Wires nothing, owns nothing: its parts are built by `rft.run.assembly`, and every one of them
+    knows its own job.
     """
 
     config: TrainerConfig

@@ -8,14 +8,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
-import ray
 from miniature import BUCKET_BYTES, Shards, ThreadMesh
 
 from rft.config import SynchronizerConfig
 from rft.sync.origins import MemoryOrigin
 from rft.sync.publisher import Publisher
+from rft.sync.synchronizer import SynchronizerHandle
 from rft.trainer import control
 
 
@@ -29,7 +28,9 @@ def publish(publisher: Publisher, version: int) -> dict[str, float]:
     return publisher.last
 
 
-def deposit(synchronizer: Any, path: Path, version: int, epoch: int) -> dict[str, float]:
+def deposit(
+    synchronizer: SynchronizerHandle, path: Path, version: int, epoch: int
+) -> dict[str, float]:
     slots, barrier = [None, None], Barrier(2)
     config = SynchronizerConfig(sync_timeout=60.0, bucket_bytes=BUCKET_BYTES)
     publishers = [
@@ -49,4 +50,4 @@ def deposit(synchronizer: Any, path: Path, version: int, epoch: int) -> dict[str
 if __name__ == "__main__":
     address, namespace, name, path, version = sys.argv[1:]
     control.connect(address, namespace)
-    print(deposit(ray.get_actor(name), Path(path), int(version), epoch=1))
+    print(deposit(control.actor(name), Path(path), int(version), epoch=1))

@@ -20,7 +20,7 @@ from mortal import MortalEngine, MortalSynchronizer
 
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.process import end_marked
-from rft.sync import plan as plans
+from rft.ground.protocols import ActorHandle
 
 SYNC_S = 60.0  # sync_timeout
 ANSWER_S = 120.0
@@ -71,7 +71,7 @@ class World:
 
     def connect(self) -> None:
         asked = self.synchronizer.connect.remote(
-            plans.encode(self.ranks.plan), self.ranks.streams, self.ranks.epoch
+            self.ranks.plan, self.ranks.streams, self.ranks.epoch
         )
         self.get(asked)
 
@@ -121,13 +121,13 @@ class World:
         ray.kill(self.engines[name])
         end_marked("RFT_LOG_FILE", str(self.directory / f"{name}.log"))
         self.get(self.spawn(name), START_S)
-        self.get(self.synchronizer.join.remote(name, self.engines[name]))
+        self.get(self.synchronizer.join.remote(name, ActorHandle(self.engines[name])))
 
     def new_synchronizer(self) -> None:
-        self.synchronizer = actor(MortalSynchronizer).remote(self.buffer, SYNC_S)
+        self.synchronizer = actor(MortalSynchronizer).remote(ActorHandle(self.buffer), SYNC_S)
         self.ends["synchronizer"] = self.synchronizer.watch.remote()
         for name, engine in self.engines.items():
-            self.get(self.synchronizer.join.remote(name, engine))
+            self.get(self.synchronizer.join.remote(name, ActorHandle(engine)))
 
     def new_ranks(self) -> None:
         """Of the next epoch: when one dies, the launcher ends the others."""

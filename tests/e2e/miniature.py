@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from rft.config import SynchronizerConfig
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
-from rft.ground.protocols import Block
+from rft.ground.protocols import ActorHandle, Block
 from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.origins import StreamOrigin
@@ -111,7 +111,7 @@ class Trainer:
                 StreamOrigin(
                     ThreadMesh(rank, slots, barrier),
                     Shards(path, rank),
-                    synchronizer if rank == 0 else None,
+                    ActorHandle(synchronizer) if rank == 0 else None,
                     config,
                     epoch,
                 )

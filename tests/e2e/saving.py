@@ -11,9 +11,10 @@ from miniature import Shards, ThreadMesh
 
 from rft.checkpoint.manager import CheckpointManager
 from rft.config import SynchronizerConfig, TrainerConfig
-from rft.ground.protocols import Piece, Snapshot
+from rft.ground.protocols import ActorHandle, Piece, Snapshot
 from rft.sync.origins import CheckpointOrigin
 from rft.sync.publisher import Publisher
+from rft.sync.synchronizer import SynchronizerHandle
 
 DEADLINE_S = 60.0
 
@@ -22,7 +23,12 @@ class Rank:
     """One of the two, with its half of the weights of `path`."""
 
     def __init__(
-        self, mesh: ThreadMesh, root: Path, path: Path, synchronizer: Any | None, epoch: int
+        self,
+        mesh: ThreadMesh,
+        root: Path,
+        path: Path,
+        synchronizer: SynchronizerHandle | None,
+        epoch: int,
     ):
         self.parts = Shards(path, mesh.rank).parts
         self.manager = CheckpointManager(
@@ -63,9 +69,10 @@ class SavingTrainer:
 
     def __init__(self, root: Path, path: Path, synchronizer: Any | None, epoch: int):
         slots, barrier = [None, None], Barrier(2)
+        handle = None if synchronizer is None else ActorHandle(synchronizer)
         self.root = root
         self.ranks = [
-            Rank(ThreadMesh(n, slots, barrier), root, path, synchronizer if n == 0 else None, epoch)
+            Rank(ThreadMesh(n, slots, barrier), root, path, handle if n == 0 else None, epoch)
             for n in range(2)
         ]
 

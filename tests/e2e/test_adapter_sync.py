@@ -22,7 +22,7 @@ from rft.config.layout import lora_of
 from rft.ground.adapters import adapter_names
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
 from rft.ground.names import Dims, architecture_of, hf_names, read_hf_config
-from rft.ground.protocols import Block
+from rft.ground.protocols import ActorHandle, Block
 from rft.ground.rounds import AdapterOrder
 from rft.rollout.engine import RolloutEngine
 from rft.sync.origins import StreamOrigin
@@ -293,12 +293,12 @@ def test_the_stream_has_the_adapter_and_nothing_else(
             pass
 
     base = model_dirs[0]
-    buffer = ray.remote(Buffer).remote()
+    buffer = ActorHandle(ray.remote(Buffer).remote())
     synchronizer = ray.remote(Synchronizer).options(max_concurrency=100).remote(buffer, 30.0)
-    ray.get(synchronizer.join.remote("engine_0", engine))
+    ray.get(synchronizer.join.remote("engine_0", ActorHandle(engine)))
     source = Source(adapter(base, 2))
     config = SynchronizerConfig(sync_timeout=30.0, bucket_bytes=2**20)
-    publisher = Publisher(StreamOrigin(Alone(), source, synchronizer, config, 1))
+    publisher = Publisher(StreamOrigin(Alone(), source, ActorHandle(synchronizer), config, 1))
     publisher.connect()
     version = next(versions)
     running = ask(engine, n=4, max_tokens=600, min_tokens=600, seed=5)

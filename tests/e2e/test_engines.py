@@ -84,7 +84,7 @@ class Synchronizer:
         self.events: list[tuple[str, ...]] = []
         self.changed = asyncio.Condition()
 
-    async def join(self, name: str, handle: Any) -> None:
+    async def join(self, name: str, handle: ActorHandle[Any]) -> None:
         await self._set(("join", name), {**self.admitted, name: handle})
 
     async def leave(self, name: str, reason: str) -> None:

@@ -14,9 +14,10 @@ from miniature import Trainer, answer, ask, assert_sampled_from
 from safetensors.torch import load_file
 
 from rft.config import ModelConfig, RolloutModelConfig
+from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
+from rft.sync.plan import Share, needed
 from rft.sync.synchronizer import Synchronizer
-from rft.sync.tensor_parallel import Share, needed
 
 HIDDEN, HEADS, HEAD, FFN, VOCABULARY = 32, 8, 4, 64, 91
 LAYER = "model.layers.0"
@@ -134,8 +135,8 @@ def test_an_engine_of_two_takes_the_model_once(
     ray.get(engine_of_two.load_weights_from.remote(str(model_dirs[0]), 0), timeout=60)
     assert_sampled_from(model_dirs[0], answer(ask(engine_of_two, max_tokens=20, seed=1))[0], 1.0)
     leader = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01)
-    synchronizer = leader.remote(ray.remote(Buffer).remote(), 60.0, direct=direct)
-    ray.get(synchronizer.join.remote("engine_0", engine_of_two))
+    synchronizer = leader.remote(ActorHandle(ray.remote(Buffer).remote()), 60.0, direct=direct)
+    ray.get(synchronizer.join.remote("engine_0", ActorHandle(engine_of_two)))
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
     trainer.start(1)
     numbers = trainer.wait()
@@ -146,4 +147,4 @@ def test_an_engine_of_two_takes_the_model_once(
     replicated = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
     once = sum(tensor.nbytes for tensor in tensors.values())
     assert numbers["sync/bytes"] == once + replicated
-    assert sum(publisher._sender.sent for publisher in trainer.publishers) == once + replicated  # type: ignore[union-attr]
+    assert sum(one.origin.sender.sent for one in trainer.publishers) == once + replicated  # type: ignore[union-attr]

@@ -18,6 +18,8 @@ from fault_ranks import RankDied
 from fault_world import ANSWER_S, World
 from mortal import CALLS, EVENTS, JOINING, NEVER, Doom
 
+from rft.ground.protocols import ActorHandle
+
 WHEN = ("before", "after")
 CLEAR = (
     r"|no engine could take version \d+: engine_0 is .*|version \d+: a trainer of epoch \d+ "
@@ -148,7 +150,7 @@ def lose_synchronizer(world: World, point: str, dice: random.Random) -> str:
     world.get(world.synchronizer.die_at.remote(doom))
     if event in JOINING:
         world.synchronizer.leave.remote("engine_1", "to come back")
-        world.synchronizer.join.remote("engine_1", world.engines["engine_1"])
+        world.synchronizer.join.remote("engine_1", ActorHandle(world.engines["engine_1"]))
     asked = world.begin()
     world.await_end("synchronizer")
     assert re.search(

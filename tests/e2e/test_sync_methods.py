@@ -12,6 +12,7 @@ from saving import SavingTrainer
 
 from rft.checkpoint.catalog import committed, read_manifest
 from rft.checkpoint.storage import WEIGHTS, open_storage
+from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import InSave
 from rft.sync.synchronizer import Synchronizer
 
@@ -34,7 +35,7 @@ def synchronizer_of(engine: Any, name: str | None = None) -> Any:
         .options(max_concurrency=100, num_cpus=0.01, name=name)
         .remote(None, 30.0)
     )
-    ray.get(actor.join.remote("engine_0", engine))
+    ray.get(actor.join.remote("engine_0", ActorHandle(engine)))
     return actor
 
 
@@ -69,10 +70,10 @@ def test_saved_weights_are_read_while_responses_are_being_made(
             split = made.versions[1].start
             assert_sampled_from(model_dirs[0], made, 0.7, stop=split, min_tokens=900)
             assert_sampled_from(model_dirs[1], made, 0.7, start=split, min_tokens=900)
-        assert ray.get(synchronizer.version.remote()) == 1
+        assert ray.get(synchronizer.wait_for.remote(0)) == 1
     ray.get(synchronizer.leave.remote("engine_0", "test"))
     # the trainer is gone, what it published is not
-    ray.get(synchronizer.join.remote("engine_0", first_weights))
+    ray.get(synchronizer.join.remote("engine_0", ActorHandle(first_weights)))
     ray.get(synchronizer.members.remote(2), timeout=60)
     assert_serves(first_weights, model_dirs[1], 1)
 
@@ -90,7 +91,7 @@ def test_a_damaged_save_is_refused_by_name_and_the_old_version_serves_on(
         ):
             location = InSave(root=str(root), path="weights/v_00000002")
             ray.get(synchronizer.publish.remote(2, 1, seal, location))
-        assert ray.get(synchronizer.version.remote()) == 1
+        assert ray.get(synchronizer.wait_for.remote(0)) == 1
         assert_serves(first_weights, model_dirs[1], 1)
         trainer.publish(3)
         assert_serves(first_weights, model_dirs[1], 3)
@@ -145,7 +146,7 @@ def test_what_ranks_left_in_memory_is_taken_also_when_they_are_gone(
     assert_serves(first_weights, model_dirs[1], 8)
     ray.get(synchronizer.leave.remote("engine_0", "test"))
     ray.get(first_weights.load_weights_from.remote(str(model_dirs[0]), 0))
-    ray.get(synchronizer.join.remote("engine_0", first_weights))
+    ray.get(synchronizer.join.remote("engine_0", ActorHandle(first_weights)))
     generation, members = 0, {}
     while not members:
         generation, members = ray.get(synchronizer.members.remote(generation), timeout=60)

@@ -7,6 +7,7 @@ import pytest
 import ray
 from miniature import Trainer, answer, ask, assert_sampled_from
 
+from rft.ground.protocols import ActorHandle
 from rft.sync.synchronizer import Synchronizer
 
 
@@ -16,8 +17,8 @@ def synchronizer(engine: Any, ray_session: None) -> Any:
         async def published(self, version: int, run_epoch: int) -> None: ...
 
     actor = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01)
-    handle = actor.remote(ray.remote(Buffer).remote(), 60.0, direct=True)
-    ray.get(handle.join.remote("engine_0", engine))
+    handle = actor.remote(ActorHandle(ray.remote(Buffer).remote()), 60.0, direct=True)
+    ray.get(handle.join.remote("engine_0", ActorHandle(engine)))
     return handle
 
 

@@ -10,6 +10,7 @@ import torch
 from miniature import TOLERANCE, Trainer, answer, ask, assert_sampled_from, reference_logprobs
 from msgspec.structs import replace
 
+from rft.ground.protocols import ActorHandle
 from rft.sync.connection import PeerConnection
 from rft.sync.synchronizer import Synchronizer
 
@@ -36,9 +37,9 @@ def synchronizer_of(engine: Any, buffer: Any, **settings: Any) -> Any:
     actor = (
         ray.remote(Synchronizer)
         .options(max_concurrency=100, num_cpus=0.01)
-        .remote(buffer, 30.0, **settings)
+        .remote(ActorHandle(buffer), 30.0, **settings)
     )
-    ray.get(actor.join.remote("engine_0", engine))
+    ray.get(actor.join.remote("engine_0", ActorHandle(engine)))
     return actor
 
 
@@ -63,7 +64,7 @@ def test_weights_arrive_while_responses_are_being_made(
     trainer.start(1)
     numbers = trainer.wait()
     assert (
-        ray.get(synchronizer.version.remote()) == 1
+        ray.get(synchronizer.wait_for.remote(0)) == 1
         and ray.get(first_weights.weight_version.remote()) == 1
     )
     assert ray.get(buffer.seen.remote())[-1] == 1 and numbers["sync/engines"] == 1
@@ -164,11 +165,13 @@ def test_an_engine_that_comes_late_gets_what_is_offered(
     first_weights: Any, buffer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
     empty = (
-        ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01).remote(buffer, 30.0)
+        ray.remote(Synchronizer)
+        .options(max_concurrency=100, num_cpus=0.01)
+        .remote(ActorHandle(buffer), 30.0)
     )
     trainer = Trainer(empty, model_dirs[1]).connect()
     trainer.start(7)  # nobody is there: the round waits
-    ray.get(empty.join.remote("engine_0", first_weights))
+    ray.get(empty.join.remote("engine_0", ActorHandle(first_weights)))
     trainer.wait()
     generation, members = ray.get(empty.members.remote(-1))
     assert list(members) == ["engine_0"] and ray.get(first_weights.weight_version.remote()) == 7
@@ -176,10 +179,11 @@ def test_an_engine_that_comes_late_gets_what_is_offered(
     assert ray.get(empty.members.remote(generation))[1] == {}
     trainer.start_offered(8)
     # after the round of 7: it takes 8, which is not published
-    ray.get(empty.join.remote("engine_0", first_weights))
+    ray.get(empty.join.remote("engine_0", ActorHandle(first_weights)))
     assert list(ray.get(empty.members.remote(generation + 1))[1]) == ["engine_0"]
     assert (
-        ray.get(first_weights.weight_version.remote()) == 8 and ray.get(empty.version.remote()) == 7
+        ray.get(first_weights.weight_version.remote()) == 8
+        and ray.get(empty.wait_for.remote(0)) == 7
     )
     assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
 
@@ -209,7 +213,7 @@ def test_a_direct_round_that_breaks_poisons_until_a_whole_one(
         ray.get(first_weights.commit.remote(trainer.round(3, direct=True)))
     with pytest.raises(RuntimeError, match="holds mixed weights"):
         answer(ask(first_weights, max_tokens=5))
-    ray.get(direct.join.remote("engine_0", first_weights))
+    ray.get(direct.join.remote("engine_0", ActorHandle(first_weights)))
     again = Trainer(direct, model_dirs[1]).connect()
     again.start(3)
     again.wait()
@@ -299,10 +303,11 @@ def renamed(block: Any) -> Any:
 def test_an_older_epoch_cannot_connect(synchronizer: Any, model_dirs: tuple[Path, Path]) -> None:
     old, new = Trainer(synchronizer, model_dirs[0]), Trainer(synchronizer, model_dirs[1])
     new.connect()
+    plan, epoch = new.publishers[0].origin.plan, old.publishers[0].origin.epoch
     with pytest.raises(ValueError, match="cannot connect"):
-        ray.get(synchronizer.connect.remote({}, [], old.publishers[0].origin.epoch))
+        ray.get(synchronizer.connect.remote(plan, [], epoch))
     with pytest.raises(RuntimeError, match="comes from epoch"):
-        ray.get(synchronizer.publish.remote(3, old.publishers[0].origin.epoch))
+        ray.get(synchronizer.publish.remote(3, epoch))
 
 
 def test_versions_may_go_back_after_a_resume(
@@ -314,7 +319,7 @@ def test_versions_may_go_back_after_a_resume(
         trainer.wait()
     assert (
         ray.get(first_weights.weight_version.remote())
-        == ray.get(synchronizer.version.remote())
+        == ray.get(synchronizer.wait_for.remote(0))
         == 4
     )
     assert ray.get(synchronizer.wait_for.remote(4)) == 4

@@ -10,7 +10,7 @@ from rft.ground.errors import refuse_all
 from rft.preflight.fill import fill_colocate
 from rft.preflight.rules import Refusals
 from rft.preflight.rules_run import DEVICES
-from rft.run import cards
+from rft.run import cluster
 
 # before our checks
 FILLED = ("model.model_path=/m", "synchronizer.max_staleness=0", "synchronizer.sync_method=nccl")
@@ -85,7 +85,7 @@ def test_on_cpus_shares_and_numbers_are_free() -> None:
 def test_ranks_and_engines_see_the_same_cards() -> None:
     config = shared("trainer.num_ranks=4", "explorer.rollout_model.engine_num=2")
     config.explorer.rollout_model.tensor_parallel_size = 2
-    found = cards.split(config, "4,5,6,7")
+    found = cluster.split(config, "4,5,6,7")
     assert found is not None
     assert found.ranks == found.engines == ["4", "5", "6", "7"]
     assert [found.of_engine(number) for number in range(2)] == ["4,5", "6,7"], (
@@ -96,7 +96,7 @@ def test_ranks_and_engines_see_the_same_cards() -> None:
 
 def test_without_colocate_no_card_is_given_out_twice() -> None:
     config = config_of("trainer.num_ranks=1", "explorer.rollout_model.engine_num=2")
-    found = cards.split(config, "0,1,2,3")
+    found = cluster.split(config, "0,1,2,3")
     assert found is not None
     assert (found.ranks, found.engines, found.for_ray) == (["0"], ["1", "2", "3"], 3)
 
@@ -119,12 +119,12 @@ def test_what_the_cards_cannot_hold(
 ) -> None:
     config: Any = config_of(*overrides)
     if message is None:
-        assert cards.split(config, visible) is None
+        assert cluster.split(config, visible) is None
         return
     with pytest.raises(ConfigError, match=message):
-        cards.split(config, visible)
+        cluster.split(config, visible)
 
 
 def test_more_ranks_than_cards() -> None:
     with pytest.raises(ConfigError, match="trainer.num_ranks=2 = 2 GPUs, but 1 are visible"):
-        cards.split(shared("trainer.num_ranks=2", "explorer.rollout_model.engine_num=2"), "0")
+        cluster.split(shared("trainer.num_ranks=2", "explorer.rollout_model.engine_num=2"), "0")

@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(self, name: str, at_once: bool = True):
         self.name = name
-        self.handle = Handle(self)
+        self.handle = ActorHandle(Handle(self))
         self.asked: list[str] = []
         self.aborted: list[str] = []
         self.errors: list[Exception] = []

@@ -16,7 +16,7 @@ from rft.ground.protocols import ActorHandle
 from rft.monitor.records import RunRecord
 from rft.rollout import evaluation
 from rft.rollout.evaluation import extremes, pass_at, repeated, sizes
-from rft.run import exports, modes
+from rft.run import modes, stages
 
 
 def group(*rewards: float, **metrics: list[float]) -> list[Experience]:
@@ -174,4 +174,4 @@ def test_only_the_newest_or_without_the_base_model(job: Config) -> None:
 
 def test_a_bench_without_exports_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_hf_checkpoint=always"):
-        exports.check_exports(Config(name="none", checkpoint_root_dir=str(tmp_path)))
+        stages.check_exports(Config(name="none", checkpoint_root_dir=str(tmp_path)))

@@ -9,7 +9,7 @@ from rft.buffer.delivery import Delivery
 from rft.config import AlgorithmConfig, TrainerConfig
 from rft.data.packing import Cost, Packed, PackingPolicy
 from rft.ground.experience import Batch, Experience, encode
-from rft.run.sources import cut_of
+from rft.run.assembly import cut_of
 from rft.trainer.control import QueueSource
 from rft.trainer.feed import Feed
 

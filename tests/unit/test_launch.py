@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rft.run import elastic, launch, supervisor
-from rft.run.ray_cluster import start_patiently
+from rft.run.cluster import start_patiently
 from rft.run.supervisor import EXIT_CODES, Event, kind, root_cause
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rft.run.sidecar import Sidecar, first_line, start
-from rft.run.supervisor import StageFailed
+from rft.run.stages import StageFailed
 
 PATIENCE = 20.0
 HOLDER = """

@@ -15,12 +15,19 @@ from rft.ground.protocols import Block
 from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync import receiver as receivers
+from rft.sync.buckets import Staging
 from rft.sync.connection import PeerRefused
-from rft.sync.plan import StreamPlan
+from rft.sync.plan import (
+    WHOLE,
+    Share,
+    StreamPart,
+    StreamPlan,
+    needed,
+    obstacle,
+    part_of,
+)
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
-from rft.sync.staging import Staging
-from rft.sync.tensor_parallel import WHOLE, Share, StreamPart, needed, obstacle, part_of
 
 DENSE = Dims(hidden=32, heads=8, groups=2, head_size=4, ffn=64, vocab=91, layers=2, tied=True)
 FAMILIES = {

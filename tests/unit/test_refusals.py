@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rft import config as configs
 from rft import preflight, train
 from rft.config import Config, ConfigError
-from rft.run import cards
+from rft.run import cluster
 from tests.unit.test_config import changed, grpo, of_grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
@@ -912,9 +912,9 @@ def test_the_trainer_gets_what_the_engines_leave(
     )
     config.trainer.megatron.tensor_model_parallel_size = 2
     fewest = preflight.fewest_ranks(config.trainer.megatron)
-    assert cards.ranks_left(config, fewest) == ranks
+    assert cluster.ranks_left(config, fewest) == ranks
     config.device = "cpu"
-    assert cards.ranks_left(config, fewest) == 2
+    assert cluster.ranks_left(config, fewest) == 2
 
 
 @pytest.mark.parametrize("more", ["format.prompt_type=messages", "format.system_prompt=Hi"])

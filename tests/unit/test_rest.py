@@ -7,10 +7,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import Installed, Received, Round, TrainerInfo
+from rft.sync.plan import StreamPlan
 from rft.sync.synchronizer import Synchronizer
 
-PLAN = {"digest": "plan", "streams": []}
+PLAN = StreamPlan(streams=(), digest="plan")
 
 
 class Engine:
@@ -49,10 +51,10 @@ class Engine:
 async def connected(**engines: Engine) -> Synchronizer:
     async def published(version: int, epoch: int) -> None: ...
 
-    buffer = SimpleNamespace(published=SimpleNamespace(remote=published))
+    buffer = ActorHandle(SimpleNamespace(published=SimpleNamespace(remote=published)))
     synchronizer = Synchronizer(buffer, timeout=10.0)
     for name, engine in engines.items():
-        await synchronizer.join(name, engine)
+        await synchronizer.join(name, ActorHandle(engine))
     await synchronizer.connect(PLAN, [], 1)
     await synchronizer.publish(0)
     return synchronizer
@@ -82,7 +84,7 @@ def test_an_engine_that_comes_while_the_trainer_works_sleeps_too_and_takes_the_n
         late = Engine()
         synchronizer = await connected(a=Engine())
         await synchronizer.rest()
-        await synchronizer.join("late", late)
+        await synchronizer.join("late", ActorHandle(late))
         await synchronizer.offer(0, 1)
         await asyncio.sleep(0)  # its task would have begun
         assert late.asked == ["sleep"]
@@ -114,7 +116,7 @@ def test_an_engine_that_takes_weights_as_the_others_go_to_sleep_follows_them() -
 
         begun, rested, slow = asyncio.Event(), asyncio.Event(), Slow()
         synchronizer = await connected(a=Engine())
-        await synchronizer.join("slow", slow)
+        await synchronizer.join("slow", ActorHandle(slow))
         await begun.wait()
         await synchronizer.rest()
         rested.set()
@@ -136,7 +138,7 @@ def test_an_engine_that_cannot_sleep_is_left_out_and_told_of() -> None:
         ]
         assert list((await synchronizer.members())[1]) == ["good"]
         await synchronizer.publish(1)
-        assert await synchronizer.version() == 1
+        assert await synchronizer.wait_for(0) == 1
 
     asyncio.run(run())
 
@@ -145,8 +147,8 @@ def test_a_late_engine_that_cannot_sleep_is_left_out_by_its_own_task() -> None:
     async def run() -> None:
         synchronizer = await connected(a=Engine())
         await synchronizer.rest()
-        await synchronizer.join("bad", Engine(fail=RuntimeError("no")))
-        assert (await synchronizer.states())["bad"]["state"] == "gone"
+        await synchronizer.join("bad", ActorHandle(Engine(fail=RuntimeError("no"))))
+        assert "bad" not in synchronizer.handles
         await synchronizer.publish(1)
         assert list((await synchronizer.members())[1]) == ["a"]
 

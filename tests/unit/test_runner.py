@@ -11,6 +11,7 @@ import pytest
 from rft.config import ExplorerConfig, ModelConfig
 from rft.config.explorer import DynamicTimeoutConfig, OverRolloutConfig
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
+from rft.ground.protocols import ActorHandle
 from rft.rollout import workflows
 from rft.rollout.context import Shared, TokenLimits, WorkflowContext
 from rft.rollout.pool import EnginePool
@@ -99,7 +100,7 @@ def test_when_time_is_up_the_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch)
     async def scenario() -> None:
         runs = runner(monkeypatch, asks)
         runs.shared.pool, runs.shared.limits, runs.shared.stop_token = (
-            EnginePool({"engine_0": engine}),
+            EnginePool({"engine_0": ActorHandle(engine)}),
             TokenLimits(8, 16),
             0,
         )

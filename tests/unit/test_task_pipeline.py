@@ -19,7 +19,7 @@ from rft.config import Config, ConfigError
 from rft.extras.pipeline import tasks
 from rft.extras.pipeline.tasks import TaskPipelineFailed, segments
 from rft.run import stages
-from rft.run.supervisor import StageFailed
+from rft.run.stages import StageFailed
 from tests.unit.test_config import grpo
 from tests.unit.test_data_juicer import SERVER, url
 from tests.unit.test_refusals import split

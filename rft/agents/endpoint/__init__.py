@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rft.agents.endpoint.models import Model, load_tokenizer
 from rft.agents.endpoint.registry import Registry, Store
 from rft.config import AuxiliaryModelConfig, ExplorerConfig, ModelConfig
-from rft.rollout.pool import EnginePool
+from rft.rollout.pool import EngineHandle, EnginePool
 
 if TYPE_CHECKING:
     from rft.agents.endpoint.server import OpenAIEndpoint
@@ -35,7 +35,7 @@ class OpenAIEndpointFactory:
     directory: str
     serves: bool = False
     group_size: int = 1
-    auxiliary: dict[str, dict[str, Any]] = field(default_factory=dict)
+    auxiliary: dict[str, dict[str, EngineHandle]] = field(default_factory=dict)
 
     async def start(
         self,
@@ -64,7 +64,7 @@ class OpenAIEndpointFactory:
         return endpoint
 
 
-def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, Any]) -> Model:
+def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, EngineHandle]) -> Model:
     model = ModelConfig(model_path=config.model_path, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(model)
     return Model(

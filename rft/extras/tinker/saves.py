@@ -28,7 +28,8 @@ from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy
 from rft.extras.tinker.service import ServiceFailed, in_a_line
 from rft.ground import durable
 from rft.ground.rounds import AtPath
-from rft.sync.publisher import Origin
+from rft.sync.publisher import Origin, Outcome
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
 
 if TYPE_CHECKING:
     from rft.trainer.models import Models
@@ -290,7 +291,7 @@ class PathOrigin(Origin):
         mesh: LocalMesh,
         policy: RemotePolicy,
         saves: RemoteCheckpoints,
-        synchronizer: Any | None,
+        synchronizer: SynchronizerHandle | None,
         config: SynchronizerConfig,
         epoch: int,
     ):
@@ -301,10 +302,8 @@ class PathOrigin(Origin):
         # the synchronizer's answer, once there is a path to tell of
         self._told: Future[Any] = Future()
 
-    def connect(self) -> dict[str, Any]:
-        if self.synchronizer is None:
-            return {}
-        return self.answer(self.synchronizer.attach.remote(self.epoch, METHOD))
+    def connect(self) -> Outcome:
+        return self.answer(self.ask(Synchronizer.attach, self.epoch, METHOD))
 
     def start(self, version: int, due: bool) -> None:
         """Save the weights as they are now, if they are due."""
@@ -316,23 +315,27 @@ class PathOrigin(Origin):
         else:
             self.policy.saved("sampler", version).add_done_callback(self._tell)
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         version = self._version
         reply = self.policy.service.answer(
             self._told, f"version {version}: saving its weights for samplers"
         )
         if reply is None:
-            return {}
+            return Outcome()
         outcome = self.answer(reply)
-        if "error" not in outcome:
+        if outcome.error is None:
             self.saves.tidy(version)
         return outcome
 
     def _tell(self, path: "Future[str]") -> None:
         """By the client's thread, when the weights are saved."""
         try:
-            told = self.synchronizer.publish.remote(  # type: ignore[union-attr]
-                self._version, self.epoch, path.result(), AtPath(path=path.result())
+            told = self.synchronizer.ask(  # type: ignore[union-attr]
+                Synchronizer.publish,
+                self._version,
+                self.epoch,
+                path.result(),
+                AtPath(path=path.result()),
             )
         except Exception as error:  # raised by `outcome`
             self._told.set_exception(error)

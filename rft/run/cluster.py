@@ -1,15 +1,50 @@
-"""Which GPUs of this machine the trainer ranks see, and which the engines: decided once, by the
-supervisor.
+"""What a run takes of its machines, decided once, by the supervisor: which GPUs the trainer ranks
+see and which the engines, and the Ray of its actors.
 
 In: a config and what CUDA_VISIBLE_DEVICES says. Out: `Cards`, or None where there are none to give
-out. Trainer ranks get the first ones, engines the rest through Ray; with `cluster.colocate` both
-get the same, and Ray, which cannot count a GPU twice, hears of none. Invariant: no device is given
-to two parts unless the config says that they share it.
+out; the address of a Ray, one that exists (`cluster.ray_address`) or a private one on loopback that
+ends with the supervisor. Trainer ranks get the first GPUs, engines the rest through Ray; with
+`cluster.colocate` both get the same, and Ray, which cannot count a GPU twice, hears of none.
+Invariant: no device is given to two parts unless the config says that they share it. Ray is loaded
+where it is started.
 """
 
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rft.config import Config, ConfigError
+from rft.config.layout import stored_bytes
+from rft.ground.device import loopback_environment
+
+log = logging.getLogger(__name__)
+# for batches of tokens; weights only where `synchronizer.sync_method=memory`
+OBJECT_STORE_BYTES = 256 * 2**20
+PRIVATE_RAY = {
+    # without its head a private Ray ends itself, after this
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    "RAY_worker_niceness": "0",  # Ray's 15 would let everything else go before the engines
+    "RAY_task_events_report_interval_ms": "0",  # nobody asks it what became of each call
+    # workers without an actor's environment are of no use, and start before it
+    "RAY_prestart_worker_first_driver": "false",
+}
+# a raylet's paragraph for each actor that dies; read as Ray is imported
+QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+RAY_STARTS = 3
+RAY_IS_LATE = "node timed out during startup"
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+# --- GPUs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,3 +152,66 @@ def check_same_cards(config: Config) -> None:
             "the same GPUs, so set explorer.rollout_model.engine_num or tensor_parallel_size so "
             "that both numbers are equal"
         )
+
+
+# --- Ray -----------------------------------------------------------------------------------------
+
+
+def start(config: Config, gpus: Callable[[], dict[str, int]]) -> str:
+    """Start Ray in this process, or join; returns the address. `gpus`: what a private one has."""
+    os.environ.update(QUIET)
+    import ray
+
+    from rft.trainer import control
+
+    for variable in LAUNCHER_VARIABLES:
+        os.environ.pop(variable, None)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
+    )
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = config.cluster
+    shared = {
+        "namespace": config.ray_namespace,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
+    with control.our_sigterm():
+        if cluster.ray_address:
+            ray.init(address=cluster.ray_address, **shared)
+        else:
+            os.environ.update(PRIVATE_RAY | loopback_environment(engines_too=True))
+            start_patiently(
+                # not a cluster that happens to run here, or that RAY_ADDRESS names
+                ray.init,
+                address="local",
+                num_cpus=cluster.ray_num_cpus or actors_of(config),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES + stored_bytes(config),
+                _node_ip_address="127.0.0.1",
+                **gpus(),
+                **shared,
+            )
+    return ray.get_runtime_context().gcs_address
+
+
+def actors_of(config: Config) -> int:
+    """How many a run starts with: buffer, synchronizer, explorer and engines."""
+    explorer = config.explorer
+    auxiliary = sum(model.engine_num for model in explorer.auxiliary_models)
+    return 3 + explorer.rollout_model.engine_num + auxiliary
+
+
+def start_patiently(start: Callable[..., Any], **settings: Any) -> None:
+    """Start a private Ray.
+
+    It gives its own processes 30 seconds, fixed, which a crowded machine may not keep: then again.
+    """
+    for left in reversed(range(RAY_STARTS)):
+        try:
+            start(**settings)
+            return
+        except Exception as error:  # Ray raises no class of its own here
+            if left == 0 or RAY_IS_LATE not in str(error):
+                raise
+            log.warning("Ray did not come up in its own time; %d more tries", left)

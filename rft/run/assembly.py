@@ -1,0 +1,263 @@
+"""A rank's trainer, built in one pass: the loop with everything that it needs, in the order in
+which the parts need each other.
+
+In: where the policy learns (`rft.run.backends`), the mesh and the models. Out: the `Trainer`, the
+policy version that it begins at and, at rank 0, who writes down what it does. Rank 0 alone holds
+handles to the outside, has listeners and a source of batches: rows or experiences of a file, or
+what explorers put into a buffer. Collective: every rank builds its own.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft.algorithm import ALGORITHMS, mixing, recipe
+from rft.buffer.experience_file import ExperienceFile
+from rft.config import Config, TrainerConfig
+from rft.data.packing import Cost, PackingPolicy
+from rft.data.supervised import SupervisedRows
+from rft.ground.experience import EvalResult
+from rft.ground.protocols import TrainerMesh
+from rft.monitor import trace
+from rft.monitor.metrics import Speed
+from rft.run.backends import TrainBackend
+from rft.run.stages import export_dir
+from rft.sync.style import Cadence
+from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
+from rft.trainer import control
+from rft.trainer.feed import BatchSource, Feed, is_supervised
+from rft.trainer.models import Models
+from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
+from rft.trainer.trainer import LOSS_WINDOW, Trainer
+
+if TYPE_CHECKING:
+    from rft.rollout.explorer import ExplorerHandle
+    from rft.run.backends import Saves
+
+PHASE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """`start`: the policy version that `trainer` begins at. `reporter`: rank 0's."""
+
+    trainer: Trainer
+    start: int
+    reporter: StepReporter | None
+
+
+def assemble(
+    backend: TrainBackend,
+    mesh: TrainerMesh,
+    models: Models,
+    epoch: int,
+    stopping: Callable[[], bool],
+) -> Assembled:
+    """`epoch`: of this run's attempt. `stopping`: whether somebody asked for a clean end."""
+    config, lead = backend.config, mesh.rank == 0
+    rollouts = not is_supervised(config.algorithm) and config.mode == "both"
+    explorer = control.actor(config.explorer.name) if lead and rollouts else None
+    synchronizer = control.actor("synchronizer") if lead and rollouts else None
+    tokenizer = tokenizer_of(config) if lead else None
+    checkpoints = backend.build_checkpoints(mesh, models, epoch)
+    publisher = backend.build_publisher(mesh, models, checkpoints, synchronizer, epoch)
+    feed = build_feed(config, mesh, models, tokenizer)
+    skips = SkippedSteps(
+        backend.job / "failed_batches", config.trainer.max_skipped_steps, lead, mesh.barrier
+    )
+    with trace.span("resume"):
+        step, losses = resume(checkpoints, models, feed, skips, epoch)
+    checkpoints.start(models)
+    # no answer mixes two versions, and engines that sleep answer nothing
+    alone = config.deterministic or config.cluster.colocate
+    control.await_engines(explorer, hold=alone)
+    publisher.connect()
+    reporter = None
+    if lead:
+        print(f"trainer: {models.policy.describe()}", flush=True)
+        pool = control.PoolNumbers(explorer)
+        speed = speed_of(backend, mesh, feed.cost)
+        reporter = StepReporter(config, backend.job, step, tokenizer, speed, pool.metrics)
+    trainer = Trainer(
+        config=config.trainer,
+        mesh=mesh,
+        models=models,
+        feed=feed,
+        publisher=publisher,
+        cadence=Cadence(
+            config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False
+        ),
+        checkpoints=checkpoints,
+        evaluations=build_evaluations(config, alone, explorer, synchronizer, reporter, checkpoints),
+        skips=skips,
+        profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
+        log_step=reporter.step if reporter else unheard,
+        export=partial(export, backend, checkpoints) if lead else unheard,
+        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss),
+        run_epoch=epoch,
+        stopping=stopping,
+        on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
+        recent_losses=losses,
+    )
+    return Assembled(trainer, step, reporter)
+
+
+def build_evaluations(
+    config: Config,
+    alone: bool,
+    explorer: "ExplorerHandle | None",
+    synchronizer: SynchronizerHandle | None,
+    reporter: StepReporter | None,
+    checkpoints: "Saves",
+) -> control.Evaluations:
+    """An evaluation begins when the synchronizer says that the engines serve its version: where
+    there is an explorer, there is a synchronizer.
+    """
+    return control.Evaluations(
+        explorer,
+        config.explorer,
+        scoring(reporter, checkpoints) if reporter else unheard,
+        alone,
+        served=partial(synchronizer.ask, Synchronizer.wait_for) if synchronizer else unheard,
+        reported=reporter.evaluated if reporter else (),
+    )
+
+
+def unheard(*_: Any) -> None:
+    """What only rank 0 tells."""
+
+
+def scoring(reporter: StepReporter, checkpoints: "Saves") -> Callable[[EvalResult], None]:
+    """Evaluations are reported and also rank checkpoints, for `trainer.checkpoint.keep_best`."""
+    # the checkpoint may be older than its own evaluation
+    for version, metrics in reporter.evaluated.items():
+        checkpoints.score(version, metrics)
+
+    def told(result: EvalResult) -> None:
+        reporter.evaluation(result)
+        checkpoints.score(
+            result.version, {f"eval/{result.taskset}/{k}": v for k, v in result.metrics.items()}
+        )
+
+    return told
+
+
+def export(backend: TrainBackend, checkpoints: Any, step: int) -> None:
+    """Begin the Hugging Face export of a version, in the background."""
+    target = export_dir(backend.job, step)
+    checkpoints.export(step, backend.config.model.model_path, str(target))
+
+
+def speed_of(backend: TrainBackend, mesh: TrainerMesh, cost: Cost) -> Speed:
+    """`cost` is that of a token."""
+    trainer = backend.config.trainer
+    peak = trainer.peak_tflops or backend.device.peak_tflops(trainer.dtype)
+    return Speed(cost, mesh.world, peak, trainer.recompute_granularity == "full")
+
+
+def phase_file(log_dir: Path, number: int) -> Callable[[str], None]:
+    """Keeps the current phase in a small file, for
+    `rft.run.elastic` to read when this rank was killed.
+    """
+    file = os.open(log_dir / f"phase_rank_{number}", os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def write(phase: str) -> None:
+        os.pwrite(file, phase.ljust(PHASE_BYTES).encode()[:PHASE_BYTES], 0)
+
+    return write
+
+
+def resume(
+    checkpoints: "Saves", models: Models, feed: Feed, skips: SkippedSteps, epoch: int
+) -> tuple[int, deque[float]]:
+    """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
+    version and the losses of the steps before it.
+    """
+    loop = checkpoints.load(models) or {"step": 0, "recent_losses": []}
+    step = int(loop["step"])
+    skips.restore(loop.get("skips", [0, 0]))
+    if isinstance(feed.source, control.QueueSource):
+        feed.source.attach(step, epoch)
+    return step, deque(loop["recent_losses"], maxlen=LOSS_WINDOW)
+
+
+# --- where batches come from ---------------------------------------------------------------------
+
+
+def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any) -> Feed:
+    """`tokenizer`: rank 0's."""
+    lead = mesh.rank == 0
+    return Feed(
+        source(config, tokenizer) if lead else None,
+        mesh,
+        config.algorithm,
+        int(config.trainer.max_token_len_per_gpu or 0) * mesh.cp,
+        models.policy.multiple,
+        Cost.of(models.policy.hf_config),
+        cut_of(config.trainer),
+        int(config.model.max_response_tokens or 1),
+        experts(config, tokenizer) if lead else None,
+    )
+
+
+def cut_of(trainer: TrainerConfig) -> PackingPolicy:
+    rows = None if trainer.use_dynamic_bsz else trainer.ppo_micro_batch_size_per_gpu
+    return PackingPolicy(rows, trainer.balance_batch, pad=not trainer.use_remove_padding)
+
+
+def source(config: Config, tokenizer: Any) -> BatchSource:
+    """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
+    experience_buffer = config.buffer.trainer_input.experience_buffer
+    if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
+        return ExperienceFile(
+            str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps
+        )
+    if experience_buffer.storage_type == "file":
+        return SupervisedRows(
+            experience_buffer,
+            tokenizer,
+            int(config.buffer.train_batch_size or 1),
+            config.seed,
+            int(config.model.max_model_len or 0),
+            total_steps=config.trainer.total_steps,
+            chat_template=config.model.custom_chat_template,
+            schema=ALGORITHMS[config.algorithm.algorithm_type].schema,
+        )
+    controlled = config.algorithm.sample_strategy == "staleness_control"
+    oldest = int(config.algorithm.sample_strategy_args["max_staleness"]) if controlled else None
+    return control.QueueSource(
+        control.actor(experience_buffer.name),
+        experience_buffer.max_read_timeout,
+        oldest,
+    )
+
+
+def experts(config: Config, tokenizer: Any) -> BatchSource | None:
+    """Rank 0's expert rows, where the algorithm mixes them in: as
+    many per step as the batch has room for.
+    """
+    if not mixing.is_mixed(config.algorithm):
+        return None
+    name = mixing.argument(config.algorithm, "sft_dataset_name")
+    return SupervisedRows(
+        config.buffer.trainer_input.auxiliary_buffers[name],
+        tokenizer,
+        mixing.expert_rows(config.algorithm, int(config.buffer.train_batch_size or 1)),
+        config.seed,
+        int(config.model.max_model_len or 0),
+        chat_template=config.model.custom_chat_template,
+        key_path=f"buffer.trainer_input.auxiliary_buffers.{name}",
+        expert=True,
+    )
+
+
+def tokenizer_of(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        config.model.model_path, trust_remote_code=config.model.trust_remote_code
+    )

@@ -1,0 +1,239 @@
+"""Where the policy learns, by `trainer.trainer_type`: Megatron on these ranks, or a service that
+speaks Tinker's API.
+
+In: a rank's config, its job's directory and its device. Out: the parts of the rank that depend on
+it (`TrainBackend`); the loop (`rft.trainer.trainer`) is the same over all of them. Order matters:
+the device's port of megatron comes before megatron, so nothing of it is imported before
+`open_mesh`. With a service the batch, its advantages and its loss are made here, by the same code
+as for Megatron; forward and backward passes, the optimizer and the weights are the service's.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rft import config as configs
+from rft.config import Config
+from rft.ground.device import Device
+from rft.ground.protocols import TrainerMesh
+from rft.monitor import logs
+from rft.trainer import control
+
+if TYPE_CHECKING:
+    from rft.checkpoint.manager import CheckpointManager
+    from rft.extras.tinker.saves import RemoteCheckpoints
+    from rft.sync.publisher import Publisher
+    from rft.sync.synchronizer import SynchronizerHandle
+    from rft.trainer.models import Models
+
+    Saves = CheckpointManager | RemoteCheckpoints
+
+
+@dataclass(frozen=True)
+class TrainBackend:
+    """The parts of a trainer rank that depend on where the policy learns. Every rank calls every
+    method, in this order.
+    """
+
+    config: Config
+    job: Path
+    device: Device
+
+    def open_mesh(self) -> TrainerMesh:
+        """Who trains together. Collective."""
+        raise NotImplementedError
+
+    def build_models(self, mesh: TrainerMesh) -> "Models":
+        """The policy, which scores the tokens of microbatches and makes a step of them, and beside
+        it what the algorithm needs.
+        """
+        raise NotImplementedError
+
+    def build_checkpoints(self, mesh: TrainerMesh, models: "Models", epoch: int) -> "Saves":
+        """Saves and loads the policy together with the loop's own state."""
+        raise NotImplementedError
+
+    def build_publisher(
+        self,
+        mesh: TrainerMesh,
+        models: "Models",
+        checkpoints: "Saves",
+        synchronizer: "SynchronizerHandle | None",
+        epoch: int,
+    ) -> "Publisher":
+        """Brings versions of the policy to the engines. `synchronizer`: rank 0's, where engines
+        belong to this run.
+        """
+        raise NotImplementedError
+
+
+class MegatronBackend(TrainBackend):
+    """The mesh, the models on it, checkpoints of their state, and how weights leave it."""
+
+    def open_mesh(self) -> TrainerMesh:
+        self.device.activate()
+        if self.device.kind == "cpu":
+            from rft.megatron import cpu_port
+
+            cpu_port.install()
+        from rft.megatron import mesh
+
+        trainer = self.config.trainer
+        return mesh.Mesh(trainer.megatron, self.device, trainer.collective_timeout)
+
+    def build_models(self, mesh: TrainerMesh) -> "Models":
+        """The policy comes first: it seeds the generators."""
+        from rft.algorithm import recipe
+        from rft.megatron.learner import Critic
+        from rft.megatron.network import Reference
+        from rft.megatron.policy import Policy
+        from rft.trainer.models import Models
+
+        config, model, trainer = self.config, self.config.model, self.config.trainer
+        steps = trainer.total_steps
+        learning = steps if steps is None else steps - trainer.critic_warmup
+        policy = Policy(model, trainer, config.algorithm.optimizer, mesh, config.seed, learning)
+        reference = critic = teacher = None
+        if recipe.needs_reference(config.algorithm):
+            reference = Reference(model.ref_model_path or model.model_path, trainer, mesh)
+        if recipe.needs_critic(config.algorithm):
+            critic = Critic(
+                model.critic_model_path or model.model_path, trainer, config.critic, mesh, steps
+            )
+        if recipe.needs_teacher(config.algorithm):
+            teacher = Reference(str(model.teacher_model_path), trainer, mesh)
+        return Models(
+            policy,
+            reference,
+            critic,
+            config.algorithm,
+            trainer.critic_warmup,
+            config.critic.cliprange_value,
+            teacher,
+        )
+
+    def build_checkpoints(
+        self, mesh: TrainerMesh, models: "Models", epoch: int
+    ) -> "CheckpointManager":
+        from rft.checkpoint import fence
+        from rft.checkpoint.manager import CheckpointManager
+
+        config, lora = self.config, models.policy.lora
+        about = {
+            "layout": mesh.layout(),
+            "model": str(config.model.model_path),
+            "dtype": config.trainer.dtype,
+        }
+        if lora:
+            about["adapter"] = lora.as_peft(str(config.model.model_path))
+        return CheckpointManager(
+            configs.checkpoint_root(config),
+            mesh,
+            config.trainer,
+            control=fence.control_dir(self.job),
+            epoch=epoch,
+            device=self.device,
+            about=about,
+            log_dir=logs.where(Path(os.environ["RFT_LOG_DIR"]), config.log),
+        )
+
+    def build_publisher(
+        self,
+        mesh: TrainerMesh,
+        models: "Models",
+        checkpoints: "Saves",
+        synchronizer: "SynchronizerHandle | None",
+        epoch: int,
+    ) -> "Publisher":
+        """By `synchronizer.sync_method`."""
+        from rft.sync.connection import own_address
+        from rft.sync.origins import CheckpointOrigin, MemoryOrigin, StreamOrigin
+        from rft.sync.publisher import Probe, Publisher
+        from rft.trainer.feed import is_supervised
+
+        config, policy, here = self.config, models.policy, self.config.mode == "both"
+        size = config.synchronizer.bucket_bytes or self.device.message_bytes
+        sync = replace(config.synchronizer, bucket_bytes=size)
+        if is_supervised(config.algorithm):
+            return Publisher(None)
+        if sync.sync_method == "checkpoint":
+            deadline = 2 * config.trainer.checkpoint.agent_deadline_s
+            return Publisher(
+                CheckpointOrigin(
+                    mesh, checkpoints, synchronizer, sync, epoch, deadline, engines=here
+                )
+            )
+        if not here:
+            return Publisher(None)
+        # all of it, an adapter merged, or the adapter alone
+        source = policy.adapter_source() if sync.lora_sync == "adapter" else policy
+        if sync.sync_method == "memory":
+            every = control.actor("synchronizer")
+            return Publisher(MemoryOrigin(mesh, source, every, sync, epoch))
+        address = own_address(config.cluster.ray_address)
+        origin = StreamOrigin(mesh, source, synchronizer, sync, epoch, address)
+        probe = Probe(policy, mesh, synchronizer, sync.probe_interval, policy.dims.vocab)
+        return Publisher(origin, probe.after, takes_turns=config.cluster.colocate)
+
+
+class TinkerBackend(TrainBackend):
+    """One rank, without a model of its own."""
+
+    def open_mesh(self) -> TrainerMesh:
+        """Nothing is computed on a device here but the loss of single tokens."""
+        from rft.extras.tinker.remote_policy import LocalMesh
+
+        return LocalMesh()
+
+    def build_models(self, mesh: TrainerMesh) -> "Models":
+        from rft.algorithm import recipe
+        from rft.extras.tinker.remote_policy import RemotePolicy, RemoteReference
+        from rft.extras.tinker.service import Service
+        from rft.trainer.models import Models
+
+        config, trainer, algorithm = self.config, self.config.trainer, self.config.algorithm
+        service = Service(config.model.tinker)
+        policy = RemotePolicy(
+            service,
+            config.model,
+            algorithm.optimizer,
+            trainer.grad_clip,
+            mesh,  # type: ignore[arg-type]
+            config.seed,
+            trainer.total_steps,
+        )
+        reference = RemoteReference(service) if recipe.needs_reference(algorithm) else None
+        return Models(policy, reference, None, algorithm)  # type: ignore[arg-type]
+
+    def build_checkpoints(
+        self, mesh: TrainerMesh, models: "Models", epoch: int
+    ) -> "RemoteCheckpoints":
+        from rft.extras.tinker.saves import RemoteCheckpoints
+
+        sync = self.config.synchronizer
+        reach = int(sync.max_staleness or 0) + sync.sync_interval
+        keep = self.config.trainer.max_checkpoints_to_keep
+        return RemoteCheckpoints(self.job / "remote", models.policy, keep, reach)  # type: ignore[arg-type]
+
+    def build_publisher(
+        self,
+        mesh: TrainerMesh,
+        models: "Models",
+        checkpoints: "Saves",
+        synchronizer: "SynchronizerHandle | None",
+        epoch: int,
+    ) -> "Publisher":
+        from rft.extras.tinker.saves import PathOrigin
+        from rft.sync.publisher import Publisher
+
+        sync = self.config.synchronizer
+        return Publisher(PathOrigin(mesh, models.policy, checkpoints, synchronizer, sync, epoch))  # type: ignore[arg-type]
+
+
+BACKENDS: dict[str, type[TrainBackend]] = {"megatron": MegatronBackend, "tinker": TinkerBackend}
+
+
+def backend_of(config: Config, device: Device) -> TrainBackend:
+    """Where the policy of this run learns."""
+    return BACKENDS[config.trainer.trainer_type](config, configs.job_dir(config), device)
