@@ -126,19 +126,28 @@ def test_import_stays_light(module: str, absent: set[str]) -> None:
     assert not loaded_by(module) & absent
 
 
+def test_no_class_has_the_name_of_another() -> None:
+    places: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_actors_are_asked_through_typed_handles() -> None:
     """Ray's own `handle.method.remote(...)` names a method in a string that nothing checks; only
     classes, which `ray.remote(Class)` makes actors of, are called that way.
     """
     by_name = [
         f"{path}:{node.lineno}"
-        for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "ground" / "actor.py"}
+        for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "ground" / "protocols.py"}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and node.attr == "remote"
         and not (isinstance(node.value, ast.Name) and node.value.id in {"ray", "actor_class"})
     ]
-    assert not by_name, "ask through rft.ground.actor.ActorHandle"
+    assert not by_name, "ask through rft.ground.protocols.ActorHandle"
 
 
 def test_only_device_decides_about_devices() -> None:
