@@ -49,7 +49,7 @@ class CommitError(RuntimeError):
 
 
 @dataclass
-class Draft:
+class PendingCommit:
     """An output that this rank has written and that is not committed yet."""
 
     begin: Begin
@@ -69,10 +69,10 @@ class Committer:
     report: Callable[[Report], object]
     orphaned: Callable[[], bool] = lambda: False
     in_use: Callable[[], set[str]] = set  # checkpoints that are being read and must not go now
-    drafts: list[Draft] = field(default_factory=list)
+    drafts: list[PendingCommit] = field(default_factory=list)
 
     def watch(self, begin: Begin, output: Output, since: float) -> None:
-        self.drafts.append(Draft(begin, output, since))
+        self.drafts.append(PendingCommit(begin, output, since))
 
     def look(self) -> None:
         """One round over all drafts, oldest first.
@@ -89,7 +89,7 @@ class Committer:
                 self._committed(draft, name)
         self.drafts = [draft for draft in self.drafts if not draft.done]
 
-    def _advance(self, draft: Draft) -> str | None:
+    def _advance(self, draft: PendingCommit) -> str | None:
         """Name under which the draft is published by now, by whomever; None: not yet.
 
         Raises what makes it fail.
@@ -111,7 +111,7 @@ class Committer:
         self._check_time(draft, names)
         return None
 
-    def _check_time(self, draft: Draft, names: set[str]) -> None:
+    def _check_time(self, draft: PendingCommit, names: set[str]) -> None:
         """Raises when a rank will not come any more: at the deadline, or at once when this job is
         over and its agent is gone.
         """
@@ -132,7 +132,7 @@ class Committer:
             if any(receipt_name(r) not in now for r in dead) and not self._published(draft):
                 raise CommitError(f"rank(s) {dead} ended before their part was written")
 
-    def _published(self, draft: Draft) -> str | None:
+    def _published(self, draft: PendingCommit) -> str | None:
         """The directory that this very save was published as."""
         prefix = draft.output.collection
         for name in self.storage.list(prefix):
@@ -146,7 +146,7 @@ class Committer:
                     return path
         return None
 
-    def _commit(self, draft: Draft) -> str:
+    def _commit(self, draft: PendingCommit) -> str:
         place = draft.output.draft
         try:
             manifest = self._verified(draft)
@@ -183,7 +183,7 @@ class Committer:
             f"{self.storage.where}/{place}: No such file or directory; somebody has removed it"
         )
 
-    def _verified(self, draft: Draft) -> Manifest:
+    def _verified(self, draft: PendingCommit) -> Manifest:
         """The manifest that these receipts make; raises CommitError for receipts of different
         saves, layouts or sizes.
         """
@@ -235,7 +235,7 @@ class Committer:
         if old is None or (old.epoch, old.step) <= (hint.epoch, hint.step):
             self.storage.put(path, encode_json(hint))
 
-    def _committed(self, draft: Draft, name: str) -> None:
+    def _committed(self, draft: PendingCommit, name: str) -> None:
         draft.done = True
         log.info("%s committed", name)
         seconds = time.monotonic() - draft.since
@@ -270,7 +270,7 @@ class Committer:
         if left and not output.collection:
             self.report(Retained(oldest=read_manifest(self.storage, left[0].path).loop))
 
-    def _fail(self, draft: Draft, cause: str) -> None:
+    def _fail(self, draft: PendingCommit, cause: str) -> None:
         draft.done = True
         log.error("%s failed: %s", draft.output.draft, cause)
         self.report(SaveFailed(id=draft.begin.id, step=draft.begin.step, cause=cause))
