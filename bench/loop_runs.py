@@ -28,7 +28,7 @@ import psutil
 
 from bench import report
 from rft.ground.process import adopt_orphans
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASKS_FILE = Path(__file__).with_name("loop_tasks.py")

@@ -61,11 +61,11 @@ class OptunaSweeper(Sweeper):
 
     def _search(self, arguments: list[str]) -> Any:
         from rft.config import ConfigError, SweepConfig
-        from rft.extras.sweep import ledger, search
+        from rft.extras.sweep import search, trial_records
         from rft.extras.sweep.job import TrialFailed
 
         judged_by = SweepConfig(**OmegaConf.to_container(self.config.sweep))  # type: ignore[arg-type]
-        ledger.check_objective(judged_by)
+        trial_records.check_objective(judged_by)
         if judged_by.objective is None:
             raise ConfigError(
                 "sweep=optuna needs sweep.objective, a metric of metrics.jsonl like "
@@ -77,7 +77,11 @@ class OptunaSweeper(Sweeper):
         )
         sweep_dir, tried = Path(str(self.config.hydra.sweep.dir)), set[int]()
         while True:
-            known = [trial for trial in ledger.trials(sweep_dir) if space.params(trial) is not None]
+            known = [
+                trial
+                for trial in trial_records.trials(sweep_dir)
+                if space.params(trial) is not None
+            ]
             waiting = [
                 t.overrides for t in known if t.state != "finished" and t.number not in tried
             ][: self.num_parallel]
@@ -90,7 +94,7 @@ class OptunaSweeper(Sweeper):
             if not waiting:
                 break
             self.launcher.launch(waiting, initial_job_idx=len(known))
-            now = [t for t in ledger.trials(sweep_dir) if space.params(t) is not None]
+            now = [t for t in trial_records.trials(sweep_dir) if space.params(t) is not None]
             tried |= {t.number for t in now if t.overrides in waiting}
         failed = [str(trial.number) for trial in known if trial.state != "finished"]
         if len(failed) < len(known):

@@ -6,8 +6,8 @@ its answers become experiences.
 
 `workflow_args`: `agent` (`module:function`, `file.py:function`) or `command`; `args` of the
 function; `reward`; `merge`; `timeout`. An async function runs here, as any workflow; a plain
-function or a command is a process of its own (`rft.agents.process`). Its reward is what it returns
-or posts, or else the task's reward function says it of the last answer. Invariants: a run has a key
+function or a command is a process of its own (`rft.agents.agent_process`). Its reward is what it
+returns or posts, or else the task's reward function says it of the last answer. Invariants: a run has a key
 that opens its own session only; after the workflow no process of an agent is left and no session of
 it is open; a run of a group that fails fails the group.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.agents.process import run_command, run_function
+from rft.agents.agent_process import run_command, run_function
 from rft.ground.errors import refuse_all
 from rft.ground.experience import Experience, Task
 from rft.ground.plugins import lookup

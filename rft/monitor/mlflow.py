@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import ConfigError
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 
 log = logging.getLogger(__name__)
 ARGS = ("uri", "username", "password")

@@ -26,7 +26,7 @@ from rft.monitor.console import Console
 from rft.monitor.metrics import with_other_names
 from rft.monitor.mlflow import ARGS as MLFLOW_ARGS
 from rft.monitor.mlflow import MLflow
-from rft.monitor.records import RunFiles, RunRecord
+from rft.monitor.run_record import RunFiles, RunRecord
 
 WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
 

@@ -22,7 +22,7 @@ from rft.config import (
 )
 from rft.config import verl as verl_keys
 from rft.extras.pipeline.output import place
-from rft.extras.pipeline.process import TASKS
+from rft.extras.pipeline.worker_process import TASKS
 from rft.preflight.rules import Refusals, Rule, tasksets
 from rft.preflight.rules_data import agents
 from rft.preflight.rules_run import APART, GIVEN, SHARED

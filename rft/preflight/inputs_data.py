@@ -32,7 +32,7 @@ from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError
 from rft.extras.pipeline.operators import Operator, make
 from rft.extras.pipeline.output import destination
 from rft.extras.pipeline.output import inputs as raw_files
-from rft.extras.pipeline.process import EXPERIENCES, TASKS
+from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of, refuse_all
 from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates

@@ -13,7 +13,7 @@ from rft.algorithm import mixing
 from rft.buffer.experience_file import SUFFIXES, is_file
 from rft.buffer.selection import ARGUMENTS, PRIORITIES
 from rft.config import Config, ExperienceBufferConfig, get, nearest
-from rft.extras.pipeline.process import EXPERIENCES, TASKS
+from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import redact
 from rft.ground.errors import problems_of
 from rft.preflight.rules import SETS, Rule, Says, shown, tasksets

@@ -74,7 +74,7 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
     """
     import ray
 
-    from rft.monitor.records import RunRecord
+    from rft.monitor.run_record import RunRecord
     from rft.monitor.sinks import build
 
     job = configs.job_dir(config)

@@ -27,7 +27,7 @@ from rft.checkpoint.single import Busy
 from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
-from rft.monitor.records import flat
+from rft.monitor.run_record import flat
 from rft.tools.places import InputError, Run, find_checkpoint, find_run
 from rft.tools.tables import table
 

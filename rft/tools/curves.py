@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 STAGE_COLORS = ("#3b5bdb", "#f59f00", "#0ca678", "#ae3ec9")  # from the last stage back

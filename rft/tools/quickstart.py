@@ -11,7 +11,7 @@ from statistics import fmean as mean
 
 from rft import config as configs
 from rft.config import Config
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 from rft.run.stages import result
 from rft.tools import curves
 from rft.tools.tables import table

@@ -18,7 +18,7 @@ from typing import Any
 
 from rft.config import Config
 from rft.ground import redact
-from rft.monitor.records import Row, RunRecord, flat
+from rft.monitor.run_record import Row, RunRecord, flat
 from rft.tools import config as config_tool
 from rft.tools import timeline
 from rft.tools.curves import OTHER, TIMES, time_shares

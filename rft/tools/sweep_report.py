@@ -14,8 +14,8 @@ from typing import Any
 
 from rft import config as configs
 from rft.config import ConfigError, SweepConfig
-from rft.extras.sweep import ledger
-from rft.extras.sweep.ledger import Trial, state
+from rft.extras.sweep import trial_records
+from rft.extras.sweep.trial_records import Trial, state
 from rft.ground import durable
 from rft.monitor.sinks import markdown
 from rft.tools.curves import INK, MUTED, style
@@ -78,8 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the directory with the trials: <root>/<project>/<name>/sweep",
     )
     parser.add_argument("--objective", help="another metric of metrics.jsonl than sweep.objective")
-    parser.add_argument("--value", choices=ledger.CHOICES["value"], help="which of its values")
-    parser.add_argument("--direction", choices=ledger.CHOICES["direction"])
+    parser.add_argument(
+        "--value", choices=trial_records.CHOICES["value"], help="which of its values"
+    )
+    parser.add_argument("--direction", choices=trial_records.CHOICES["direction"])
     parser.add_argument("--out", metavar="DIR", help="where to write; default: SWEEP_DIR")
     return parser
 
@@ -87,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
     """As the newest trial was judged, unless the command says otherwise."""
     found = SweepConfig()
-    for trial in ledger.trials(sweep_dir):
+    for trial in trial_records.trials(sweep_dir):
         for path in (trial.directory / stage / "resolved.yaml" for stage in trial.stages):
             found = configs.load(path).sweep if path.exists() else found
     for key in ("objective", "value", "direction"):
@@ -97,7 +99,7 @@ def judge(sweep_dir: Path, options: argparse.Namespace) -> SweepConfig:
 
 
 def read(sweep_dir: Path, judged_by: SweepConfig) -> list[TrialRow]:
-    trials = ledger.trials(sweep_dir)
+    trials = trial_records.trials(sweep_dir)
     if not trials:
         raise ConfigError(
             f"{sweep_dir} has no trials: "
@@ -109,8 +111,8 @@ def read(sweep_dir: Path, judged_by: SweepConfig) -> list[TrialRow]:
         chosen = " ".join(
             line for line in trial.overrides if line not in shared and not line.startswith("sweep.")
         )
-        value = ledger.objective_of(trial, judged_by) if trial.state == "finished" else None
-        rows.append(TrialRow(trial, state(trial), chosen, value, ledger.steps(trial)))
+        value = trial_records.objective_of(trial, judged_by) if trial.state == "finished" else None
+        rows.append(TrialRow(trial, state(trial), chosen, value, trial_records.steps(trial)))
     return rows
 
 
@@ -212,7 +214,7 @@ def _curves(axes: Any, rows: list[TrialRow], best: TrialRow | None, judged_by: S
     )
     colors = colormaps["viridis"]
     for place, row in enumerate(ordered):
-        series = ledger.series(row.trial, judged_by.objective) if judged_by.objective else []
+        series = trial_records.series(row.trial, judged_by.objective) if judged_by.objective else []
         if not series:
             continue
         color = BEST if row is best else colors(0.25 + 0.6 * place / max(len(ordered) - 1, 1))

@@ -22,7 +22,7 @@ from rft.ground import durable
 from rft.ground.device import Device
 from rft.ground.experience import Batch, EvalResult, Experience, encode
 from rft.monitor.metrics import Speed
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 from rft.monitor.sinks import build
 
 log = logging.getLogger(__name__)

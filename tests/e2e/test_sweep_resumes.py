@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.extras.sweep import ledger
+from rft.extras.sweep import trial_records
 from rft.tools.sweep_report import main as sweep_report
 
 from runs import Run, checkpoints, step_rows, train, write_assets
@@ -53,7 +53,7 @@ def test_a_sweep_killed_half_way_goes_on(
     sweep_dir = tmp_path / "rft" / "grid" / "sweep"
     with train(*arguments) as run:
         saved = kill_behind_a_checkpoint(run, sweep_dir / str(UNDER_WAY))
-    assert [ledger.state(trial) for trial in ledger.trials(sweep_dir)] == [
+    assert [trial_records.state(trial) for trial in trial_records.trials(sweep_dir)] == [
         "finished",
         "interrupted",
     ]
@@ -62,7 +62,7 @@ def test_a_sweep_killed_half_way_goes_on(
         run.wait_for(rf"^sweep: trial {UNDER_WAY}, attempt 2: ")
         assert run.wait_step(1) == saved + 1, "from its last checkpoint"
         assert (run.end(), run.errors()) == (0, "")
-    trials = ledger.trials(sweep_dir)
+    trials = trial_records.trials(sweep_dir)
     assert [trial.state for trial in trials] == ["finished"] * 4
     assert [trial.attempts for trial in trials] == [1, 2, 1, 1]
     for trial in trials:

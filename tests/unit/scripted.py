@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rft.agents.endpoint.models import Model
 from rft.agents.endpoint.registry import Registry
+from rft.agents.endpoint.served_models import Model
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, GenerateRequest, VersionSpan
 from rft.tools.toy import character_tokenizer

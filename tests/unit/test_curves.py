@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 from rft.tools import curves
 from rft.tools.tables import table
 

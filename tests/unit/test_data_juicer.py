@@ -15,7 +15,7 @@ import pytest
 from rft.config import DataJuicerConfig, ExperiencePipelineConfig, OperatorConfig
 from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError, JuicerServer, free_port
 from rft.extras.pipeline.experiences import ExperiencePipeline
-from rft.extras.pipeline.process import OperatorFailed
+from rft.extras.pipeline.worker_process import OperatorFailed
 from rft.ground.experience import Experience
 from tests.unit.test_experience_pipeline import group, is_dead, task, words
 

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
-from rft.agents.endpoint import chat, replies
+from rft.agents.endpoint import chat_format, replies
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
 from rft.rollout.workflows import check
@@ -544,13 +544,13 @@ def test_answers_are_on_the_wire_byte_for_byte_what_they_were(
     monkeypatch.setattr("time.time", lambda: 1700000000.5)
     sent = []
     for body, said in SAID:
-        asked, choices = chat.read(body, Sampling()), []
+        asked, choices = chat_format.read(body, Sampling()), []
         for number, (text, stop) in enumerate(said):
             tokens = list(range(len(text)))
             spans = [VersionSpan(version=number + 2, start=0, end=len(tokens))]
             logprobs = [-one / 4 for one in tokens]
             made = Completion(tokens=tokens, logprobs=logprobs, versions=spans, stop=stop)
-            message = chat.answer_message(text, bool(asked.tools), f"call-{number}")
+            message = chat_format.answer_message(text, bool(asked.tools), f"call-{number}")
             shown = list(text) if asked.logprobs else []
             choices.append(replies.SampledChoice(made, message, text, shown))
         sent.append(replies.reply("id-1", asked, choices, 7))
@@ -600,7 +600,7 @@ def test_a_request_has_openais_fields(
 ) -> None:
     """Each is read, refused or known to be passed over: a new one of theirs has to be decided."""
     noting = Noting(body)
-    chat.read(noting, Sampling())
+    chat_format.read(noting, Sampling())
     known = {
         *theirs.CompletionCreateParamsBase.__annotations__,
         *theirs.CompletionCreateParamsStreaming.__annotations__,

@@ -13,7 +13,7 @@ import ray
 from rft.config import Config, ConfigError, TasksetConfig
 from rft.ground.experience import EvalResult, Experience, Sampling, Task, encode
 from rft.ground.protocols import ActorHandle
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 from rft.rollout import evaluation
 from rft.rollout.evaluation import extremes, pass_at, repeated, sizes
 from rft.run import modes, stages

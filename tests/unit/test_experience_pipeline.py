@@ -20,7 +20,7 @@ from rft.config import (
 )
 from rft.extras.pipeline.experiences import ExperiencePipeline
 from rft.extras.pipeline.output import recorded_groups
-from rft.extras.pipeline.process import OperatorFailed
+from rft.extras.pipeline.worker_process import OperatorFailed
 from rft.ground.experience import Batch, Experience, Sampling, Task
 from rft.ground.protocols import ActorHandle
 from rft.rollout.runner import AllTasksFail

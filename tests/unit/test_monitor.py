@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rft.config import ConfigError, MonitorConfig
-from rft.monitor import records, sinks
+from rft.monitor import run_record, sinks
 from rft.monitor.console import Console, cells, duration, evaluations
 from rft.monitor.metrics import Timer
 
@@ -146,7 +146,7 @@ def test_on_a_terminal_there_is_a_bar_below_the_lines(monkeypatch: pytest.Monkey
 
 def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path: Path) -> None:
     clock = Clock()
-    files = records.RunFiles(tmp_path, 0, clock)
+    files = run_record.RunFiles(tmp_path, 0, clock)
     clock.now += 1.5
     files.log({"loss": 0.5, "bad": math.nan}, 1)
     files.table("rollouts", [{"prompt": "a\nb\u2028c", "reward": 1.0}], 1)
@@ -154,14 +154,14 @@ def test_metrics_and_samples_are_one_object_per_line_with_step_and_time(tmp_path
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "time_s": 1.5, "loss": 0.5, "bad": None}
     ]
-    assert records.read_metrics(tmp_path / "samples.jsonl") == [
+    assert run_record.read_metrics(tmp_path / "samples.jsonl") == [
         {"step": 1, "table": "rollouts", "prompt": "a\nb\u2028c", "reward": 1.0}
     ]
 
 
 def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -> None:
     clock = Clock()
-    files = records.RunFiles(tmp_path, 0, clock)
+    files = run_record.RunFiles(tmp_path, 0, clock)
     for step in range(1, 6):
         clock.now += 1
         files.log({"loss": float(step)}, step)
@@ -170,7 +170,7 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
     files.close()
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 6, "time_s"')  # killed in the middle of a line
-    again = records.RunFiles(tmp_path, 3, clock)
+    again = run_record.RunFiles(tmp_path, 3, clock)
     clock.now += 1
     again.log({"loss": 40.0}, 4)
     again.close()
@@ -186,12 +186,12 @@ def test_after_a_resume_no_step_appears_twice_and_time_goes_on(tmp_path: Path) -
 
 def test_a_start_without_anything_to_resume_logs_step_zero_once(tmp_path: Path) -> None:
     for _attempt in range(2):  # the first was killed before its first checkpoint
-        files = records.RunFiles(tmp_path, 0)
+        files = run_record.RunFiles(tmp_path, 0)
         files.log({"eval/sums/accuracy": 0.1}, 0)
         files.log({"loss": 1.0}, 1)
         files.close()
         assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
-    records.RunFiles(tmp_path, 1).close()
+    run_record.RunFiles(tmp_path, 1).close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
@@ -204,14 +204,14 @@ def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
     def die(descriptor: int) -> None:
         raise OSError("killed here")
 
-    monkeypatch.setattr(records.os, "fsync", die)
+    monkeypatch.setattr(run_record.os, "fsync", die)
     with pytest.raises(OSError, match="killed here"):
-        records.JsonLines(path, 1)
+        run_record.JsonLines(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    files = records.RunFiles(tmp_path, 0)
+    files = run_record.RunFiles(tmp_path, 0)
     files.log({"loss": 1.0}, 1)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
     files.close()
@@ -221,7 +221,7 @@ def test_reading_merges_a_late_evaluation_into_its_step(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(
         '{"step": 2, "loss": 1}\n{"step": 3, "loss": 2}\n{"step": 2, "eval": 5}\n'
     )
-    assert records.read_metrics(tmp_path / "m.jsonl") == [
+    assert run_record.read_metrics(tmp_path / "m.jsonl") == [
         {"step": 2, "loss": 1, "eval": 5},
         {"step": 3, "loss": 2},
     ]
@@ -233,7 +233,7 @@ def test_the_record_of_a_run_tells_what_was_recorded_and_no_more(tmp_path: Path)
         '{"step": 1, "time_s": 2, "loss": 1, "bad": null, "time/step_s": 1.5}\n'
         '{"step": 2, "time_s": 4, "loss": null, "time/step_s": 2.5}\n{"step": 3, "lo'
     )
-    record = records.RunRecord(tmp_path)
+    record = run_record.RunRecord(tmp_path)
     assert record.last_step == 2 and record.seconds == 4.0
     assert [row["step"] for row in record.timed] == [1, 2]
     assert record.series("loss") == [(1, 1.0)] and record.series("bad") == []

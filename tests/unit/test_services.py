@@ -18,7 +18,7 @@ import pytest
 from rft.config import ConfigError, MonitorConfig
 from rft.ground.experience import Experience, VersionSpan
 from rft.monitor import metrics, mlflow, sinks
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 from rft.trainer.reporting import distributions, quantiles
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from rft.config import ConfigError, SweepConfig
 from rft.extras import sweep as sweeps
-from rft.extras.sweep import job, ledger
+from rft.extras.sweep import job, trial_records
 from rft.ground import durable
 from rft.tools.toy import write_arithmetic, write_model
 
@@ -78,7 +78,7 @@ class Sweep:
         return (self.root / "attempts").read_text().splitlines()
 
     def states(self) -> list[str]:
-        return [ledger.state(trial) for trial in ledger.trials(self.directory)]
+        return [trial_records.state(trial) for trial in trial_records.trials(self.directory)]
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(sweep: Sweep) -> None:
     assert (code, errors) == (0, "")
     assert sweep.attempts() == ["1 0.5", "1 1", "2 0.5", "2 0.5", "2 1"]
     assert sweep.states() == ["finished"] * 4
-    assert [trial.attempts for trial in ledger.trials(sweep.directory)] == [1, 1, 2, 1]
+    assert [trial.attempts for trial in trial_records.trials(sweep.directory)] == [1, 1, 2, 1]
 
 
 def test_a_signal_is_passed_on_and_ends_the_sweep_with_its_code(sweep: Sweep) -> None:
@@ -215,9 +215,11 @@ def test_a_trial_lives_under_the_sweeps_own_name(
 
 
 def test_a_trial_is_known_by_its_overrides_in_any_order(tmp_path: Path) -> None:
-    first = ledger.claim(tmp_path, ["a=1", "b=2", "sweep=optuna", "sweep.objective=x"])
-    assert ledger.claim(tmp_path, ["b=2", "a=1"]).directory == first.directory == tmp_path / "0"
-    assert ledger.claim(tmp_path, ["a=1", "b=3"]).number == 1
+    first = trial_records.claim(tmp_path, ["a=1", "b=2", "sweep=optuna", "sweep.objective=x"])
+    assert (
+        trial_records.claim(tmp_path, ["b=2", "a=1"]).directory == first.directory == tmp_path / "0"
+    )
+    assert trial_records.claim(tmp_path, ["a=1", "b=3"]).number == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"], "no draft is left"
 
 
@@ -226,33 +228,35 @@ def test_trials_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> N
 
     def claim(number: int) -> int:
         barrier.wait()
-        return ledger.claim(tmp_path, [f"a={number}"]).number
+        return trial_records.claim(tmp_path, [f"a={number}"]).number
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(claim, range(8))) == list(range(8))
 
 
 def test_a_trial_that_nobody_runs_is_interrupted(tmp_path: Path) -> None:
-    trial = ledger.claim(tmp_path, ["a=1"])
-    lock = ledger.lock(trial.directory, 0.0)
+    trial = trial_records.claim(tmp_path, ["a=1"])
+    lock = trial_records.lock(trial.directory, 0.0)
     trial.state = "running"
     trial.write()
-    assert lock is not None and ledger.state(ledger.read(trial.directory)) == "running"
-    assert ledger.lock(trial.directory, 0.05) is None, "it has one owner"
+    assert (
+        lock is not None and trial_records.state(trial_records.read(trial.directory)) == "running"
+    )
+    assert trial_records.lock(trial.directory, 0.05) is None, "it has one owner"
     os.close(lock)
-    assert ledger.state(ledger.read(trial.directory)) == "interrupted"
+    assert trial_records.state(trial_records.read(trial.directory)) == "interrupted"
 
 
 def test_a_trial_that_an_earlier_sweep_left_is_waited_for(tmp_path: Path) -> None:
-    trial = ledger.claim(tmp_path, ["a=1"])
-    lock = ledger.lock(trial.directory, 0.0)
+    trial = trial_records.claim(tmp_path, ["a=1"])
+    lock = trial_records.lock(trial.directory, 0.0)
     assert lock is not None
     left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
     durable.sign(lock, str(left.pid))
     os.close(lock)
-    assert ledger.is_running(trial.directory)
+    assert trial_records.is_running(trial.directory)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ledger.lock, trial.directory, 60.0)
+        waiting = pool.submit(trial_records.lock, trial.directory, 60.0)
         left.communicate()
         assert waiting.result() is not None
 
@@ -260,8 +264,8 @@ def test_a_trial_that_an_earlier_sweep_left_is_waited_for(tmp_path: Path) -> Non
 # --- objective ------------------------------------------------------------------------------------
 
 
-def trial_with(directory: Path, **stages: list[dict[str, float | None]]) -> ledger.Trial:
-    trial = ledger.claim(directory, ["a=1"])
+def trial_with(directory: Path, **stages: list[dict[str, float | None]]) -> trial_records.Trial:
+    trial = trial_records.claim(directory, ["a=1"])
     trial.stages = list(stages)
     for stage, rows in stages.items():
         (trial.directory / stage).mkdir()
@@ -280,14 +284,14 @@ def test_the_objective_is_of_the_last_stage_that_has_it(tmp_path: Path) -> None:
         {"step": 4, "loss": None},
     ]
     trial = trial_with(tmp_path, warmup=warmup, tuned=tuned)
-    assert ledger.objective_of(trial, SweepConfig("loss")) == 0.2, (
+    assert trial_records.objective_of(trial, SweepConfig("loss")) == 0.2, (
         "a value that is no number is not the last"
     )
-    assert ledger.objective_of(trial, SweepConfig("loss", "best")) == 0.4
-    assert ledger.objective_of(trial, SweepConfig("loss", "best", "minimize")) == 0.1
-    assert ledger.objective_of(trial, SweepConfig("entropy")) == 9.0
-    assert ledger.objective_of(trial, SweepConfig()) is None
-    assert ledger.steps(trial) == 6
+    assert trial_records.objective_of(trial, SweepConfig("loss", "best")) == 0.4
+    assert trial_records.objective_of(trial, SweepConfig("loss", "best", "minimize")) == 0.1
+    assert trial_records.objective_of(trial, SweepConfig("entropy")) == 9.0
+    assert trial_records.objective_of(trial, SweepConfig()) is None
+    assert trial_records.steps(trial) == 6
 
 
 def test_a_metric_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
@@ -296,6 +300,6 @@ def test_a_metric_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) 
         ConfigError,
         match="sweep.objective=eval/accuracy: trial 0 .*did you mean `eval/held_out/accuracy`",
     ):
-        ledger.objective_of(trial, SweepConfig("eval/accuracy"))
+        trial_records.objective_of(trial, SweepConfig("eval/accuracy"))
     with pytest.raises(ConfigError, match="sweep.value=first is unknown. Known: last, best"):
-        ledger.check_objective(SweepConfig("loss", "first"))
+        trial_records.check_objective(SweepConfig("loss", "first"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.extras.sweep import ledger
+from rft.extras.sweep import trial_records
 from rft.tools import sweep_report
 
 
@@ -18,7 +18,7 @@ def sweep_dir(tmp_path: Path) -> Path:
     """Three finished trials, a failed one and one whose sweep was killed; all have metrics."""
     states = ["finished", "failed", "finished", "running", "finished"]
     for number, state in enumerate(states):
-        trial = ledger.claim(
+        trial = trial_records.claim(
             tmp_path / "sweep",
             ["experiment=sft", f"lr=1e-{number + 2}", f"seed={number % 2}", "sweep=grid"],
         )

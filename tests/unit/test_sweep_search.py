@@ -13,7 +13,7 @@ from test_sweep import Sweep, assets, sweep  # noqa: F401  fixtures
 
 from rft.config import ConfigError, SweepConfig
 from rft.config.compose import CONFIG_DIR, register_schema
-from rft.extras.sweep import ledger, search
+from rft.extras.sweep import search, trial_records
 
 pytest.importorskip("optuna", reason="optional: pip install 'rft[sweep]'")
 RANGES = [
@@ -29,9 +29,11 @@ def space(lines: list[str] = RANGES) -> search.Space:
     return search.space_of(OverridesParser.create().parse_overrides(lines))
 
 
-def run(directory: Path, trial_overrides: list[str], state: str = "finished") -> ledger.Trial:
+def run(
+    directory: Path, trial_overrides: list[str], state: str = "finished"
+) -> trial_records.Trial:
     """What a trial leaves: the objective has its best value at lr=1e-4."""
-    trial = ledger.claim(directory, trial_overrides)
+    trial = trial_records.claim(directory, trial_overrides)
     trial.state = state
     trial.write()
     params = space().params(trial)
@@ -43,7 +45,9 @@ def run(directory: Path, trial_overrides: list[str], state: str = "finished") ->
 
 
 def next_params(directory: Path, count: int = 1) -> list[dict[str, Any]]:
-    study = search.study_of(space(), ledger.trials(directory), SweepConfig("score"), "tpe", 0)
+    study = search.study_of(
+        space(), trial_records.trials(directory), SweepConfig("score"), "tpe", 0
+    )
     return search.ask(study, space(), count)
 
 
@@ -69,7 +73,7 @@ def test_a_search_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
     for _ in range(14):
         assert next_params(tmp_path) == next_params(tmp_path)
         run(tmp_path, space().overrides(next_params(tmp_path)[0]))
-    suggested = [space().params(trial) for trial in ledger.trials(tmp_path)]
+    suggested = [space().params(trial) for trial in trial_records.trials(tmp_path)]
     assert len({json.dumps(params) for params in suggested}) == 14, (
         "no start repeats what another one tried"
     )
@@ -77,10 +81,10 @@ def test_a_search_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
 
 def test_trials_of_another_command_are_none_of_this_search(tmp_path: Path) -> None:
     run(tmp_path, space().overrides(next_params(tmp_path)[0]))
-    ledger.claim(tmp_path, ["lr=0.001", "repeat=2", "clip=1.0", "loss=ppo", "name=other"])
+    trial_records.claim(tmp_path, ["lr=0.001", "repeat=2", "clip=1.0", "loss=ppo", "name=other"])
     # outside the range
-    ledger.claim(tmp_path, ["lr=0.5", "repeat=2", "clip=1.0", "loss=ppo", "name=run"])
-    assert [space().params(trial) is not None for trial in ledger.trials(tmp_path)] == [
+    trial_records.claim(tmp_path, ["lr=0.5", "repeat=2", "clip=1.0", "loss=ppo", "name=run"])
+    assert [space().params(trial) is not None for trial in trial_records.trials(tmp_path)] == [
         True,
         False,
         False,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft.agents.endpoint.models import Model, load_tokenizer
 from rft.agents.endpoint.registry import Registry, Store
+from rft.agents.endpoint.served_models import Model, load_tokenizer
 from rft.config import AuxiliaryModelConfig, ExplorerConfig, ModelConfig
 from rft.rollout.pool import EngineHandle, EnginePool
 

@@ -21,7 +21,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.completion_choice import Logprobs
 from openai.types.shared import ErrorObject
 
-from rft.agents.endpoint.chat import ApiError, Asked
+from rft.agents.endpoint.chat_format import ApiError, Asked
 from rft.ground.experience import Completion
 
 PIECE = 16  # tokens of one chunk

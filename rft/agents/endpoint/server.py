@@ -25,11 +25,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rft.agents.endpoint import chat, replies
-from rft.agents.endpoint.chat import ApiError, Asked
-from rft.agents.endpoint.models import Model
+from rft.agents.endpoint import chat_format, replies
+from rft.agents.endpoint.chat_format import ApiError, Asked
 from rft.agents.endpoint.registry import OpenedSession, Registry
 from rft.agents.endpoint.replies import SampledChoice
+from rft.agents.endpoint.served_models import Model
 from rft.agents.endpoint.sessions import Continuation, Feedback
 from rft.ground.experience import Completion, Sampling
 from rft.rollout.context import Access, AgentSession
@@ -131,7 +131,7 @@ class OpenAIEndpoint:
         name = request.match_info.get("model") or str(body.get("model", ""))
         found = self.registry.enter(request[SESSION], unrecorded=name in self.others)
         try:
-            asked = chat.read(body, found.session.sampling)
+            asked = chat_format.read(body, found.session.sampling)
             if (asked.messages is None) == request.path.endswith("/chat/completions"):
                 raise ApiError(
                     "messages belong to /v1/chat/completions, a prompt to /v1/completions",
@@ -206,11 +206,13 @@ class OpenAIEndpoint:
         made: Completion,
         id: str,
     ) -> SampledChoice:
-        text = chat.cut(model.text(made.tokens), asked.stop)
-        message = chat.answer_message(text, bool(asked.tools), id.replace("chatcmpl", "call"))
+        text = chat_format.cut(model.text(made.tokens), asked.stop)
+        message = chat_format.answer_message(
+            text, bool(asked.tools), id.replace("chatcmpl", "call")
+        )
         if model is self.policy:
             session, before = found.session, found.session.branches
-            answer = chat.remembered(message) if asked.messages is not None else None
+            answer = chat_format.remembered(message) if asked.messages is not None else None
             session.record(asked, place, prompt, made, text, id=id, answer=answer)
             self.registry.counts.update(
                 answers=1, tokens=len(made.tokens), branches=session.branches - before

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.agents.endpoint.chat import Asked, canonical
+from rft.agents.endpoint.chat_format import Asked, canonical
 from rft.ground.experience import (
     Completion,
     Experience,

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from rft.config import DataJuicerConfig, ExperiencePipelineConfig
 from rft.extras.pipeline.data_juicer import JuicerServer
-from rft.extras.pipeline.process import (
+from rft.extras.pipeline.task_operators import text_of
+from rft.extras.pipeline.worker_process import (
     EXPERIENCES,
     Done,
     OperatorFailed,
@@ -31,7 +32,6 @@ from rft.extras.pipeline.process import (
     Setup,
     Work,
 )
-from rft.extras.pipeline.task_operators import text_of
 from rft.ground.experience import Experience, Task, decode, encode
 from rft.rollout.runner import AllTasksFail
 

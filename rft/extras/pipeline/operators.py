@@ -28,7 +28,6 @@ from rft.extras.pipeline.experience_operators import (
     RewardShaping,
     RewardStdFilter,
 )
-from rft.extras.pipeline.process import TASKS
 from rft.extras.pipeline.task_operators import (
     Curriculum,
     DifficultyFilter,
@@ -38,6 +37,7 @@ from rft.extras.pipeline.task_operators import (
     RequiredFields,
     TextLengthFilter,
 )
+from rft.extras.pipeline.worker_process import TASKS
 from rft.rollout.rewards import lookup
 
 Metrics = dict[str, float]

@@ -24,7 +24,7 @@ import xxhash
 
 from rft.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
 from rft.data.files import data_files
-from rft.extras.pipeline.process import TASKS
+from rft.extras.pipeline.worker_process import TASKS
 from rft.ground import durable
 from rft.ground.experience import Experience, Record
 

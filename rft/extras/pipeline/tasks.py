@@ -27,7 +27,14 @@ from rft.data.files import count_rows, load_rows
 from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError, JuicerServer
 from rft.extras.pipeline.operators import TASK_OPERATORS, build, is_whole
 from rft.extras.pipeline.output import TaskOutput, inputs
-from rft.extras.pipeline.process import TASKS, Done, OperatorFailed, OperatorProcess, Setup, Work
+from rft.extras.pipeline.worker_process import (
+    TASKS,
+    Done,
+    OperatorFailed,
+    OperatorProcess,
+    Setup,
+    Work,
+)
 
 CHUNK = 64  # rows at most
 Row = dict[str, Any]

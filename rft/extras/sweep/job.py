@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
 from rft.config import ConfigError, check_stage_overrides, grace_of
-from rft.extras.sweep import ledger
-from rft.extras.sweep.ledger import Trial
+from rft.extras.sweep import trial_records
+from rft.extras.sweep.trial_records import Trial
 from rft.ground import durable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -49,12 +49,12 @@ def run_trial(raw: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     sweep_dir = Path(hydra.runtime.output_dir)
     overrides = [str(line) for line in OmegaConf.to_container(hydra.overrides.task)]  # type: ignore[union-attr]
-    trial = ledger.claim(sweep_dir, overrides)
+    trial = trial_records.claim(sweep_dir, overrides)
     try:
         config = of_trial(raw, trial.directory)
         stages = configs.stage_configs(config)
         check_stage_overrides(config, overrides)
-        ledger.check_objective(stages[0].sweep)
+        trial_records.check_objective(stages[0].sweep)
         if trial.state != "finished":
             watched = (
                 os.getppid()
@@ -62,7 +62,7 @@ def run_trial(raw: DictConfig) -> float | None:
                 else None
             )
             trial = attempt(trial, config, [stage.stage_name or "" for stage in stages], watched)
-        value = ledger.objective_of(trial, stages[0].sweep)
+        value = trial_records.objective_of(trial, stages[0].sweep)
     except ConfigError as error:
         raise TrialFailed(f"rft: trial {trial.number}: {error}") from error
     print(
@@ -95,7 +95,7 @@ def attempt(trial: Trial, config: DictConfig, stages: list[str], watched: int | 
     `watched`: a process to end with.
     """
     wait_s = 2 * float(config.shutdown_grace_s or grace_of(os.environ)) + MARGIN_S
-    if ledger.is_running(trial.directory):
+    if trial_records.is_running(trial.directory):
         print(
             (
                 f"sweep: trial {trial.number} still runs for an earlier sweep: waiting for its "
@@ -104,12 +104,12 @@ def attempt(trial: Trial, config: DictConfig, stages: list[str], watched: int | 
             ),
             flush=True,
         )
-    lock = ledger.lock(trial.directory, wait_s)
+    lock = trial_records.lock(trial.directory, wait_s)
     if lock is None:
         raise TrialFailed(
             f"rft: trial {trial.number} is run by another process: end that sweep first"
         )
-    trial = ledger.read(trial.directory)  # as the one who had the lock left it
+    trial = trial_records.read(trial.directory)  # as the one who had the lock left it
     if trial.state == "finished":
         os.close(lock)
         return trial

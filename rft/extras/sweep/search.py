@@ -12,8 +12,8 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from rft.config import ConfigError, SweepConfig
-from rft.extras.sweep import ledger
-from rft.extras.sweep.ledger import Trial
+from rft.extras.sweep import trial_records
+from rft.extras.sweep.trial_records import Trial
 
 SAMPLERS = ("tpe", "random")
 MOST_REPEATS = 200  # suggestions in a row that were tried before; then the space counts as searched
@@ -41,9 +41,9 @@ class Space:
                 chosen[key] = _value(self.distributions[key], text)
             else:
                 rest.append(line)
-        same = ledger.identity(rest) == ledger.identity(self.fixed) and len(chosen) == len(
-            self.distributions
-        )
+        same = trial_records.identity(rest) == trial_records.identity(self.fixed) and len(
+            chosen
+        ) == len(self.distributions)
         return chosen if same and None not in chosen.values() else None
 
 
@@ -121,7 +121,7 @@ def study_of(space: Space, trials: list[Trial], sweep: SweepConfig, sampler: str
             if trial.state == "finished"
             else module.trial.TrialState.FAIL
         )
-        value = ledger.objective_of(trial, sweep) if trial.state == "finished" else None
+        value = trial_records.objective_of(trial, sweep) if trial.state == "finished" else None
         study.add_trial(
             module.trial.create_trial(
                 state=state, params=params, distributions=space.distributions, value=value

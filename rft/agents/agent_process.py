@@ -1,7 +1,7 @@
 """A run of an agent in a process of its own, which ends with it: a function or a command in, what
 it returned out.
 
-    explorer ── own session ──► python -m rft.agents.process ──► the user's function ──► result
+    explorer ── own session ──► python -m rft.agents.agent_process ──► user's function ──► result
                                 python -m rft.ground.process ──► becomes the user's program
 
 OPENAI_BASE_URL and OPENAI_API_KEY are in its environment. A command reads the task as a line of
@@ -52,7 +52,13 @@ async def run_function(
     order = encode(Order(function=name, task=task, access=(base_url, api_key), args=args))
     with tempfile.TemporaryFile() as answer:
         code, said = await _process(
-            [sys.executable, "-m", "rft.agents.process", str(os.getpid()), str(answer.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "rft.agents.agent_process",
+                str(os.getpid()),
+                str(answer.fileno()),
+            ],
             order,
             base_url,
             api_key,

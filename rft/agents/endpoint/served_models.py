@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 
-from rft.agents.endpoint.chat import ApiError, Asked, behind, read
+from rft.agents.endpoint.chat_format import ApiError, Asked, behind, read
 from rft.agents.endpoint.sessions import Continuation
 from rft.config import ConfigError, ModelConfig
 from rft.data.chat import chat_text, end_of_turn

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rft.config import ConfigError, SweepConfig
 from rft.ground import durable
-from rft.monitor.records import RunRecord
+from rft.monitor.run_record import RunRecord
 
 RECORD, LOCK = "trial.json", "trial.lock"
 CHOICES = {"value": ("last", "best"), "direction": ("maximize", "minimize")}  # of the objective
