@@ -7,9 +7,9 @@ its answers become experiences.
 `workflow_args`: `agent` (`module:function`, `file.py:function`) or `command`; `args` of the
 function; `reward`; `merge`; `timeout`. An async function runs here, as any workflow; a plain
 function or a command is a process of its own (`rft.agents.agent_process`). Its reward is what it
-returns or posts, or else the task's reward function says it of the last answer. Invariants: a run has a key
-that opens its own session only; after the workflow no process of an agent is left and no session of
-it is open; a run of a group that fails fails the group.
+returns or posts, or else the task's reward function says it of the last answer. Invariants: a run
+has a key that opens its own session only; after the workflow no process of an agent is left and no
+session of it is open; a run of a group that fails fails the group.
 """
 
 import asyncio
