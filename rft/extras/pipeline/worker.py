@@ -3,9 +3,10 @@ pid>`.
 
 In: `Setup`, then `Work` after `Work` (`rft.extras.pipeline.worker_process`). Out: what the
 operators made of each, or which of them failed and how. Operators keep what they remember between
-two pieces of work. Whatever user code does is an answer, also sys.exit; a hang is ended by the parent, which
-kills this process group. Invariant: what leaves here was looked at after every operator:
-experiences that the trainer can learn from, in which no token was changed, or rows that are JSON.
+two pieces of work. Whatever user code does is an answer, also sys.exit; a hang is ended by the
+parent, which kills this process group. Invariant: what leaves here was looked at after every
+operator: experiences that the trainer can learn from, in which no token was changed, or rows that
+are JSON.
 """
 
 import asyncio
