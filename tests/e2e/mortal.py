@@ -93,9 +93,8 @@ class MortalCalls:
 
 CALLS = (
     "pause_generation",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
+    "collective_rpc",
+    "update_weight_version",
     "resume_generation",
 )
 
