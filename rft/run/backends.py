@@ -9,6 +9,7 @@ as for Megatron; forward and backward passes, the optimizer and the weights are 
 """
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrainBackend:
+class TrainBackend(ABC):
     """The parts of a trainer rank that depend on where the policy learns. Every rank calls every
     method, in this order.
     """
@@ -40,20 +41,21 @@ class TrainBackend:
     job: Path
     device: Device
 
+    @abstractmethod
     def open_mesh(self) -> TrainerMesh:
         """Who trains together. Collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build_models(self, mesh: TrainerMesh) -> "Models":
         """The policy, which scores the tokens of microbatches and makes a step of them, and beside
         it what the algorithm needs.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def build_checkpoints(self, mesh: TrainerMesh, models: "Models", epoch: int) -> "Saves":
         """Saves and loads the policy together with the loop's own state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build_publisher(
         self,
         mesh: TrainerMesh,
@@ -65,7 +67,6 @@ class TrainBackend:
         """Brings versions of the policy to the engines. `synchronizer`: rank 0's, where engines
         belong to this run.
         """
-        raise NotImplementedError
 
 
 class MegatronBackend(TrainBackend):

@@ -25,6 +25,7 @@ Checksums say that bytes arrived; this says that they arrived where they belong:
 a wrong norm or an expert at another place has the right bytes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Outcome(Record, frozen=True):
     error: str | None = None
 
 
-class Origin:
+class Origin(ABC):
     """One way for versions to leave the trainer. Every rank has one and calls it in the same order.
 
     Of outcomes rank 0's counts. `is_live`: engines read the weights themselves, which may not
@@ -74,17 +75,17 @@ class Origin:
         self.epoch = epoch
         self.digest = ""  # of the plan, or of what stands in for it
 
+    @abstractmethod
     def connect(self) -> Outcome:
         """Let the engines know that a trainer is here; returns the outcome. Collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, version: int, due: bool) -> None:
         """The current weights are `version`. Not `due`: no engine has to take it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outcome(self) -> Outcome:
         """Of the version that was started last, when its round is over."""
-        raise NotImplementedError
 
     def rest(self) -> Outcome:
         """Put the engines to sleep; returns the outcome."""
@@ -98,7 +99,7 @@ class Origin:
         """Whether `version` is to be saved now, for the engines. Says so once."""
         return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most have nothing to end
         """The trainer ends."""
 
     def ask(self, method: Callable[..., Any], *arguments: Any) -> Any | None:
