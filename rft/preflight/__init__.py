@@ -74,7 +74,7 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
     told = {}
     for number, draft in enumerate(drafts):
         refusals = Refusals([of_taskset(key) for key in draft.refused])
-        fill_config(draft.config, refusals)
+        fill_config(draft.config, refusals, asks_ray=at_start)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()
     everywhere = set.intersection(*map(set, told.values()))
