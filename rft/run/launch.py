@@ -135,10 +135,9 @@ class StageRun:
             self._start_ranks()
 
     def _start_ranks(self) -> None:
-        cluster = self.config.cluster
-        environment = os.environ | thread_environment(cluster.threads_per_rank)
-        if cluster.cards.ranks:
-            environment[VISIBLE] = ",".join(cluster.cards.ranks)
+        environment = os.environ | thread_environment(self.config.cluster.threads_per_rank)
+        if names := self.supervisor.rank_cards:
+            environment[VISIBLE] = ",".join(names)
         command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
         trace.instant("ranks start")
         self.ranks = subprocess.Popen(
