@@ -412,6 +412,13 @@ def loopback_environment(engines_too: bool) -> dict[str, str]:
     return {name: "lo" for name in names if name not in os.environ}
 
 
+def network_environment() -> dict[str, str]:
+    """What NCCL and gloo were told here, interfaces and adapters, for parts on other machines: a
+    Ray there has its own environment.
+    """
+    return {name: os.environ[name] for name in os.environ if name.startswith(("NCCL_", "GLOO_"))}
+
+
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment for a child process that may use `threads` cores."""
     return {name: str(threads) for name in THREAD_VARIABLES}
