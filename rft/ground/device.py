@@ -246,6 +246,13 @@ def choose(kind: str = "auto", index: int = 0, threads: int = 1) -> Device:
     return Device("cpu", 0, "gloo", threads, pin_memory=False)
 
 
+def cards_seen() -> int:
+    """How many GPUs torch finds."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 @contextmanager
 def beside(device: "torch.device") -> Iterator[None]:
     """What is done inside goes on beside the computation of this device, and sees what that has
