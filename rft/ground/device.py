@@ -246,6 +246,13 @@ def choose(kind: str = "auto", index: int = 0, threads: int = 1) -> Device:
     return Device("cpu", 0, "gloo", threads, pin_memory=False)
 
 
+def cards_seen() -> int:
+    """How many GPUs torch finds."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 @contextmanager
 def beside(device: "torch.device") -> Iterator[None]:
     """What is done inside goes on beside the computation of this device, and sees what that has
@@ -410,6 +417,13 @@ def loopback_environment(engines_too: bool) -> dict[str, str]:
     """
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if engines_too else ("GLOO_SOCKET_IFNAME",)
     return {name: "lo" for name in names if name not in os.environ}
+
+
+def network_environment() -> dict[str, str]:
+    """What NCCL and gloo were told here, interfaces and adapters, for parts on other machines: a
+    Ray there has its own environment.
+    """
+    return {name: os.environ[name] for name in os.environ if name.startswith(("NCCL_", "GLOO_"))}
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -10,7 +10,14 @@ config.json, the tokenizer's files and the task files; loads neither torch nor m
 
 from rft.config import Config, Draft
 from rft.ground.errors import refuse_all
-from rft.preflight import inputs_data, inputs_models, rules_data, rules_run, rules_trainer
+from rft.preflight import (
+    inputs_data,
+    inputs_models,
+    rules_data,
+    rules_machine,
+    rules_run,
+    rules_trainer,
+)
 from rft.preflight.fill import fewest_ranks as fewest_ranks
 from rft.preflight.fill import fill_config
 from rft.preflight.rules import Refusals, Rule, of_taskset
@@ -40,7 +47,7 @@ def checks(at_start: bool) -> tuple[Rule, ...]:
         *inputs_models.BESIDE_POLICY,
         *inputs_data.rules(at_start),
         *inputs_models.MEMORY_AND_CARDS,
-        *(inputs_models.PLACES if at_start else ()),
+        *((*inputs_models.PLACES, *rules_machine.MACHINE) if at_start else ()),
         *rules_trainer.STEPS,
     )
 
@@ -63,7 +70,7 @@ def check(config: Config, at_start: bool = True) -> None:
     databases and services, begin a program, try directories and ports.
     """
     refusals = Refusals()
-    refusals.ask(checks(at_start), config)
+    refusals.ask((*checks(at_start), *rules_machine.LAUNCH), config)
     refuse_all(refusals.sentences())
 
 
@@ -74,6 +81,8 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
     told = {}
     for number, draft in enumerate(drafts):
         refusals = Refusals([of_taskset(key) for key in draft.refused])
+        if at_start:
+            refusals.ask(rules_machine.GIVEN, draft.config)
         fill_config(draft.config, refusals, asks_ray=at_start)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()

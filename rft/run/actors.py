@@ -25,7 +25,7 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
 from rft.ground import plugins
-from rft.ground.device import thread_environment, wait_for_turn
+from rft.ground.device import network_environment, thread_environment, wait_for_turn
 from rft.ground.process import die_with_parent
 from rft.ground.protocols import ActorHandle
 from rft.monitor import logs, trace
@@ -254,7 +254,8 @@ class Actors:
         import ray
 
         environment = (
-            thread_environment(spec.threads)
+            network_environment()
+            | thread_environment(spec.threads)
             | {"RFT_LOG_FILE": str(self.log_dir / f"{spec.part}.log")}
             | trace.environment()
             | {plugins.VARIABLE: os.pathsep.join(self.config.plugin_dirs)}

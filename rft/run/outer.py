@@ -125,17 +125,22 @@ def _announcement(raw: DictConfig, prepared: Prepared, check: Check) -> Announce
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables from those of srun.
 
-    Ranks meet at the address by which Slurm itself reaches the first node.
+    Ranks meet where MASTER_ADDR says, or at the address by which Slurm itself reaches the first
+    node; a container has no Slurm to ask.
     """
-    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
-    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": address.group(1) if address else first,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_node(environment),
         "MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % SLURM_PORTS),
     }
+
+
+def first_node(environment: Mapping[str, str]) -> str:
+    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
+    return address.group(1) if address else first
 
 
 def scontrol(*arguments: str) -> str:
