@@ -363,6 +363,11 @@ def peak_of(name: str) -> float | None:
     return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
+def default_dtype(kind: str) -> str:
+    """Of a trainer's weights, where nobody gave one."""
+    return "bf16" if kind == "cuda" else "fp32"
+
+
 def torch_dtype(name: str) -> "torch.dtype":
     """Config spelling ("fp32", "bf16") to torch's dtype."""
     import torch

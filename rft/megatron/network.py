@@ -23,7 +23,7 @@ from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
 from rft.data.packing import Packed, cp_index, empty, slice_cp
-from rft.ground.device import torch_dtype
+from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
 from rft.megatron import model as models
 from rft.megatron import overrides, weights
@@ -60,6 +60,7 @@ class Network:
         seed: int = 0,
     ):
         self.mesh = mesh
+        self.dtype = trainer.dtype or default_dtype(mesh.device.kind)
         self.hf_config = read_hf_config(path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
@@ -71,7 +72,7 @@ class Network:
         if not models.uses_transformer_engine(mesh, self.lora):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
         self.model = models.build(
-            self.hf_config, mesh, torch_dtype(trainer.dtype), more, self.is_critic, self.lora
+            self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora
         )
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:

@@ -63,7 +63,7 @@ class Policy(Learner):
         )
         slabs = weights.slabs(self.model, self.hf_config, mesh.place)
         self._sent = weights.shared(slabs, mesh.place)
-        self._path = _describe(mesh, trainer, self.optimizer, self.lora)
+        self._path = _describe(self, trainer)
 
     def describe(self) -> str:
         """Which kernels compute, and why those."""
@@ -127,15 +127,15 @@ def _seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 1, force_reset_rng=True)
 
 
-def _describe(mesh: Mesh, trainer: TrainerConfig, optimizer: Optimizer, lora: Lora | None) -> str:
+def _describe(policy: Policy, trainer: TrainerConfig) -> str:
     """Say which of several ways of computing a run takes, and why, in one line."""
     megatron = importlib.metadata.version("megatron-core")
     parts = [
-        mesh.device.describe(),
-        trainer.dtype,
+        policy.mesh.device.describe(),
+        policy.dtype,
         f"megatron-core {megatron}",
-        _layers(mesh, lora),
-        _optimizer(optimizer),
+        _layers(policy.mesh, policy.lora),
+        _optimizer(policy.optimizer),
     ]
     fp8 = trainer.megatron.override_transformer_config.get("fp8")
     recipe = trainer.megatron.override_transformer_config.get("fp8_recipe", "delayed")
