@@ -25,8 +25,8 @@ from rft.config.layout import check_layout, lora_of
 from rft.data.packing import Packed, cp_index, empty, slice_cp
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
+from rft.megatron import kernels, overrides, weights
 from rft.megatron import model as models
-from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora_layers import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
@@ -69,7 +69,7 @@ class Network:
             overrides.FP8_TOKENS if more.get("fp8") else 1
         )
         self.lora = lora_of(lora_configs or [], self.dims)
-        if not models.uses_transformer_engine(mesh, self.lora):
+        if not kernels.uses_transformer_engine(mesh.device, self.lora):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
         self.model = models.build(
             self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora

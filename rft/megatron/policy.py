@@ -22,12 +22,10 @@ from torch import Tensor
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import Packed
-from rft.ground.adapters import Lora
 from rft.ground.protocols import Block, Snapshot, WeightSource
-from rft.megatron import state, weights
+from rft.megatron import kernels, state, weights
 from rft.megatron.learner import Learner
 from rft.megatron.mesh import Mesh
-from rft.megatron.model import uses_transformer_engine
 from rft.megatron.network import Micro
 from rft.megatron.optimizer import Optimizer
 
@@ -134,7 +132,7 @@ def _describe(policy: Policy, trainer: TrainerConfig) -> str:
         policy.mesh.device.describe(),
         policy.dtype,
         f"megatron-core {megatron}",
-        _layers(policy.mesh, policy.lora),
+        kernels.describe(policy.mesh.device, policy.lora, _fused(policy)),
         _optimizer(policy.optimizer),
     ]
     fp8 = trainer.megatron.override_transformer_config.get("fp8")
@@ -145,15 +143,16 @@ def _describe(policy: Policy, trainer: TrainerConfig) -> str:
     return "; ".join(parts)
 
 
-def _layers(mesh: Mesh, lora: Lora | None) -> str:
-    if uses_transformer_engine(mesh, lora):
-        return f"layers of Transformer Engine {importlib.metadata.version('transformer-engine')}"
-    if mesh.device.kind == "cpu":
-        return "rft's own layers (on a CPU)"
-    return (
-        "rft's own layers "
-        f"({'adapters have no others' if lora else 'Transformer Engine is not installed'})"
-    )
+def _fused(policy: Policy) -> dict[str, bool]:
+    config = policy.model[0].config
+    names = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion")
+    modules = (module for part in policy.model for module in part.modules())
+    wgrad = any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)
+    overlap = policy.ddp[0].ddp_config.overlap_grad_reduce
+    return {name: getattr(config, name) for name in names} | {
+        kernels.WGRAD: wgrad,
+        "overlap_grad_reduce": overlap,
+    }
 
 
 def _optimizer(optimizer: Optimizer) -> str:
