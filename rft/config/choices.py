@@ -16,6 +16,7 @@ from typing import Any
 
 from rft.config.explorer import EngineConfig
 from rft.config.schema import Config
+from rft.ground.device import default_dtype
 
 ROLLOUT = "explorer.rollout_model"
 # Requests that an engine decodes at a time. vLLM's own numbers are 256 on small cards and 1024 on
@@ -64,6 +65,18 @@ def _place(config: Config, key: str) -> tuple[Any, str]:
 
 def _part(section: Any, name: str) -> Any:
     return section[int(name)] if isinstance(section, list) else getattr(section, name)
+
+
+# --- trainer --------------------------------------------------------------------------------------
+
+
+def of_trainer(config: Config) -> Iterator[Choice]:
+    why = (
+        "Transformer Engine's quick attention takes bf16 alone, and engines' too"
+        if config.device == "cuda"
+        else "a CPU is no quicker in bf16, and fp32 agrees with the engines to 1e-4"
+    )
+    yield Choice("trainer.dtype", default_dtype(config.device), why)
 
 
 # --- engines --------------------------------------------------------------------------------------
@@ -136,4 +149,4 @@ def _repeats(config: Config) -> int:
     return int(config.algorithm.repeat_times or 1)
 
 
-CHOOSERS = (of_engines,)
+CHOOSERS = (of_trainer, of_engines)

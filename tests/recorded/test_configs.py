@@ -20,6 +20,7 @@ LEFT_OPEN = (
     "explorer.rollout_model.enforce_eager",
     "explorer.rollout_model.max_num_seqs",
     "explorer.runner_per_model",
+    "trainer.dtype",
 )
 RECORDED = json.loads(lzma.decompress(DATA.read_bytes()))
 
