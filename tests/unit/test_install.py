@@ -5,7 +5,9 @@ tests/verify/test_installed.py resolves the GPU lock anew; this keeps the files 
 network.
 """
 
+import os
 import re
+import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -100,3 +102,36 @@ def test_no_file_names_the_place_of_an_index() -> None:
         text = file.read_text(encoding="utf-8")
         assert "://" not in text and "index-url" not in text, file
     assert "index-url" not in PAGE and "://" not in PAGE
+
+
+def made(directory: Path, listed: str, *words: str) -> list[str]:
+    """The commands of a dry `make`, on a machine whose nvidia-smi lists this."""
+    smi = directory / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{listed}'\n", encoding="utf-8")
+    smi.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-n", "-C", ROOT, *words],
+        env={"PATH": f"{directory}:{os.environ['PATH']}"},  # and none of an outer make's variables
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.splitlines() if done.returncode == 0 else [done.stderr]
+
+
+def test_make_takes_the_set_of_the_machine(tmp_path: Path) -> None:
+    card, none = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", "No devices were found"
+    start = "bin/python -m rft.train experiment=quickstart"
+
+    def last(listed: str, *words: str) -> str:
+        lines = [line.strip() for line in made(tmp_path, listed, *words)]
+        return next(line for line in reversed(lines) if not line.startswith("make"))
+
+    assert last(card, "quickstart") == f".venv/{start}"
+    assert last(card, "quickstart", "DEVICE=cpu") == f".venv-cpu/{start} device=cpu"
+    assert last(none, "quickstart", "DEVICE=cuda") == f".venv/{start} device=cuda"
+    assert "it is cpu or cuda" in last(card, "setup", "DEVICE=gpu")
+    if not [*Path("/dev").glob("nvidia[0-9]*")]:
+        assert last(none, "quickstart", "ARGS=seed=1") == f".venv-cpu/{start}  seed=1"
+    for target in ("test", "verify", "lint", "bench"):
+        said = "\n".join(made(tmp_path, card, target))
+        assert ".venv-cpu/bin/" in said and ".venv/" not in said, target
