@@ -90,7 +90,7 @@ class Actors:
         self.address = ""
         self.seats = cards.Seats(config.cluster.cards)
         self.machine = cards.here()  # before Ray's start changes the environment
-        self.held: list[str] = []  # GPUs of ranks, of a Ray that exists
+        self.held = cluster.RankCards([])
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -209,7 +209,7 @@ class Actors:
         """Ray itself would wait for ever for GPUs that no node has."""
         engines = cards.engine_cards(self.config) if self.config.mode != "train" else 0
         try:
-            cluster.await_engine_cards(len(self.held) + engines, lambda: self.closing)
+            cluster.await_engine_cards(len(self.held.names) + engines, lambda: self.closing)
         except RuntimeError as error:
             raise PartFailed("engine_0", str(error)) from error
 

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rft.config import Config
@@ -86,8 +87,16 @@ def start(config: Config) -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def hold_rank_cards(config: Config, machine: Machine) -> list[str]:
-    """GPUs of this machine that Ray keeps for the trainer's ranks as long as this process lives.
+@dataclass(frozen=True)
+class RankCards:
+    """GPUs that Ray keeps for the trainer's ranks as long as `holder` is referred to."""
+
+    names: list[str]
+    holder: Any = None
+
+
+def hold_rank_cards(config: Config, machine: Machine) -> RankCards:
+    """GPUs of this machine that Ray counts, for the ranks.
 
     None where it counts none here, and where CUDA_VISIBLE_DEVICES says which are the ranks': then
     this process may be a job of that Ray. Raises RuntimeError.
@@ -98,12 +107,12 @@ def hold_rank_cards(config: Config, machine: Machine) -> list[str]:
     here, ranks = ray.get_runtime_context().get_node_id(), len(config.cluster.cards.ranks)
     counted = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}.get(here, 0)
     if machine.restricted or not counted or not ranks:
-        return []
+        return RankCards([])
     place = NodeAffinitySchedulingStrategy(here, soft=False)
-    actor = ray.remote(HeldCards).options(num_gpus=ranks, num_cpus=0, scheduling_strategy=place)
+    actor = ray.remote(CardHolder).options(num_gpus=ranks, num_cpus=0, scheduling_strategy=place)
     held = ActorHandle(actor.remote())
     try:
-        names = ray.get(held.ask(HeldCards.names), timeout=HOLD_S)
+        names = ray.get(held.ask(CardHolder.names), timeout=HOLD_S)
     except ray.exceptions.GetTimeoutError as error:
         raise RuntimeError(
             f"the Ray at {config.cluster.ray_address} counts {counted:g} GPUs of this machine and "
@@ -116,10 +125,10 @@ def hold_rank_cards(config: Config, machine: Machine) -> list[str]:
             f"{', '.join(config.cluster.cards.ranks)}, which the Ray at "
             f"{config.cluster.ray_address} counts as its own: start it here with --num-gpus=0"
         )
-    return names
+    return RankCards(names, held)
 
 
-class HeldCards:
+class CardHolder:
     """An actor that has GPUs and does nothing with them."""
 
     def names(self) -> list[str]:

@@ -98,7 +98,7 @@ class Supervisor:
     @property
     def rank_cards(self) -> list[str]:
         """GPUs of ranks that are started here; none: what they find."""
-        held = self.actors.held if self.actors else []
+        held = self.actors.held.names if self.actors else []
         return held or self.config.cluster.cards.ranks
 
     def environment(self) -> dict[str, str]:
