@@ -243,7 +243,7 @@ class LockedMemory(mmap.mmap):
             _page_unlock(self.address)
 
 
-def host_memory(size: int, device: "torch.device") -> "torch.Tensor":
+def staging_memory(size: int, device: "torch.device") -> "torch.Tensor":
     """Bytes of the host that copies to and from `device` reach without a detour."""
     import torch
 

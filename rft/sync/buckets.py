@@ -289,7 +289,7 @@ class Staging:
             return
         sizes = [row_bytes(one) * one.block_shape[0] for one in self._spans.values()]
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-        memory = devices.host_memory(ends[-1], self.device)
+        memory = devices.staging_memory(ends[-1], self.device)
         for one, size, end in zip(self._spans.values(), sizes, ends, strict=True):
             start = end - -(-size // ALIGNMENT) * ALIGNMENT
             flat = memory[start : start + size].view(getattr(torch, one.dtype))

@@ -352,7 +352,7 @@ def test_a_worker_of_eight_pins_an_eighth_and_what_is_replicated(
         pinned.append(size)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    monkeypatch.setattr(devices, "host_memory", none)
+    monkeypatch.setattr(devices, "staging_memory", none)
     shapes = hf_names(dims, architecture)
     share = Share(worker=7, workers=8, kv_heads=dims.groups)
     cuts = [(name, shape, needed(name, shape, share)) for name, shape in shapes.items()]
@@ -365,6 +365,20 @@ def test_a_worker_of_eight_pins_an_eighth_and_what_is_replicated(
     assert 8 * staging.payload == expected_bytes(sizes, dims, 8) < 1.01 * sum(sizes.values())
     assert staging.payload == sum(tensor.nbytes for tensor in held)
     assert len(pinned) == 1 and pinned[0] - staging.payload < 64 * len(held), "of its exact size"
+
+
+def test_locked_memory_is_given_back_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is unmapped, and not sooner. CUDA itself is not here."""
+    locked: dict[int, int] = {}
+    monkeypatch.setattr(devices, "_page_lock", lambda at, size, fix: locked.update({at: size}))
+    monkeypatch.setattr(devices, "_page_unlock", lambda at: locked.pop(at))
+    memory = devices.staging_memory(3 * 4096 + 64, torch.device("cuda"))
+    assert locked == {memory.data_ptr(): 3 * 4096 + 64}
+    part = memory[64:128].view(torch.float32).view(4, 4).fill_(1.0)
+    del memory
+    assert locked and part.sum() == 16
+    del part
+    assert not locked
 
 
 # --- what is refused -----------------------------------------------------------------------------
