@@ -16,5 +16,8 @@ if ((RANKS > 0)); then
     share=(--entrypoint-num-gpus "$RANKS")
     set -- "trainer.num_ranks=$RANKS" "$@"
 fi
+# of this environment, what NCCL and gloo were told: the run passes it on to its engines
+network='import json, os; print(json.dumps({"env_vars": {n: v for n, v in os.environ.items() if n.startswith(("NCCL_", "GLOO_"))}}))'
+share+=(--runtime-env-json "$("$PYTHON" -c "$network")")
 exec "$PYTHON" -m ray.scripts.scripts job submit --address "$RAY_API" "${share[@]}" -- \
     "${JOB_PYTHON:-python}" -m rft.train cluster.ray_address=auto "$@"

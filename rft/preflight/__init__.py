@@ -10,7 +10,14 @@ config.json, the tokenizer's files and the task files; loads neither torch nor m
 
 from rft.config import Config, Draft
 from rft.ground.errors import refuse_all
-from rft.preflight import inputs_data, inputs_models, rules_data, rules_run, rules_trainer
+from rft.preflight import (
+    inputs_data,
+    inputs_models,
+    rules_data,
+    rules_machine,
+    rules_run,
+    rules_trainer,
+)
 from rft.preflight.fill import fewest_ranks as fewest_ranks
 from rft.preflight.fill import fill_config
 from rft.preflight.rules import Refusals, Rule, of_taskset
@@ -27,6 +34,7 @@ def checks(at_start: bool) -> tuple[Rule, ...]:
         *rules_trainer.TINKER_FILLED,
         *rules_trainer.ALGORITHM,
         *rules_trainer.PROFILER,
+        *rules_trainer.PRECISION,
         *rules_trainer.CHECKPOINT,
         *rules_data.TASKSETS,
         *rules_data.BATCHES,
@@ -40,7 +48,7 @@ def checks(at_start: bool) -> tuple[Rule, ...]:
         *inputs_models.BESIDE_POLICY,
         *inputs_data.rules(at_start),
         *inputs_models.MEMORY_AND_CARDS,
-        *(inputs_models.PLACES if at_start else ()),
+        *((*inputs_models.PLACES, *rules_machine.MACHINE) if at_start else ()),
         *rules_trainer.STEPS,
     )
 
@@ -63,7 +71,7 @@ def check(config: Config, at_start: bool = True) -> None:
     databases and services, begin a program, try directories and ports.
     """
     refusals = Refusals()
-    refusals.ask(checks(at_start), config)
+    refusals.ask((*checks(at_start), *rules_machine.LAUNCH), config)
     refuse_all(refusals.sentences())
 
 
@@ -74,7 +82,9 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
     told = {}
     for number, draft in enumerate(drafts):
         refusals = Refusals([of_taskset(key) for key in draft.refused])
-        fill_config(draft.config, refusals)
+        if at_start:
+            refusals.ask(rules_machine.GIVEN, draft.config)
+        fill_config(draft.config, refusals, asks_ray=at_start)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()
     everywhere = set.intersection(*map(set, told.values()))

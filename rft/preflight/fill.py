@@ -21,21 +21,29 @@ from rft.config import (
     is_remote,
 )
 from rft.config import verl as verl_keys
+from rft.config.choices import fill_choices
 from rft.extras.pipeline.output import place
 from rft.extras.pipeline.worker_process import TASKS
 from rft.preflight.rules import Refusals, Rule, tasksets
 from rft.preflight.rules_data import agents
 from rft.preflight.rules_run import APART, GIVEN, SHARED
 from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
-from rft.run import cluster
+from rft.run import cards
+from rft.run.cards import Machine
 from rft.sync import style
 
 METHODS = {"online": "nccl", "offline": "checkpoint"}  # of sync_method, in other systems
 ALONE_SHARE = 0.9  # of a card's memory, for an engine that has it alone
 
 
-def fill_config(config: Config, refusals: Refusals) -> None:
-    """Set what follows; `refusals` hears of what cannot be."""
+def fill_config(
+    config: Config, refusals: Refusals, machine: Machine | None = None, asks_ray: bool = True
+) -> None:
+    """Set what follows; `refusals` hears of what cannot be.
+
+    `machine`: default: this one. `asks_ray`: an existing Ray may be asked for its GPUs.
+    """
+    machine = machine or cards.here()
     refusals.ask((Rule("trainer.trainer_config", verl_keys.merge),), config)
     if config.model.tinker.enable:
         config.trainer.trainer_type = TINKER
@@ -45,15 +53,14 @@ def fill_config(config: Config, refusals: Refusals) -> None:
     if config.algorithm.algorithm_type in ALGORITHMS:
         fill_algorithm(config.algorithm)
         _fill_rows(config)
-    refusals.ask(DERIVED, config)
-    rollout = config.explorer.rollout_model
-    rollout.dtype = rollout.dtype or config.trainer.dtype
+    refusals.ask(derived(machine, asks_ray), config)
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
     if config.shutdown_grace_s is None:
         config.shutdown_grace_s = grace_of(os.environ)
     _fill_tasksets(config)
     _fill_sync(config)
     fill_colocate(config)
+    fill_choices(config)
     _fill_agents(config)
     if config.deterministic:
         _fill_deterministic(config)
@@ -110,12 +117,6 @@ def ray_of(environment: Mapping[str, str]) -> str:
     )
 
 
-def _derive_ranks(config: Config) -> None:
-    config.trainer.num_ranks = config.trainer.num_ranks or cluster.ranks_left(
-        config, fewest_ranks(config.trainer.megatron)
-    )
-
-
 def _derive_address(config: Config) -> None:
     if config.cluster.ray_address == "auto":
         config.cluster.ray_address = ray_of(os.environ)
@@ -130,18 +131,38 @@ def _derive_template(config: Config) -> None:
         config.model.custom_chat_template = path.read_text(encoding="utf-8")
 
 
-DERIVED = (
-    Rule(
-        "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
-        "cluster.colocate explorer.rollout_model.engine_num "
-        "explorer.rollout_model.tensor_parallel_size",
-        _derive_ranks,
-        reads="explorer.auxiliary_models",
-        derives=True,
-    ),
-    Rule("cluster.ray_address", _derive_address, derives=True),
-    Rule("model.chat_template_path", _derive_template, derives=True),
-)
+def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
+    """What is looked up or computed, and can fail."""
+
+    def device(config: Config) -> None:
+        config.device = cards.device_of(config, machine, asks_ray)  # type: ignore[assignment]
+
+    def numbers(config: Config) -> None:
+        cards.fill_numbers(config, machine, fewest_ranks(config.trainer.megatron))
+
+    def dealt(config: Config) -> None:
+        config.cluster.cards = cards.deal(config, machine)
+
+    return (
+        Rule("cluster.ray_address", _derive_address, derives=True),
+        Rule("device mode", device, reads="cluster.ray_address", derives=True),
+        Rule(
+            "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
+            "cluster.colocate explorer.rollout_model.engine_num "
+            "explorer.rollout_model.tensor_parallel_size",
+            numbers,
+            reads="explorer.auxiliary_models cluster.ray_address",
+            derives=True,
+        ),
+        Rule(
+            "trainer.num_ranks device mode cluster.colocate cluster.gpu_per_node cluster.node_num "
+            "explorer.rollout_model.engine_num explorer.rollout_model.tensor_parallel_size "
+            "explorer.auxiliary_models",
+            dealt,
+            reads="cluster.ray_address",
+        ),
+        Rule("model.chat_template_path", _derive_template, derives=True),
+    )
 
 
 def _fill_tinker(config: Config) -> None:
@@ -218,7 +239,6 @@ def _fill_agents(config: Config) -> None:
     """Auxiliary models, and the API where something asks it."""
     explorer = config.explorer
     for one in explorer.auxiliary_models:
-        one.dtype = one.dtype or config.trainer.dtype
         one.gpu_memory_utilization = one.gpu_memory_utilization or ALONE_SHARE
     wanted = config.mode == "serve" or bool(explorer.auxiliary_models) or bool(agents(config))
     explorer.rollout_model.enable_openai_api = explorer.rollout_model.enable_openai_api or wanted

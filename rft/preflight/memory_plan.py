@@ -23,7 +23,7 @@ from rft.ground.names import (
     is_expert,
     read_hf_config,
 )
-from rft.run.cluster import engine_cards
+from rft.run.cards import engine_cards
 
 GRADIENT, MASTER = 4, 4  # bytes: gradients are summed in fp32, and bf16 weights have an fp32 copy
 MOMENTS = {"adam": 8, "sgd": 0}
@@ -65,7 +65,7 @@ def plan(config: Config) -> MemoryPlan:
     lora = lora_of(config.model.lora_configs, dims)
     shapes = hf_names(dims, architecture)
     adapter = adapter_names(dims, architecture, lora) if lora else None
-    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[config.trainer.dtype]]
+    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     total, mine = count(shapes), held(shapes, config)
     trained, mine_trained = (count(adapter), held(adapter, config)) if adapter else (total, mine)
@@ -135,7 +135,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     rollout = config.explorer.rollout_model
     ranks = int(config.trainer.num_ranks or 1) if config.mode in ("both", "train") else 0
     engines = engine_cards(config) if config.mode != "train" else 0
-    receivers = rollout.engine_num if config.mode in ("both", "explore") else 0
+    receivers = int(rollout.engine_num or 1) if config.mode in ("both", "explore") else 0
     stored = stored_bytes(config)
     parts = {
         PROCESSES: (ranks + engines) * PROCESS,

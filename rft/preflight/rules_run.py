@@ -8,13 +8,12 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from rft.config import Config, get, nearest
+from rft.config import Config, engine_arguments, get, nearest
 from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
 from rft.preflight.rules import Rule
 from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
 from rft.preflight.rules_trainer import TYPE
-from rft.run.cluster import check_same_cards
 from rft.sync import style
 from rft.trainer.feed import is_supervised
 
@@ -153,11 +152,6 @@ DEVICES = (
         "it decodes, and weights, gradients and optimizer state of the trainer stay on the "
         f"card; set it to at most {MOST_SHARED}, or leave it out for {SHARED}",
     ),
-    Rule(
-        "explorer.rollout_model.engine_num device cluster.colocate trainer.num_ranks "
-        "explorer.rollout_model.tensor_parallel_size",
-        lambda c: check_same_cards(c) if c.cluster.colocate and c.device == "cuda" else (),
-    ),
 )
 
 
@@ -233,8 +227,16 @@ def _auxiliary(c: Config) -> Iterator[str]:
         yield f"{AUXILIARY}: the name `{double}` is used twice: give each model its own"
 
 
+def _arguments(c: Config) -> Iterator[str]:
+    for number, one in enumerate(c.explorer.auxiliary_models):
+        yield from engine_arguments.problems(f"{AUXILIARY}.{number}.engine_args", one.engine_args)
+
+
+ARGUMENTS = "explorer.rollout_model.engine_args"
 ENGINES = (
     Rule(AUXILIARY, _auxiliary),
+    Rule(AUXILIARY, _arguments),
+    Rule(ARGUMENTS, lambda c: engine_arguments.problems(ARGUMENTS, get(c, ARGUMENTS))),
     Rule(
         f"{AUXILIARY} cluster.colocate",
         lambda c: c.explorer.auxiliary_models and c.cluster.colocate,

@@ -60,6 +60,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "explorer.rollout_model.kv_cache_gb": SAMPLER,
     "explorer.rollout_model.gpu_memory_utilization": SAMPLER,
     "explorer.rollout_model.enforce_eager": SAMPLER,
+    "explorer.rollout_model.engine_args": SAMPLER,
 }
 ONE_VALUE = (  # key, what it may be with a service, why, and the fix
     (
@@ -188,6 +189,22 @@ PROFILER = (
         ),
         "trainer.profile_steps={trainer.profile_steps}: the run has {trainer.total_steps} steps; "
         "give earlier ones",
+    ),
+)
+
+
+PRECISION = (
+    Rule(
+        "trainer.dtype trainer.megatron.context_parallel_size device model.lora_configs",
+        lambda c: (
+            c.device == "cuda"
+            and c.trainer.dtype == "fp32"
+            and c.trainer.megatron.context_parallel_size > 1
+            and not c.model.lora_configs
+        ),
+        "trainer.dtype=fp32 with trainer.megatron.context_parallel_size="
+        "{trainer.megatron.context_parallel_size} on a GPU: Transformer Engine has no attention in "
+        "fp32 over several ranks; set trainer.dtype=bf16, or context_parallel_size=1",
     ),
 )
 

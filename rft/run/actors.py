@@ -25,14 +25,15 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
 from rft.ground import plugins
-from rft.ground.device import thread_environment, wait_for_turn
+from rft.ground.device import network_environment, thread_environment, wait_for_turn
 from rft.ground.process import die_with_parent
 from rft.ground.protocols import ActorHandle
 from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
-from rft.run import cluster, modes, parts
+from rft.run import cards, cluster, modes, parts
+from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
@@ -87,7 +88,9 @@ class Actors:
         self.ready = False
         self.closing = False
         self.address = ""
-        self.cards: cluster.Cards | None = None
+        self.seats = cards.Seats(config.cluster.cards)
+        self.machine = cards.here()  # before Ray's start changes the environment
+        self.held: list[str] = []  # GPUs of ranks, of a Ray that exists
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -96,15 +99,17 @@ class Actors:
         Ranks may be started as soon as this returns.
         """
         config = self.config
-        self.address = cluster.start(config, self._split_gpus)
+        self.address = cluster.start(config)
         if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
+        if config.cluster.ray_address and config.device == "cuda":
+            self.held = cluster.hold_rank_cards(config, self.machine)
         if config.mode != "bench":
             self.buffer = self._spawn(parts.buffer_spec(config))
         # explorers are runs of their own, earlier ones or, with a database, at the same time
         if config.mode == "train":
             return
-        engines = self.fleet.create(config.explorer.rollout_model.engine_num)
+        engines = self.fleet.create(int(config.explorer.rollout_model.engine_num or 1))
         if self.buffer is not None:
             self.synchronizer = self._spawn(parts.synchronizer_spec(config, self.buffer))
             engines = {}  # the explorer follows those that the synchronizer admits
@@ -176,8 +181,7 @@ class Actors:
         auxiliary: dict[str, dict[str, EngineHandle]] = {}
         for model in config.explorer.auxiliary_models:
             specs = [
-                parts.auxiliary_spec(config, model, number, self._device_kind())
-                for number in range(model.engine_num)
+                parts.auxiliary_spec(config, model, number) for number in range(model.engine_num)
             ]
             auxiliary[model.name] = {spec.name: self._spawn(spec) for spec in specs}
             self.auxiliary |= auxiliary[model.name]
@@ -186,6 +190,8 @@ class Actors:
 
     def _await_ready(self) -> None:
         """All parts load at the same time; raises PartFailed for the first that cannot."""
+        if self.config.cluster.ray_address and self.config.device == "cuda":
+            self._await_cards()
         starting = {}
         if self.explorer is not None:
             starting["explorer"] = self.explorer.ask(Explorer.prepare)
@@ -198,6 +204,14 @@ class Actors:
             log.info("%s: %s", part, self._get(part, reference))
         self.fleet.await_started()
         self.ready = True
+
+    def _await_cards(self) -> None:
+        """Ray itself would wait for ever for GPUs that no node has."""
+        engines = cards.engine_cards(self.config) if self.config.mode != "train" else 0
+        try:
+            cluster.await_engine_cards(len(self.held) + engines, lambda: self.closing)
+        except RuntimeError as error:
+            raise PartFailed("engine_0", str(error)) from error
 
     def _begin(self) -> None:
         """What the supervisor sets going once all parts serve."""
@@ -225,24 +239,6 @@ class Actors:
         except ray.exceptions.RayError as error:
             raise PartFailed(part, control.cause(error)) from error
 
-    def _split_gpus(self) -> dict[str, int]:
-        """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split
-        once, here).
-        """
-        self.cards = cluster.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        if self.cards is None:
-            return {}
-        self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.ranks)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.engines)
-        return {"num_gpus": self.cards.for_ray}
-
-    def _device_kind(self) -> str:
-        return (
-            self.config.device
-            if self.config.device != "auto"
-            else ("cuda" if "CUDA_VISIBLE_DEVICES" in self.rank_environment else "cpu")
-        )
-
     def _spawn(self, spec: ActorSpec[T]) -> ActorHandle[T]:
         """An actor whose end, whenever it comes, is a failure of the run."""
         handle = self._create(spec)
@@ -250,13 +246,15 @@ class Actors:
         return handle
 
     def _create_engine(self, engine: str, name: str) -> EngineHandle:
-        return self._create(parts.engine_spec(self.config, engine, name, self._device_kind()))
+        self.seats.take(engine, self._size, (*self.fleet.engines, *self.auxiliary))
+        return self._create(parts.engine_spec(self.config, engine, name))
 
     def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
         import ray
 
         environment = (
-            thread_environment(spec.threads)
+            network_environment()
+            | thread_environment(spec.threads)
             | {"RFT_LOG_FILE": str(self.log_dir / f"{spec.part}.log")}
             | trace.environment()
             | {plugins.VARIABLE: os.pathsep.join(self.config.plugin_dirs)}
@@ -269,11 +267,9 @@ class Actors:
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": environment},
         }
-        if spec.gpus and self.cards is not None and self.cards.shared:
-            environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(
-                int(spec.part.removeprefix("engine_"))
-            )
-        elif spec.gpus and self._device_kind() == "cuda":
+        if names := self.seats.of_engine.get(spec.part):
+            environment[VISIBLE] = names
+        elif spec.gpus and self.config.device == "cuda":
             options["num_gpus"] = spec.gpus
         cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
         actor_class = ray.remote(cls).options(**options)
@@ -288,11 +284,8 @@ class Actors:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Of `rft engines`. Ray would wait for ever for GPUs that nobody gives back."""
-        import ray
-
-        if "add" in question and self._device_kind() == "cuda":
-            wanted = int(question["add"]) * self.config.explorer.rollout_model.tensor_parallel_size
-            free = int(ray.available_resources().get("GPU", 0))
+        if "add" in question and self.config.device == "cuda":
+            wanted, free = int(question["add"]) * self._size, self._free_cards()
             if free < wanted:
                 return {
                     "error": (
@@ -301,6 +294,19 @@ class Actors:
                     )
                 }
         return self.fleet.answer(question)
+
+    @property
+    def _size(self) -> int:
+        """GPUs of one of the policy's engines."""
+        return self.config.explorer.rollout_model.tensor_parallel_size
+
+    def _free_cards(self) -> int:
+        """GPUs for more engines: Ray's, or of this machine."""
+        import ray
+
+        if not self.seats.of_engine:
+            return int(ray.available_resources().get("GPU", 0))
+        return len(self.seats.free((*self.fleet.engines, *self.auxiliary)))
 
     def _thread(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)

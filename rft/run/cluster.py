@@ -1,23 +1,22 @@
-"""What a run takes of its machines, decided once, by the supervisor: which GPUs the trainer ranks
-see and which the engines, and the Ray of its actors.
+"""The Ray of a run's actors.
 
-In: a config and what CUDA_VISIBLE_DEVICES says. Out: `Cards`, or None where there are none to give
-out; the address of a Ray, one that exists (`cluster.ray_address`) or a private one on loopback that
-ends with the supervisor. Trainer ranks get the first GPUs, engines the rest through Ray; with
-`cluster.colocate` both get the same, and Ray, which cannot count a GPU twice, hears of none.
-Invariant: no device is given to two parts unless the config says that they share it. Ray is loaded
-where it is started.
+In: a config. Out: the address of a Ray: one that exists (`cluster.ray_address`), or a private one
+on loopback that ends with the supervisor. A private one hears of no GPU: who gets which is written
+in the config (`rft.run.cards`). One that exists gives out its own, also to the trainer's ranks
+where it counts those of this machine. Ray is loaded where it is started.
 """
 
 import logging
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from rft.config import Config, ConfigError
+from rft.config import Config
 from rft.config.layout import stored_bytes
 from rft.ground.device import loopback_environment
+from rft.ground.protocols import ActorHandle
+from rft.run.cards import Machine
 
 log = logging.getLogger(__name__)
 # for batches of tokens; weights only where `synchronizer.sync_method=memory`
@@ -29,10 +28,14 @@ PRIVATE_RAY = {
     "RAY_task_events_report_interval_ms": "0",  # nobody asks it what became of each call
     # workers without an actor's environment are of no use, and start before it
     "RAY_prestart_worker_first_driver": "false",
+    # an actor without GPUs of Ray's keeps the CUDA_VISIBLE_DEVICES that it is given
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 # a raylet's paragraph for each actor that dies; read as Ray is imported
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 RAY_STARTS = 3
+HOLD_S = 60.0  # for GPUs of this machine that are free in Ray
+JOIN_S, LOOK_S = 300.0, 2.0  # for nodes that a script starts; Ray tells nobody that one has joined
 RAY_IS_LATE = "node timed out during startup"
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -44,121 +47,9 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 
-# --- GPUs ----------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Cards:
-    ranks: list[str]
-    engines: list[str]
-    per_engine: int
-    shared: bool
-
-    @property
-    def for_ray(self) -> int:
-        """How many GPUs Ray has to give out."""
-        return 0 if self.shared else len(self.engines)
-
-    def of_engine(self, number: int) -> str:
-        """What engine `number` sees where Ray does not decide: its
-        workers lie on the cards of as many ranks.
-        """
-        return ",".join(self.engines[number * self.per_engine : (number + 1) * self.per_engine])
-
-
-def engine_cards(config: Config) -> int:
-    """GPUs of the policy's engines and of those of auxiliary models."""
-    explorer = config.explorer
-    models = [explorer.rollout_model, *explorer.auxiliary_models]
-    return sum(one.engine_num * one.tensor_parallel_size for one in models)
-
-
-def ranks_left(config: Config, fewest: int) -> int:
-    """Trainer ranks where nobody gives their number: all GPUs that the engines leave, in whole
-    copies of the model, and in whole nodes if it is more than one; `fewest`, which one copy needs,
-    where the number of GPUs is not told or there are none.
-    """
-    cluster = config.cluster
-    if (
-        config.device == "cpu"
-        or not cluster.gpu_per_node
-        or config.mode not in ("both", "train")
-        or fewest < 1
-    ):
-        return fewest
-    engines = engine_cards(config) if config.mode == "both" else 0
-    if config.cluster.colocate:
-        return engines
-    total = cluster.node_num * cluster.gpu_per_node
-    left = total - engines
-    given = "explorer.rollout_model.engine_num x tensor_parallel_size"
-    given += " and those of explorer.auxiliary_models" if config.explorer.auxiliary_models else ""
-    told = f"cluster.node_num x gpu_per_node = {total} GPUs, less {given} = {engines},"
-    if left < fewest:
-        raise ConfigError(
-            f"{told} leaves {left} to the trainer, which needs {fewest}: lower engine_num, or "
-            "trainer.megatron's sizes"
-        )
-    if left > cluster.gpu_per_node and left % cluster.gpu_per_node:
-        raise ConfigError(
-            f"{told} leaves {left} to the trainer, no whole number of nodes of "
-            f"{cluster.gpu_per_node}: change "
-            "explorer.rollout_model.engine_num, or set trainer.num_ranks"
-        )
-    if left % fewest:
-        raise ConfigError(
-            f"{told} leaves {left} to the trainer, no multiple of the {fewest} that its layout "
-            "needs: change "
-            "explorer.rollout_model.engine_num or trainer.megatron's sizes, or set "
-            "trainer.num_ranks"
-        )
-    return left
-
-
-def split(config: Config, visible: str) -> Cards | None:
-    """`visible`: CUDA_VISIBLE_DEVICES, empty when it is not set."""
-    devices = [device for device in visible.split(",") if device]
-    count = config.cluster.gpu_per_node or len(devices)
-    if config.device == "cpu" or not count or config.mode != "both":
-        return None
-    devices = devices or [str(number) for number in range(count)]
-    ranks, rollout = int(config.trainer.num_ranks or 1), config.explorer.rollout_model
-    wanted = ranks + engine_cards(config)
-    if config.cluster.colocate:
-        check_same_cards(config)
-        wanted = ranks
-    if wanted > len(devices):
-        needs = "" if config.cluster.colocate else " plus engine_num x tensor_parallel_size"
-        raise ConfigError(
-            f"trainer.num_ranks={ranks}{needs} = {wanted} GPUs, but {len(devices)} are visible: "
-            "lower "
-            "explorer.rollout_model.engine_num or the trainer's layout"
-        )
-    if config.cluster.colocate:
-        return Cards(devices[:ranks], devices[:ranks], rollout.tensor_parallel_size, shared=True)
-    return Cards(devices[:ranks], devices[ranks:], rollout.tensor_parallel_size, shared=False)
-
-
-def check_same_cards(config: Config) -> None:
-    """On CPUs any number of ranks and engines takes turns; on GPUs every card has one rank and one
-    engine worker.
-    """
-    ranks, rollout = int(config.trainer.num_ranks or 1), config.explorer.rollout_model
-    workers = rollout.engine_num * rollout.tensor_parallel_size
-    if ranks != workers:
-        raise ConfigError(
-            f"cluster.colocate=true with trainer.num_ranks={ranks} and engine_num x "
-            f"tensor_parallel_size = {workers}: they share "
-            "the same GPUs, so set explorer.rollout_model.engine_num or tensor_parallel_size so "
-            "that both numbers are equal"
-        )
-
-
-# --- Ray -----------------------------------------------------------------------------------------
-
-
-def start(config: Config, gpus: Callable[[], dict[str, int]]) -> str:
-    """Start Ray in this process, or join; returns the address. `gpus`: what a private one has."""
+def start(config: Config) -> str:
+    """Start Ray in this process, or join; returns the address."""
     os.environ.update(QUIET)
     import ray
 
@@ -186,20 +77,76 @@ def start(config: Config, gpus: Callable[[], dict[str, int]]) -> str:
                 ray.init,
                 address="local",
                 num_cpus=cluster.ray_num_cpus or actors_of(config),
+                num_gpus=0,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES + stored_bytes(config),
                 _node_ip_address="127.0.0.1",
-                **gpus(),
                 **shared,
             )
     return ray.get_runtime_context().gcs_address
+
+
+def hold_rank_cards(config: Config, machine: Machine) -> list[str]:
+    """GPUs of this machine that Ray keeps for the trainer's ranks as long as this process lives.
+
+    None where it counts none here, and where CUDA_VISIBLE_DEVICES says which are the ranks': then
+    this process may be a job of that Ray. Raises RuntimeError.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here, ranks = ray.get_runtime_context().get_node_id(), len(config.cluster.cards.ranks)
+    counted = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}.get(here, 0)
+    if machine.restricted or not counted or not ranks:
+        return []
+    place = NodeAffinitySchedulingStrategy(here, soft=False)
+    actor = ray.remote(HeldCards).options(num_gpus=ranks, num_cpus=0, scheduling_strategy=place)
+    held = ActorHandle(actor.remote())
+    try:
+        names = ray.get(held.ask(HeldCards.names), timeout=HOLD_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(
+            f"the Ray at {config.cluster.ray_address} counts {counted:g} GPUs of this machine and "
+            f"has no {ranks} free for trainer.num_ranks={config.trainer.num_ranks}: look at `ray "
+            "status`, or lower it"
+        ) from error
+    if machine.launcher and names != config.cluster.cards.ranks:
+        raise RuntimeError(
+            f"{machine.launcher} gives the ranks here the GPUs "
+            f"{', '.join(config.cluster.cards.ranks)}, which the Ray at "
+            f"{config.cluster.ray_address} counts as its own: start it here with --num-gpus=0"
+        )
+    return names
+
+
+class HeldCards:
+    """An actor that has GPUs and does nothing with them."""
+
+    def names(self) -> list[str]:
+        import ray
+
+        return [str(name) for name in ray.get_gpu_ids()]
+
+
+def await_engine_cards(wanted: int, stopped: Callable[[], bool]) -> None:
+    """Return when this Ray has `wanted` GPUs, or `stopped`; raises RuntimeError after JOIN_S."""
+    import ray
+
+    deadline = time.monotonic() + JOIN_S
+    while (there := ray.cluster_resources().get("GPU", 0)) < wanted and not stopped():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{wanted} GPUs are needed for engines and for ranks that Ray counts, and it has "
+                f"{there:g}: add nodes, or lower explorer.rollout_model.engine_num"
+            )
+        time.sleep(LOOK_S)
 
 
 def actors_of(config: Config) -> int:
     """How many a run starts with: buffer, synchronizer, explorer and engines."""
     explorer = config.explorer
     auxiliary = sum(model.engine_num for model in explorer.auxiliary_models)
-    return 3 + explorer.rollout_model.engine_num + auxiliary
+    return 3 + int(explorer.rollout_model.engine_num or 1) + auxiliary
 
 
 def start_patiently(start: Callable[..., Any], **settings: Any) -> None:

@@ -29,6 +29,7 @@ from rft.config import Config, ConfigError, is_remote
 from rft.ground.device import thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
+from rft.run.cards import VISIBLE
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
     EXIT_CODES,
@@ -38,6 +39,7 @@ from rft.run.supervisor import (
     failure,
     kind,
     signals_as_events,
+    start_table,
 )
 from rft.trainer.control import cause
 from rft.trainer.feed import reads_files
@@ -110,6 +112,8 @@ class StageRun:
         self.resolved = resolved_of(config)
         configs.save(config, self.resolved)
         say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
+        for line in start_table(config):
+            say(line)
         try:
             self._start()
             self._wait()
@@ -132,6 +136,8 @@ class StageRun:
 
     def _start_ranks(self) -> None:
         environment = os.environ | thread_environment(self.config.cluster.threads_per_rank)
+        if names := self.supervisor.rank_cards:
+            environment[VISIBLE] = ",".join(names)
         command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
         trace.instant("ranks start")
         self.ranks = subprocess.Popen(

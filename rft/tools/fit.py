@@ -17,7 +17,7 @@ from rft.config.layout import stored_bytes
 from rft.ground.host_memory import available
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.preflight.memory_plan import MemoryPlan, gigabytes, listed, on_host, plan
-from rft.run.cluster import engine_cards
+from rft.run.cards import engine_cards
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 FULL = 0.9  # of a memory: what is planned beyond this will not fit

@@ -1,10 +1,11 @@
-"""Do two processes of this machine reach each other the way that trainer ranks do? A part of `rft
+"""Do processes of this machine reach each other the way that trainer ranks do? A part of `rft
 doctor`.
 
     python -m rft.tools.handshake DEVICE RANK RANKS STORE_FILE SECONDS
 
 Every process chooses its device as a rank would, joins the others and adds its number to theirs.
-Out of the first: one line of JSON with the backend, the device and its memory; anything that goes
+Out of the first: one line of JSON with the backend, the device, its memory and how many GPUs torch
+sees; anything that goes
 wrong is a traceback and exit code 1.
 """
 
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> None:
                     "backend": device.backend,
                     "device": device.describe(),
                     "memory": device.memory_bytes(),
+                    "ranks": ranks,
+                    "cards": devices.cards_seen(),
                 }
             )
         )

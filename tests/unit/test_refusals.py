@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rft import config as configs
 from rft import preflight, train
 from rft.config import Config, ConfigError
-from rft.run import cluster
+from rft.run import cards
 from tests.unit.test_config import changed, grpo, of_grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
@@ -296,7 +296,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "leaves 0 to the trainer",
     ),
     (
-        f"{LARGE} trainer.megatron.tensor_model_parallel_size=2",
+        f"{LARGE} trainer.megatron.tensor_model_parallel_size=2 "
+        "explorer.rollout_model.engine_num=1",
         "explorer.rollout_model.engine_num",
         "no multiple of the 2",
     ),
@@ -684,6 +685,12 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "by their path; set it to checkpoint",
     ),
     (f"{REMOTE} trainer.num_ranks=2", "trainer.num_ranks=2", "leave it out"),
+    (
+        "device=cuda cluster.gpu_per_node=8 trainer.num_ranks=2 trainer.dtype=fp32 "
+        "trainer.megatron.context_parallel_size=2",
+        "trainer.dtype=fp32 with trainer.megatron.context_parallel_size=2",
+        "set trainer.dtype=bf16",
+    ),
     (f"{REMOTE} device=cuda", "device=cuda", "leave it out"),
     (
         f"{REMOTE} algorithm.optimizer.optimizer_type=sgd",
@@ -912,9 +919,9 @@ def test_the_trainer_gets_what_the_engines_leave(
     )
     config.trainer.megatron.tensor_model_parallel_size = 2
     fewest = preflight.fewest_ranks(config.trainer.megatron)
-    assert cluster.ranks_left(config, fewest) == ranks
+    assert cards.ranks_left(config, fewest) == ranks
     config.device = "cpu"
-    assert cluster.ranks_left(config, fewest) == 2
+    assert cards.ranks_left(config, fewest) == 2
 
 
 @pytest.mark.parametrize("more", ["format.prompt_type=messages", "format.system_prompt=Hi"])

