@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from rft.checkpoint import catalog, commit, restore, sharding
 from rft.checkpoint.link import AGENT, Link
@@ -44,6 +43,7 @@ from rft.checkpoint.sharding import Claim, claim_of
 from rft.checkpoint.stager import Slot, SlotPool, Stager, StagingTuner, slot_size, windows_of
 from rft.checkpoint.storage import WEIGHTS, open_storage
 from rft.config import TrainerConfig
+from rft.ground import host_memory
 from rft.ground.device import Device, choose
 from rft.ground.protocols import Collective, Snapshotable
 from rft.monitor import trace
@@ -184,11 +184,12 @@ class CheckpointManager:
         """
         if self.ranks.rank == 0:
             self.storage.prepare()
+        free = host_memory.available()  # asked before any rank can have taken its slots
         self._plan = self._agree([claim_of(piece) for piece in policy.snapshot().pieces])
         total = sharding.extent(self._plan.regions)
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
-        self._check_memory(2 * size)
+        self._check_memory(2 * size, free)
         slots = SlotPool([Slot(number, size, self.device) for number in range(2)])
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
@@ -216,12 +217,11 @@ class CheckpointManager:
             size / 1e9,
         )
 
-    def _check_memory(self, wanted: int) -> None:
+    def _check_memory(self, wanted: int, free: int) -> None:
         """Pages are touched at once: too little memory must be an error now, and not the end of
-        some process.
+        some process. In a container what counts is its own limit, for memfd too.
         """
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        free = psutil.virtual_memory().available
         if wanted * neighbours > free:
             raise ValueError(
                 f"staging checkpoints takes {wanted / 1e9:.2f} GB of host memory for each of "

@@ -44,9 +44,10 @@ class Slot:
     """Host memory of one staged save (memfd), mapped here and in the agent; `number` is what
     messages call it.
 
-    memfd instead of /dev/shm: no container limit applies, and nothing is left when every holder
-    dies. Pages are touched at once, so that the first save costs what the others cost; on a GPU
-    they are pinned, once, with their exact size.
+    memfd instead of /dev/shm, whose size is a limit of its own; nothing is left when every holder
+    dies. It counts as memory of the container, like any other. Pages are touched at once, so that
+    the first save costs what the others cost; on a GPU they are pinned, once, with their exact
+    size.
     """
 
     def __init__(self, number: int, size: int, device: Device):

@@ -20,10 +20,12 @@ from rft.algorithm import recipe
 from rft.checkpoint.stager import slot_size
 from rft.config import AuxiliaryModelConfig, Config, ConfigError, get, is_remote, job_dir
 from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
+from rft.ground import host_memory
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.errors import all_of, problems_of
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
 from rft.megatron import overrides
+from rft.preflight import memory_plan
 from rft.preflight.rules import Rule
 from rft.preflight.rules_run import AUXILIARY
 from rft.preflight.rules_trainer import RECIPE, TYPE
@@ -374,11 +376,39 @@ def _store(c: Config) -> Iterator[str]:
         )
 
 
+def _fits(c: Config) -> Iterator[str]:
+    """What is sure to be taken: estimates are `rft doctor`'s. Where parts are on several hosts, who
+    gets which is not known here.
+    """
+    if is_remote(c) or c.cluster.node_num != 1 or c.cluster.ray_address:
+        return
+    parts = memory_plan.on_host(c, memory_plan.plan(c), c.device == "cpu")
+    parts = {name: size for name, size in parts.items() if name not in memory_plan.ESTIMATES}
+    wanted, there = sum(parts.values()), host_memory.limit()
+    if wanted > there:
+        yield (
+            "trainer.checkpoint.host_memory_gb, explorer.rollout_model.kv_cache_gb: container "
+            f"memory below the plan: {wanted / 1e9:.2f} GB wanted ({memory_plan.listed(parts)}), "
+            f"{there / 1e9:.2f} GB is the limit: raise it, lower these keys, "
+            "explorer.rollout_model.engine_num or trainer.num_ranks, or set "
+            "synchronizer.receive=direct"
+        )
+
+
 PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
     Rule("cluster.master_port", _master_port),
     Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
     Rule("cluster.ray_address", _ray),
+    Rule(
+        "trainer.checkpoint.host_memory_gb trainer.num_ranks trainer.dtype trainer.megatron device "
+        "mode cluster.node_num cluster.ray_address cluster.colocate explorer.rollout_model "
+        f"synchronizer.sync_method synchronizer.receive model.lora_configs {MODEL} {AUXILIARY} "
+        f"{SERVICE_TRAINS} "
+        "trainer.max_token_len_per_gpu model.teacher_model_path",
+        _fits,
+        reads="algorithm trainer.recompute_granularity synchronizer.lora_sync",
+    ),
 )
 MEMORY_AND_CARDS = (
     Rule(

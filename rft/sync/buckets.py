@@ -22,14 +22,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 import xxhash
 
+from rft.ground import device as devices
+from rft.ground.names import ITEM_BYTES
 from rft.ground.protocols import Block, WeightSource
 from rft.sync.connection import CHUNK
-from rft.sync.plan import Bucket, StreamPart, WeightStream, row_bytes
+from rft.sync.plan import ALIGNMENT, Bucket, StreamPart, WeightStream, row_bytes
 
 CHECKSUM_BYTES = 16
 ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of two lanes
@@ -160,7 +162,8 @@ class Staging:
     On the CPU the tensor has it, and what does not come is memory that nobody ever touches: the
     kernel gives none for it (of columns it does, where a row is shorter than a page, or than 2 MiB
     with transparent huge pages "always"). Pinned memory is given at once, so there just the part is
-    kept, and `whole` makes the rest, on the device, for as long as the loader needs it.
+    kept, all tensors in one piece of it, and `whole` makes the rest, on the device, for as long as
+    the loader needs it.
     """
 
     def __init__(
@@ -205,16 +208,16 @@ class Staging:
         self._buckets[stream] += 1
         self.bytes += bucket.nbytes
         for piece in bucket.pieces:
-            block = blocks[piece.block]
-            held = self._held(block)
-            came = (piece.stop - piece.start) * math.prod(block.block_shape[1:])
-            self._missing[block.name] = (
-                self._missing.get(block.name, self._elements[block.name]) - came
-            )
-            if not self._missing[block.name]:
-                del self._missing[block.name]
-                yield block.name, held if self.kept else self._tensors.pop(block.name)
+            yield from self.filled(blocks[piece.block], piece.stop - piece.start)
         self.release(stream)
+
+    def filled(self, block: Block, rows: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """So many more rows of `block` are good: its tensor, if they complete it."""
+        held, left = self._held(block), self._missing.get(block.name, self._elements[block.name])
+        self._missing[block.name] = left - rows * math.prod(block.block_shape[1:])
+        if not self._missing[block.name]:
+            del self._missing[block.name]
+            yield block.name, held if self.kept else self._tensors.pop(block.name)
 
     def late(self) -> list[int]:
         """Streams that have not delivered all of their buckets."""
@@ -263,20 +266,34 @@ class Staging:
             return held[first + start : first + stop]
         return held[start:stop, first : first + block.stop - block.start]
 
+    @property
+    def payload(self) -> int:
+        """Bytes that come in one round."""
+        return sum(
+            count * ITEM_BYTES[self._spans[name].dtype] for name, count in self._elements.items()
+        )
+
     def _held(self, block: Block) -> torch.Tensor:
         with self._making:
             if block.name not in self._tensors:
-                self._tensors[block.name] = self._memory(self._spans[block.name])
+                self._make(self._spans[block.name])
             return self._tensors[block.name]
 
-    def _memory(self, span: Block) -> torch.Tensor:
-        """On the device if the tensors are to be used at once; a copy of the whole model waits in
-        pinned host memory.
+    def _make(self, span: Block) -> None:
+        """On the device if the tensors are to be used at once; a copy of this worker's part of the
+        model waits in pinned host memory.
         """
-        dtype, pinned = getattr(torch, span.dtype), self.device.type != "cpu"
-        if self.dense:
-            return torch.empty(span.block_shape, dtype=dtype, pin_memory=pinned)
-        return torch.empty(span.shape, dtype=dtype, device=self.device)
+        if not self.dense:
+            dtype = getattr(torch, span.dtype)
+            self._tensors[span.name] = torch.empty(span.shape, dtype=dtype, device=self.device)
+            return
+        sizes = [row_bytes(one) * one.block_shape[0] for one in self._spans.values()]
+        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        memory = devices.staging_memory(ends[-1], self.device)
+        for one, size, end in zip(self._spans.values(), sizes, ends, strict=True):
+            start = end - -(-size // ALIGNMENT) * ALIGNMENT
+            flat = memory[start : start + size].view(getattr(torch, one.dtype))
+            self._tensors[one.name] = flat.view(one.block_shape)
 
 
 def spans(streams: Sequence[WeightStream]) -> dict[str, Block]:

@@ -13,6 +13,7 @@ address than the one configured.
 
 import hmac
 import ipaddress
+import logging
 import os
 import secrets
 import selectors
@@ -29,6 +30,7 @@ import msgspec
 from rft.ground.experience import Record, encode
 from rft.ground.process import HEADER, frame
 
+log = logging.getLogger(__name__)
 # bytes handed to the kernel at a time; what was just moved is still in the cache when it is hashed
 CHUNK = 4 * 2**20
 BUFFER = 4 * 2**20  # of a socket; the kernel may grant less
@@ -195,6 +197,7 @@ class Listener:
             wire.close()
             return
         except PeerRefused as no:
+            log.warning("refused: %s", no)
             with suppress(PeerLost):  # it may not wait for the answer
                 wire.send_record({"refused": str(no)})
             wire.close()

@@ -99,11 +99,12 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
         self.worker = vllm_config.parallel_config.rank
-        self.receiver = Receiver(self.worker, device, join_links(device), share_of(vllm_config))
+        share = share_of(vllm_config)
+        self.receiver = Receiver(self.worker, device, join_links(device), share)
         self.readers: dict[str, WeightReader] = {
             STREAM: self.receiver,
-            CHECKPOINT: SavedWeights(vllm_config.model_config.model, device),
-            MEMORY: HandedBuckets(device),
+            CHECKPOINT: SavedWeights(vllm_config.model_config.model, device, share),
+            MEMORY: HandedBuckets(device, share),
         }
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False

@@ -4,7 +4,8 @@ card, else over NCCL.
 In: the wire of the pair and each end's device. Out: the same kind of `BucketLink` at both ends. The
 worker says which card it is on, the trainer rank decides and tells. Invariant: the choice is the
 first that goes over the wire, so both agree or part with an error. Weights in host memory need no
-link: they go over the wire as they lie there.
+link: they go over the wire as they lie there. A trainer of the one kind and an engine of the other
+refuse each other as they shake hands (`mismatch`).
 """
 
 from collections import deque
@@ -17,9 +18,12 @@ from torch.distributed import TCPStore
 
 from rft.ground import device as devices
 from rft.ground.device import collective_timeout, hosted_store
+from rft.ground.experience import Record
 from rft.sync.connection import PeerConnection, PeerLost, machine
 
+HOST, PACKED = "host", "packed"  # kinds of links: straight from host memory, or packed on a device
 IPC, NCCL = "ipc", "nccl"
+WORDS = {HOST: "bytes of host memory (host)", PACKED: "packed buckets of device memory (packed)"}
 SENDER, RECEIVER = 0, 1  # ranks in a pair
 BUFFERS = 2  # of NCCL: one is filled while the other travels
 SLOTS = 2  # of IPC: one is filled while the other is read
@@ -45,7 +49,21 @@ class BucketLink(Protocol):
     def close(self) -> None: ...
 
 
-def host_links(device: torch.device, address: str) -> Callable[[PeerConnection], BucketLink] | None:
+MakeLink = Callable[[PeerConnection], BucketLink]
+
+
+class LinkSide(Record, frozen=True):
+    """What each end says of itself in its first words."""
+
+    kind: str
+    device: str
+
+    @staticmethod
+    def of(make_link: MakeLink | None, device: str) -> "LinkSide":
+        return LinkSide(kind=PACKED if make_link else HOST, device=device)
+
+
+def host_links(device: torch.device, address: str) -> MakeLink | None:
     """Make the trainer rank's ends; None where its weights lie in host memory. `address`: where a
     rendezvous may listen.
     """
@@ -60,7 +78,7 @@ def host_links(device: torch.device, address: str) -> Callable[[PeerConnection],
     return host
 
 
-def join_links(device: torch.device) -> Callable[[PeerConnection], BucketLink] | None:
+def join_links(device: torch.device) -> MakeLink | None:
     """Make the engine worker's ends; None where it takes buckets from the wire, straight into host
     memory.
     """
@@ -77,6 +95,20 @@ def join_links(device: torch.device) -> Callable[[PeerConnection], BucketLink] |
 
 def is_packed(device: torch.device) -> bool:
     return devices.choose(device.type).backend == NCCL
+
+
+def mismatch(rank: int, trainer: LinkSide, name: str, engine: LinkSide) -> str | None:
+    """Why trainer rank `rank` and the engine worker `name` cannot exchange buckets, with the fix;
+    None when they can.
+    """
+    if trainer.kind == engine.kind:
+        return None
+    build, device = ("CPU", "cuda") if trainer.kind == HOST else ("CUDA", "cpu")
+    return (
+        f"trainer rank {rank} is on {trainer.device} and sends {WORDS[trainer.kind]}, {name} is "
+        f"on {engine.device} and takes {WORDS[engine.kind]}: set device={device}, or install the "
+        f"{build} build of vLLM where that engine runs"
+    )
 
 
 def decide(wire: PeerConnection, ours: str) -> str:

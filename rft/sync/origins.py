@@ -125,9 +125,10 @@ class StreamOrigin(ShardOrigin):
     def connect(self) -> Outcome:
         if self.source.blocks():
             device = next(iter(self.source.read_blocks())).device
-            links = host_links(device, self.address)
-            timeout = self.config.sync_timeout
-            self.sender = WeightSender(self.source, self.epoch, timeout, self.address, links)
+            links, timeout = host_links(device, self.address), self.config.sync_timeout
+            self.sender = WeightSender(
+                self.source, self.epoch, timeout, self.address, links, str(device)
+            )
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:
             self.sender.follow(self.plan, stream)

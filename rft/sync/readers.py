@@ -4,15 +4,18 @@
     Round with InFile ──► map ─► every bucket: xxh3-128 of its bytes against the trainer's
                               ─► rows or columns of the tensors that they belong to
     Round with InSave ──► open ─► manifest, receipts ─► slabs of rows, every byte checked
-                              ─► whole tensors
+                              ─► rows or columns of the tensors
 
-Both run in a thread beside the decoding, into memory that the next `stage` overwrites. Invariant:
-tensors come out only when all of a round was read, every byte of it is what was written, and it is
-the round that was announced.
+Both run in a thread beside the decoding, into memory that the next `stage` overwrites, and take of
+a tensor what this worker needs (`rft.sync.plan.needed`). Invariant: tensors come out only when all
+of a worker's part was read, every byte of it is what was written, and it is the round that was
+announced.
 """
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +24,25 @@ import torch
 
 from rft.checkpoint import export
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
 from rft.ground.names import read_hf_config
+from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, InSave, Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.buckets import Staging, host_checksum, seed_of
 from rft.sync.connection import PeerLost, PeerRefused
-from rft.sync.plan import StreamPlan, row_bytes
+from rft.sync.plan import (
+    WHOLE,
+    Share,
+    Slice,
+    StreamPart,
+    StreamPlan,
+    WeightStream,
+    needed,
+    part_of,
+    row_bytes,
+)
 
 
 class WeightReader(Protocol):
@@ -53,17 +68,32 @@ class WeightReader(Protocol):
 
 
 class StoredWeights:
-    """What readers of stored weights share: they come whole, nothing is asked for twice, and
-    nothing is held open between rounds.
+    """What readers of stored weights share: nothing is asked for twice, nothing is held open
+    between rounds, and of every tensor only what this worker's loaders use (`share`) is held.
     """
 
     again = 0
 
+    def __init__(self, device: torch.device, share: Share = WHOLE):
+        self.device = device
+        self.share = share
+        self._kept: Staging | None = None
+
+    def staging(self, streams: list[WeightStream]) -> Staging:
+        """Memory for these: that of the last round, if they are the same."""
+        if self._kept is None or self._kept.streams != streams:
+            self._kept = None  # given back before there is another
+            self._kept = Staging(streams, self.device, kept=True, timeout=0.0)
+        self._kept.begin()
+        return self._kept
+
     def size(self, staged: dict[str, torch.Tensor]) -> int:
-        return sum(tensor.nbytes for tensor in staged.values())
+        assert self._kept is not None
+        return self._kept.payload
 
     def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(staged.items())
+        assert self._kept is not None
+        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
 
     def close(self) -> None: ...
 
@@ -71,21 +101,29 @@ class StoredWeights:
 class HandedBuckets(StoredWeights):
     """Buckets that the engine's actor hands over in a file: plan, buckets and checksums are those
     of the streams. One that is wrong is wrong for good; the actor hands all of them over anew.
+
+    All workers of an engine read one file, and none installs a version that another has refused: so
+    each bucket is verified by one of them.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, share: Share = WHOLE):
+        super().__init__(device, share)
         self.plan: StreamPlan | None = None
         self.epoch = -1
-        self._kept: Staging | None = None
+        self.verified = 0  # bytes of the last round
+        self._parts: list[StreamPart] = []
+        # of each stream: what is needed of a block, by the block's number
+        self._cuts: list[dict[int, Block]] = []
 
     def connect(self, info: TrainerInfo) -> None:
         """Take over the plan; there is nobody to connect to."""
         assert info.plan is not None
         plan = plans.decode(info.plan)
-        if self.plan is None or self.plan.digest != plan.digest:
-            self._kept = None
         self.plan, self.epoch = plan, info.epoch
+        self._parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
+        self._cuts = [
+            dict(zip(part.sources, part.stream.blocks, strict=True)) for part in self._parts
+        ]
 
     def check(self, coming: Round) -> None:
         here = (self.plan.digest if self.plan else None, self.epoch)
@@ -97,11 +135,9 @@ class HandedBuckets(StoredWeights):
 
     def stage(self, coming: Round) -> dict[str, torch.Tensor]:
         assert self.plan is not None and isinstance(coming.location, InFile)
-        staging = self._kept = self._kept or Staging(
-            self.plan.streams, self.device, kept=True, timeout=0.0
-        )
-        staging.begin()
+        staging = self.staging([part.stream for part in self._parts])
         tensors: dict[str, torch.Tensor] = {}
+        turns, self.verified = cycle(range(self.share.workers)), 0
         with (
             Path(coming.location.path).open("rb") as file,
             mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
@@ -110,22 +146,44 @@ class HandedBuckets(StoredWeights):
                 for number, bucket in enumerate(stream.buckets):
                     start, size, digest = coming.location.streams[index][number]
                     with memoryview(memory)[start : start + size] as data:
-                        self._verify(coming.version, index, number, data, digest)
+                        if next(turns) == self.share.worker:
+                            self._verify(coming.version, index, number, data, digest)
                         for piece in bucket.pieces:
-                            block = stream.blocks[piece.block]
-                            end = piece.offset + (piece.stop - piece.start) * row_bytes(block)
-                            flat = torch.frombuffer(
-                                bytearray(data[piece.offset : end]), dtype=torch.uint8
-                            )
-                            staging.put(block, piece.start, piece.stop, flat)
-                    tensors.update(staging.arrived(index, number))
+                            tensors.update(self._take(index, piece, data, staging))
         staging.check_complete()
         return tensors
+
+    def _take(
+        self, index: int, piece: Slice, data: memoryview, staging: Staging
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this worker needs of a piece, and the tensor that it completes."""
+        assert self.plan is not None
+        block, cut = (
+            self.plan.streams[index].blocks[piece.block],
+            self._cuts[index].get(piece.block),
+        )
+        if cut is None:
+            return
+        # in rows and columns of the block
+        first, count, size = cut.start - block.start, cut.stop - cut.start, row_bytes(block)
+        start, stop = (first, first + count) if cut.dim == 0 else (0, block.block_shape[0])
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        if low >= high:
+            return
+        at = piece.offset + (low - piece.start) * size
+        rows = np.frombuffer(data, np.uint8, (high - low) * size, at).reshape(high - low, size)
+        if cut.dim == 1:
+            item = size // block.block_shape[1]
+            rows = rows[:, first * item : (first + count) * item]
+        with staging.place(cut, low - start, high - start) as target:
+            np.frombuffer(target, np.uint8).reshape(rows.shape)[:] = rows
+        yield from staging.filled(cut, high - low)
 
     def _verify(self, version: int, index: int, number: int, data: memoryview, digest: str) -> None:
         assert self.plan is not None
         ours = host_checksum(seed_of(self.plan.digest, version, index, number))
         ours.update(data)
+        self.verified += len(data)
         if ours.hexdigest() != digest:
             stream = self.plan.streams[index]
             name = stream.blocks[stream.buckets[number].pieces[0].block].name
@@ -139,14 +197,15 @@ class SavedWeights(StoredWeights):
     """Saves of a trainer that may be on another cluster, or gone.
 
     A save that is damaged, of another model or gone is nobody's fault here: it is `PeerRefused`,
-    the engine keeps what it serves and waits for the next one. `model`: the directory that the
-    engine was started from, whose config.json names the tensors.
+    the engine keeps what it serves and waits for the next one. Chunks are read that hold something
+    of the worker's part; of a tensor that it takes in columns these are all, unless ranks have
+    saved it in columns. `model`: the directory that the engine was started from, whose config.json
+    names the tensors.
     """
 
-    def __init__(self, model: str, device: torch.device):
+    def __init__(self, model: str, device: torch.device, share: Share = WHOLE):
+        super().__init__(device, share)
         self.model = model
-        self.device = device
-        self._kept: dict[str, torch.Tensor] = {}
 
     def connect(self, info: TrainerInfo) -> None:
         """There is nobody to connect to: every round says where it lies."""
@@ -168,25 +227,39 @@ class SavedWeights(StoredWeights):
                     # open now: retention may take the directory away meanwhile, open files stay
                     # readable
                     file.chunk(0)
-                tensors = export.plan(saved, read_hf_config(self.model))
-                return {tensor.name: self._read(saved, tensor) for tensor in tensors}
+                return self._read(saved, export.plan(saved, read_hf_config(self.model)))
         except (Damaged, Mismatch, StorageUnreachable) as error:
             raise PeerRefused(str(error)) from error
 
-    def _read(self, saved: Checkpoint, tensor: export.Tensor) -> torch.Tensor:
-        memory = self._memory(tensor)
-        flat, at = memory.view(-1).view(torch.uint8).numpy(), 0
-        for claim in export.slabs(tensor):
-            flat[at : at + claim.bytes] = saved.elements(claim).view(np.uint8)
-            at += claim.bytes
-        return memory
+    def _read(self, saved: Checkpoint, tensors: list[export.Tensor]) -> dict[str, torch.Tensor]:
+        needs = {
+            tensor: Block(tensor.name, tensor.dtype, tensor.shape, dim, start, stop)
+            for tensor in tensors
+            for dim, start, stop in [needed(tensor.name, tensor.shape, self.share)]
+            if start < stop
+        }
+        stream = WeightStream(rank=0, blocks=tuple(needs.values()), buckets=())
+        staging, found = self.staging([stream]), {}
+        for tensor, block in needs.items():
+            for slab in export.slabs(tensor):
+                if (claim := _within(slab, block)) is None:
+                    continue
+                first = claim.offset[0] - (block.start if block.dim == 0 else 0)
+                with staging.place(block, first, first + claim.shape[0]) as target:
+                    np.frombuffer(target, np.uint8)[:] = saved.elements(claim).view(np.uint8)
+                found.update(staging.filled(block, claim.shape[0]))
+        staging.check_complete()
+        return found
 
-    def _memory(self, tensor: export.Tensor) -> torch.Tensor:
-        kept, dtype = self._kept.get(tensor.name), getattr(torch, tensor.dtype)
-        if kept is None or (kept.dtype, tuple(kept.shape)) != (dtype, tensor.shape):
-            kept = torch.empty(tensor.shape, dtype=dtype, pin_memory=self.device.type != "cpu")
-            self._kept[tensor.name] = kept
-        return kept
+
+def _within(claim: Claim, block: Block) -> Claim | None:
+    """What `block` has of a claim."""
+    dim, offset, shape = block.dim, list(claim.offset), list(claim.shape)
+    start = max(offset[dim], block.start)
+    offset[dim], shape[dim] = start, min(offset[dim] + shape[dim], block.stop) - start
+    if shape[dim] <= 0:
+        return None
+    return replace(claim, offset=tuple(offset), shape=tuple(shape))
 
 
 def file_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

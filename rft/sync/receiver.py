@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from rft.sync.buckets import (
     seed_of,
 )
 from rft.sync.connection import CHUNK, PeerConnection, PeerRefused, handshake
-from rft.sync.links import BucketLink
+from rft.sync.links import BucketLink, LinkSide, MakeLink
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Receiver:
         self,
         worker: int,
         device: torch.device,
-        make_link: Callable[[PeerConnection], BucketLink] | None = None,
+        make_link: MakeLink | None = None,
         share: Share = WHOLE,
     ):
         self.worker = worker
@@ -145,6 +145,7 @@ class Receiver:
             "digest": plan.digest,
             "peer": f"{info.engine}/{self.worker}",
             "share": msgspec.to_builtins(self.share),
+            "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
         }
         for index, endpoint in enumerate(info.streams):
             part = part_of(plan, index, self.share)

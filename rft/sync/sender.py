@@ -15,7 +15,7 @@ nothing but the time until its deadline.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from rft.ground import device as devices
 from rft.ground.protocols import WeightSource
 from rft.sync.buckets import Blocks, device_checksum, host_checksum, pack, seed_of
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
-from rft.sync.links import BucketLink
+from rft.sync.links import BucketLink, LinkSide, MakeLink, mismatch
 from rft.sync.plan import Share, StreamPart, StreamPlan, part_of
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class WeightSender:
     """Life: hosting ──► planned ──► (open ──► close_version)* ──► closed.
 
-    `make_link`: how packed buckets travel, if they must.
+    `make_link`: how packed buckets travel, if they must. `device`: where the weights lie.
     """
 
     def __init__(
@@ -45,12 +45,14 @@ class WeightSender:
         epoch: int,
         timeout: float,
         address: str = "127.0.0.1",
-        make_link: Callable[[PeerConnection], BucketLink] | None = None,
+        make_link: MakeLink | None = None,
+        device: str = "cpu",
     ):
         self.source = source
         self.epoch = epoch
         self.timeout = timeout
         self.make_link = make_link
+        self.side = LinkSide.of(make_link, device)
         self.window = VersionWindow(timeout)
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
@@ -111,6 +113,9 @@ class WeightSender:
     def _admit(self, hello: dict[str, Any]) -> str:
         if not self._planned.wait(self.timeout):
             raise PeerRefused(f"this trainer rank has had no plan for {self.timeout:g} s")
+        theirs = msgspec.convert(hello["link"], LinkSide)
+        if why := mismatch(self.stream.rank, self.side, hello["peer"], theirs):
+            raise PeerRefused(why)
         if (hello["epoch"], hello["digest"]) != (self.epoch, self.plan.digest):
             raise PeerRefused(
                 f"stream {self.index} is of epoch {self.epoch} and plan {self.plan.digest}, "

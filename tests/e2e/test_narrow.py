@@ -2,6 +2,8 @@
 through a real engine of two.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import ray
 import torch
 from miniature import Trainer, answer, ask, assert_sampled_from
 from safetensors.torch import load_file
+from saving import SavingTrainer
 
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.protocols import ActorHandle
@@ -146,11 +149,44 @@ def test_an_engine_of_two_takes_the_model_once(
     trainer = Trainer(synchronizer, model_dirs[1]).connect()
     trainer.start(1)
     numbers = trainer.wait()
-    made = answer(ask(engine_of_two, max_tokens=20, seed=1))[0]
-    assert {span.version for span in made.versions} == {1}
-    assert_sampled_from(model_dirs[1], made, 1.0)
-    tensors = load_file(model_dirs[1] / "model.safetensors")
-    replicated = sum(tensor.nbytes for name, tensor in tensors.items() if "norm" in name)
-    once = sum(tensor.nbytes for tensor in tensors.values())
-    assert numbers["sync/bytes"] == once + replicated
-    assert sum(one.origin.sender.sent for one in trainer.publishers) == once + replicated  # type: ignore[union-attr]
+    assert_serves(engine_of_two, model_dirs[1], 1)
+    taken = taken_by_two(model_dirs[1])
+    assert numbers["sync/bytes"] == taken
+    assert sum(one.origin.sender.sent for one in trainer.publishers) == taken  # type: ignore[union-attr]
+
+
+def assert_serves(engine: Any, path: Path, version: int) -> None:
+    made = answer(ask(engine, max_tokens=20, seed=1))[0]
+    assert {span.version for span in made.versions} == {version}
+    assert_sampled_from(path, made, 1.0)
+
+
+def taken_by_two(path: Path) -> int:
+    """Bytes: all once, and what each of two workers needs twice."""
+    tensors = load_file(path / "model.safetensors")
+    return sum(tensor.nbytes * (1 + ("norm" in name)) for name, tensor in tensors.items())
+
+
+@pytest.mark.verify  # what its workers take of files is in tests/unit
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["checkpoint", "memory"])
+def test_an_engine_of_two_takes_what_is_stored_once(
+    engine_of_two: Any, model_dirs: tuple[Path, Path], tmp_path: Path, method: str
+) -> None:
+    ray.get(engine_of_two.load_weights_from.remote(str(model_dirs[0]), 0), timeout=60)
+    leader = ray.remote(Synchronizer).options(max_concurrency=100, num_cpus=0.01, name=method)
+    synchronizer = leader.remote(None, 60.0)
+    ray.get(synchronizer.join.remote("engine_0", ActorHandle(engine_of_two)))
+    if method == "checkpoint":
+        with SavingTrainer(tmp_path / "root", model_dirs[1], synchronizer, epoch=1) as trainer:
+            assert trainer.publish(1)["sync/bytes"] == taken_by_two(model_dirs[1])
+    else:
+        context = ray.get_runtime_context()
+        where = context.gcs_address, context.namespace, method
+        script = Path(__file__).with_name("depositing.py")
+        command = [sys.executable, str(script), *where, str(model_dirs[1]), "1"]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert made.returncode == 0, made.stderr
+        assert f"'sync/bytes': {taken_by_two(model_dirs[1])}.0" in made.stdout
+    assert_serves(engine_of_two, model_dirs[1], 1)
+    ray.get(synchronizer.leave.remote("engine_0", "test"))

@@ -10,8 +10,11 @@ import torch
 from miniature import TOLERANCE, Trainer, answer, ask, assert_sampled_from, reference_logprobs
 from msgspec.structs import replace
 
+from bench.host_card import HostCard
 from rft.ground.protocols import ActorHandle
+from rft.sync import origins
 from rft.sync.connection import PeerConnection
+from rft.sync.links import IpcLink
 from rft.sync.synchronizer import Synchronizer
 
 
@@ -298,6 +301,25 @@ def test_a_model_that_is_not_the_engines_is_refused_by_name(
 
 def renamed(block: Any) -> Any:
     return dataclasses.replace(block, name=block.name.replace("gate_proj", "gate"))
+
+
+def test_a_trainer_of_another_kind_of_device_is_refused_by_name(
+    first_weights: Any,
+    synchronizer: Any,
+    model_dirs: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its packed buckets are nothing for this engine, which says so, lives and serves on."""
+    with monkeypatch.context() as packed:
+        packed.setattr(origins, "host_links", lambda *_: lambda wire: IpcLink(wire, HostCard()))
+        trainer = Trainer(synchronizer, model_dirs[1]).connect()
+    trainer.start(2)
+    told = r"trainer rank 0 is on .*\(packed\), engine_0/0 is on cpu .*\(host\): set device=cpu"
+    with pytest.raises(RuntimeError, match=f"no engine could take version 2: .*{told}"):
+        trainer.wait()
+    made = answer(ask(first_weights, max_tokens=20, seed=1))[0]
+    assert {span.version for span in made.versions} == {0}
+    assert_sampled_from(model_dirs[0], made, 1.0)
 
 
 def test_an_older_epoch_cannot_connect(synchronizer: Any, model_dirs: tuple[Path, Path]) -> None:

@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 from states import State, managed, save
 
 from rft.checkpoint.catalog import read_manifest
+from rft.checkpoint.reader import RankFile
 from rft.checkpoint.storage import open_storage
 from rft.ground.rounds import InSave, Round
 from rft.sync import stored_versions
 from rft.sync.connection import PeerRefused
+from rft.sync.plan import Share, needed
 from rft.sync.readers import SavedWeights
 from rft.sync.stored_versions import Refusal, Saved, SavedVersions, find
 from rft.tools.toy import write_model
@@ -62,6 +64,42 @@ def test_a_worker_gets_every_tensor_as_it_was_saved(
     assert all(again[name].data_ptr() == found[name].data_ptr() for name in found), (
         "the memory is kept"
     )
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_read_and_hold_their_part(
+    model: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, read = tensors_of(model, torch.bfloat16), count_reads(monkeypatch)
+    saved(tmp_path / "root", wanted, 3)
+    for worker in range(workers):
+        share = Share(worker=worker, workers=workers, kv_heads=SHAPE["kv_heads"])
+        reader = SavedWeights(str(model), torch.device("cpu"), share)
+        read.clear()
+        staged = reader.stage(round_of(tmp_path / "root", 3))
+        held = asked = 0
+        for name, tensor in reader.whole(staged):
+            dim, start, stop = needed(name, tuple(tensor.shape), share)
+            part, same = (one.narrow(dim, start, stop - start) for one in (tensor, wanted[name]))
+            assert torch.equal(part, same + 3), name
+            held += part.nbytes
+            asked += tensor.nbytes if dim else part.nbytes  # a file has whole rows
+        assert wanted.keys() - staged.keys() <= {"model.embed_tokens.weight"}, "padding alone"
+        assert (reader.size(staged), sum(read)) == (held, asked)
+        assert held < 1.2 * sum(value.nbytes for value in wanted.values()) / workers
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that are asked of the files of a save, from now on."""
+    found: list[int] = []
+    read = RankFile.read
+
+    def counted(file: RankFile, start: int, count: int) -> bytearray:
+        found.append(count)
+        return read(file, start, count)
+
+    monkeypatch.setattr(RankFile, "read", counted)
+    return found
 
 
 def test_what_is_not_the_announced_save_is_refused_by_name(model: Path, tmp_path: Path) -> None:

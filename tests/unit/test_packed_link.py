@@ -3,6 +3,7 @@ of the card is a stand-in.
 """
 
 import multiprocessing
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ import torch
 from packed_sender import SHAPES, link_of, tensors
 
 from rft.ground.rounds import Round, TrainerInfo
-from rft.sync.connection import PeerConnection, PeerLost
+from rft.sync import plan as plans
+from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 from rft.sync.links import IPC, NCCL, SLOTS, ask, decide
 from rft.sync.receiver import Receiver
+from rft.sync.sender import WeightSender
 
 LONG, SHORT = 60.0, 1.0  # seconds until a wait is given up
 
@@ -149,6 +152,37 @@ def test_a_sender_that_dies_is_an_error_at_once(trainer: Callable[[float], Train
     there.ask("open", 1)
     with pytest.raises(PeerLost, match="trainer rank 0"):
         receiver.stage(Round(version=1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])  # of the trainer; the engine has the other
+def test_a_trainer_and_an_engine_of_two_kinds_refuse_each_other_by_name(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over real sockets; no memory of either device is touched."""
+    other, links = {"cpu": "cuda:1", "cuda:1": "cpu"}[device], {"cpu": None, "cuda:1": link_of}
+    weights, words = packed_sender.Weights(), {"cpu": "bytes of host", "cuda:1": "packed buckets"}
+    sender = WeightSender(weights, 1, LONG, "127.0.0.1", links[device], device)
+    plan = plans.build([weights.blocks()], packed_sender.BUCKET)
+    sender.follow(plan, 0)
+    receiver = Receiver(3, torch.device(other), links[other])
+    info = TrainerInfo(
+        plan=plans.encode(plan),
+        streams=[sender.endpoint],
+        epoch=1,
+        timeout=LONG,
+        engine="engine_0",
+    )
+    fix = {"cpu": "device=cuda, or install the CPU", "cuda:1": "device=cpu, or install the CUDA"}
+    told = (
+        f"trainer rank 0 is on {device} and sends {words[device]}.*, engine_0/3 is on {other} and "
+        f"takes {words[other]}.*: set {fix[device]} build of vLLM"
+    )
+    with pytest.raises(PeerRefused, match=told):
+        receiver.connect(info)
+    assert re.search(told, caplog.text), "the trainer's own log says it too"
+    sender.open(1)
+    assert sender.close_version() == {"send_s": 0.0}, "and it goes on"
+    sender.close()
 
 
 def error_of(receiver: Receiver) -> BaseException:

@@ -5,27 +5,32 @@ ends cut alike, and bytes fit.
 import dataclasses
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from rft.ground import device as devices
 from rft.ground.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
 from rft.ground.protocols import Block
-from rft.ground.rounds import Round, TrainerInfo
+from rft.ground.rounds import InFile, Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync import receiver as receivers
 from rft.sync.buckets import Staging
 from rft.sync.connection import PeerRefused
+from rft.sync.origins import packed
 from rft.sync.plan import (
     WHOLE,
     Share,
     StreamPart,
     StreamPlan,
+    WeightStream,
     needed,
     obstacle,
     part_of,
 )
+from rft.sync.readers import HandedBuckets
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
 
@@ -250,6 +255,20 @@ def received(
             sender.close()
 
 
+def assert_has_its_part(
+    found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], share: Share
+) -> None:
+    for name, value in whole.items():
+        dim, start, stop = needed(name, tuple(value.shape), share)
+        assert (name in found) == (start < stop)
+        if name in found:
+            assert found[name].shape == value.shape
+            there, wanted = (
+                tensor.narrow(dim, start, stop - start) for tensor in (found[name], value)
+            )
+            assert torch.equal(there, wanted), name
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_what_is_needed_arrives_in_its_place(workers: int, dense: bool) -> None:
@@ -257,17 +276,112 @@ def test_what_is_needed_arrives_in_its_place(workers: int, dense: bool) -> None:
     for share in shares(FAMILIES["Qwen3MoeForCausalLM"], workers):
         whole, found, payload = received(share, dense)
         total += payload
-        for name, value in whole.items():
-            dim, start, stop = needed(name, tuple(value.shape), share)
-            assert (name in found) == (start < stop)
-            if name in found:
-                assert found[name].shape == value.shape
-                there, wanted = (
-                    tensor.narrow(dim, start, stop - start) for tensor in (found[name], value)
-                )
-                assert torch.equal(there, wanted), name
+        assert_has_its_part(found, whole, share)
     once = sum(value.nbytes for value in whole.values())
     assert once <= total < 1.5 * once
+
+
+# --- from where they are stored ------------------------------------------------------------------
+
+
+def handed(file: Path, plan: StreamPlan, by_rank: list[Values]) -> Round:
+    """All buckets in one file, as an engine's actor hands them to its workers."""
+    streams, data = [], bytearray()
+    for index, source in enumerate(by_rank):
+        streams.append([])
+        for bucket, digest in packed(plan, index, source, 1):
+            streams[-1].append((len(data), len(bucket), digest))
+            data += bucket.tobytes()
+    file.write_bytes(data)
+    location = InFile(path=str(file), streams=streams)
+    return Round(version=1, epoch=1, digest=plan.digest, location=location)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(("tp", "etp"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_take_their_part_of_a_file_and_verify_it_together(
+    workers: int, tp: int, etp: int, dense: bool, tmp_path: Path
+) -> None:
+    architecture, dims = "Qwen3MoeForCausalLM", FAMILIES["Qwen3MoeForCausalLM"]
+    by_rank = blocks_of(dims, architecture, tp, etp)
+    whole = {name: torch.randn(shape) for name, shape in hf_names(dims, architecture).items()}
+    plan = plans.build(by_rank, BUCKET)
+    coming = handed(tmp_path / "file", plan, [Values(blocks, whole) for blocks in by_rank])
+    info = TrainerInfo(plan=plans.encode(plan), epoch=1, timeout=10.0)
+    total = verified = 0
+    for share in shares(dims, workers):
+        reader = HandedBuckets(torch.device("cpu"), share)
+        reader.connect(info)
+        reader.staging([part.stream for part in reader._parts]).dense = dense
+        staged = reader.stage(coming)
+        found, held = dict(reader.whole(staged)), sum(value.nbytes for value in staged.values())
+        assert_has_its_part(found, whole, share)
+        assert held == (reader.size(staged) if dense else sum(v.nbytes for v in found.values()))
+        total, verified = total + reader.size(staged), verified + reader.verified
+    sizes = {name: value.nbytes for name, value in whole.items()}
+    assert total == expected_bytes(sizes, dims, workers)
+    assert verified == (tmp_path / "file").stat().st_size, "every bucket by one of them"
+
+
+def expected_bytes(sizes: dict[str, int], dims: Dims, workers: int) -> int:
+    """What all workers take together: more than once only what each of them needs."""
+
+    def copies(name: str) -> int:
+        if "norm" in name or ".gate." in name:
+            return workers
+        return max(1, workers // dims.groups) if ".k_proj." in name or ".v_proj." in name else 1
+
+    return sum(copies(name) * size for name, size in sizes.items())
+
+
+BIG = {
+    "LlamaForCausalLM": Dims(8192, 64, 8, 128, 28672, 128256, 80, tied=False),
+    "Qwen3MoeForCausalLM": Dims(4096, 64, 4, 128, 12288, 151936, 12, False, 128, 1536),
+}
+
+
+@pytest.mark.parametrize("architecture", BIG)
+def test_a_worker_of_eight_pins_an_eighth_and_what_is_replicated(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of 70B parameters, and of some layers of one of 235B, in memory that is none."""
+    dims, pinned = BIG[architecture], []
+
+    def none(size: int, device: torch.device) -> torch.Tensor:
+        pinned.append(size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(devices, "staging_memory", none)
+    shapes = hf_names(dims, architecture)
+    share = Share(worker=7, workers=8, kv_heads=dims.groups)
+    cuts = [(name, shape, needed(name, shape, share)) for name, shape in shapes.items()]
+    blocks = tuple(Block(name, "bfloat16", shape, *cut) for name, shape, cut in cuts)
+    stream = WeightStream(rank=0, blocks=blocks, buckets=())
+    staging = Staging([stream], torch.device("meta"), kept=True, timeout=0.0)
+    held = [tensor for block in blocks for _, tensor in staging.filled(block, block.block_shape[0])]
+    sizes = {name: 2 * math.prod(shape) for name, shape in shapes.items()}
+    assert len(held) == len(sizes)
+    assert 8 * staging.payload == expected_bytes(sizes, dims, 8) < 1.01 * sum(sizes.values())
+    assert staging.payload == sum(tensor.nbytes for tensor in held)
+    assert len(pinned) == 1 and pinned[0] - staging.payload < 64 * len(held), "of its exact size"
+
+
+def test_locked_memory_is_given_back_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is unmapped, and not sooner. CUDA itself is not here."""
+    locked: dict[int, int] = {}
+    monkeypatch.setattr(devices, "_page_lock", lambda at, size, fix: locked.update({at: size}))
+    monkeypatch.setattr(devices, "_page_unlock", lambda at: locked.pop(at))
+    memory = devices.staging_memory(3 * 4096 + 64, torch.device("cuda"))
+    assert locked == {memory.data_ptr(): 3 * 4096 + 64}
+    part = memory[64:128].view(torch.float32).view(4, 4).fill_(1.0)
+    del memory
+    assert locked and part.sum() == 16
+    del part
+    assert not locked
+
+
+# --- what is refused -----------------------------------------------------------------------------
 
 
 def test_ends_that_would_cut_otherwise_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
