@@ -45,6 +45,7 @@ from rft.config.explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config.hints import nearest as nearest
 from rft.config.keys import known_keys as known_keys
 from rft.config.keys import leaf_keys as leaf_keys
+from rft.config.schema import CardsConfig as CardsConfig
 from rft.config.schema import CheckpointConfig as CheckpointConfig
 from rft.config.schema import Config as Config
 from rft.config.schema import CriticConfig as CriticConfig

@@ -45,6 +45,10 @@ class RolloutModelConfig(EngineConfig):
         Literal["vllm", "vllm_async", "tinker"] | None,
         "vllm_async is vllm; default: by the trainer",
     ] = None
+    engine_num: Annotated[  # type: ignore[assignment]
+        PosInt | None,
+        "engines of the policy; default: 1, on GPUs as many as the trainer leaves, about half",
+    ] = None
     max_restarts: Annotated[
         NonNegInt,
         "how often each engine that died is started again; 0: the run ends with the first",

@@ -94,6 +94,19 @@ class ModelConfig(Section):
 
 
 @dataclass
+class CardsConfig(Section):
+    """Set by rft: who has which GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
+
+    ranks: Annotated[list[Str], "set by rft: of trainer ranks, one each"] = field(
+        default_factory=list
+    )
+    engines: Annotated[dict[str, Str], "set by rft: of each engine"] = field(default_factory=dict)
+    spare: Annotated[list[Str], "set by rft: of nobody, for `rft engines --add`"] = field(
+        default_factory=list
+    )
+
+
+@dataclass
 class ClusterConfig(Section):
     node_num: Annotated[PosInt, "machines of the run"] = 1
     gpu_per_node: Annotated[PosInt | None, "default: detected"] = None
@@ -104,8 +117,10 @@ class ClusterConfig(Section):
         PosInt | None, "logical CPUs of the private cluster; default: one per actor of the start"
     ] = None
     colocate: Annotated[
-        Bool, "trainer and engines share GPUs, or cores, and take turns: docs/weight_sync.md"
-    ] = False
+        Bool | None,
+        "trainer and engines take turns on the same GPUs, or cores; default: with one GPU",
+    ] = None
+    cards: CardsConfig = field(default_factory=CardsConfig)
     threads_per_rank: Annotated[PosInt, "CPU threads of one trainer rank"] = 1
     threads_per_engine: Annotated[PosInt, "CPU threads of one engine"] = 1
     master_port: Annotated[RunPort, "0: any free port"] = 0
@@ -356,7 +371,7 @@ class Config(Section):
     ] = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        "what ranks and engines compute on; auto: CUDA where there is a GPU",
+        "what ranks and engines compute on; auto: cuda where there is a GPU, found at the start",
     ] = "auto"
     checkpoint_root_dir: Annotated[Str, "directory of all runs"] = "runs"
     continue_from_checkpoint: Annotated[

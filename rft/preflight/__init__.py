@@ -83,7 +83,7 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
         refusals = Refusals([of_taskset(key) for key in draft.refused])
         if at_start:
             refusals.ask(rules_machine.GIVEN, draft.config)
-        fill_config(draft.config, refusals)
+        fill_config(draft.config, refusals, asks_ray=at_start)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()
     everywhere = set.intersection(*map(set, told.values()))

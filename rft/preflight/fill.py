@@ -27,15 +27,22 @@ from rft.preflight.rules import Refusals, Rule, tasksets
 from rft.preflight.rules_data import agents
 from rft.preflight.rules_run import APART, GIVEN, SHARED
 from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
-from rft.run import cluster
+from rft.run import cards
+from rft.run.cards import Machine
 from rft.sync import style
 
 METHODS = {"online": "nccl", "offline": "checkpoint"}  # of sync_method, in other systems
 ALONE_SHARE = 0.9  # of a card's memory, for an engine that has it alone
 
 
-def fill_config(config: Config, refusals: Refusals) -> None:
-    """Set what follows; `refusals` hears of what cannot be."""
+def fill_config(
+    config: Config, refusals: Refusals, machine: Machine | None = None, asks_ray: bool = True
+) -> None:
+    """Set what follows; `refusals` hears of what cannot be.
+
+    `machine`: default: this one. `asks_ray`: an existing Ray may be asked for its GPUs.
+    """
+    machine = machine or cards.here()
     refusals.ask((Rule("trainer.trainer_config", verl_keys.merge),), config)
     if config.model.tinker.enable:
         config.trainer.trainer_type = TINKER
@@ -45,7 +52,7 @@ def fill_config(config: Config, refusals: Refusals) -> None:
     if config.algorithm.algorithm_type in ALGORITHMS:
         fill_algorithm(config.algorithm)
         _fill_rows(config)
-    refusals.ask(DERIVED, config)
+    refusals.ask(derived(machine, asks_ray), config)
     rollout = config.explorer.rollout_model
     rollout.dtype = rollout.dtype or config.trainer.dtype
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
@@ -110,12 +117,6 @@ def ray_of(environment: Mapping[str, str]) -> str:
     )
 
 
-def _derive_ranks(config: Config) -> None:
-    config.trainer.num_ranks = config.trainer.num_ranks or cluster.ranks_left(
-        config, fewest_ranks(config.trainer.megatron)
-    )
-
-
 def _derive_address(config: Config) -> None:
     if config.cluster.ray_address == "auto":
         config.cluster.ray_address = ray_of(os.environ)
@@ -130,18 +131,38 @@ def _derive_template(config: Config) -> None:
         config.model.custom_chat_template = path.read_text(encoding="utf-8")
 
 
-DERIVED = (
-    Rule(
-        "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
-        "cluster.colocate explorer.rollout_model.engine_num "
-        "explorer.rollout_model.tensor_parallel_size",
-        _derive_ranks,
-        reads="explorer.auxiliary_models",
-        derives=True,
-    ),
-    Rule("cluster.ray_address", _derive_address, derives=True),
-    Rule("model.chat_template_path", _derive_template, derives=True),
-)
+def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
+    """What is looked up or computed, and can fail."""
+
+    def device(config: Config) -> None:
+        config.device = cards.device_of(config, machine, asks_ray)  # type: ignore[assignment]
+
+    def numbers(config: Config) -> None:
+        cards.fill_numbers(config, machine, fewest_ranks(config.trainer.megatron))
+
+    def dealt(config: Config) -> None:
+        config.cluster.cards = cards.deal(config, machine)
+
+    return (
+        Rule("cluster.ray_address", _derive_address, derives=True),
+        Rule("device mode", device, reads="cluster.ray_address", derives=True),
+        Rule(
+            "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
+            "cluster.colocate explorer.rollout_model.engine_num "
+            "explorer.rollout_model.tensor_parallel_size",
+            numbers,
+            reads="explorer.auxiliary_models cluster.ray_address",
+            derives=True,
+        ),
+        Rule(
+            "trainer.num_ranks device mode cluster.colocate cluster.gpu_per_node cluster.node_num "
+            "explorer.rollout_model.engine_num explorer.rollout_model.tensor_parallel_size "
+            "explorer.auxiliary_models",
+            dealt,
+            reads="cluster.ray_address",
+        ),
+        Rule("model.chat_template_path", _derive_template, derives=True),
+    )
 
 
 def _fill_tinker(config: Config) -> None:

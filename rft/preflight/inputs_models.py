@@ -27,7 +27,6 @@ from rft.megatron import overrides
 from rft.preflight.rules import Rule
 from rft.preflight.rules_run import AUXILIARY
 from rft.preflight.rules_trainer import RECIPE, TYPE
-from rft.run import cluster
 from rft.sync import plan as plans
 
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store lies
@@ -375,11 +374,6 @@ def _store(c: Config) -> Iterator[str]:
         )
 
 
-def _cards(c: Config) -> None:
-    if c.cluster.node_num == 1 and c.cluster.ray_address is None:
-        cluster.split(c, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-
-
 PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
     Rule("cluster.master_port", _master_port),
@@ -391,11 +385,5 @@ MEMORY_AND_CARDS = (
         f"synchronizer.sync_method synchronizer.lora_sync model.lora_configs {MODEL} "
         "trainer.dtype cluster.ray_address",
         _store,
-    ),
-    Rule(
-        "trainer.num_ranks device mode cluster.colocate cluster.gpu_per_node cluster.node_num "
-        "cluster.ray_address explorer.rollout_model.engine_num "
-        f"explorer.rollout_model.tensor_parallel_size {AUXILIARY}",
-        _cards,
     ),
 )

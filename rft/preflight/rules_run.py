@@ -14,7 +14,6 @@ from rft.monitor.sinks import WANDB_ARGS
 from rft.preflight.rules import Rule
 from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
 from rft.preflight.rules_trainer import TYPE
-from rft.run.cluster import check_same_cards
 from rft.sync import style
 from rft.trainer.feed import is_supervised
 
@@ -152,11 +151,6 @@ DEVICES = (
         f"{SHARE}={{{SHARE}:g}} with cluster.colocate=true: it is the engine's share while "
         "it decodes, and weights, gradients and optimizer state of the trainer stay on the "
         f"card; set it to at most {MOST_SHARED}, or leave it out for {SHARED}",
-    ),
-    Rule(
-        "explorer.rollout_model.engine_num device cluster.colocate trainer.num_ranks "
-        "explorer.rollout_model.tensor_parallel_size",
-        lambda c: check_same_cards(c) if c.cluster.colocate and c.device == "cuda" else (),
     ),
 )
 

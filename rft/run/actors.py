@@ -33,6 +33,7 @@ from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
 from rft.run import cluster, modes, parts
+from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
 from rft.run.parts import ActorSpec
@@ -87,7 +88,7 @@ class Actors:
         self.ready = False
         self.closing = False
         self.address = ""
-        self.cards: cluster.Cards | None = None
+        self.seats = dict(config.cluster.cards.engines)  # engine -> its GPUs here
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -96,7 +97,7 @@ class Actors:
         Ranks may be started as soon as this returns.
         """
         config = self.config
-        self.address = cluster.start(config, self._split_gpus)
+        self.address = cluster.start(config)
         if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
         if config.mode != "bench":
@@ -104,7 +105,7 @@ class Actors:
         # explorers are runs of their own, earlier ones or, with a database, at the same time
         if config.mode == "train":
             return
-        engines = self.fleet.create(config.explorer.rollout_model.engine_num)
+        engines = self.fleet.create(int(config.explorer.rollout_model.engine_num or 1))
         if self.buffer is not None:
             self.synchronizer = self._spawn(parts.synchronizer_spec(config, self.buffer))
             engines = {}  # the explorer follows those that the synchronizer admits
@@ -176,8 +177,7 @@ class Actors:
         auxiliary: dict[str, dict[str, EngineHandle]] = {}
         for model in config.explorer.auxiliary_models:
             specs = [
-                parts.auxiliary_spec(config, model, number, self._device_kind())
-                for number in range(model.engine_num)
+                parts.auxiliary_spec(config, model, number) for number in range(model.engine_num)
             ]
             auxiliary[model.name] = {spec.name: self._spawn(spec) for spec in specs}
             self.auxiliary |= auxiliary[model.name]
@@ -225,24 +225,6 @@ class Actors:
         except ray.exceptions.RayError as error:
             raise PartFailed(part, control.cause(error)) from error
 
-    def _split_gpus(self) -> dict[str, int]:
-        """Trainer ranks get the first devices of this machine, Ray only the rest (DESIGN: split
-        once, here).
-        """
-        self.cards = cluster.split(self.config, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        if self.cards is None:
-            return {}
-        self.rank_environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.ranks)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.cards.engines)
-        return {"num_gpus": self.cards.for_ray}
-
-    def _device_kind(self) -> str:
-        return (
-            self.config.device
-            if self.config.device != "auto"
-            else ("cuda" if "CUDA_VISIBLE_DEVICES" in self.rank_environment else "cpu")
-        )
-
     def _spawn(self, spec: ActorSpec[T]) -> ActorHandle[T]:
         """An actor whose end, whenever it comes, is a failure of the run."""
         handle = self._create(spec)
@@ -250,7 +232,9 @@ class Actors:
         return handle
 
     def _create_engine(self, engine: str, name: str) -> EngineHandle:
-        return self._create(parts.engine_spec(self.config, engine, name, self._device_kind()))
+        if engine not in self.seats and self.config.cluster.cards.engines:
+            self.seats[engine] = ",".join(self._free_seats()[: self._size])
+        return self._create(parts.engine_spec(self.config, engine, name))
 
     def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
         import ray
@@ -270,11 +254,9 @@ class Actors:
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": environment},
         }
-        if spec.gpus and self.cards is not None and self.cards.shared:
-            environment["CUDA_VISIBLE_DEVICES"] = self.cards.of_engine(
-                int(spec.part.removeprefix("engine_"))
-            )
-        elif spec.gpus and self._device_kind() == "cuda":
+        if spec.part in self.seats:
+            environment[VISIBLE] = self.seats[spec.part]
+        elif spec.gpus and self.config.device == "cuda":
             options["num_gpus"] = spec.gpus
         cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
         actor_class = ray.remote(cls).options(**options)
@@ -289,11 +271,8 @@ class Actors:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Of `rft engines`. Ray would wait for ever for GPUs that nobody gives back."""
-        import ray
-
-        if "add" in question and self._device_kind() == "cuda":
-            wanted = int(question["add"]) * self.config.explorer.rollout_model.tensor_parallel_size
-            free = int(ray.available_resources().get("GPU", 0))
+        if "add" in question and self.config.device == "cuda":
+            wanted, free = int(question["add"]) * self._size, self._free_cards()
             if free < wanted:
                 return {
                     "error": (
@@ -302,6 +281,30 @@ class Actors:
                     )
                 }
         return self.fleet.answer(question)
+
+    @property
+    def _size(self) -> int:
+        """GPUs of one of the policy's engines."""
+        return self.config.explorer.rollout_model.tensor_parallel_size
+
+    def _free_seats(self) -> list[str]:
+        """GPUs here for one more engine: spare ones, and those of engines that were removed."""
+        cards, auxiliary = self.config.cluster.cards, set(self.auxiliary)
+        taken = {
+            card
+            for engine, names in self.seats.items()
+            if engine in self.fleet.engines or engine in auxiliary
+            for card in names.split(",")
+        }
+        all_cards = [card for names in cards.engines.values() for card in names.split(",")]
+        return [card for card in (*all_cards, *cards.spare) if card not in taken]
+
+    def _free_cards(self) -> int:
+        import ray
+
+        if self.config.cluster.cards.engines:
+            return len(self._free_seats())
+        return int(ray.available_resources().get("GPU", 0))
 
     def _thread(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)

@@ -29,6 +29,8 @@ from rft.config import Config, ConfigError, is_remote
 from rft.ground.device import thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
+from rft.run import cards
+from rft.run.cards import VISIBLE
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
     EXIT_CODES,
@@ -110,6 +112,8 @@ class StageRun:
         self.resolved = resolved_of(config)
         configs.save(config, self.resolved)
         say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
+        for line in cards.table(config, cards.here()):
+            say(line)
         try:
             self._start()
             self._wait()
@@ -131,7 +135,10 @@ class StageRun:
             self._start_ranks()
 
     def _start_ranks(self) -> None:
-        environment = os.environ | thread_environment(self.config.cluster.threads_per_rank)
+        cluster = self.config.cluster
+        environment = os.environ | thread_environment(cluster.threads_per_rank)
+        if cluster.cards.ranks:
+            environment[VISIBLE] = ",".join(cluster.cards.ranks)
         command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
         trace.instant("ranks start")
         self.ranks = subprocess.Popen(

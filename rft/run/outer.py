@@ -33,6 +33,7 @@ from rft.ground.experience import Record
 from rft.ground.plugins import imported
 from rft.monitor import logs, trace
 from rft.run import sidecar
+from rft.run.cards import launched, nodes_of
 from rft.run.stages import StageFailed, finished, ready
 from rft.trainer.feed import reads_files
 
@@ -59,19 +60,6 @@ class Announcement(Record, frozen=True):
     resolved: str = ""
     sidecar: bool = False
     environment: dict[str, str] = {}
-
-
-def launched(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Who started this process as one rank of many: "torchrun", "slurm", or None for a plain start.
-
-    srun sets no WORLD_SIZE; a batch script's own shell has SLURM_PROCID but no step, and is a plain
-    start.
-    """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return "torchrun"
-    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return "slurm"
-    return None
 
 
 def join(raw: DictConfig, prepared: Prepared, check: Check) -> int:
@@ -241,12 +229,3 @@ def _check(stages: list[Config]) -> None:
                 "reach the engines of a "
                 "private Ray: give the address of a cluster that the nodes belong to"
             )
-
-
-def nodes_of(environment: Mapping[str, str]) -> int:
-    """How many the launcher has put ranks on."""
-    if "SLURM_STEP_NUM_NODES" in environment and "TORCHELASTIC_RUN_ID" not in environment:
-        return int(environment["SLURM_STEP_NUM_NODES"])
-    return int(environment["WORLD_SIZE"]) // int(
-        environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
-    )

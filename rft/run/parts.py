@@ -21,6 +21,7 @@ from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, Pipeline
 from rft.rollout.pool import EngineHandle
+from rft.run.cards import auxiliary_name
 from rft.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
@@ -126,15 +127,13 @@ def _pipeline(config: Config) -> Callable[[], Pipeline] | None:
     )
 
 
-def engine_spec(
-    config: Config, engine: str, name: str, device_kind: str
-) -> ActorSpec[RolloutEngine]:
+def engine_spec(config: Config, engine: str, name: str) -> ActorSpec[RolloutEngine]:
     """The actor `name` of the policy's `engine`.
 
     Only those of the start have a CPU of the private Ray's, which are only bookkeeping.
     """
     rollout, threads = config.explorer.rollout_model, config.cluster.threads_per_engine
-    is_first = int(engine.removeprefix("engine_")) < rollout.engine_num
+    is_first = int(engine.removeprefix("engine_")) < int(rollout.engine_num or 1)
     cpus = 1 if is_first or config.cluster.ray_address else 0
     longest = int(config.model.max_model_len or 0)
     if is_remote(config):
@@ -149,7 +148,7 @@ def engine_spec(
         rollout,
         threads,
         config.seed,
-        device_kind,
+        config.device,
         longest,
         adapters=versions_kept(config.synchronizer) if config.mode != "bench" else 0,
         colocated=config.cluster.colocate,
@@ -158,10 +157,10 @@ def engine_spec(
 
 
 def auxiliary_spec(
-    config: Config, model: AuxiliaryModelConfig, number: int, device_kind: str
+    config: Config, model: AuxiliaryModelConfig, number: int
 ) -> ActorSpec[RolloutEngine]:
     """Engine `number` of a model that never changes."""
-    name, threads = f"engine_of_{model.name}_{number}", config.cluster.threads_per_engine
+    name, threads = auxiliary_name(model.name, number), config.cluster.threads_per_engine
     make = partial(
         RolloutEngine,
         name,
@@ -169,7 +168,7 @@ def auxiliary_spec(
         model,
         threads,
         config.seed,
-        device_kind,
+        config.device,
         int(model.max_model_len or 0),
     )
     return ActorSpec(name, name, make, threads, model.tensor_parallel_size)

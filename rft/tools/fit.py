@@ -30,7 +30,7 @@ from rft.ground.names import (
     read_hf_config,
 )
 from rft.preflight.inputs_models import SHARED_MEMORY
-from rft.run.cluster import engine_cards
+from rft.run.cards import engine_cards
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 FULL = 0.9  # of a memory: what is planned beyond this will not fit

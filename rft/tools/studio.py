@@ -161,7 +161,8 @@ def gpus(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, boo
     if not per_node:
         yield "GPUs", "cluster.gpu_per_node is not set: those that are found, or none", True
         return
-    total, engines = per_node * nodes, rollout.engine_num * rollout.tensor_parallel_size
+    total = per_node * nodes
+    engines = (rollout.engine_num or 1) * rollout.tensor_parallel_size
     engines = engines if raw.mode != "train" else 0
     left = total - (0 if raw.cluster.colocate else engines)
     shared = "the same" if raw.cluster.colocate else str(left)

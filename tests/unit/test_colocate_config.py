@@ -1,6 +1,4 @@
-"""What `cluster.colocate` fills in, refuses, and makes of this machine's GPUs."""
-
-from typing import Any
+"""What `cluster.colocate` fills in and refuses."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,7 +8,6 @@ from rft.ground.errors import refuse_all
 from rft.preflight.fill import fill_colocate
 from rft.preflight.rules import Refusals
 from rft.preflight.rules_run import DEVICES
-from rft.run import cluster
 
 # before our checks
 FILLED = ("model.model_path=/m", "synchronizer.max_staleness=0", "synchronizer.sync_method=nccl")
@@ -60,9 +57,6 @@ REFUSED = {
         "stay on the card; set it to at most 0.6, or leave it out for 0.5"
     ),
     "explorer.rollout_model.gpu_memory_utilization=1.5": "at most 1",
-    "device=cuda trainer.num_ranks=2": (
-        "trainer.num_ranks=2 and engine_num x tensor_parallel_size = 1"
-    ),
 }
 
 
@@ -80,51 +74,3 @@ def test_on_cpus_shares_and_numbers_are_free() -> None:
             "device=cpu", "explorer.rollout_model.gpu_memory_utilization=0.9", "trainer.num_ranks=2"
         )
     )
-
-
-def test_ranks_and_engines_see_the_same_cards() -> None:
-    config = shared("trainer.num_ranks=4", "explorer.rollout_model.engine_num=2")
-    config.explorer.rollout_model.tensor_parallel_size = 2
-    found = cluster.split(config, "4,5,6,7")
-    assert found is not None
-    assert found.ranks == found.engines == ["4", "5", "6", "7"]
-    assert [found.of_engine(number) for number in range(2)] == ["4,5", "6,7"], (
-        "workers lie where ranks of their number do"
-    )
-    assert found.for_ray == 0, "Ray would not give out a card that it thinks is taken"
-
-
-def test_without_colocate_no_card_is_given_out_twice() -> None:
-    config = config_of("trainer.num_ranks=1", "explorer.rollout_model.engine_num=2")
-    found = cluster.split(config, "0,1,2,3")
-    assert found is not None
-    assert (found.ranks, found.engines, found.for_ray) == (["0"], ["1", "2", "3"], 3)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "visible", "message"),
-    [
-        (["cluster.colocate=true", "trainer.num_ranks=2"], "0,1", "both numbers are equal"),
-        (["cluster.colocate=true"], "", None),
-        (
-            ["trainer.num_ranks=2"],
-            "0,1",
-            "plus engine_num x tensor_parallel_size = 3 GPUs, but 2 are visible",
-        ),
-        (["device=cpu"], "0,1", None),
-    ],
-)
-def test_what_the_cards_cannot_hold(
-    overrides: list[str], visible: str, message: str | None
-) -> None:
-    config: Any = config_of(*overrides)
-    if message is None:
-        assert cluster.split(config, visible) is None
-        return
-    with pytest.raises(ConfigError, match=message):
-        cluster.split(config, visible)
-
-
-def test_more_ranks_than_cards() -> None:
-    with pytest.raises(ConfigError, match="trainer.num_ranks=2 = 2 GPUs, but 1 are visible"):
-        cluster.split(shared("trainer.num_ranks=2", "explorer.rollout_model.engine_num=2"), "0")

@@ -355,7 +355,7 @@ REFUSED = {  # overrides: what the message must say
     "synchronizer.probe_interval=-1": "synchronizer.probe_interval=-1",
     "mode=bench": "eval_tasksets",
     "device=tpu": "device=tpu",
-    "deterministic=true": "device=cpu",
+    "deterministic=true device=cuda cluster.gpu_per_node=2": "device=cpu",
     "deterministic=true device=cpu synchronizer.sync_interval=2": "synchronizer.sync_interval=1",
     "deterministic=true device=cpu synchronizer.sync_offset=1": "synchronizer.sync_offset=0",
     "model.model_path=/nowhere": "model.model_path",

@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_a_failure_with_the_keys_that_help(
     assert small.level == FAIL and "trainer.recompute_granularity=full" in small.fix
 
     assert "GPUs" not in found
-    config.cluster.gpu_per_node = 8
+    config.device, config.cluster.gpu_per_node = "cuda", 8
     assert by_name(list(fit.of_config(config, MET)))["GPUs"].level == WARN
 
     config.cluster.threads_per_rank = 10**4

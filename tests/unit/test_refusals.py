@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rft import config as configs
 from rft import preflight, train
 from rft.config import Config, ConfigError
-from rft.run import cluster
+from rft.run import cards
 from tests.unit.test_config import changed, grpo, of_grpo
 
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
@@ -296,7 +296,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "leaves 0 to the trainer",
     ),
     (
-        f"{LARGE} trainer.megatron.tensor_model_parallel_size=2",
+        f"{LARGE} trainer.megatron.tensor_model_parallel_size=2 "
+        "explorer.rollout_model.engine_num=1",
         "explorer.rollout_model.engine_num",
         "no multiple of the 2",
     ),
@@ -912,9 +913,9 @@ def test_the_trainer_gets_what_the_engines_leave(
     )
     config.trainer.megatron.tensor_model_parallel_size = 2
     fewest = preflight.fewest_ranks(config.trainer.megatron)
-    assert cluster.ranks_left(config, fewest) == ranks
+    assert cards.ranks_left(config, fewest) == ranks
     config.device = "cpu"
-    assert cluster.ranks_left(config, fewest) == 2
+    assert cards.ranks_left(config, fewest) == 2
 
 
 @pytest.mark.parametrize("more", ["format.prompt_type=messages", "format.system_prompt=Hi"])
