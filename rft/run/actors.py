@@ -32,7 +32,7 @@ from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
-from rft.run import cluster, modes, parts
+from rft.run import cards, cluster, modes, parts
 from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
@@ -89,6 +89,8 @@ class Actors:
         self.closing = False
         self.address = ""
         self.seats = dict(config.cluster.cards.engines)  # engine -> its GPUs here
+        self.machine = cards.here()  # before Ray's start changes the environment
+        self.held: list[str] = []  # GPUs of ranks, of a Ray that exists
         self.rank_environment: dict[str, str] = {}
 
     def start(self) -> None:
@@ -100,6 +102,8 @@ class Actors:
         self.address = cluster.start(config)
         if "RAY_AUTH_MODE" in os.environ:  # set by Ray as it starts; a client without it is refused
             self.rank_environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
+        if config.cluster.ray_address and config.device == "cuda":
+            self.held = cluster.hold_rank_cards(config, self.machine)
         if config.mode != "bench":
             self.buffer = self._spawn(parts.buffer_spec(config))
         # explorers are runs of their own, earlier ones or, with a database, at the same time
@@ -186,6 +190,8 @@ class Actors:
 
     def _await_ready(self) -> None:
         """All parts load at the same time; raises PartFailed for the first that cannot."""
+        if self.config.cluster.ray_address and self.config.device == "cuda":
+            self._await_cards()
         starting = {}
         if self.explorer is not None:
             starting["explorer"] = self.explorer.ask(Explorer.prepare)
@@ -198,6 +204,14 @@ class Actors:
             log.info("%s: %s", part, self._get(part, reference))
         self.fleet.await_started()
         self.ready = True
+
+    def _await_cards(self) -> None:
+        """Ray itself would wait for ever for GPUs that no node has."""
+        engines = cards.engine_cards(self.config) if self.config.mode != "train" else 0
+        try:
+            cluster.await_engine_cards(len(self.held) + engines, lambda: self.closing)
+        except RuntimeError as error:
+            raise PartFailed("engine_0", str(error)) from error
 
     def _begin(self) -> None:
         """What the supervisor sets going once all parts serve."""
@@ -289,15 +303,15 @@ class Actors:
 
     def _free_seats(self) -> list[str]:
         """GPUs here for one more engine: spare ones, and those of engines that were removed."""
-        cards, auxiliary = self.config.cluster.cards, set(self.auxiliary)
+        dealt, auxiliary = self.config.cluster.cards, set(self.auxiliary)
         taken = {
             card
             for engine, names in self.seats.items()
             if engine in self.fleet.engines or engine in auxiliary
             for card in names.split(",")
         }
-        all_cards = [card for names in cards.engines.values() for card in names.split(",")]
-        return [card for card in (*all_cards, *cards.spare) if card not in taken]
+        engines = [card for names in dealt.engines.values() for card in names.split(",")]
+        return [card for card in (*engines, *dealt.spare) if card not in taken]
 
     def _free_cards(self) -> int:
         import ray

@@ -238,6 +238,8 @@ def fill_numbers(config: Config, machine: Machine, fewest: int) -> None:
     deals = config.device == "cuda" and is_one_machine and machine.launcher is None
     if cluster.colocate is None:
         cluster.colocate = deals and config.mode == "both" and total == 1
+        if cluster.colocate:  # whoever waits for its turn is not ahead: within any bound
+            config.synchronizer.max_staleness = 0
     if rollout.engine_num is None:
         rollout.engine_num = _engines_left(config, total, fewest) if deals and total else 1
     if config.trainer.num_ranks is None:

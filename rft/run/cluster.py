@@ -8,12 +8,15 @@ where it counts those of this machine. Ray is loaded where it is started.
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 from rft.config import Config
 from rft.config.layout import stored_bytes
 from rft.ground.device import loopback_environment
+from rft.ground.protocols import ActorHandle
+from rft.run.cards import Machine
 
 log = logging.getLogger(__name__)
 # for batches of tokens; weights only where `synchronizer.sync_method=memory`
@@ -31,6 +34,8 @@ PRIVATE_RAY = {
 # a raylet's paragraph for each actor that dies; read as Ray is imported
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 RAY_STARTS = 3
+HOLD_S = 60.0  # for GPUs of this machine that are free in Ray
+JOIN_S, LOOK_S = 300.0, 2.0  # for nodes that a script starts; Ray tells nobody that one has joined
 RAY_IS_LATE = "node timed out during startup"
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -79,6 +84,62 @@ def start(config: Config) -> str:
                 **shared,
             )
     return ray.get_runtime_context().gcs_address
+
+
+def hold_rank_cards(config: Config, machine: Machine) -> list[str]:
+    """GPUs of this machine that Ray keeps for the trainer's ranks as long as this process lives.
+
+    None where it counts none here, and where CUDA_VISIBLE_DEVICES says which are the ranks': then
+    this process may be a job of that Ray. Raises RuntimeError.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here, ranks = ray.get_runtime_context().get_node_id(), len(config.cluster.cards.ranks)
+    counted = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}.get(here, 0)
+    if machine.restricted or not counted or not ranks:
+        return []
+    place = NodeAffinitySchedulingStrategy(here, soft=False)
+    actor = ray.remote(HeldCards).options(num_gpus=ranks, num_cpus=0, scheduling_strategy=place)
+    held = ActorHandle(actor.remote())
+    try:
+        names = ray.get(held.ask(HeldCards.names), timeout=HOLD_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(
+            f"the Ray at {config.cluster.ray_address} counts {counted:g} GPUs of this machine and "
+            f"has no {ranks} free for trainer.num_ranks={config.trainer.num_ranks}: look at `ray "
+            "status`, or lower it"
+        ) from error
+    if machine.launcher and names != config.cluster.cards.ranks:
+        raise RuntimeError(
+            f"{machine.launcher} gives the ranks here the GPUs "
+            f"{', '.join(config.cluster.cards.ranks)}, which the Ray at "
+            f"{config.cluster.ray_address} counts as its own: start it here with --num-gpus=0"
+        )
+    return names
+
+
+class HeldCards:
+    """An actor that has GPUs and does nothing with them."""
+
+    def names(self) -> list[str]:
+        import ray
+
+        return [str(name) for name in ray.get_gpu_ids()]
+
+
+def await_engine_cards(wanted: int, stopped: Callable[[], bool]) -> None:
+    """Return when this Ray has `wanted` GPUs, or `stopped`; raises RuntimeError after JOIN_S."""
+    import ray
+
+    deadline = time.monotonic() + JOIN_S
+    while (there := ray.cluster_resources().get("GPU", 0)) < wanted and not stopped():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{wanted} GPUs are needed for engines and for ranks that Ray counts, and it has "
+                f"{there:g}: add nodes, or lower explorer.rollout_model.engine_num"
+            )
+        time.sleep(LOOK_S)
 
 
 def actors_of(config: Config) -> int:

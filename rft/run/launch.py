@@ -19,13 +19,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
+from rft.config.choices import explained
 from rft.ground.device import thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
@@ -112,7 +113,7 @@ class StageRun:
         self.resolved = resolved_of(config)
         configs.save(config, self.resolved)
         say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
-        for line in cards.table(config, cards.here()):
+        for line in start_table(config):
             say(line)
         try:
             self._start()
@@ -135,10 +136,9 @@ class StageRun:
             self._start_ranks()
 
     def _start_ranks(self) -> None:
-        cluster = self.config.cluster
-        environment = os.environ | thread_environment(cluster.threads_per_rank)
-        if cluster.cards.ranks:
-            environment[VISIBLE] = ",".join(cluster.cards.ranks)
+        environment = os.environ | thread_environment(self.config.cluster.threads_per_rank)
+        if names := self.supervisor.rank_cards:
+            environment[VISIBLE] = ",".join(names)
         command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
         trace.instant("ranks start")
         self.ranks = subprocess.Popen(
@@ -249,6 +249,17 @@ def describe(config: Config) -> str:
         kind = "sampling client(s)" if is_remote(config) else "vLLM engine(s)"
         parts.append(f"{config.explorer.rollout_model.engine_num} {kind}")
     return ", ".join(parts)
+
+
+def start_table(config: Config) -> Iterator[str]:
+    """Who computes on which device, and what was chosen for it, with the reason."""
+    yield from cards.table(config, cards.here())
+    for choice in explained(config):
+        line = f"  {choice.key}={choice.value}: {choice.why}"
+        if config.device == "cuda":
+            yield line
+        else:  # the same as ever
+            log.info("%s", line.strip())
 
 
 def main_log(job: Path, level: str) -> None:

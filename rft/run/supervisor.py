@@ -93,6 +93,12 @@ class Supervisor:
         """Whether ranks may have begun: all actors serve."""
         return self.actors is None or self.actors.ready
 
+    @property
+    def rank_cards(self) -> list[str]:
+        """GPUs of ranks that are started here; none: what they find."""
+        held = self.actors.held if self.actors else []
+        return held or self.config.cluster.cards.ranks
+
     def environment(self) -> dict[str, str]:
         """How ranks find the log directory and the actors."""
         environment = {"RFT_LOG_DIR": str(self.log_dir)} | trace.environment()
