@@ -136,7 +136,7 @@ def _older(driver: str, least: str) -> bool:
 def builds(machine: Machine, has: InstalledBuilds, engines: bool = True) -> Iterator[Trouble]:
     """Of a machine that has cards. `engines`: vLLM is needed."""
     there = f"{len(machine.visible)} GPU(s) are here"
-    fix = f"install what {LOCK} lists (`make setup` does on this machine), {ON_CPU}"
+    fix = f"install what {LOCK} lists, by `make setup DEVICE=cuda`, {ON_CPU}"
     if has.torch and not has.cuda:
         said = f"{has.torch} is a build for CPUs, and {there}"
         yield Trouble("torch", said, fix)

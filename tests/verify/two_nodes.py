@@ -1,5 +1,5 @@
-"""Two machines or more for a test, on one kernel: each with its own network, processes, /tmp/ray and
-shared memory, joined by one cable.
+"""Two or three machines for a test, on one kernel: each with its own network, processes, /tmp/ray
+and shared memory, joined by one cable.
 
 In: root and iproute2. Out: `Node`s that commands are run in. Ray then behaves as on two hosts:
 addresses differ, `ray stop` ends what is on its own node, and the engines of one reach the ranks of
