@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
-from rft.data.packing import Packed, cp_index, empty, slice_cp
+from rft.data.packing import Packed, cp_index, empty, multiple_of, slice_cp
 from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
 from rft.megatron import kernels, overrides, weights
@@ -65,8 +65,10 @@ class Network:
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
         more = overrides.transformer(trainer)
-        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (
-            overrides.FP8_TOKENS if more.get("fp8") else 1
+        self.multiple = multiple_of(
+            mesh.tp if mesh.sequence_parallel else 1,
+            mesh.cp,
+            overrides.FP8_TOKENS if more.get("fp8") else 1,
         )
         self.lora = lora_of(lora_configs or [], self.dims)
         if not kernels.uses_transformer_engine(mesh.device, self.lora):

@@ -88,7 +88,7 @@ class Actors:
         self.ready = False
         self.closing = False
         self.address = ""
-        self.seats = dict(config.cluster.cards.engines)  # engine -> its GPUs here
+        self.seats = cards.Seats(config.cluster.cards)
         self.machine = cards.here()  # before Ray's start changes the environment
         self.held: list[str] = []  # GPUs of ranks, of a Ray that exists
         self.rank_environment: dict[str, str] = {}
@@ -246,8 +246,7 @@ class Actors:
         return handle
 
     def _create_engine(self, engine: str, name: str) -> EngineHandle:
-        if engine not in self.seats and self.config.cluster.cards.engines:
-            self.seats[engine] = ",".join(self._free_seats()[: self._size])
+        self.seats.take(engine, self._size, (*self.fleet.engines, *self.auxiliary))
         return self._create(parts.engine_spec(self.config, engine, name))
 
     def _create(self, spec: ActorSpec[T]) -> ActorHandle[T]:
@@ -268,8 +267,8 @@ class Actors:
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": environment},
         }
-        if spec.part in self.seats:
-            environment[VISIBLE] = self.seats[spec.part]
+        if names := self.seats.of_engine.get(spec.part):
+            environment[VISIBLE] = names
         elif spec.gpus and self.config.device == "cuda":
             options["num_gpus"] = spec.gpus
         cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
@@ -301,24 +300,13 @@ class Actors:
         """GPUs of one of the policy's engines."""
         return self.config.explorer.rollout_model.tensor_parallel_size
 
-    def _free_seats(self) -> list[str]:
-        """GPUs here for one more engine: spare ones, and those of engines that were removed."""
-        dealt, auxiliary = self.config.cluster.cards, set(self.auxiliary)
-        taken = {
-            card
-            for engine, names in self.seats.items()
-            if engine in self.fleet.engines or engine in auxiliary
-            for card in names.split(",")
-        }
-        engines = [card for names in dealt.engines.values() for card in names.split(",")]
-        return [card for card in (*engines, *dealt.spare) if card not in taken]
-
     def _free_cards(self) -> int:
+        """GPUs for more engines: Ray's, or of this machine."""
         import ray
 
-        if self.config.cluster.cards.engines:
-            return len(self._free_seats())
-        return int(ray.available_resources().get("GPU", 0))
+        if not self.seats.of_engine:
+            return int(ray.available_resources().get("GPU", 0))
+        return len(self.seats.free((*self.fleet.engines, *self.auxiliary)))
 
     def _thread(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)

@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -411,6 +411,27 @@ def check_same_cards(config: Config) -> None:
             "the same GPUs, so set explorer.rollout_model.engine_num or tensor_parallel_size so "
             "that both numbers are equal"
         )
+
+
+class Seats:
+    """GPUs of this machine for engines, which come and go while a run goes on: one that is started
+    again has its own, one that is added takes spare ones or those of one that was removed.
+    """
+
+    def __init__(self, dealt: CardsConfig):
+        self.of_engine = dict(dealt.engines)
+        self._all = [card for names in dealt.engines.values() for card in names.split(",")]
+        self._all += dealt.spare
+
+    def free(self, living: Iterable[str]) -> list[str]:
+        """`living`: names of the engines that are there."""
+        taken = {card for one in living for card in self.of_engine.get(one, "").split(",")}
+        return [card for card in self._all if card not in taken]
+
+    def take(self, engine: str, size: int, living: Iterable[str]) -> None:
+        """Nothing where this machine has no GPUs for engines."""
+        if self._all and engine not in self.of_engine:
+            self.of_engine[engine] = ",".join(self.free(living)[:size])
 
 
 # --- what is told --------------------------------------------------------------------------------

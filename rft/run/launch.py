@@ -19,18 +19,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
-from rft.config.choices import explained
 from rft.ground.device import thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
-from rft.run import cards
 from rft.run.cards import VISIBLE
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
@@ -41,6 +39,7 @@ from rft.run.supervisor import (
     failure,
     kind,
     signals_as_events,
+    start_table,
 )
 from rft.trainer.control import cause
 from rft.trainer.feed import reads_files
@@ -249,17 +248,6 @@ def describe(config: Config) -> str:
         kind = "sampling client(s)" if is_remote(config) else "vLLM engine(s)"
         parts.append(f"{config.explorer.rollout_model.engine_num} {kind}")
     return ", ".join(parts)
-
-
-def start_table(config: Config) -> Iterator[str]:
-    """Who computes on which device, and what was chosen for it, with the reason."""
-    yield from cards.table(config, cards.here())
-    for choice in explained(config):
-        line = f"  {choice.key}={choice.value}: {choice.why}"
-        if config.device == "cuda":
-            yield line
-        else:  # the same as ever
-            log.info("%s", line.strip())
 
 
 def main_log(job: Path, level: str) -> None:

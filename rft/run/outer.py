@@ -35,6 +35,7 @@ from rft.monitor import logs, trace
 from rft.run import sidecar
 from rft.run.cards import launched, nodes_of
 from rft.run.stages import StageFailed, finished, ready
+from rft.run.supervisor import start_table
 from rft.trainer.feed import reads_files
 
 Prepared = Callable[[DictConfig], list[Config]]  # stage configs, filled and checked
@@ -193,6 +194,7 @@ def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announceme
     config = ready(stages, count, check)
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
+    print(*start_table(config), sep="\n", flush=True)
     if reads_files(config):
         environment = _attempt(logs.new_attempt(resolved.parent), config)
         return Announcement(resolved=str(resolved), environment=environment)

@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING
 
 from rft import config as configs
 from rft.config import Config
+from rft.config.choices import start_lines
 from rft.ground import redact
 from rft.ground.process import end_descendants
 from rft.monitor import logs, trace
+from rft.run import cards
 
 if TYPE_CHECKING:
     from rft.run.actors import Actors, Work
@@ -151,6 +153,12 @@ def signals_as_events(events: Events, numbers: Iterable[signal.Signals] = STOPS)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def start_table(config: Config) -> Iterator[str]:
+    """For whoever started the run: who computes on what, and what was chosen for it, with why."""
+    yield from cards.table(config, cards.here())
+    yield from start_lines(config)
 
 
 def root_cause(first: Event, events: Events) -> Event:

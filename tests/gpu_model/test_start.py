@@ -6,9 +6,11 @@ say which GPUs they were given.
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,22 +107,21 @@ def test_one_card_is_shared_in_turns(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ray_nodes(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def ray_nodes() -> Iterator[Callable[..., str]]:
     """Starts a Ray of nodes with so many GPUs each, as each of them says; returns its address."""
     command = [sys.executable, "-m", "ray.scripts.scripts"]
-    processes = []
+    processes, place = [], tempfile.mkdtemp(prefix="rft-")  # short: a socket's path has 107 bytes
 
     def start(*gpus: int) -> str:
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         for number, count in enumerate(gpus):
-            place = [f"--port={address.rpartition(':')[2]}", "--head"]
-            place += ["--include-dashboard=false", f"--temp-dir={tmp_path / 'ray'}"]
-            place = [f"--address={address}"] if number else place
+            where = [f"--port={address.rpartition(':')[2]}", "--head", f"--temp-dir={place}"]
+            where = [f"--address={address}"] if number else [*where, "--include-dashboard=false"]
             more = [f"--num-gpus={count}", "--num-cpus=16", "--node-ip-address=127.0.0.1"]
             processes.append(
                 subprocess.Popen(
-                    [*command, "start", "--block", "--disable-usage-stats", *place, *more]
+                    [*command, "start", "--block", "--disable-usage-stats", *where, *more]
                 )
             )
             assert answers(address, START_S)
@@ -130,6 +131,7 @@ def ray_nodes(tmp_path: Path) -> Iterator[Callable[..., str]]:
     for process in reversed(processes):
         process.terminate()
         process.wait(60)
+    shutil.rmtree(place)
 
 
 def answers(address: str, deadline_s: float) -> bool:

@@ -192,6 +192,19 @@ def test_visible_devices_are_read_as_cuda_reads_them(
     assert " ".join(cards.look(environment, tmp_path).visible) == visible
 
 
+def test_an_engine_that_is_added_takes_cards_that_nobody_has() -> None:
+    seats = cards.Seats(filled(f"{RANKS}=2 {ENGINES}=3", EIGHT).cluster.cards)
+    living = ["engine_0", "engine_1", "engine_2"]
+    assert seats.free(living) == ["5", "6", "7"]
+    seats.take("engine_3", 2, living)
+    assert seats.of_engine["engine_3"] == "5,6" and seats.free([*living, "engine_3"]) == ["7"]
+    seats.take("engine_1", 1, living)
+    assert seats.of_engine["engine_1"] == "3", "one that is started again has its own"
+    living = ["engine_0", "engine_2", "engine_3"]
+    assert seats.free(living) == ["3", "7"], "one that was removed has none"
+    assert not cards.Seats(filled("", NONE).cluster.cards).free(["engine_0"])
+
+
 def test_the_table_says_who_computes_where() -> None:
     told = "\n".join(cards.table(filled("", EIGHT), EIGHT))
     assert "8 x NVIDIA H100 80GB HBM3, driver 580.65" in told
