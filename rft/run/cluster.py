@@ -100,8 +100,10 @@ def hold_rank_cards(config: Config, machine: Machine) -> list[str]:
     if machine.restricted or not counted or not ranks:
         return []
     place = NodeAffinitySchedulingStrategy(here, soft=False)
-    actor = ray.remote(HeldCards).options(num_gpus=ranks, num_cpus=0, scheduling_strategy=place)
-    held = ActorHandle(actor.remote())
+    actor_class = ray.remote(HeldCards).options(
+        num_gpus=ranks, num_cpus=0, scheduling_strategy=place
+    )
+    held = ActorHandle(actor_class.remote())
     try:
         names = ray.get(held.ask(HeldCards.names), timeout=HOLD_S)
     except ray.exceptions.GetTimeoutError as error:
