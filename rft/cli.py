@@ -6,7 +6,9 @@
 import importlib
 import sys
 
-USAGE = """usage: rft train experiment=NAME [section.key=value ...]
+from rft.ground.shipped import shipped
+
+USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft config --explain KEY                                what a key takes and means
@@ -23,7 +25,8 @@ USAGE = """usage: rft train experiment=NAME [section.key=value ...]
        rft sweep-report SWEEP_DIR                              (rft sweep-report -h)
        rft report RUN_DIR
             one page about a run, also while it is under way
-       rft trace RUN_DIR                                       its timeline, for Perfetto"""
+       rft trace RUN_DIR                                       its timeline, for Perfetto
+scripts for torchrun, Slurm, Ray and Kubernetes: {shipped("launch")}"""
 TOOLS = {  # word: module of rft.tools
     "buffer": "buffer",
     "ckpt": "ckpt",

@@ -37,8 +37,9 @@ from rft.config.validate import (
 )
 from rft.ground import redact
 from rft.ground.errors import ConfigError, Problem, refuse_all
+from rft.ground.shipped import shipped
 
-CONFIG_DIR = str(Path(__file__).resolve().parents[2] / "configs")
+CONFIG_DIR = str(shipped("configs"))
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another key
 VALUED = (  # Hydra's own flags that take a value
     "--config-dir",

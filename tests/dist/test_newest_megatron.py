@@ -6,6 +6,7 @@ fetches it, as pinned in requirements/newest-megatron.txt.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from test_parity import LAYOUTS, assert_gradients_match, gradients
 from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
-NEWEST = ROOT / ".venv" / "newest-megatron"
+NEWEST = Path(sys.prefix) / "newest-megatron"
 PINNED = ROOT / "requirements" / "newest-megatron.txt"
 
 
 @pytest.fixture(scope="module")
 def newest() -> Iterator[Ranks]:
     if not NEWEST.exists():
-        pytest.skip(f"{NEWEST} is missing; `make {NEWEST.relative_to(ROOT)}` fetches it")
+        pytest.skip(f"{NEWEST} is missing; `make test` fetches it")
     pool = Ranks(front=NEWEST)
     yield pool
     pool.stop()

@@ -3,15 +3,14 @@ engine actors and launcher, over a made-up `nvidia-smi`; vLLM and the ranks' pro
 say which GPUs they were given.
 """
 
-import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,21 @@ from box import FakeBox
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 START_S = 240.0
+OPEN = {"RAY_AUTH_MODE": "disabled"}  # of a Ray of the test's own
 RANK = """#!/bin/bash
 [ "$2" = rft.run.rank ] && exec {python} {rank} "$@"
 exec -a "$0" {python} "$@"
 """
+
+
+def surroundings(directory: Path, box: FakeBox) -> dict[str, str]:
+    """The environment of a start in `directory`, and of a Ray that has its engines."""
+    return (
+        os.environ
+        | box.environment
+        | {"PYTHONPATH": os.pathsep.join(map(str, (HERE / "stand_ins", box.site, ROOT)))}
+        | {"STARTS": str(directory / "starts.jsonl"), "STARTED": str(directory / "started")}
+    )
 
 
 class Start:
@@ -41,25 +51,22 @@ class Start:
             hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64,
         )  # fmt: skip
         write_arithmetic(directory, num_eval=16)
-        starts, started = directory / "starts.jsonl", directory / "started"
-        starts.touch()
-        os.mkfifo(started)
-        paths = {"STARTS": str(starts), "STARTED": str(started)}
+        (directory / "starts.jsonl").touch()
+        os.mkfifo(directory / "started")
         python = self._interpreter(box)
-        site = os.pathsep.join(map(str, (HERE / "stand_ins", box.site, ROOT)))
         taskset = f"buffer.explorer_input.taskset.path={directory / 'train.jsonl'}"
         given = ["experiment=grpo", "name=started", f"model.model_path={directory / 'model'}"]
         given += [taskset, f"checkpoint_root_dir={directory / 'runs'}", "trainer.total_steps=1"]
         done = subprocess.run(
             [python, "-m", "rft.train", *given, "model.max_response_tokens=8", *words],
-            env=os.environ | box.environment | {"PYTHONPATH": site} | paths | environment,
+            env=surroundings(directory, box) | environment,
             cwd=directory,
             capture_output=True,
             text=True,
             timeout=START_S,
         )
         self.output, self.code = done.stdout + done.stderr, done.returncode
-        lines = starts.read_text(encoding="utf-8").splitlines()
+        lines = (directory / "starts.jsonl").read_text(encoding="utf-8").splitlines()
         self.parts: dict[str, dict[str, Any]] = {
             told["part"]: told for told in map(json.loads, lines)
         }
@@ -109,48 +116,45 @@ def test_one_card_is_shared_in_turns(tmp_path: Path) -> None:
 @pytest.fixture
 def ray_nodes() -> Iterator[Callable[..., str]]:
     """Starts a Ray of nodes with so many GPUs each, as each of them says; returns its address."""
-    command = [sys.executable, "-m", "ray.scripts.scripts"]
-    processes, place = [], tempfile.mkdtemp(prefix="rft-")  # short: a socket's path has 107 bytes
+    place = tempfile.mkdtemp(prefix="rft-")  # short: a socket's path has 107 bytes
+    processes = []
 
-    def start(*gpus: int) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        for number, count in enumerate(gpus):
-            where = [f"--port={address.rpartition(':')[2]}", "--head", f"--temp-dir={place}"]
-            where = [f"--address={address}"] if number else [*where, "--include-dashboard=false"]
-            more = [f"--num-gpus={count}", "--num-cpus=16", "--node-ip-address=127.0.0.1"]
-            processes.append(
-                subprocess.Popen(
-                    [*command, "start", "--block", "--disable-usage-stats", *where, *more]
-                )
-            )
-            assert answers(address, START_S)
-        return address
+    def node(environment: dict[str, str], gpus: int, *where: str) -> str:
+        """A node, to its start; what it said."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
+        more = [f"--num-gpus={gpus}", "--num-cpus=16", "--disable-usage-stats", "--log-color=false"]
+        process = subprocess.Popen(
+            [*command, *more], stdout=subprocess.PIPE, text=True, env=environment | OPEN
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        return "".join(itertools.takewhile(lambda line: "--block" not in line, process.stdout))
+
+    def start(environment: dict[str, str], head: int, *others: int) -> str:
+        here = ("--head", "--port=0", "--include-dashboard=false", f"--temp-dir={place}")
+        found = re.search(r"--address='([\d.:]+)'", node(environment, head, *here))
+        assert found is not None
+        for gpus in others:
+            node(environment, gpus, f"--address={found.group(1)}")
+        return found.group(1)
 
     yield start
     for process in reversed(processes):
         process.terminate()
-        process.wait(60)
+        process.communicate(timeout=60)
     shutil.rmtree(place)
-
-
-def answers(address: str, deadline_s: float) -> bool:
-    """Whether somebody listens there before the deadline."""
-    host, _, port = address.rpartition(":")
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection((host, int(port)), timeout=deadline_s).close()
-            return True
-    return False
 
 
 @pytest.mark.verify
 def test_two_nodes_of_eight_cards(tmp_path: Path, ray_nodes: Callable[..., str]) -> None:
     """As launch/slurm.sh and launch/ray.sh start them: Ray has the GPUs of the second node."""
-    words = [f"cluster.ray_address={ray_nodes(0, 8)}", "trainer.num_ranks=8"]
+    box = FakeBox(tmp_path / "box", cards=8)
+    words = [
+        f"cluster.ray_address={ray_nodes(surroundings(tmp_path, box), 0, 8)}",
+        "trainer.num_ranks=8",
+    ]
     words += [f"explorer.rollout_model.{key}" for key in ("engine_num=4", "tensor_parallel_size=2")]
-    start = Start(tmp_path, FakeBox(tmp_path / "box", cards=8), *words)
+    start = Start(tmp_path, box, *words, **OPEN)
     assert start.code == 0, start.output
     ranks = [start.cards[f"rank_{number}"] for number in range(8)]
     engines = [start.cards[f"engine_{number}"] for number in range(4)]
@@ -162,12 +166,9 @@ def test_two_nodes_of_eight_cards(tmp_path: Path, ray_nodes: Callable[..., str])
 def test_a_ray_that_counts_these_cards_holds_those_of_the_ranks(
     tmp_path: Path, ray_nodes: Callable[..., str]
 ) -> None:
-    words = [f"cluster.ray_address={ray_nodes(8)}", "trainer.num_ranks=4"]
-    start = Start(
-        tmp_path,
-        FakeBox(tmp_path / "box", cards=8),
-        *words,
-        "explorer.rollout_model.engine_num=2",
-    )
+    box = FakeBox(tmp_path / "box", cards=8)
+    words = [f"cluster.ray_address={ray_nodes(surroundings(tmp_path, box), 8)}"]
+    words += ["trainer.num_ranks=4", "explorer.rollout_model.engine_num=2"]
+    start = Start(tmp_path, box, *words, **OPEN)
     assert start.code == 0, start.output
     assert len(set(start.cards.values())) == 6, f"shared without being asked: {start.cards}"

@@ -4,8 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -165,10 +167,10 @@ def test_only_device_decides_about_devices() -> None:
 
 
 def test_everything_imported_is_declared() -> None:
-    """In setup.py, as what a user needs, or as an extra."""
-    tree = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
-    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    names = (re.match(r"[\w-]+", word) for word in words if isinstance(word, str))
+    """In pyproject.toml, as what a user needs, or as an extra."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    words = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = (re.match(r"[\w-]+", word) for word in words)
     declared = {name[0].lower().replace("-", "_") for name in names if name}
     distributions = packages_distributions()
     imported = {
@@ -189,7 +191,7 @@ def test_everything_imported_is_declared() -> None:
         if not declared
         & {name.lower().replace("-", "_") for name in (module, *distributions.get(module, []))}
     }
-    assert not missing, "setup.py does not say that these are needed"
+    assert not missing, "pyproject.toml does not say that these are needed"
 
 
 def test_no_file_and_no_function_grows_out_of_sight() -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("rft", "tests", "bench", "configs", "launch", "hydra_plugins", "requirements")
 PAGES = ("README.md", "docs")
+PACKAGE = ("setup.py", "pyproject.toml", "Makefile", "Dockerfile")
 
 
 class Part(NamedTuple):
@@ -46,7 +47,7 @@ def benches(*names: str) -> Part:
 
 
 PARTS = {
-    "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=PAGES),
+    "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=(*PAGES, *PACKAGE)),
     "ranks": tests("dist"),
     "recorded": tests("recorded"),
     "gpu_model": tests("gpu_model"),
@@ -72,6 +73,7 @@ PARTS = {
     "kills": full("quickstart_killed"),
     "quickstart": full("quickstart"),
     "docs": tests("verify/test_docs_commands_run.py", more=PAGES),
+    "install": tests("verify/test_installed.py", more=PACKAGE),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
     "browser": full("studio_browser", "observed_run", "mlflow"),
     "bench-trainer": benches("packing", "logprobs", "train_step"),

@@ -17,7 +17,7 @@ from tests.unit.test_endpoint import TOOLS, exact
 
 from runs import REPEATS, REPOSITORY, overrides, step_rows, train, write_assets
 
-FRAMEWORK = REPOSITORY / ".venv" / "agents"
+FRAMEWORK = Path(sys.prefix) / "agents"
 FILE = REPOSITORY / "tests" / "verify" / "framework_agent.py"
 STEPS = 2
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not FRAMEWORK.is_dir(),
-        reason="`make .venv/agents` fetches it, as pinned in requirements/agents.txt",
+        reason="`make verify` fetches it, as pinned in requirements/agents.txt",
     ),
 ]
 

@@ -73,13 +73,17 @@ SERVES = re.compile(r"^rft (studio|view)|experiment=serve")  # until it is inter
 UNDER_WAY = re.compile(r"^rft engines ")  # of the run of two engines in docs/quickstart.md
 ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (
-        r"^make (setup|lint|verify)$",
+        r"^make (setup|lint|verify)$|^make setup DEVICE=cpu$",
         "tests: what `make verify`, which runs this test, is or does first",
     ),
     (r"^make test", "tests: the suite that this test belongs to, or a part of it"),
     (r"^make bench$", "bench: hours, and a quiet machine"),
-    (r"^make quickstart$", "tests/verify/test_quickstart.py"),
-    (r"^pip install ", "setup.py: what it installs is in requirements/cpu.lock"),
+    (r"^make quickstart( DEVICE=cpu)?$", "tests/verify/test_quickstart.py"),
+    (
+        r"^pip install |-m pip wheel |DEVICE=cuda$|^\. \.venv|^apt-get |^docker ",
+        "tests/verify/test_installed.py tests/unit/test_install.py: what it takes; no "
+        "set for cards is installed here",
+    ),
     (r"^nsys ", "tests/unit/test_profiler.py: the rest wants an NVIDIA GPU"),
     (r"launch/slurm(_sweep)?\.sh|^scancel |^cat rft-2\.log", "tests/verify/test_slurm.py"),
     (r"^cat > trials|^algorithm\.|^END$", "tests/verify/test_slurm.py"),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEMAS = ROOT / ".venv" / "kubernetes-schemas"
+SCHEMAS = Path(sys.prefix) / "kubernetes-schemas"
 VERSIONS = ("1.31", "1.34")  # podFailurePolicy is stable since the first
 FILES = sorted((ROOT / "launch" / "kubernetes").glob("*.yaml"))
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.verify
 
 def validate(path: Path, version: str) -> "subprocess.CompletedProcess[str]":
     if not SCHEMAS.exists():
-        pytest.skip(f"{SCHEMAS} is missing; `make {SCHEMAS.relative_to(ROOT)}` fetches it")
+        pytest.skip(f"{SCHEMAS} is missing; `make verify` fetches it")
     command = [sys.executable, "-m", "kubernetes_validate", "--strict", "-k", version, str(path)]
     return subprocess.run(
         command, env={"PYTHONPATH": str(SCHEMAS)}, capture_output=True, text=True, timeout=120
