@@ -31,7 +31,7 @@ EXTENSION_LIES_IN = (".", "transformer_engine", "transformer_engine/wheel_lib")
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledBuilds:
     """Versions; `cuda`: of the torch build, None for a CPU build. `te`: of Transformer Engine's
     Python part, `te_lacks`: what that needs and is not there.
     """
@@ -68,9 +68,9 @@ def version(name: str) -> str | None:
         return None
 
 
-def installed() -> Installed:
+def installed() -> InstalledBuilds:
     torch, te = version("torch"), version("transformer-engine")
-    return Installed(
+    return InstalledBuilds(
         torch,
         _cuda_of_torch() if torch else None,
         version("vllm"),
@@ -118,7 +118,7 @@ def no_card(machine: Machine, asked: str) -> Iterator[Trouble]:
         yield Trouble("GPUs", said, fix)
 
 
-def old_driver(machine: Machine, has: Installed) -> Iterator[Trouble]:
+def old_driver(machine: Machine, has: InstalledBuilds) -> Iterator[Trouble]:
     least = DRIVERS.get((has.cuda or "").partition(".")[0])
     if machine.driver and least and _older(machine.driver, least):
         said = f"{machine.driver}, and torch {has.torch} is built for CUDA {has.cuda}"
@@ -133,10 +133,10 @@ def _older(driver: str, least: str) -> bool:
         return False
 
 
-def builds(machine: Machine, has: Installed, engines: bool = True) -> Iterator[Trouble]:
+def builds(machine: Machine, has: InstalledBuilds, engines: bool = True) -> Iterator[Trouble]:
     """Of a machine that has cards. `engines`: vLLM is needed."""
     there = f"{len(machine.visible)} GPU(s) are here"
-    fix = f"install what {LOCK} lists (`make setup` does on this machine), {ON_CPU}"
+    fix = f"install what {LOCK} lists, by `make setup DEVICE=cuda`, {ON_CPU}"
     if has.torch and not has.cuda:
         said = f"{has.torch} is a build for CPUs, and {there}"
         yield Trouble("torch", said, fix)
@@ -179,7 +179,7 @@ def fewer(machine: Machine, asked: int | None) -> Iterator[Trouble]:
 
 
 def of_gpus(
-    machine: Machine, has: Installed, engines: bool = True, gpus: int | None = None
+    machine: Machine, has: InstalledBuilds, engines: bool = True, gpus: int | None = None
 ) -> Iterator[Trouble]:
     """Of a machine whose cards are to be used, or nothing where it shows none."""
     if machine.visible:

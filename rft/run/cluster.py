@@ -109,8 +109,10 @@ def hold_rank_cards(config: Config, machine: Machine) -> RankCards:
     if machine.restricted or not counted or not ranks:
         return RankCards([])
     place = NodeAffinitySchedulingStrategy(here, soft=False)
-    actor = ray.remote(CardHolder).options(num_gpus=ranks, num_cpus=0, scheduling_strategy=place)
-    held = ActorHandle(actor.remote())
+    actor_class = ray.remote(CardHolder).options(
+        num_gpus=ranks, num_cpus=0, scheduling_strategy=place
+    )
+    held = ActorHandle(actor_class.remote())
     try:
         names = ray.get(held.ask(CardHolder.names), timeout=HOLD_S)
     except ray.exceptions.GetTimeoutError as error:

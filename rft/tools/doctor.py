@@ -25,9 +25,11 @@ from typing import Any
 from rft import train
 from rft.config import ConfigError
 from rft.ground.errors import refuse
+from rft.ground.protocols import ActorHandle
 from rft.tools import config as config_tool
 from rft.tools import machine_check, tables
 from rft.tools.fit import FAIL, OK, WARN, Finding, of_config
+from rft.tools.machine_check import MachineLook
 
 DEPTHS = ("*", "*/*", "*/*/*")  # project, name, stage
 NODE_S = 300.0  # for another machine to look at itself
@@ -111,21 +113,22 @@ def of_slurm(asked: str) -> Looks:
 
 
 def of_ray(asked: str, address: str) -> Looks:
-    """Each node looks at itself, in a task that takes nothing of what Ray gives out."""
+    """Each node looks at itself, in an actor that takes nothing of what Ray gives out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     try:
-        look = ray.remote(machine_check.told)
         asked_of = {}
         for node in ray.nodes():
             name, there = node["NodeManagerHostname"], node["NodeID"]
             if node["Alive"] and name != HERE:
                 strategy = NodeAffinitySchedulingStrategy(there, soft=False)
-                asked_of[name] = look.options(num_cpus=0, scheduling_strategy=strategy).remote(
-                    asked
+                actor_class = ray.remote(MachineLook).options(
+                    num_cpus=0, scheduling_strategy=strategy
                 )
+                looks = ActorHandle[MachineLook](actor_class.remote())
+                asked_of[name] = looks.ask(MachineLook.told, asked)
         return {name: of_node(reference) for name, reference in asked_of.items()}
     finally:
         ray.shutdown()

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from rft.preflight import rules_machine
 from rft.preflight.inputs_models import SHARED_MEMORY
-from rft.preflight.rules_machine import LOCK, TE_LOCK, Installed, version
+from rft.preflight.rules_machine import LOCK, TE_LOCK, InstalledBuilds, version
 from rft.run import cards
 from rft.run.cards import Machine
 from rft.tools.fit import FAIL, OK, WARN, Finding, checked, gigabytes
@@ -59,6 +59,13 @@ def main(argv: list[str]) -> None:
 def told(asked: str) -> dict[str, Any]:
     """For whoever asks from another machine."""
     return {"node": socket.gethostname(), "found": [astuple(one) for one in findings(asked)[0]]}
+
+
+class MachineLook:
+    """The same as an actor."""
+
+    def told(self, asked: str) -> dict[str, Any]:
+        return told(asked)
 
 
 def findings(asked: str) -> tuple[list[Finding], Met]:
@@ -192,7 +199,7 @@ def meeting(met: Met, kind: str) -> Finding:
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
-def gpus(machine: Machine, has: Installed, asked: str) -> Iterator[Finding]:
+def gpus(machine: Machine, has: InstalledBuilds, asked: str) -> Iterator[Finding]:
     if asked == "cpu":
         return
     yield Finding(OK, "GPUs", machine.describe())
@@ -239,7 +246,7 @@ def between_gpus(matrix: str) -> Iterator[str]:
         yield from row[number + 2 : len(rows) + 1]
 
 
-def seen(machine: Machine, has: Installed, met: Met) -> Iterator[Finding]:
+def seen(machine: Machine, has: InstalledBuilds, met: Met) -> Iterator[Finding]:
     """What torch sees of the cards, once it has been loaded."""
     if isinstance(met, str) or not has.cuda or met["cards"] == len(machine.visible):
         return

@@ -166,8 +166,16 @@ SLURM = {
 
 def steps(directory: Path, **environment: str) -> list[str]:
     """Every srun of launch/slurm.sh, as one line of words."""
-    record = directory / "steps"
-    stub(directory, "srun", f'echo "$NCCL_IB_HCA $*" >>{record}')
+    record, begun = directory / "steps", directory / "begun"
+    os.mkfifo(begun)
+    # the job ends with its last step, and takes the three beside it with it
+    stub(
+        directory,
+        "srun",
+        f'echo "$NCCL_IB_HCA $*" >>{record}\n'
+        f'if [[ "$*" != *rft.train* ]]; then echo >{begun}; exit; fi\n'
+        f"exec 3<>{begun}; for _ in 1 2 3; do read -r -u 3 _; done",
+    )
     stub(directory, "timeout", "")
     stub(
         directory,
@@ -187,6 +195,7 @@ def test_every_step_of_slurm_has_the_environment_and_the_container(tmp_path: Pat
     ranks = next(one for one in plain if "-m rft.train" in one)
     assert "--ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 env MASTER_ADDR=10.0.0.1" in ranks
     (tmp_path / "steps").unlink()
+    (tmp_path / "begun").unlink()
     inside = steps(tmp_path, CONTAINER_IMAGE="rft.sqsh", CONTAINER_MOUNTS="/data:/data")
     assert len(inside) == 4
     for one in (*plain, *inside):

@@ -88,7 +88,9 @@ ELSEWHERE = (  # command, who runs it or why it cannot be run here
     (r"launch/slurm(_sweep)?\.sh|^scancel |^cat rft-2\.log", "tests/verify/test_slurm.py"),
     (r"^cat > trials|^algorithm\.|^END$", "tests/verify/test_slurm.py"),
     (r"NNODES=2 ", "tests/verify/test_torchrun_nodes.py"),
-    (r"^export HEAD|^for node|^ssh |^done$|^wait$", "tests/verify/test_ray_launch.py"),
+    (r"launch/ray\.sh|^export NCCL_", "tests/verify/test_ray_launch.py"),
+    (r" size=", "tests/unit/test_sizes.py: they are for GPUs of 80 GB"),
+    (r"^rft doctor cluster\.ray_address", "tests/unit/test_machine_rules.py"),
     (r"launch/ray_job\.sh|^ray job stop", "tests/verify/test_ray_launch.py"),
     (
         r"^kubectl ",

@@ -78,6 +78,43 @@ def test_the_same_command_on_every_node(
     second.wait(LATER_S)
 
 
+def test_a_trainer_of_two_machines_from_one_command(
+    root: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """`ssh` leads into the nodes, and takes no environment along."""
+    with two_nodes(3) as nodes:
+        cases = "".join(f"{node.address}) pid={node.pid} ;;\n" for node in nodes)
+        known = f"PATH={os.environ['PATH']} HOME={os.environ['HOME']}"
+        ssh = tmp_path / "ssh"
+        ssh.write_text(
+            f"#!/bin/bash\ncase $1 in\n{cases}esac\nshift\n"
+            f'exec nsenter --target=$pid --net --mount --pid --wd=. env -i {known} "$@"\n'
+        )
+        ssh.chmod(0o755)
+        settings = environment | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "HOSTS": " ".join(node.address for node in nodes),
+            "TRAINERS": "2",
+            "RANKS": "1",
+            "GLOO_SOCKET_IFNAME": "cable",
+        }
+        del settings["RAY_AUTH_MODE"], settings["RAY_AUTH_TOKEN"]
+        command = [str(LAUNCH / "ray.sh"), *arguments(root, "trainers")]
+        done = subprocess.run(
+            [*command, "trainer.megatron.tensor_model_parallel_size=2"],
+            cwd=root,
+            env=os.environ | settings,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S + LATER_S,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = root / "rft" / "trainers"
+    assert [row["step"] for row in step_rows(job)] == list(range(1, STEPS + 1)), done.stdout
+    History(job / "buffer" / "experience_buffer").check_exactly_once(STEPS)
+
+
 @pytest.fixture
 def cluster(nodes: list[Node], root: Path, environment: dict[str, str]) -> tuple[Node, Node]:
     """A Ray that is there: the head, where jobs run, and the node that serves engines."""

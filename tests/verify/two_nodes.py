@@ -1,5 +1,5 @@
-"""Two machines for a test, on one kernel: each with its own network, processes, /tmp/ray and shared
-memory, joined by one cable.
+"""Two or three machines for a test, on one kernel: each with its own network, processes, /tmp/ray
+and shared memory, joined by one cable.
 
 In: root and iproute2. Out: `Node`s that commands are run in. Ray then behaves as on two hosts:
 addresses differ, `ray stop` ends what is on its own node, and the engines of one reach the ranks of
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 SHARED_BYTES = 2 * 2**30
 INSIDE = " && ".join(
     (
@@ -84,7 +84,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def two_nodes() -> Iterator[list[Node]]:
+def two_nodes(count: int = 2) -> Iterator[list[Node]]:
     if os.geteuid() != 0:
         pytest.skip("namespaces want root")
     for tool in ("unshare", "nsenter", "ip"):
@@ -92,34 +92,24 @@ def two_nodes() -> Iterator[list[Node]]:
             pytest.skip(f"no `{tool}` here (Debian: util-linux, iproute2)")
     with contextlib.ExitStack() as held:
         nodes = []
-        for number in range(2):
+        for number in range(count):
             nodes.append(Node(number))
             held.callback(nodes[-1].close)
-        first, second = nodes
-        _ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            first.pid,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            second.pid,
-        )
-        for node, other in ((first, second), (second, first)):
+        first = nodes[0]
+        subprocess.run(first.command("ip", "link", "add", "cable", "type", "bridge"), check=True)
+        for number, other in enumerate(nodes[1:]):
+            # its end at the first node is a port of the bridge there
+            ends = f"port{number} netns {first.pid} type veth peer name cable netns {other.pid}"
+            subprocess.run(["ip", "link", "add", *ends.split()], check=True)
+            for words in (f"set port{number} master cable", f"set port{number} up"):
+                subprocess.run(first.command("ip", "link", *words.split()), check=True)
+        for node in nodes:
+            route = nodes[1].address if node is first else first.address
             for words in (
-                ["link", "set", "lo", "up"],
-                ["addr", "add", f"{node.address}/24", "dev", "cable"],
-                ["link", "set", "cable", "up"],
-                ["route", "add", "default", "via", other.address],
+                "link set lo up",
+                f"addr add {node.address}/24 dev cable",
+                "link set cable up",
+                f"route add default via {route}",
             ):
-                subprocess.run(node.command("ip", *words), check=True)
+                subprocess.run(node.command("ip", *words.split()), check=True)
         yield nodes
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
