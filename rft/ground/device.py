@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch.distributed import TCPStore
 
@@ -54,6 +55,12 @@ HANDLE = (
 # at a time
 YOUNG = 20_000
 NICE = 10  # a tenth of what others get of a core that both want
+# Elements of a tile of logits: on a CPU 16 MiB in fp32, which stay in a last-level cache between
+# the passes over them; on a GPU 1 GiB, of which two are held.
+HOST_TILE, CARD_TILE = 2**22, 2**28
+# Columns of a tile: with fewer, adding to the gradient of all hidden states takes longer than its
+# product, also where that leaves the cache; with more, a GPU gains nothing.
+LEAST_COLUMNS, MOST_COLUMNS = 512, 2**14
 # where torch reads its allocator's settings; the first one that is set counts
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:"
@@ -150,6 +157,15 @@ class Device:
 
     def copier(self) -> "Copier":
         return CudaCopier(self) if self.kind == "cuda" else HostCopier()
+
+    def bring(self, array: "np.ndarray") -> "torch.Tensor":
+        """A copy on this device, which a GPU makes while the host goes on; on a CPU the array."""
+        import torch
+
+        tensor = torch.from_numpy(array)
+        if not self.pin_memory:
+            return tensor.to(self.torch)
+        return tensor.pin_memory().to(self.torch, non_blocking=True)
 
     def describe(self) -> str:
         place = (
@@ -316,6 +332,13 @@ def spare_cores() -> int:
     import torch
 
     return max(1, len(os.sched_getaffinity(0)) - torch.get_num_threads())
+
+
+def logit_columns(device: "torch.device", tokens: int) -> int:
+    """Of a tile of the logits of so many tokens (`rft.megatron.logprobs`)."""
+    if device.type == "cuda":
+        return min(MOST_COLUMNS, max(1, CARD_TILE // max(1, tokens)))
+    return max(LEAST_COLUMNS, HOST_TILE // max(1, tokens))
 
 
 def settle(device: "torch.device") -> None:

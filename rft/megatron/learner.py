@@ -70,7 +70,7 @@ class Learner(Network):
 
         No weight changes.
         """
-        totals = Totals(token_loss, self._counts)
+        totals = Totals(token_loss, self._counts, device=self.mesh.device.torch)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
