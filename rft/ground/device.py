@@ -118,6 +118,16 @@ class Device:
 
         torch.cuda.cudart().cudaHostUnregister(address)
 
+    def give_back(self) -> None:
+        """Free what torch keeps of this device for tensors that are gone, so that another process
+        can have it. For host memory torch keeps nothing.
+        """
+        if self.kind == "cuda":
+            import torch
+
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def peak_tflops(self, dtype: str) -> float | None:
         """What this device can do at most in `dtype`; None where the
         data sheets above say nothing of it.
