@@ -180,7 +180,7 @@ class MegatronBackend(TrainBackend):
         origin = StreamOrigin(mesh, source, synchronizer, sync, epoch, address)
         probe = Probe(policy, mesh, synchronizer, sync.probe_interval, policy.dims.vocab)
         turns = config.cluster.colocate
-        return Publisher(origin, probe.after, takes_turns=turns, give_back=self.device.give_back)
+        return Publisher(origin, probe.after, takes_turns=turns, give_back=models.give_back)
 
 
 class TinkerBackend(TrainBackend):
