@@ -151,7 +151,7 @@ def _sequences(config: Config, key: str, engine: EngineConfig) -> Choice:
     groups = groups_in_flight(config)
     if config.device != "cuda" or key != ROLLOUT or groups is None:
         return Choice(name, FEWEST_SEQUENCES, "fits any card")
-    wanted = -(-groups * _repeats(config) // engine.engine_num)
+    wanted = -(-groups * _repeats(config) // (engine.engine_num or 1))
     value = min(max(wanted, FEWEST_SEQUENCES), MOST_SEQUENCES)
     return Choice(
         name,

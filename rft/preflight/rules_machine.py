@@ -227,6 +227,7 @@ def _has_cards(config: Config) -> Iterator[str]:
 
 
 GIVEN = (Rule("device model.tinker.enable trainer.trainer_type", _reaches_driver),)
-MACHINE = (Rule("device mode cluster.gpu_per_node cluster.ray_address", _stops),)
+READS = "trainer.trainer_type buffer.trainer_input.experience_buffer.storage_type"
+MACHINE = (Rule("device mode cluster.gpu_per_node cluster.ray_address", _stops, reads=READS),)
 # not of a config that is only prepared, perhaps for another machine
-LAUNCH = (Rule("device mode cluster.ray_address", _has_cards),)
+LAUNCH = (Rule("device mode cluster.ray_address", _has_cards, reads=READS),)
