@@ -49,6 +49,7 @@ PARTS = {
     "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=PAGES),
     "ranks": tests("dist"),
     "recorded": tests("recorded"),
+    "gpu_model": tests("gpu_model"),
     "engines": e2e(
         *("engine", "narrow", "turns", "weight_sync", "adapter_sync", "sync_methods"),
         *("engines", "pool", "colocate", "sync_style"),
