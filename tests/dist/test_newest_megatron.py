@@ -25,7 +25,7 @@ PINNED = ROOT / "requirements" / "newest-megatron.txt"
 def newest() -> Iterator[Ranks]:
     if not NEWEST.exists():
         pytest.skip(f"{NEWEST} is missing; `make {NEWEST.relative_to(ROOT)}` fetches it")
-    pool = Ranks(front=NEWEST)
+    pool = Ranks(NEWEST)
     yield pool
     pool.stop()
 
