@@ -1,5 +1,6 @@
 """Every name, keyword and number of arguments that rft uses of torch.cuda, torch.distributed, vLLM
-and megatron-core, against the sources and stubs of these: also what runs on GPUs alone.
+and megatron-core, and megatron-core of Transformer Engine, against the sources and stubs of these:
+also what runs on GPUs alone.
 
 Nothing of them is run (see `source_types`). What is used is found in the text, not in a list.
 """
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = Path(sysconfig.get_paths()["purelib"])
 MEGATRONS = {"installed": INSTALLED, "newest": ROOT / ".venv" / "newest-megatron"}
 LIBRARIES = ("vllm", "torch.cuda", "torch.distributed", "torch._C", "torch.accelerator")
+EXTENSION = "megatron.core.extensions.transformer_engine"
+RECORD = Path(__file__).parent / "te" / "te.tsv"
 # what rft leaves unsaid, by the name of the parameter
 HINTS = {"vllm_config": "vllm.config.VllmConfig"}
 # classes of torch's C++ that the Python above them inherits or gives
@@ -143,6 +146,52 @@ def test_what_no_stub_has_is_called_as_torch_calls_it(file: str, name: str) -> N
         assert {len(HANDLE) if splat else len(call.args)} == theirs
 
 
+# --- what megatron takes of Transformer Engine ---------------------------------------------------
+
+
+def engine_stubs() -> dict[str, str]:
+    """The record of Transformer Engine's wheel as the text of stubs."""
+    texts: dict[str, list[str]] = {}
+    methods: dict[tuple[str, str], list[str]] = {}
+    rows = [line.split("\t") for line in text_of(RECORD).splitlines()]
+    for module, name, what in rows:
+        owner, _, method = name.partition(".")
+        if method and not method.endswith(":"):
+            mark = {"self": "", "cls": "    @classmethod\n"}.get(
+                re.split(r"\W", what)[0], "    @staticmethod\n"
+            )
+            methods.setdefault((module, owner), []).append(f"{mark}    def {method}({what}): ...\n")
+    for module, name, what in rows:
+        if what == "module" and not name:
+            texts.setdefault(module, [])
+        elif what.startswith("class(") and "." not in name:
+            bases, own = what.removeprefix("class"), methods.get((module, name), [])
+            open_ = ["    def __getattr__(self, name): ...\n"] * (not own)
+            texts[module].append(f"class {name}{bases}:\n{''.join(own + open_)}")
+        elif what.startswith("function("):
+            texts[module].append(f"def {name}{what.removeprefix('function')}: ...\n")
+        elif "." not in name and name and what != "absent":
+            texts[module].append(f"{name} = ...\n")
+    return {module: "".join(lines) for module, lines in texts.items()}
+
+
+def of_megatron(megatron: str, changed: dict[str, str]) -> Sources:
+    return Sources(
+        {"megatron": MEGATRONS[megatron]},
+        ("megatron.core", "transformer_engine"),
+        {},
+        engine_stubs() | changed,
+        "megatron.",
+    )
+
+
+@pytest.mark.parametrize("megatron", sorted(MEGATRONS))
+def test_megatron_takes_what_transformer_engine_has(megatron: str) -> None:
+    sources = of_megatron(megatron, {})
+    assert not problems(sources, {EXTENSION: EXTENSION})
+    assert len(sources.seen) > 25
+
+
 # --- these tests can fail -------------------------------------------------------------------------
 
 PLANTED = {
@@ -186,3 +235,10 @@ def test_a_renamed_use_is_told(module: str, is_now: str, becomes: str, told: str
     changed = {module: text.replace(is_now, becomes)}
     found = problems(of_rft("installed", LIBRARIES, changed), files([module]))
     assert len(found) == 1 and told in found.pop()
+
+
+def test_a_keyword_that_transformer_engine_drops_is_told() -> None:
+    row = engine_stubs()["transformer_engine.pytorch"].replace("fuse_wgrad_accumulation", "fuse")
+    sources = of_megatron("newest", {"transformer_engine.pytorch": row})
+    found = problems(sources, {EXTENSION: EXTENSION})
+    assert any("LayerNormLinear.__init__ takes no keyword fuse_wgrad" in line for line in found)
