@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
-from rft.data.packing import Packed, cp_index, empty, slice_cp
-from rft.ground.device import torch_dtype
+from rft.data.packing import Packed, cp_index, empty, multiple_of, slice_cp
+from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
+from rft.megatron import kernels, overrides, weights
 from rft.megatron import model as models
-from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora_layers import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
@@ -40,6 +40,7 @@ class Micro:
     positions: Tensor  # [1, T]
     labels: Tensor  # [T], as are the fields
     temperature: Tensor
+    trained: Tensor  # int64: which tokens are, found on the host, which then waits for no device
     fields: Fields
     packing: PackedSeqParams
 
@@ -60,18 +61,21 @@ class Network:
         seed: int = 0,
     ):
         self.mesh = mesh
+        self.dtype = trainer.dtype or default_dtype(mesh.device.kind)
         self.hf_config = read_hf_config(path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
         more = overrides.transformer(trainer)
-        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (
-            overrides.FP8_TOKENS if more.get("fp8") else 1
+        self.multiple = multiple_of(
+            mesh.tp if mesh.sequence_parallel else 1,
+            mesh.cp,
+            overrides.FP8_TOKENS if more.get("fp8") else 1,
         )
         self.lora = lora_of(lora_configs or [], self.dims)
-        if not models.uses_transformer_engine(mesh, self.lora):
+        if not kernels.uses_transformer_engine(mesh.device, self.lora):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
         self.model = models.build(
-            self.hf_config, mesh, torch_dtype(trainer.dtype), more, self.is_critic, self.lora
+            self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora
         )
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:
@@ -87,7 +91,7 @@ class Network:
         """
 
         def use(micro: Micro, hidden: Tensor) -> Tensor:
-            return self._token_scores(micro, hidden, micro.fields.mask if trained_only else None)
+            return self._token_scores(micro, hidden, micro.trained if trained_only else None)
 
         outputs = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
@@ -99,7 +103,7 @@ class Network:
         """Log-probabilities of the trained labels and entropies there, as `score` gives them."""
 
         def use(micro: Micro, hidden: Tensor) -> Tensor:
-            return torch.stack(self._logprobs(micro, hidden, micro.fields.mask))
+            return torch.stack(self._logprobs(micro, hidden, micro.trained))
 
         outputs = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
@@ -184,14 +188,13 @@ class Network:
         return [self._micro(packed) for packed in padded]
 
     def _micro(self, packed: Packed) -> Micro:
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(self.mesh.device.torch)
-
+        tensor = self.mesh.device.bring
         return Micro(
             tokens=tensor(packed.tokens)[None],
             positions=tensor(packed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
+            trained=tensor(np.flatnonzero(packed.weight)),
             fields=Fields.of(
                 packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None
             ),
@@ -201,9 +204,9 @@ class Network:
     def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:
         """Put the context-parallel slices of one microbatch back into its own order."""
         index = cp_index(packed, self.mesh.cp_rank, self.mesh.cp)
-        held = index >= 0
+        held, bring = np.flatnonzero(index >= 0), self.mesh.device.bring
         values = torch.zeros(packed.length, dtype=torch.float32, device=local.device)
-        values[torch.from_numpy(index[held])] = local[: len(index)][torch.from_numpy(held)]
+        values[bring(index[held])] = local[bring(held)]
         if self.mesh.cp > 1:
             torch.distributed.all_reduce(values, group=self.mesh.cp_group)
         return values.cpu().numpy()
