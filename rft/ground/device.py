@@ -64,6 +64,7 @@ LEAST_COLUMNS, MOST_COLUMNS = 512, 2**14
 # where torch reads its allocator's settings; the first one that is set counts
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TOOL_S = 30.0  # for the driver's tool: it may have to wake the GPUs
 BLACKWELL = 10  # its compute capability; from there on copies and kernels have queues enough
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -118,6 +119,16 @@ class Device:
 
         torch.cuda.cudart().cudaHostUnregister(address)
 
+    def give_back(self) -> None:
+        """Free what torch keeps of this device for tensors that are gone, so that another process
+        can have it. For host memory torch keeps nothing.
+        """
+        if self.kind == "cuda":
+            import torch
+
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def peak_tflops(self, dtype: str) -> float | None:
         """What this device can do at most in `dtype`; None where the
         data sheets above say nothing of it.
@@ -171,7 +182,9 @@ class Device:
         place = (
             f"{self.kind}:{self.index}" if self.kind == "cuda" else f"cpu, {self.threads} thread(s)"
         )
-        return f"{place}, collectives over {self.backend}"
+        names = (*ALLOCATOR_VARIABLES, QUEUES) if self.kind == "cuda" else ()
+        told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        return ", ".join([place, f"collectives over {self.backend}", *told])
 
 
 class Copier(Protocol):
@@ -504,7 +517,7 @@ def rank_environment(
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         wanted[ALLOCATOR_VARIABLES[-1]] = f"{EXPANDABLE}True"
     if max(tensor, context) > 1 and capability is not None and capability < BLACKWELL:
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        wanted[QUEUES] = "1"
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
