@@ -49,8 +49,9 @@ from rft.rollout.adapter_serving import ServedAdapter
 from rft.rollout.engine_weights import EngineWeights
 
 if TYPE_CHECKING:
-    from vllm import AsyncLLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
 GIB = 2**30

@@ -43,7 +43,7 @@ from rft.rollout.adapter_serving import AdapterServing
 from rft.rollout.worker_channel import WorkerChannel, within_reach
 
 if TYPE_CHECKING:
-    from vllm import AsyncLLM
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's words for the parts of an engine that sleep

@@ -27,9 +27,9 @@ RESULT_TIMEOUT_S = 240
 
 
 class Ranks:
-    """`front`: a directory that comes first on the path of the processes."""
+    """`front`: directories that come first on the path of the processes."""
 
-    def __init__(self, front: Path | None = None) -> None:
+    def __init__(self, *front: Path) -> None:
         self.front = front
         self.server: Any = None
         self.jobs: Any = None
@@ -80,10 +80,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(jobs: Connection, results: list[Connection], front: Path | None) -> None:
+def _serve(jobs: Connection, results: list[Connection], front: tuple[Path, ...]) -> None:
     """Fork the ranks of one job after the other until the parent goes away."""
-    if front is not None:
-        sys.path.insert(0, str(front))
+    sys.path[:0] = map(str, front)
     import torch
 
     from rft.megatron import cpu_port

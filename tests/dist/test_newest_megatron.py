@@ -26,7 +26,7 @@ PINNED = ROOT / "requirements" / "newest-megatron.txt"
 def newest() -> Iterator[Ranks]:
     if not NEWEST.exists():
         pytest.skip(f"{NEWEST} is missing; `make test` fetches it")
-    pool = Ranks(front=NEWEST)
+    pool = Ranks(NEWEST)
     yield pool
     pool.stop()
 
