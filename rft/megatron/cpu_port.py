@@ -6,6 +6,7 @@ imported:
     "cuda", "cuda:0"            -> "cpu"                 x.cuda(...)       -> x.cpu()
     "torch.cuda.FloatTensor"    -> "torch.FloatTensor"   f(pin_memory=...) -> f()
     torch.cuda                  -> `cuda`, the stand-in below
+    x.is_cuda                   -> x.is_cpu              x.record_stream(s) -> x
     torch.compile in core.jit   -> no decorator: inductor needs a C++ compiler and minutes at first
                                 use
 
@@ -105,6 +106,8 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
         if isinstance(node.value, ast.Name) and node.value.id == "torch":
             if node.attr == "cuda":
                 return ast.copy_location(ast.Name(STAND_IN, node.ctx), node)
@@ -118,8 +121,8 @@ class _Rewrite(ast.NodeTransformer):
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr == "cuda":
             function.attr, node.args, node.keywords = "cpu", [], []
-        elif (
-            isinstance(function, ast.Attribute) and function.attr == "pin_memory" and not node.args
+        elif isinstance(function, ast.Attribute) and (
+            function.attr == "record_stream" or (function.attr == "pin_memory" and not node.args)
         ):
             return function.value
         return node
