@@ -166,7 +166,7 @@ class Bench:
             hosting = hosted(cls, LogConfig(), computes=cls is Driven)
             return ray.remote(hosting).options(**options).remote(*given)
 
-        rollout = RolloutModelConfig(dtype="fp32")
+        rollout = RolloutModelConfig(dtype="fp32", enforce_eager=True, max_num_seqs=256)
         self.engine = spawn(Driven, "engine_0", model, rollout, 1, 0, "cpu", model.max_model_len)
         buffer = spawn(
             ExperienceBuffer,

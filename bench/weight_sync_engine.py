@@ -142,7 +142,9 @@ def measured(model: Path, rounds: int) -> list[dict[str, float]]:
         log_to_driver=False,
     )
     environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # `load_again` travels as a function
-    rollout = RolloutModelConfig(dtype="bf16", kv_cache_gb=0.5, max_num_seqs=REQUESTS)
+    rollout = RolloutModelConfig(
+        dtype="bf16", kv_cache_gb=0.5, enforce_eager=True, max_num_seqs=REQUESTS
+    )
     actor = ray.remote(Measured).options(
         max_concurrency=1000, runtime_env={"env_vars": environment}
     )

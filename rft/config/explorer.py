@@ -30,13 +30,19 @@ class EngineConfig(Section):
     dtype: Annotated[
         Literal["fp32", "bf16"] | None, "of the engines' weights; default: trainer.dtype"
     ] = None
-    max_num_seqs: Annotated[PosInt, "requests that an engine decodes at a time"] = 256
+    max_num_seqs: Annotated[
+        PosInt | None,
+        "requests that an engine decodes at a time; default: 256, on a GPU up to 1024, as many as "
+        "max_staleness admits",
+    ] = None
     enable_prefix_caching: Annotated[Bool, "prompts that begin alike are computed once"] = True
     kv_cache_gb: Annotated[PosFloat, "CPU only"] = 1.0
     gpu_memory_utilization: Annotated[
         Share | None, "GPU only; default: 0.9, or 0.5 with cluster.colocate"
     ] = None
-    enforce_eager: Annotated[Bool, "without CUDA graphs"] = True
+    enforce_eager: Annotated[
+        Bool | None, "without CUDA graphs; default: false on a GPU, true on a CPU"
+    ] = None
 
 
 @dataclass
@@ -93,7 +99,10 @@ class DynamicTimeoutConfig(Section):
 @dataclass
 class ExplorerConfig(Section):
     name: Annotated[Str, "several explorers on one buffer need a name each"] = "explorer"
-    runner_per_model: Annotated[PosInt, "groups in flight per engine"] = 8
+    runner_per_model: Annotated[
+        PosInt | None,
+        "groups in flight per engine; default: 8, on a GPU as many as fill max_num_seqs",
+    ] = None
     max_timeout: Annotated[PosFloat, "seconds for one task, all attempts together"] = 900.0
     max_retry_times: Annotated[
         NonNegInt, "further attempts after one that failed, inside max_timeout"

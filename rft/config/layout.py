@@ -230,5 +230,6 @@ def stored_bytes(config: Config) -> int:
         else None
     )
     shapes = adapter_names(dims, architecture, lora) if lora else hf_names(dims, architecture)
-    one = sum(prod(shape) for shape in shapes.values()) * ITEM_BYTES[DTYPES[config.trainer.dtype]]
+    item = ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
+    one = sum(prod(shape) for shape in shapes.values()) * item
     return HELD * (one + one // 16)  # a bucket's pieces are aligned, and the store has headers

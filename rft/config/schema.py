@@ -183,8 +183,10 @@ class TrainerConfig(Section):
     ] = None
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     dtype: Annotated[
-        Literal["fp32", "bf16"], "of the weights in training; bf16 keeps fp32 masters"
-    ] = "fp32"
+        Literal["fp32", "bf16"] | None,
+        "of the weights in training; bf16 keeps fp32 masters; default: bf16 on a GPU, fp32 on a "
+        "CPU",
+    ] = None
     total_steps: Annotated[
         PosInt | None, "stop after this many steps; default: when the data ends"
     ] = None

@@ -11,6 +11,7 @@ loss, however the rows were cut.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from math import lcm
 from typing import Any
 
 import msgspec
@@ -397,6 +398,15 @@ def _join(picked: list[Row], chosen: list[int], multiple: int, scores: Iterable[
 def empty(length: int, scores: Iterable[str] = ()) -> Packed:
     """A microbatch of padding only, with scores of these names."""
     return _join([], [], length, scores)
+
+
+def multiple_of(tensor: int, context: int, kernels: int = 1) -> int:
+    """What the local length of every microbatch is a multiple of: shards of a sequence-parallel
+    group, tokens that kernels take at a time, and, with context parallelism, two chunks per rank.
+    The padding behind the sequences is one more sequence to Transformer Engine, and a whole
+    microbatch where there are none.
+    """
+    return lcm(tensor * kernels, 2 if context > 1 else 1)
 
 
 def slice_cp(packed: Packed, rank: int, size: int, multiple: int = 1, length: int = 0) -> Packed:

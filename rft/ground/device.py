@@ -8,9 +8,11 @@ may name a device or a backend.
 import ctypes
 import gc
 import os
+import shutil
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,7 +54,15 @@ HANDLE = (
 # at a time
 YOUNG = 20_000
 NICE = 10  # a tenth of what others get of a core that both want
+# where torch reads its allocator's settings; the first one that is set counts
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:"
+TOOL_S = 30.0  # for the driver's tool: it may have to wake the GPUs
+BLACKWELL = 10  # its compute capability; from there on copies and kernels have queues enough
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+_segments = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -324,6 +334,7 @@ class SharedCard:
 
     def __init__(self, device: "torch.device"):
         self.device = device
+        self._pool: Any = None
 
     def uuid(self) -> str:
         import torch
@@ -331,9 +342,17 @@ class SharedCard:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def room(self, size: int) -> "torch.Tensor":
+        """A segment of its own, from a pool in which nothing of the allocator's cache is.
+
+        Never an expandable one (`rank_environment`): torch hands those to another process by file
+        descriptors or fabric handles, which containers forbid or which it gets wrong (its issues
+        179220, 189879 and 190860), and ordinary ones by CUDA's own handle.
+        """
         import torch
 
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._pool = self._pool or torch.cuda.MemPool()
+        with ordinary_segments(), torch.cuda.use_mem_pool(self._pool, self.device.index):
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def share(self, memory: "torch.Tensor") -> dict[str, Any]:
         return dict(zip(HANDLE, memory.untyped_storage()._share_cuda_(), strict=True))
@@ -353,6 +372,25 @@ class SharedCard:
         settle(self.device)
 
 
+@contextmanager
+def ordinary_segments() -> Iterator[None]:
+    """New segments of torch's allocator do not expand inside; those of other threads neither, which
+    does them no harm. One thread at a time, or the second would put back what the first has set.
+    """
+    import torch
+
+    with _segments:
+        told = torch._C._accelerator_getAllocatorSettings()
+        expand = f"{EXPANDABLE}true" in told.lower()
+        if expand:
+            torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE}False")
+        try:
+            yield
+        finally:
+            if expand:
+                torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE}True")
+
+
 def peak_of(name: str) -> float | None:
     """By a device's name, which ends in its memory or form: "NVIDIA H100 80GB HBM3"."""
     known = [
@@ -361,6 +399,11 @@ def peak_of(name: str) -> float | None:
         if f"{name} ".startswith(f"{prefix} ") or name.startswith(f"{prefix}-")
     ]
     return PEAK_TFLOPS[max(known, key=len)] if known else None
+
+
+def default_dtype(kind: str) -> str:
+    """Of a trainer's weights, where nobody gave one."""
+    return "bf16" if kind == "cuda" else "fp32"
 
 
 def torch_dtype(name: str) -> "torch.dtype":
@@ -415,3 +458,46 @@ def loopback_environment(engines_too: bool) -> dict[str, str]:
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment for a child process that may use `threads` cores."""
     return {name: str(threads) for name in THREAD_VARIABLES}
+
+
+def rank_environment(
+    kind: str,
+    tensor: int,
+    context: int,
+    capability: int | None,
+    environment: Mapping[str, str],
+) -> dict[str, str]:
+    """What a trainer rank must have in its environment before it uses CUDA, beyond what the user
+    has set there. `capability`: the GPU's, the number before the point; None: not known.
+
+    The lengths of microbatches change with every step: segments that expand do not fall to pieces.
+    Where tensor- or context-parallel ranks compute and exchange at a time, one queue makes the
+    exchange begin first; Megatron's own arguments ask for it up to Hopper, and from Blackwell on it
+    would only delay. (It forbids it to FSDP, which rft does not use.)
+    """
+    if kind != "cuda":
+        return {}
+    wanted = {}
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        wanted[ALLOCATOR_VARIABLES[-1]] = f"{EXPANDABLE}True"
+    if max(tensor, context) > 1 and capability is not None and capability < BLACKWELL:
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def capability() -> int | None:
+    """Of the first GPU of this machine, the number before the point, asked without torch and
+    without a context on it; None where the driver's tool is missing or says nothing.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = subprocess.run(
+        [tool, "--query-gpu=compute_cap", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TOOL_S,
+    )
+    major = asked.stdout.partition(".")[0].strip()
+    return int(major) if major.isdigit() else None

@@ -29,7 +29,7 @@ from rft.algorithm.fields import Fields
 from rft.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import Packed
 from rft.ground.protocols import Piece, Snapshot
-from rft.megatron import overrides, state, weights
+from rft.megatron import kernels, overrides, state, weights
 from rft.megatron.mesh import Mesh
 from rft.megatron.network import Micro, Network
 from rft.megatron.optimizer import Optimizer
@@ -55,7 +55,11 @@ class Learner(Network):
     ):
         super().__init__(path, trainer, mesh, lora_configs, seed)
         self.step = 0
-        self.ddp = _data_parallel(self.model, overrides.ddp(trainer))
+        fused = kernels.uses_transformer_engine(mesh.device, self.lora)
+        overlap = fused and mesh.place.copies > 1
+        self.ddp = _data_parallel(self.model, overlap, overrides.ddp(trainer))
+        if fused and overrides.transformer(trainer).get(kernels.WGRAD, True):
+            kernels.fuse_weight_gradients(self.model)
         self.optimizer = Optimizer(
             self.ddp, optimizer, grad_clip, total_steps, overrides.optimizer(trainer)
         )
@@ -187,12 +191,15 @@ class Critic(Learner):
         self._restore_counters(small["critic"])
 
 
-def _data_parallel(model: list[GPTModel], more: dict[str, Any]) -> list[DistributedDataParallel]:
+def _data_parallel(
+    model: list[GPTModel], overlap: bool, more: dict[str, Any]
+) -> list[DistributedDataParallel]:
     """megatron's DDP with the hooks that its schedules call.
 
-    Gradients are summed, in fp32, never averaged.
+    Gradients are summed, in fp32, never averaged. `overlap`: beside the backward pass.
     """
     fields = {
+        "overlap_grad_reduce": overlap,
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
         "overlap_param_gather": False,

@@ -7,7 +7,6 @@ Transformer Engine's, taken on CUDA where it is installed. Weights are uninitial
 of them under sequence parallel): `logprobs` multiplies them with `output_weight`, tile by tile.
 """
 
-import importlib.util
 import math
 from typing import Any
 
@@ -31,6 +30,7 @@ from rft.data.packing import Packed
 from rft.ground.adapters import SUFFIXES, Lora
 from rft.ground.names import SUPPORTED, Dims, architecture_of, bind, rope_of
 from rft.megatron.attention import PackedAttention, Packing, plan
+from rft.megatron.kernels import WGRAD, fused, uses_transformer_engine
 from rft.megatron.lora_layers import add_adapters
 from rft.megatron.mesh import Mesh
 
@@ -135,17 +135,6 @@ def output_weight(model: GPTModel) -> Tensor:
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
-def uses_transformer_engine(mesh: Mesh, lora: Lora | None = None) -> bool:
-    """Adapters are layers of our own: its layers fuse the norm into the projection that an adapter
-    stands beside.
-    """
-    return (
-        mesh.device.kind != "cpu"
-        and lora is None
-        and importlib.util.find_spec("transformer_engine") is not None
-    )
-
-
 def _device(config: TransformerConfig) -> Any:
     return "cpu" if config.use_cpu_initialization else None
 
@@ -153,8 +142,8 @@ def _device(config: TransformerConfig) -> Any:
 def transformer_config(
     hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any], lora: Lora | None
 ) -> TransformerConfig:
-    """The fields of megatron's config that this model and mesh decide; everything fused or random
-    is off, unless in `more`.
+    """The fields of megatron's config that this model and mesh decide; everything random is off,
+    and everything fused but for what Transformer Engine's layers have, unless in `more`.
     """
     dims, features = Dims.of(hf), SUPPORTED[architecture_of(hf)]
     on_cpu = mesh.device.kind == "cpu"
@@ -178,7 +167,6 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         perform_initialization=False,
         use_cpu_initialization=on_cpu,
@@ -199,14 +187,17 @@ def transformer_config(
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=True,
     )
-    return TransformerConfig(**(fields | more))
+    if uses_transformer_engine(mesh.device, lora):
+        fields |= fused(experts=bool(dims.experts))
+    # never here: see `kernels.fuse_weight_gradients`
+    return TransformerConfig(**(fields | more | {WGRAD: False}))
 
 
 def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any]:
     """A router as transformers has it: fp32 softmax over all experts, the best k, their sum made 1
     if asked. No auxiliary loss: it would pull the policy to where no reward is.
     """
-    dims, fused = Dims.of(hf), uses_transformer_engine(mesh, lora)
+    dims = Dims.of(hf)
     if not dims.experts:
         return {}
     return {
@@ -217,7 +208,7 @@ def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": fused,
+        "moe_grouped_gemm": uses_transformer_engine(mesh.device, lora),
         # The other one exchanges unequal numbers of tokens, on streams of the GPU.
         "moe_token_dispatcher_type": "allgather" if mesh.device.kind == "cpu" else "alltoall",
         "expert_model_parallel_size": mesh.place.ep,
@@ -228,7 +219,7 @@ def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any
 def layer_spec(
     config: TransformerConfig, mesh: Mesh, dims: Dims, lora: Lora | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    if uses_transformer_engine(mesh, lora):
+    if uses_transformer_engine(mesh.device, lora):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -298,7 +289,7 @@ def _part(
         model.output_layer = ValueHead(config) if is_critic else OutputLayer(model.output_layer)
     _mark_shards(model)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
-    if uses_transformer_engine(mesh, lora):
+    if uses_transformer_engine(mesh.device, lora):
         model.rotary_pos_emb.inv_freq = frequencies
     else:
         model.rotary_pos_emb = Rotary()

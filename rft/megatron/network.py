@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from rft.algorithm.fields import Fields
 from rft.config import LoraConfig, TrainerConfig
 from rft.config.layout import check_layout, lora_of
-from rft.data.packing import Packed, cp_index, empty, slice_cp
-from rft.ground.device import torch_dtype
+from rft.data.packing import Packed, cp_index, empty, multiple_of, slice_cp
+from rft.ground.device import default_dtype, torch_dtype
 from rft.ground.names import Dims, read_hf_config
+from rft.megatron import kernels, overrides, weights
 from rft.megatron import model as models
-from rft.megatron import overrides, weights
 from rft.megatron.logprobs import label_logprobs
 from rft.megatron.lora_layers import freeze_all_but_adapters
 from rft.megatron.mesh import Mesh
@@ -60,18 +60,21 @@ class Network:
         seed: int = 0,
     ):
         self.mesh = mesh
+        self.dtype = trainer.dtype or default_dtype(mesh.device.kind)
         self.hf_config = read_hf_config(path)
         check_layout(self.hf_config, trainer.megatron, mesh.world)
         self.dims = Dims.of(self.hf_config)
         more = overrides.transformer(trainer)
-        self.multiple = (mesh.tp if mesh.sequence_parallel else 1) * (
-            overrides.FP8_TOKENS if more.get("fp8") else 1
+        self.multiple = multiple_of(
+            mesh.tp if mesh.sequence_parallel else 1,
+            mesh.cp,
+            overrides.FP8_TOKENS if more.get("fp8") else 1,
         )
         self.lora = lora_of(lora_configs or [], self.dims)
-        if not models.uses_transformer_engine(mesh, self.lora):
+        if not kernels.uses_transformer_engine(mesh.device, self.lora):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
         self.model = models.build(
-            self.hf_config, mesh, torch_dtype(trainer.dtype), more, self.is_critic, self.lora
+            self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora
         )
         weights.load_hf(self.model, path, self.hf_config, mesh.place)
         if self.lora:

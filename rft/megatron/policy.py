@@ -22,12 +22,10 @@ from torch import Tensor
 from rft.algorithm.fields import Fields
 from rft.config import ModelConfig, OptimizerConfig, TrainerConfig
 from rft.data.packing import Packed
-from rft.ground.adapters import Lora
 from rft.ground.protocols import Block, Snapshot, WeightSource
-from rft.megatron import state, weights
+from rft.megatron import kernels, state, weights
 from rft.megatron.learner import Learner
 from rft.megatron.mesh import Mesh
-from rft.megatron.model import uses_transformer_engine
 from rft.megatron.network import Micro
 from rft.megatron.optimizer import Optimizer
 
@@ -63,7 +61,7 @@ class Policy(Learner):
         )
         slabs = weights.slabs(self.model, self.hf_config, mesh.place)
         self._sent = weights.shared(slabs, mesh.place)
-        self._path = _describe(mesh, trainer, self.optimizer, self.lora)
+        self._path = _describe(self, trainer)
 
     def describe(self) -> str:
         """Which kernels compute, and why those."""
@@ -127,15 +125,15 @@ def _seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 1, force_reset_rng=True)
 
 
-def _describe(mesh: Mesh, trainer: TrainerConfig, optimizer: Optimizer, lora: Lora | None) -> str:
+def _describe(policy: Policy, trainer: TrainerConfig) -> str:
     """Say which of several ways of computing a run takes, and why, in one line."""
     megatron = importlib.metadata.version("megatron-core")
     parts = [
-        mesh.device.describe(),
-        trainer.dtype,
+        policy.mesh.device.describe(),
+        policy.dtype,
         f"megatron-core {megatron}",
-        _layers(mesh, lora),
-        _optimizer(optimizer),
+        kernels.describe(policy.mesh.device, policy.lora, _fused(policy)),
+        _optimizer(policy.optimizer),
     ]
     fp8 = trainer.megatron.override_transformer_config.get("fp8")
     recipe = trainer.megatron.override_transformer_config.get("fp8_recipe", "delayed")
@@ -145,15 +143,16 @@ def _describe(mesh: Mesh, trainer: TrainerConfig, optimizer: Optimizer, lora: Lo
     return "; ".join(parts)
 
 
-def _layers(mesh: Mesh, lora: Lora | None) -> str:
-    if uses_transformer_engine(mesh, lora):
-        return f"layers of Transformer Engine {importlib.metadata.version('transformer-engine')}"
-    if mesh.device.kind == "cpu":
-        return "rft's own layers (on a CPU)"
-    return (
-        "rft's own layers "
-        f"({'adapters have no others' if lora else 'Transformer Engine is not installed'})"
-    )
+def _fused(policy: Policy) -> dict[str, bool]:
+    config = policy.model[0].config
+    names = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion")
+    modules = (module for part in policy.model for module in part.modules())
+    wgrad = any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)
+    overlap = policy.ddp[0].ddp_config.overlap_grad_reduce
+    return {name: getattr(config, name) for name in names} | {
+        kernels.WGRAD: wgrad,
+        "overlap_grad_reduce": overlap,
+    }
 
 
 def _optimizer(optimizer: Optimizer) -> str:

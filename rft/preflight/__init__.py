@@ -27,6 +27,7 @@ def checks(at_start: bool) -> tuple[Rule, ...]:
         *rules_trainer.TINKER_FILLED,
         *rules_trainer.ALGORITHM,
         *rules_trainer.PROFILER,
+        *rules_trainer.PRECISION,
         *rules_trainer.CHECKPOINT,
         *rules_data.TASKSETS,
         *rules_data.BATCHES,

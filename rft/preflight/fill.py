@@ -21,6 +21,7 @@ from rft.config import (
     is_remote,
 )
 from rft.config import verl as verl_keys
+from rft.config.choices import fill_choices
 from rft.extras.pipeline.output import place
 from rft.extras.pipeline.worker_process import TASKS
 from rft.preflight.rules import Refusals, Rule, tasksets
@@ -46,14 +47,13 @@ def fill_config(config: Config, refusals: Refusals) -> None:
         fill_algorithm(config.algorithm)
         _fill_rows(config)
     refusals.ask(DERIVED, config)
-    rollout = config.explorer.rollout_model
-    rollout.dtype = rollout.dtype or config.trainer.dtype
     config.ray_namespace = config.ray_namespace or f"{config.project}/{config.name}"
     if config.shutdown_grace_s is None:
         config.shutdown_grace_s = grace_of(os.environ)
     _fill_tasksets(config)
     _fill_sync(config)
     fill_colocate(config)
+    fill_choices(config)
     _fill_agents(config)
     if config.deterministic:
         _fill_deterministic(config)
@@ -218,7 +218,6 @@ def _fill_agents(config: Config) -> None:
     """Auxiliary models, and the API where something asks it."""
     explorer = config.explorer
     for one in explorer.auxiliary_models:
-        one.dtype = one.dtype or config.trainer.dtype
         one.gpu_memory_utilization = one.gpu_memory_utilization or ALONE_SHARE
     wanted = config.mode == "serve" or bool(explorer.auxiliary_models) or bool(agents(config))
     explorer.rollout_model.enable_openai_api = explorer.rollout_model.enable_openai_api or wanted

@@ -192,6 +192,22 @@ PROFILER = (
 )
 
 
+PRECISION = (
+    Rule(
+        "trainer.dtype trainer.megatron.context_parallel_size device model.lora_configs",
+        lambda c: (
+            c.device == "cuda"
+            and c.trainer.dtype == "fp32"
+            and c.trainer.megatron.context_parallel_size > 1
+            and not c.model.lora_configs
+        ),
+        "trainer.dtype=fp32 with trainer.megatron.context_parallel_size="
+        "{trainer.megatron.context_parallel_size} on a GPU: Transformer Engine has no attention in "
+        "fp32 over several ranks; set trainer.dtype=bf16, or context_parallel_size=1",
+    ),
+)
+
+
 def _storage(c: Config) -> Iterator[str]:
     storage = c.trainer.checkpoint.storage
     if storage is None:

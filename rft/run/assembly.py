@@ -155,7 +155,7 @@ def export(backend: TrainBackend, checkpoints: Any, step: int) -> None:
 def speed_of(backend: TrainBackend, mesh: TrainerMesh, cost: Cost) -> Speed:
     """`cost` is that of a token."""
     trainer = backend.config.trainer
-    peak = trainer.peak_tflops or backend.device.peak_tflops(trainer.dtype)
+    peak = trainer.peak_tflops or backend.device.peak_tflops(str(trainer.dtype))
     return Speed(cost, mesh.world, peak, trainer.recompute_granularity == "full")
 
 

@@ -78,6 +78,10 @@ class MegatronBackend(TrainBackend):
             from rft.megatron import cpu_port
 
             cpu_port.install()
+        else:
+            from rft.megatron import kernels
+
+            kernels.check()
         from rft.megatron import mesh
 
         trainer = self.config.trainer

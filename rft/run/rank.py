@@ -88,6 +88,7 @@ def main(path: str, terminal: int | None = None) -> int:
     die_with_parent()
     # of the attempt before a restart
     (log_dir / f"failure_rank_{number}.json").unlink(missing_ok=True)
+    os.environ.update(environment_of(config))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = devices.choose(config.device, local, config.cluster.threads_per_rank)
     rank = Rank(backend_of(config, device))
@@ -116,6 +117,18 @@ def main(path: str, terminal: int | None = None) -> int:
         return 0
     # all ranks end together, whichever of them was told to
     return 128 + (rank.stopping or [signal.SIGTERM])[0]
+
+
+def environment_of(config: Config) -> dict[str, str]:
+    """What must be set before this rank uses CUDA."""
+    megatron, cuda = config.trainer.megatron, config.device == "cuda"
+    return devices.rank_environment(
+        config.device,
+        megatron.tensor_model_parallel_size,
+        megatron.context_parallel_size,
+        devices.capability() if cuda else None,
+        os.environ,
+    )
 
 
 def keep_batch(rank: Rank) -> None:

@@ -82,7 +82,7 @@ def plan(config: Config) -> MemoryPlan:
     lora = lora_of(config.model.lora_configs, dims)
     shapes = hf_names(dims, architecture)
     adapter = adapter_names(dims, architecture, lora) if lora else None
-    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[config.trainer.dtype]]
+    megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     total, mine = count(shapes), held(shapes, config)
     trained, mine_trained = (count(adapter), held(adapter, config)) if adapter else (total, mine)

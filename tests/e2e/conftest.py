@@ -48,7 +48,9 @@ def engine(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
     from rft.rollout.engine import RolloutEngine
 
     model = ModelConfig(model_path=str(model_dirs[0]))
-    rollout = RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25)
+    rollout = RolloutModelConfig(
+        dtype="fp32", kv_cache_gb=0.25, enforce_eager=True, max_num_seqs=256
+    )
     actor = ray.remote(RolloutEngine).options(max_concurrency=1000)
     handle = actor.remote("engine_0", model, rollout, 1, 0, "cpu", CONTEXT)
     ray.get(handle.start.remote(), timeout=240)

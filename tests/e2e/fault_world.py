@@ -108,7 +108,9 @@ class World:
         log = str(self.directory / f"{name}.log")
         model, rollout = (
             ModelConfig(model_path=str(self.path)),
-            RolloutModelConfig(dtype="fp32", kv_cache_gb=0.125),
+            RolloutModelConfig(
+                dtype="fp32", kv_cache_gb=0.125, enforce_eager=True, max_num_seqs=256
+            ),
         )
         self.engines[name] = actor(MortalEngine, RFT_LOG_FILE=log).remote(
             name, model, rollout, 1, 0, "cpu", CONTEXT

@@ -48,7 +48,9 @@ pytestmark = (
 def engine(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
     """An engine of its own: one that takes adapters is another vLLM."""
     model = ModelConfig(model_path=str(model_dirs[0]), lora_configs=[LORA])
-    rollout = RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25)
+    rollout = RolloutModelConfig(
+        dtype="fp32", kv_cache_gb=0.25, enforce_eager=True, max_num_seqs=256
+    )
     actor = ray.remote(RolloutEngine).options(max_concurrency=1000)
     handle = actor.remote("engine_lora", model, rollout, 1, 0, "cpu", CONTEXT, KEPT)
     ray.get(handle.start.remote(), timeout=240)

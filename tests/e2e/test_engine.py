@@ -128,7 +128,7 @@ def test_a_killed_engine_is_named_and_leaves_no_process(
     arguments = (
         "engine_1",
         model,
-        RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25),
+        RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25, enforce_eager=True, max_num_seqs=256),
         1,
         0,
         "cpu",

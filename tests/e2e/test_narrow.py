@@ -112,7 +112,13 @@ def test_vllms_expert_loader_reads_what_is_needed_and_no_more(worker: int, worke
 @pytest.fixture(scope="module")
 def engine_of_two(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
     """An engine whose two workers hold half of the model each, with the first weights."""
-    rollout = RolloutModelConfig(dtype="fp32", kv_cache_gb=0.25, tensor_parallel_size=2)
+    rollout = RolloutModelConfig(
+        dtype="fp32",
+        kv_cache_gb=0.25,
+        tensor_parallel_size=2,
+        enforce_eager=True,
+        max_num_seqs=256,
+    )
     actor = ray.remote(RolloutEngine).options(max_concurrency=1000)
     handle = actor.remote(
         "engine_0", ModelConfig(model_path=str(model_dirs[0])), rollout, 1, 0, "cpu", 256

@@ -22,6 +22,7 @@ from rft import train
 from rft.algorithm import ALGORITHMS, recipe
 from rft.checkpoint import writer
 from rft.config import Config, ConfigError, keys
+from rft.config.choices import fill_choices
 from rft.config.compose import CONFIG_DIR
 from rft.config.layout import stored_bytes
 from rft.data import packing
@@ -238,6 +239,19 @@ def test_the_method_follows_from_the_mode(
 ) -> None:
     (config,) = grpo(assets, tmp_path, *overrides.split())
     assert config.synchronizer.sync_method == method
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "found"),
+    [("cpu", None, "fp32"), ("cuda", None, "bf16"), ("cuda", "fp32", "fp32")],
+)
+def test_precision_follows_the_device_and_engines_follow_the_trainer(
+    device: str, given: Any, found: str
+) -> None:
+    config = Config(device=device)  # type: ignore[arg-type]
+    config.trainer.dtype = given
+    fill_choices(config)
+    assert (config.trainer.dtype, config.explorer.rollout_model.dtype) == (found, found)
 
 
 def test_memory_holds_two_versions_and_needs_room_for_them(

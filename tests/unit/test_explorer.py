@@ -125,7 +125,9 @@ def explorer(
         return outcome
 
     monkeypatch.setattr(workflows, "run", run)
-    settings = ExplorerConfig(**{"max_retry_times": 1, "max_timeout": 30.0, **config})
+    settings = ExplorerConfig(
+        **{"max_retry_times": 1, "max_timeout": 30.0, "runner_per_model": 8, **config}
+    )
     actor = Explorer(
         settings,
         ModelConfig(),

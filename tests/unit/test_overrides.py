@@ -1,11 +1,13 @@
 """Which fields of megatron's dataclasses pass, and what is said of the others."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rft.config import ConfigError, MegatronConfig, TrainerConfig
-from rft.megatron import overrides
+from rft.megatron import kernels, overrides
 from rft.megatron.overrides import DDP, OPTIMIZER, PASSED, TRANSFORMER
 
 
@@ -137,3 +139,29 @@ def test_without_transformer_engine_its_features_are_refused() -> None:
         ):
             overrides.refuse_transformer_engine(config, "this is a desk")
     overrides.refuse_transformer_engine(TrainerConfig(), "this is a desk")
+
+
+@pytest.mark.parametrize(
+    ("pytorch", "told"),
+    [
+        (None, "`import transformer_engine.pytorch` failed"),
+        ("raise FileNotFoundError('no libtransformer_engine.so')", "no libtransformer_engine.so"),
+        ("", "`import transformer_engine.pytorch.fp8` failed"),
+    ],
+)
+def test_half_a_transformer_engine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytorch: str | None, told: str
+) -> None:
+    """Its metapackage alone, its part for PyTorch without its library, and another one's names."""
+    kernels.check()  # it is not there at all
+    package = tmp_path / "transformer_engine"
+    for place, text in ((package, ""), (package / "pytorch", pytorch)):
+        if text is not None:
+            place.mkdir()
+            (place / "__init__.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="half installed.*uninstall transformer-engine") as error:
+        kernels.check()
+    assert told in str(error.value)
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]

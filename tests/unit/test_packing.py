@@ -21,6 +21,7 @@ from rft.data.packing import (
     decode_part,
     divide,
     encode_part,
+    multiple_of,
     pack,
     slice_cp,
     token_weights,
@@ -54,6 +55,27 @@ def make_rows(lengths: list[int]) -> list[Row]:
 def sequences(packed: Packed) -> list[tuple[int, slice]]:
     bounds = packed.cu_seqlens.tolist()
     return [(int(r), slice(a, b)) for r, a, b in zip(packed.rows, bounds, bounds[1:], strict=False)]
+
+
+@pytest.mark.parametrize("lengths", [[], [33], [33, 7, 100]])
+@pytest.mark.parametrize(
+    ("tp", "cp", "dp", "kernels"),
+    [(1, 2, 2, 1), (1, 2, 1, 1), (2, 2, 2, 1), (1, 4, 2, 1), (3, 4, 2, 32)],
+)
+def test_every_length_over_the_context_ranks_is_of_two_chunks_each(
+    lengths: list[int], tp: int, cp: int, dp: int, kernels: int
+) -> None:
+    """Sequences, the padding behind them, and microbatches of padding only: Transformer Engine
+    takes no others.
+    """
+    multiple = multiple_of(tp, cp, kernels)
+    for part in pack(make_rows(lengths), dp, 64, multiple):
+        for packed in part:
+            for rank in range(cp):
+                local = slice_cp(packed, rank, cp, multiple)
+                bounds = [*local.cu_seqlens.tolist(), local.length]
+                assert local.length and local.length % (tp * kernels) == 0
+                assert not (np.diff(bounds) * cp % (2 * cp)).any()
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,11 @@
-"""A trainer rank before it trains: where the policy learns."""
+"""A trainer rank before it trains: where the policy learns, and in which environment."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 from rft.config import Config
 from rft.ground import device as devices
@@ -14,3 +19,57 @@ def test_every_type_of_trainer_has_a_backend(kind: str) -> None:
     backend = backend_of(config, devices.choose("cpu"))
     for part in ("open_mesh", "build_models", "build_checkpoints", "build_publisher"):
         assert getattr(type(backend), part) is not getattr(TrainBackend, part)
+
+
+SEGMENTS, QUEUE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "cp", "capability", "given", "wanted"),
+    [
+        ("cpu", 2, 2, None, {}, {}),
+        ("cuda", 1, 1, 9, {}, SEGMENTS),
+        ("cuda", 2, 1, 9, {}, SEGMENTS | {QUEUE: "1"}),
+        ("cuda", 1, 2, 8, {}, SEGMENTS | {QUEUE: "1"}),
+        ("cuda", 2, 2, 10, {}, SEGMENTS),
+        ("cuda", 2, 2, None, {}, SEGMENTS),
+        ("cuda", 2, 1, 9, {QUEUE: "8"}, SEGMENTS),
+        ("cuda", 1, 1, 9, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}),
+        ("cuda", 1, 1, 9, {"PYTORCH_ALLOC_CONF": ""}, {}),
+    ],
+)
+def test_what_a_rank_needs_in_its_environment(
+    kind: str, tp: int, cp: int, capability: int | None, given: dict[str, str], wanted: object
+) -> None:
+    """Megatron's own rule for the queue, and the user's word before both."""
+    assert devices.rank_environment(kind, tp, cp, capability, given) == wanted
+
+
+def test_memory_that_is_shared_is_no_part_of_an_expandable_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own settings, and its own signatures where there is no GPU."""
+    settings = torch._C._accelerator_getAllocatorSettings
+    pools: list[object] = []
+
+    @contextmanager
+    def use(pool: object, device: object = None) -> Iterator[None]:
+        pools.append((pool, settings()))
+        yield
+
+    assert inspect.signature(use).parameters.keys() == (
+        inspect.signature(torch.cuda.use_mem_pool).parameters.keys()
+    )
+    monkeypatch.setattr(torch.cuda, "MemPool", object)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    before = settings()
+    card = devices.SharedCard(torch.device("cpu"))
+    try:
+        for expand in (True, False):
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expand}")
+            assert card.room(64).shape == (64,)
+            assert settings() == f"expandable_segments:{expand}"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+    assert [told for _, told in pools] == ["expandable_segments:False"] * 2
+    assert pools[0] == pools[1]

@@ -684,6 +684,12 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "by their path; set it to checkpoint",
     ),
     (f"{REMOTE} trainer.num_ranks=2", "trainer.num_ranks=2", "leave it out"),
+    (
+        "device=cuda cluster.gpu_per_node=8 trainer.num_ranks=2 trainer.dtype=fp32 "
+        "trainer.megatron.context_parallel_size=2",
+        "trainer.dtype=fp32 with trainer.megatron.context_parallel_size=2",
+        "set trainer.dtype=bf16",
+    ),
     (f"{REMOTE} device=cuda", "device=cuda", "leave it out"),
     (
         f"{REMOTE} algorithm.optimizer.optimizer_type=sgd",

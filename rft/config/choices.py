@@ -1,0 +1,152 @@
+"""Defaults that depend on the device: what each becomes where a user left it out, and why.
+
+In: a config whose `device` is decided. Out: the same config with these keys set (`fill_choices`,
+called by `rft.preflight.fill`), and, for the start of a run, each of them with the reason
+(`explained`). Invariants: what the user gave is never replaced; a reason is said of the value that
+is in force, never of one that it would have been.
+
+To add one: a function of a config that yields `Choice`s, and its name in CHOOSERS, after those
+whose keys it reads. It is asked again by `explained`, so it may look at the filled config only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from rft.config.explorer import EngineConfig
+from rft.config.schema import Config
+from rft.ground.device import default_dtype
+
+ROLLOUT = "explorer.rollout_model"
+# Requests that an engine decodes at a time. vLLM's own numbers are 256 on small cards and 1024 on
+# those of 70 GB and more.
+FEWEST_SEQUENCES, MOST_SEQUENCES = 256, 1024
+RUNNERS_ON_CPU = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `key` is where nobody gave it, on this device; `why` in words that end a line."""
+
+    key: str
+    value: Any
+    why: str
+
+
+def fill_choices(config: Config) -> None:
+    """Set every key of the choosers below that is still None."""
+    for choose in CHOOSERS:
+        for choice in choose(config):
+            section, name = _place(config, choice.key)
+            if getattr(section, name) is None:
+                setattr(section, name, choice.value)
+
+
+def explained(config: Config) -> list[Choice]:
+    """Of a filled config: every key that the device may decide, the value in force, and why."""
+    found = []
+    for choose in CHOOSERS:
+        for choice in choose(config):
+            section, name = _place(config, choice.key)
+            value = getattr(section, name)
+            why = (
+                choice.why if value == choice.value else f"set; the default here is {choice.value}"
+            )
+            found.append(Choice(choice.key, value, why))
+    return found
+
+
+def _place(config: Config, key: str) -> tuple[Any, str]:
+    """The section that has the key, and the key's name there."""
+    *sections, name = key.split(".")
+    return reduce(_part, sections, config), name
+
+
+def _part(section: Any, name: str) -> Any:
+    return section[int(name)] if isinstance(section, list) else getattr(section, name)
+
+
+# --- trainer --------------------------------------------------------------------------------------
+
+
+def of_trainer(config: Config) -> Iterator[Choice]:
+    why = (
+        "Transformer Engine's quick attention takes bf16 alone, and engines' too"
+        if config.device == "cuda"
+        else "a CPU is no quicker in bf16, and fp32 agrees with the engines to 1e-4"
+    )
+    yield Choice("trainer.dtype", default_dtype(config.device), why)
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def of_engines(config: Config) -> Iterator[Choice]:
+    for key, engine in engines(config):
+        yield Choice(f"{key}.dtype", config.trainer.dtype, "as trainer.dtype")
+        yield _graphs(config, key)
+        yield _sequences(config, key, engine)
+    yield _runners(config)
+
+
+def engines(config: Config) -> Iterator[tuple[str, EngineConfig]]:
+    """(key, section) of every model that has engines."""
+    yield ROLLOUT, config.explorer.rollout_model
+    for number, model in enumerate(config.explorer.auxiliary_models):
+        yield f"explorer.auxiliary_models.{number}", model
+
+
+def _graphs(config: Config, key: str) -> Choice:
+    if config.device == "cuda":
+        return Choice(
+            f"{key}.enforce_eager",
+            False,
+            "CUDA graphs: launching kernels one by one takes longer than a decoding step of a "
+            "model up to 14B",
+        )
+    return Choice(f"{key}.enforce_eager", True, "a CPU has no graphs, and compiling takes longer")
+
+
+def groups_in_flight(config: Config) -> int | None:
+    """Groups that `max_staleness` admits at a time, over all engines; None: nothing limits them."""
+    staleness = config.synchronizer.max_staleness
+    if config.mode != "both" or staleness is None:
+        return None
+    return (staleness + 1) * config.buffer.batch_size
+
+
+def _sequences(config: Config, key: str, engine: EngineConfig) -> Choice:
+    name = f"{key}.max_num_seqs"
+    groups = groups_in_flight(config)
+    if config.device != "cuda" or key != ROLLOUT or groups is None:
+        return Choice(name, FEWEST_SEQUENCES, "fits any card")
+    wanted = -(-groups * _repeats(config) // engine.engine_num)
+    value = min(max(wanted, FEWEST_SEQUENCES), MOST_SEQUENCES)
+    return Choice(
+        name,
+        value,
+        f"max_staleness admits {wanted} sequences per engine; {FEWEST_SEQUENCES} to "
+        f"{MOST_SEQUENCES} fit a card",
+    )
+
+
+def _runners(config: Config) -> Choice:
+    """Groups in flight per engine. More than are admitted would change nothing; the number is not
+    divided by the engines, because those that stay take over the groups of one that died.
+    """
+    name, groups = "explorer.runner_per_model", groups_in_flight(config)
+    if config.device != "cuda":
+        return Choice(name, RUNNERS_ON_CPU, "a CPU decodes few sequences at a time")
+    sequences, repeats = int(config.explorer.rollout_model.max_num_seqs or 1), _repeats(config)
+    filling = -(-sequences // repeats)
+    if groups is not None and groups < filling:
+        return Choice(name, groups, f"max_staleness admits {groups} groups")
+    return Choice(name, filling, f"x repeat_times={repeats} fills max_num_seqs={sequences}")
+
+
+def _repeats(config: Config) -> int:
+    return int(config.algorithm.repeat_times or 1)
+
+
+CHOOSERS = (of_trainer, of_engines)
