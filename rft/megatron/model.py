@@ -184,7 +184,10 @@ def transformer_config(
         **_experts(hf, mesh, lora),
         # Only p2p of equal shapes: all microbatches of a step are padded to one length.
         variable_seq_lengths=False,
-        batch_p2p_comm=not on_cpu,
+        # Not of virtual stages: of two messages between the same two ranks in one batch, which two
+        # stages have, each would be taken for the other.
+        batch_p2p_comm=not on_cpu and mesh.vpp == 1,
+        overlap_p2p_comm=mesh.vpp > 1,
         deallocate_pipeline_outputs=True,
     )
     if uses_transformer_engine(mesh.device, lora):
