@@ -48,6 +48,7 @@ def benches(*names: str) -> Part:
 PARTS = {
     "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=PAGES),
     "ranks": tests("dist"),
+    "gpu_model": tests("gpu_model"),
     "recorded": tests("recorded"),
     "engines": e2e(
         *("engine", "narrow", "turns", "weight_sync", "adapter_sync", "sync_methods"),
