@@ -28,6 +28,7 @@ import torch
 
 PREFIX = "megatron.core"
 STAND_IN = "_rft_cuda"
+JIT = PREFIX + ".jit"
 
 
 class _Nothing:
@@ -94,7 +95,7 @@ cuda = _stand_in()
 
 class _Rewrite(ast.NodeTransformer):
     def __init__(self, module: str) -> None:
-        self.in_jit = module == PREFIX + ".jit"
+        self.in_jit = module == JIT
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, str):
@@ -150,7 +151,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        if b"cuda" not in source and b"pin_memory" not in source:
+        if fullname != JIT and b"cuda" not in source and b"pin_memory" not in source:
             return super().get_code(fullname)
         return compile(rewrite(source, fullname), path, "exec", dont_inherit=True)
 
