@@ -6,6 +6,7 @@ imported:
     "cuda", "cuda:0"            -> "cpu"                 x.cuda(...)       -> x.cpu()
     "torch.cuda.FloatTensor"    -> "torch.FloatTensor"   f(pin_memory=...) -> f()
     torch.cuda                  -> `cuda`, the stand-in below
+    x.is_cuda                   -> x.is_cpu              x.record_stream(s) -> x
     torch.compile in core.jit   -> no decorator: inductor needs a C++ compiler and minutes at first
                                 use
 
@@ -27,6 +28,7 @@ import torch
 
 PREFIX = "megatron.core"
 STAND_IN = "_rft_cuda"
+JIT = PREFIX + ".jit"
 
 
 class _Nothing:
@@ -93,7 +95,7 @@ cuda = _stand_in()
 
 class _Rewrite(ast.NodeTransformer):
     def __init__(self, module: str) -> None:
-        self.in_jit = module == PREFIX + ".jit"
+        self.in_jit = module == JIT
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, str):
@@ -105,6 +107,8 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
         if isinstance(node.value, ast.Name) and node.value.id == "torch":
             if node.attr == "cuda":
                 return ast.copy_location(ast.Name(STAND_IN, node.ctx), node)
@@ -118,8 +122,8 @@ class _Rewrite(ast.NodeTransformer):
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr == "cuda":
             function.attr, node.args, node.keywords = "cpu", [], []
-        elif (
-            isinstance(function, ast.Attribute) and function.attr == "pin_memory" and not node.args
+        elif isinstance(function, ast.Attribute) and (
+            function.attr == "record_stream" or (function.attr == "pin_memory" and not node.args)
         ):
             return function.value
         return node
@@ -147,7 +151,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        if b"cuda" not in source and b"pin_memory" not in source:
+        if fullname != JIT and b"cuda" not in source and b"pin_memory" not in source:
             return super().get_code(fullname)
         return compile(rewrite(source, fullname), path, "exec", dont_inherit=True)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from rft.ground.adapters import Lora
 from rft.ground.device import Device
 from rft.ground.errors import ConfigError
 
@@ -48,7 +47,7 @@ def check() -> None:
 def _half(why: str) -> str:
     return (
         f"Transformer Engine is half installed: {why}. Install it again, with its part for PyTorch "
-        "and for this machine's CUDA (docs/install_gpu.md), or uninstall transformer-engine: then "
+        "and for this machine's CUDA (docs/install.md), or uninstall transformer-engine: then "
         "rft's own layers are used, which are slower"
     )
 
@@ -59,11 +58,8 @@ def _megatron_has_it() -> bool:
     return bool(HAVE_TE)
 
 
-def uses_transformer_engine(device: Device, lora: Lora | None = None) -> bool:
-    """Adapters are layers of our own: its layers fuse the norm into the projection that an adapter
-    stands beside.
-    """
-    return device.kind != "cpu" and lora is None and _megatron_has_it()
+def uses_transformer_engine(device: Device) -> bool:
+    return device.kind != "cpu" and _megatron_has_it()
 
 
 def fused(experts: bool) -> dict[str, bool]:
@@ -93,13 +89,12 @@ def fuse_weight_gradients(model: Iterable[nn.Module]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-def describe(device: Device, lora: Lora | None, on: dict[str, Any]) -> str:
+def describe(device: Device, on: dict[str, Any]) -> str:
     """Whose layers compute, and why those. `on`: fields that may be on with fused kernels."""
     if device.kind == "cpu":
         return "rft's own layers (on a CPU)"
-    if not uses_transformer_engine(device, lora):
-        why = "adapters have no others" if lora else "Transformer Engine is not installed"
-        return f"rft's own layers ({why}); {_apex()}"
+    if not uses_transformer_engine(device):
+        return f"rft's own layers (Transformer Engine is not installed); {_apex()}"
     from megatron.core.utils import get_te_version
 
     names = ", ".join(name for name, value in on.items() if value)

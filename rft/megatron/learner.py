@@ -55,7 +55,7 @@ class Learner(Network):
     ):
         super().__init__(path, trainer, mesh, lora_configs, seed)
         self.step = 0
-        fused = kernels.uses_transformer_engine(mesh.device, self.lora)
+        fused = kernels.uses_transformer_engine(mesh.device)
         overlap = fused and mesh.place.copies > 1
         self.ddp = _data_parallel(self.model, overlap, overrides.ddp(trainer))
         if fused and overrides.transformer(trainer).get(kernels.WGRAD, True):

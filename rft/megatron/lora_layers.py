@@ -1,14 +1,16 @@
-"""Megatron's parallel linear layers with a LoRA adapter beside the frozen weight. Formula and
-layouts: `rft.ground.adapters`.
+"""Parallel linear layers with a LoRA adapter beside the frozen weight: megatron's own, or those of
+Transformer Engine, whichever the layer spec has. Formula and layouts: `rft.ground.adapters`.
 
     column:  x ─► A ─► gather tokens ─► B of this rank's rows        row:  x of this rank's columns
             ─► A ─► reduce ─► B
 
-In: the layer's own arguments and the `Lora`. Out: what the layer gives, with the adapter's part.
+In: the submodules of a layer spec and the `Lora`. Out: the same with classes that give what the
+layer gives, with the adapter's part; where a layer norms its input first, so it does the adapter's.
 Only the narrow [T, r] between A and B is ever exchanged. Invariant: B begins at 0, so the first
 policy is the base model, in every layout.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,42 +23,35 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from rft.ground.adapters import Lora
 from rft.ground.names import Dims, Place, ShardSlice, bind
 
 
-class LoraColumn(ColumnParallelLinear):
-    """`segments`: which of this rank's rows belong to which of the `parts` projections that the
-    layer fuses.
+class LoraColumn(nn.Module):
+    """In front of a column-parallel layer. `segments`: which of this rank's rows belong to which of
+    the `parts` projections that the layer fuses.
     """
 
-    def __init__(
-        self, *args: Any, lora: Lora, parts: int, segments: list[ShardSlice], **kwargs: Any
-    ):
+    lora: Lora
+    parts: int
+    segments: list[ShardSlice]
+
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.lora = lora
-        self.lora_A = _parameter(self, parts * lora.rank, self.input_size)
-        self.lora_B = _parameter(self, self.output_size_per_partition, lora.rank)
+        rows, columns = self.weight.shape
+        self.lora_A = _parameter(self, self.parts * self.lora.rank, columns)
+        self.lora_B = _parameter(self, rows, self.lora.rank)
         set_tensor_model_parallel_attributes(self.lora_B, True, 0, 1)
         self.lora_A.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        mask = torch.zeros(
-            self.output_size_per_partition,
-            parts,
-            1,
-            dtype=self.weight.dtype,
-            device=self.weight.device,
-        )
-        for segment in segments:
+        mask = self.weight.new_zeros(rows, self.parts, 1)
+        for segment in self.segments:
             mask[segment.local : segment.local + segment.stop - segment.start, segment.part] = 1
         self.register_buffer("row_of_part", mask, persistent=False)
+        # Transformer Engine's layer norms its input, and then gives that too: (output, normed)
+        self.return_layernorm_output = hasattr(self, "layer_norm_weight")
 
     def spread(self) -> Tensor:
         """B [rows, P*r]: every row meets the A of its own projection and no other."""
@@ -69,6 +64,8 @@ class LoraColumn(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)
+        if self.return_layernorm_output:
+            output, input_ = output
         low = nn.functional.linear(input_, self.lora_A)
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
@@ -77,12 +74,16 @@ class LoraColumn(ColumnParallelLinear):
         return output + self.lora.scale * nn.functional.linear(low, self.spread()), bias
 
 
-class LoraRow(RowParallelLinear):
-    def __init__(self, *args: Any, lora: Lora, **kwargs: Any):
+class LoraRow(nn.Module):
+    """In front of a row-parallel layer."""
+
+    lora: Lora
+
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.lora = lora
-        self.lora_A = _parameter(self, lora.rank, self.input_size_per_partition)
-        self.lora_B = _parameter(self, self.output_size, lora.rank)
+        rows, columns = self.weight.shape
+        self.lora_A = _parameter(self, self.lora.rank, columns)
+        self.lora_B = _parameter(self, rows, self.lora.rank)
         set_tensor_model_parallel_attributes(self.lora_A, True, 1, 1)
         self.lora_B.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -107,23 +108,23 @@ def _parameter(layer: Any, rows: int, columns: int) -> nn.Parameter:
     )
 
 
-def add_adapters(attention: Any, mlp: Any, lora: Lora, dims: Dims, place: Place) -> None:
-    """Put the layers of `lora` into the submodules of one transformer layer's spec."""
-    holders = {
-        "linear_qkv": attention,
-        "linear_proj": attention,
-        "linear_fc1": mlp,
-        "linear_fc2": mlp,
-    }
+def add_adapters(layer: Any, lora: Lora, dims: Dims, place: Place) -> None:
+    """Put adapters in front of the layers of `lora` in the submodules of one transformer layer."""
+    parents = dict.fromkeys(("linear_qkv", "linear_proj"), "self_attention")
+    parents |= dict.fromkeys(("linear_fc1", "linear_fc2"), "mlp")
     for name in lora.layers:
-        parent = "self_attention" if holders[name] is attention else "mlp"
-        bound = bind(f"decoder.layers.0.{parent}.{name}.weight", 0)
-        if bound.kind == "row":
-            spec = ModuleSpec(module=LoraRow, params={"lora": lora})
-        else:
-            rows = {"parts": len(bound.hf), "segments": place.segments(bound, dims)}
-            spec = ModuleSpec(module=LoraColumn, params={"lora": lora, **rows})
-        setattr(holders[name], name, spec)
+        inner = submodules(getattr(layer, parents[name]))
+        bound = bind(f"decoder.layers.0.{parents[name]}.{name}.weight", 0)
+        own: dict[str, Any] = {"lora": lora}
+        if bound.kind != "row":
+            own |= {"parts": len(bound.hf), "segments": place.segments(bound, dims)}
+        front, base = LoraRow if bound.kind == "row" else LoraColumn, getattr(inner, name)
+        setattr(inner, name, type(f"Lora{base.__name__}", (front, base), own))
+
+
+def submodules(spec: Any) -> Any:
+    """Of a ModuleSpec; newer versions of megatron have a partial call in place of some."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def freeze_all_but_adapters(model: Sequence[nn.Module]) -> None:

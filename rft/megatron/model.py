@@ -141,7 +141,7 @@ def _device(config: TransformerConfig) -> Any:
 
 
 def transformer_config(
-    hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any], lora: Lora | None
+    hf: dict[str, Any], mesh: Mesh, dtype: torch.dtype, more: dict[str, Any]
 ) -> TransformerConfig:
     """The fields of megatron's config that this model and mesh decide; everything random is off,
     and everything fused but for what Transformer Engine's layers have, unless in `more`.
@@ -182,19 +182,22 @@ def transformer_config(
         # data-parallel ranks.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-        **_experts(hf, mesh, lora),
+        **_experts(hf, mesh),
         # Only p2p of equal shapes: all microbatches of a step are padded to one length.
         variable_seq_lengths=False,
-        batch_p2p_comm=not on_cpu,
+        # Not of virtual stages: of two messages between the same two ranks in one batch, which two
+        # stages have, each would be taken for the other.
+        batch_p2p_comm=not on_cpu and mesh.vpp == 1,
+        overlap_p2p_comm=mesh.vpp > 1,
         deallocate_pipeline_outputs=True,
     )
-    if uses_transformer_engine(mesh.device, lora):
+    if uses_transformer_engine(mesh.device):
         fields |= fused(experts=bool(dims.experts))
     # never here: see `kernels.fuse_weight_gradients`
     return TransformerConfig(**(fields | more | {WGRAD: False}))
 
 
-def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any]:
+def _experts(hf: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """A router as transformers has it: fp32 softmax over all experts, the best k, their sum made 1
     if asked. No auxiliary loss: it would pull the policy to where no reward is.
     """
@@ -209,7 +212,7 @@ def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": uses_transformer_engine(mesh.device, lora),
+        "moe_grouped_gemm": uses_transformer_engine(mesh.device),
         # The other one exchanges unequal numbers of tokens, on streams of the GPU.
         "moe_token_dispatcher_type": "allgather" if mesh.device.kind == "cpu" else "alltoall",
         "expert_model_parallel_size": mesh.place.ep,
@@ -220,12 +223,15 @@ def _experts(hf: dict[str, Any], mesh: Mesh, lora: Lora | None) -> dict[str, Any
 def layer_spec(
     config: TransformerConfig, mesh: Mesh, dims: Dims, lora: Lora | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    if uses_transformer_engine(mesh.device, lora):
-        return get_gpt_layer_with_transformer_engine_spec(
+    if uses_transformer_engine(mesh.device):
+        engine = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        if lora:
+            add_adapters(engine.submodules, lora, dims, mesh.place)
+        return engine
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -238,7 +244,7 @@ def layer_spec(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     if lora:
-        add_adapters(attention, parts.mlp.submodules, lora, dims, mesh.place)
+        add_adapters(parts, lora, dims, mesh.place)
     # The block takes its final norm from here; given only a layer spec it would take torch's, which
     # refuses sequence parallel.
     return TransformerBlockSubmodules(
@@ -260,7 +266,7 @@ def build(
     `more`: fields of megatron's config (`overrides.transformer`). The last stage of a critic gives
     values [1, T, 1].
     """
-    config = transformer_config(hf, mesh, dtype, more, lora)
+    config = transformer_config(hf, mesh, dtype, more)
     return [_part(hf, config, mesh, number, is_critic, lora) for number in range(mesh.vpp)]
 
 
@@ -290,7 +296,7 @@ def _part(
         model.output_layer = ValueHead(config) if is_critic else OutputLayer(model.output_layer)
     _mark_shards(model)
     frequencies = inverse_frequencies(hf).to(mesh.device.torch)
-    if uses_transformer_engine(mesh.device, lora):
+    if uses_transformer_engine(mesh.device):
         model.rotary_pos_emb.inv_freq = frequencies
     else:
         model.rotary_pos_emb = Rotary()

@@ -72,7 +72,7 @@ class Network:
             overrides.FP8_TOKENS if more.get("fp8") else 1,
         )
         self.lora = lora_of(lora_configs or [], self.dims)
-        if not kernels.uses_transformer_engine(mesh.device, self.lora):
+        if not kernels.uses_transformer_engine(mesh.device):
             overrides.refuse_transformer_engine(trainer, "rft's own layers are used here")
         self.model = models.build(
             self.hf_config, mesh, torch_dtype(self.dtype), more, self.is_critic, self.lora

@@ -132,7 +132,7 @@ def _describe(policy: Policy, trainer: TrainerConfig) -> str:
         policy.mesh.device.describe(),
         policy.dtype,
         f"megatron-core {megatron}",
-        kernels.describe(policy.mesh.device, policy.lora, _fused(policy)),
+        kernels.describe(policy.mesh.device, _fused(policy)),
         _optimizer(policy.optimizer),
     ]
     fp8 = trainer.megatron.override_transformer_config.get("fp8")

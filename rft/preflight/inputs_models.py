@@ -101,8 +101,8 @@ def _overrides(c: Config) -> Iterator[str]:
     )
     layers = int(_hf(c)["num_hidden_layers"]) // stages
     yield from problems_of(overrides.check, c.trainer, layers)
-    if c.device == "cpu" or c.model.lora_configs:
-        why = "this is device=cpu" if c.device == "cpu" else "adapters are layers of rft's own"
+    if c.device == "cpu":
+        why = "this is device=cpu"
         yield from problems_of(overrides.refuse_transformer_engine, c.trainer, why)
 
 
@@ -190,7 +190,7 @@ MODELS = (
         f"trainer.recompute_granularity {MODEL} trainer.megatron device {SERVICE_TRAINS}",
         _overrides,
         reads="trainer.recompute_method trainer.recompute_modules trainer.recompute_num_layers "
-        "model.lora_configs trainer.dtype",
+        "trainer.dtype",
     ),
     Rule(f"explorer.rollout_model.tensor_parallel_size {MODEL} {SERVICE_TRAINS}", _engine_cut),
     Rule(f"{LENGTHS} model.min_response_tokens {MODEL}", _lengths, derives=True),

@@ -269,9 +269,11 @@ def cached_bytecode() -> list[str]:
     """Modules of megatron.core that this process rewrote and whose
     cached bytecode is the rewritten one.
     """
+    import megatron.core.jit
     import megatron.core.parallel_state
 
     assert hasattr(megatron.core.parallel_state, "_rft_cuda")
+    assert megatron.core.jit.jit_fuser is megatron.core.jit.noop_decorator
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -19,6 +19,8 @@ from ranks import Ranks
         ("torch.cuda.current_device()", "_rft_cuda.current_device()"),
         ("torch.empty(3, pin_memory=True)", "torch.empty(3)"),
         ("x.cpu().pin_memory()", "x.cpu()"),
+        ("torch.is_tensor(x) and x.is_cuda", "torch.is_tensor(x) and x.is_cpu"),
+        ("x.record_stream(torch.cuda.current_stream())", "x"),
         ("print('uses cuda graphs')", "print('uses cuda graphs')"),
     ],
 )

@@ -80,15 +80,17 @@ def test_it_begins_as_the_base_model_and_only_the_adapter_learns(
 def test_what_it_computes_and_what_it_shows_is_the_formula(
     checkpoints: dict[str, Path], alone: dict[str, Any], family: str, lora: dict[str, Any]
 ) -> None:
+    assert_formula([alone[family]], checkpoints[family], lora)
+
+
+def assert_formula(results: list[dict[str, Any]], path: Path, lora: dict[str, Any]) -> None:
     """transformers with W + alpha/r B A, for each projection by
     itself, from the adapter's own tensors.
     """
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoints[family], dtype=torch.float32
-    )
-    found, merged = whole([alone[family]]), alone[family]["merged"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found, merged = whole(results), results[0]["merged"]
     layers = [
         name.removesuffix(".lora_A.weight") for name in found if name.endswith("lora_A.weight")
     ]
@@ -99,7 +101,7 @@ def test_what_it_computes_and_what_it_shows_is_the_formula(
             weight = model.get_parameter(name)
             weight += torch.from_numpy(lora["lora_alpha"] / lora["lora_rank"] * delta)
             assert np.allclose(weight.numpy(), merged[name], atol=1e-6), name
-        scores = dict(alone[family]["scores"])
+        scores = dict(results[0]["scores"])
         for index, row in enumerate(make_rows(6)):
             ids = torch.from_numpy(row.tokens)
             wanted = torch.log_softmax(model(ids[None]).logits[0] / row.temperature, -1)[:-1]

@@ -22,11 +22,15 @@ NEWEST = Path(sys.prefix) / "newest-megatron"
 PINNED = ROOT / "requirements" / "newest-megatron.txt"
 
 
-@pytest.fixture(scope="module")
-def newest() -> Iterator[Ranks]:
+def newest_megatron() -> Path:
     if not NEWEST.exists():
         pytest.skip(f"{NEWEST} is missing; `make test` fetches it")
-    pool = Ranks(NEWEST)
+    return NEWEST
+
+
+@pytest.fixture(scope="module")
+def newest() -> Iterator[Ranks]:
+    pool = Ranks(newest_megatron())
     yield pool
     pool.stop()
 

@@ -138,10 +138,14 @@ def test_logprobs_do_not_depend_on_the_mesh(
 def test_gradient_is_that_of_the_weighted_sum(
     alone: dict[str, Any], checkpoints: dict[str, Path], family: str
 ) -> None:
+    assert_gradient_of_transformers([alone[family]], checkpoints[family])
+
+
+def assert_gradient_of_transformers(results: list[dict[str, Any]], path: Path) -> None:
     """Against autograd through transformers, row by row: no factor of microbatches, ranks or tokens
     is hidden anywhere.
     """
-    model = hf_model(checkpoints[family])
+    model = hf_model(path)
     loss = torch.zeros(())
     for row in make_rows(24):
         ids = torch.from_numpy(row.tokens)
@@ -158,10 +162,10 @@ def test_gradient_is_that_of_the_weighted_sum(
         losses, _ = token_loss("ppo", {})(logprobs, fields)
         loss = loss + (losses * torch.from_numpy(row.weight[1:])).sum()
     loss.backward()
-    metrics = alone[family]["metrics"][0]
-    assert alone[family]["micros"] > 2
+    metrics = results[0]["metrics"][0]
+    assert results[0]["micros"] > 2
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    found = gradients([alone[family]])
+    found = gradients(results)
     wanted = {
         n: g for name, p in model.named_parameters() for n, g in as_in_files(name, p.grad.numpy())
     }

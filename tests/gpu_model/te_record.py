@@ -203,5 +203,62 @@ def _describe(sources: Sources, module: str, name: str, rows: Rows) -> None:
                 rows[module, f"{name}.{method}"] = given
 
 
+def differences() -> list[str]:
+    """Where the stand-in has a function, or a method of a layer, with other parameters than the
+    record. A default that is no literal in the record may be another.
+    """
+    rows = [line.split("\t") for line in RECORD.read_text(encoding="utf-8").splitlines()]
+    told = {
+        name: what.removeprefix("function(").removesuffix(")") if "." not in name else what
+        for _, name, what in rows
+        if "." in name or what.startswith("function(")
+    }
+    found = []
+    for file in (RECORD.parent / ROOT).glob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            methods = {}
+            if isinstance(node, ast.ClassDef) and node.name in WITH_METHODS:
+                members = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+                methods = {f"{node.name}.{item.name}": item for item in members}
+            elif isinstance(node, ast.FunctionDef):
+                methods = {node.name: node}
+            for name, item in methods.items():
+                wanted, own = told.get(name), parameters(item)
+                if wanted and wanted != own:
+                    found += _against(name, own, wanted)
+    return found
+
+
+def _against(name: str, own: str, wanted: str) -> list[str]:
+    mine, theirs = (
+        ast.parse(f"lambda {text}: 0", mode="eval").body.args  # type: ignore[attr-defined]
+        for text in (own, wanted)
+    )
+    if ast.unparse(_bare(mine)) != ast.unparse(_bare(theirs)):
+        return [f"{name}: {own} and not {wanted}"]
+    pairs = zip(
+        [*mine.defaults, *mine.kw_defaults], [*theirs.defaults, *theirs.kw_defaults], strict=True
+    )
+    return [
+        f"{name}: {ast.unparse(a)} and not {ast.unparse(b)}"
+        for a, b in pairs
+        if isinstance(b, ast.Constant) and ast.unparse(a) != ast.unparse(b)
+    ]
+
+
+def _bare(given: ast.arguments) -> ast.arguments:
+    """Every default that there is as None."""
+    none = ast.Constant(None)
+    return ast.arguments(
+        given.posonlyargs,
+        given.args,
+        given.vararg,
+        given.kwonlyargs,
+        [value and none for value in given.kw_defaults],
+        given.kwarg,
+        [none for _ in given.defaults],
+    )
+
+
 if __name__ == "__main__":
     sys.stdout.write(record(Path(sys.argv[1]), [Path(place) for place in sys.argv[2:]]))

@@ -9,6 +9,7 @@ import ast
 import functools
 import gc
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +21,7 @@ from rft.ground.device import HANDLE
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = Path(sysconfig.get_paths()["purelib"])
-MEGATRONS = {"installed": INSTALLED, "newest": ROOT / ".venv" / "newest-megatron"}
+MEGATRONS = {"installed": INSTALLED, "newest": Path(sys.prefix) / "newest-megatron"}
 LIBRARIES = ("vllm", "torch.cuda", "torch.distributed", "torch._C", "torch.accelerator")
 EXTENSION = "megatron.core.extensions.transformer_engine"
 RECORD = Path(__file__).parent / "te" / "te.tsv"

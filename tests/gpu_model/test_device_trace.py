@@ -23,7 +23,7 @@ from device_stand_in import Card, watched
 
 HERE = Path(__file__).parent
 ALLOWED = HERE / "host_waits.tsv"
-NEWEST = HERE.parents[1] / ".venv" / "newest-megatron"  # which GPUs have
+NEWEST = Path(sys.prefix) / "newest-megatron"  # which GPUs have
 # in `make test`: the stage that has the loss; the others say the same of more
 RUNS = [
     ("llama-3.1-70b", "last", "newest"),

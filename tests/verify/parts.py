@@ -49,6 +49,7 @@ def benches(*names: str) -> Part:
 PARTS = {
     "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=(*PAGES, *PACKAGE)),
     "ranks": tests("dist"),
+    "gpu_model": tests("gpu_model"),
     "recorded": tests("recorded"),
     "gpu_model": tests("gpu_model"),
     "engines": e2e(

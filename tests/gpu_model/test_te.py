@@ -1,0 +1,83 @@
+"""What rft makes of Transformer Engine's layers, over a stand-in that has their names, parameters
+and marks (`te/`): the model that transformers has, adapters too, on several ranks.
+
+Here is what `make test` has time for; test_te_full.py has the tests of rft's own layers.
+"""
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from te_record import RECORD, differences, record
+from test_lora import ATTENTION, LORA, assert_formula
+from test_newest_megatron import newest_megatron
+from test_parity import LAYOUTS, assert_gradient_of_transformers
+
+from ranks import Ranks
+
+WHEEL = "transformer-engine==2.20.2"
+VERIFY = pytest.mark.verify
+
+
+def test_the_stand_in_has_the_recorded_parameters() -> None:
+    assert differences() == []
+
+
+@VERIFY
+def test_the_record_is_of_its_wheel_and_of_both_megatrons(tmp_path: Path) -> None:
+    fetch = ["pip", "download", "-q", "--no-deps", "-d", str(tmp_path), WHEEL]
+    subprocess.run([sys.executable, "-m", *fetch], check=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path)
+    oldest = Path(str(distribution("megatron-core").locate_file("megatron/core")))
+    found = record(tmp_path, [oldest, newest_megatron() / "megatron" / "core"])
+    assert found == RECORD.read_text(encoding="utf-8")
+
+
+def test_its_layers_are_used(ranks: Ranks, checkpoints: dict[str, Path]) -> None:
+    (told,) = ranks.run("te_jobs:layers", 1, path=str(checkpoints["moe"]), lora=ATTENTION)
+    assert told["describe"].count("layers of Transformer Engine 2.20.2")
+    assert {
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+        "TEDotProductAttention",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+        "LoraColumn",
+        "LoraRow",
+    } <= told["classes"]
+    assert not {"PackedAttention", "RowParallelLinear"} & told["classes"]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("moe", "tp2-ep2-etp1"), ("qwen2", "cp2")])
+def test_gradient_is_that_of_transformers(
+    ranks: Ranks, checkpoints: dict[str, Path], family: str, layout: str
+) -> None:
+    """Names, marks of tensor and sequence parallelism, packed attention over two ranks with padding
+    at the end, tokens exchanged between experts, gradients that go past autograd.
+    """
+    world, sizes = LAYOUTS[layout]
+    results = ranks.run("jobs:train", world, path=str(checkpoints[family]), **sizes)
+    assert_gradient_of_transformers(results, checkpoints[family])
+
+
+def test_virtual_stages_do_not_mix_their_messages(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    world, sizes = LAYOUTS["pp2-vpp2"]
+    results = ranks.run("jobs:train", world, path=str(checkpoints["qwen2"]), **sizes)
+    assert_gradient_of_transformers(results, checkpoints["qwen2"])
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [("qwen3", LORA), pytest.param("moe", ATTENTION, marks=VERIFY)]
+)
+def test_an_adapter_beside_its_layers_is_the_formula(
+    ranks: Ranks, checkpoints: dict[str, Path], family: str, lora: dict[str, Any]
+) -> None:
+    path = checkpoints[family]
+    results = ranks.run("lora_jobs:tuned", 2, path=str(path), lora=lora, tp=2, sp=True)
+    assert_formula(results, path, lora)
