@@ -68,12 +68,11 @@ def plan(config: Config) -> MemoryPlan:
     megatron, item = config.trainer.megatron, ITEM_BYTES[DTYPES[str(config.trainer.dtype)]]
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     total, mine = count(shapes), held(shapes, config)
-    trained, mine_trained = (count(adapter), held(adapter, config)) if adapter else (total, mine)
-    # the distributed optimizer cuts over these
-    shards = max(1, int(config.trainer.num_ranks or 1) // (tp * pp))
+    trained = count(adapter or shapes)
+    mine_trained, mine_state = (held(adapter or shapes, config, once) for once in (False, True))
     state = (MASTER if item < MASTER else 0) + MOMENTS[config.algorithm.optimizer.optimizer_type]
     critic = int(recipe.needs_critic(config.algorithm)) * (
-        mine * (item + GRADIENT) + mine * state // shards
+        mine * (item + GRADIENT) + held(shapes, config, once=True) * state
     )
     reference = int(recipe.needs_reference(config.algorithm)) * mine * item
     if config.model.teacher_model_path:
@@ -83,7 +82,7 @@ def plan(config: Config) -> MemoryPlan:
     kept = 2 if config.trainer.recompute_granularity == "full" else PER_LAYER
     saved = (
         mine_trained * max(item, MASTER)
-        + mine_trained * MOMENTS[config.algorithm.optimizer.optimizer_type] // shards
+        + mine_state * MOMENTS[config.algorithm.optimizer.optimizer_type]
     )
     saved += int(critic > 0) * saved
     stored = trained * (
@@ -100,7 +99,7 @@ def plan(config: Config) -> MemoryPlan:
         trained=trained,
         weights=mine * item,
         gradients=mine_trained * GRADIENT,
-        optimizer=mine_trained * state // shards,
+        optimizer=mine_state * state,
         beside=critic + reference,
         activations=tokens * dims.hidden * -(-dims.layers // pp) * kept * item // 2 // tp,
         staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
@@ -116,17 +115,19 @@ def count(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(prod(shape) for shape in shapes.values())
 
 
-def held(shapes: dict[str, tuple[int, ...]], config: Config) -> int:
-    """Parameters of one rank: matrices are cut by tensor ranks, layers
-    by stages, experts by their own ranks.
+def held(shapes: dict[str, tuple[int, ...]], config: Config, once: bool = False) -> int:
+    """Parameters of one rank: matrices are cut by tensor ranks, layers by stages, experts by their
+    own ranks. `once`: its share of them where ranks that hold the same ones share them out, as the
+    distributed optimizer does.
     """
     megatron = config.trainer.megatron
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     experts = (megatron.expert_tensor_parallel_size or tp) * megatron.expert_model_parallel_size
-    found = 0
+    ranks, found = int(config.trainer.num_ranks or 1), 0
     for name, shape in shapes.items():
         cut = experts if is_expert(name) else tp if len(shape) > 1 else 1
-        found += prod(shape) // cut // (pp if ".layers." in name else 1)
+        copies = max(1, ranks // (experts if is_expert(name) else tp) // pp) if once else 1
+        found += prod(shape) // cut // copies // (pp if ".layers." in name else 1)
     return found
 
 

@@ -26,6 +26,7 @@ from rft import train
 from rft.config import ConfigError
 from rft.ground.errors import refuse
 from rft.ground.protocols import ActorHandle
+from rft.run import cards
 from rft.tools import config as config_tool
 from rft.tools import machine_check, tables
 from rft.tools.fit import FAIL, OK, WARN, Finding, of_config
@@ -78,6 +79,8 @@ def of_words(raw: Any, met: machine_check.Met) -> Iterator[Finding]:
             return
         for config in stages:
             where = f"{config.stage_name}: " if config.stage_name else ""
+            dealt = "\n".join(cards.table(config, cards.here()))
+            yield Finding(OK, f"{where}who computes where", dealt)
             for one in of_config(config, met):
                 yield Finding(one.level, where + one.what, one.said, one.fix)
 

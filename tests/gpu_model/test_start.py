@@ -24,6 +24,7 @@ from box import FakeBox
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 START_S = 240.0
+LENGTHS = ("model.max_prompt_tokens=2048", "model.max_response_tokens=2048")
 OPEN = {"RAY_AUTH_MODE": "disabled"}  # of a Ray of the test's own
 RANK = """#!/bin/bash
 [ "$2" = rft.run.rank ] && exec {python} {rank} "$@"
@@ -48,7 +49,7 @@ class Start:
         self.directory = directory
         write_model(
             directory / "model",
-            hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, context=64,
+            hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, context=4096,
         )  # fmt: skip
         write_arithmetic(directory, num_eval=16)
         (directory / "starts.jsonl").touch()
@@ -58,7 +59,7 @@ class Start:
         given = ["experiment=grpo", "name=started", f"model.model_path={directory / 'model'}"]
         given += [taskset, f"checkpoint_root_dir={directory / 'runs'}", "trainer.total_steps=1"]
         done = subprocess.run(
-            [python, "-m", "rft.train", *given, "model.max_response_tokens=8", *words],
+            [python, "-m", "rft.train", *given, *LENGTHS, *words],
             env=surroundings(directory, box) | environment,
             cwd=directory,
             capture_output=True,

@@ -17,9 +17,10 @@ from rft.preflight import check, rules_machine
 from rft.run import cards
 from rft.tools import doctor, machine_check
 from rft.tools.fit import FAIL, OK, WARN
-from tests.gpu_model.box import FakeBox
 from tests.unit.test_config import grpo
 from tests.unit.test_launch_templates import stub
+
+from box import FakeBox
 
 MET = {"backend": "nccl", "device": "cuda:0, collectives over nccl", "memory": 85 * 10**9}
 OLD = "550.54.14"

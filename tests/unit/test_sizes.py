@@ -19,9 +19,12 @@ import pytest
 from rft import config as configs
 from rft import train
 from rft.config import Config
+from rft.ground import host_memory
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
+from rft.preflight.memory_plan import plan
 from rft.run import cards
-from tests.gpu_model.box import MEMORY_MIB, FakeBox
+
+from box import MEMORY_MIB, FakeBox
 
 CARD, HOST = MEMORY_MIB * 2**20, 1e12
 SPARE = 0.9  # of a card: NCCL's buffers, the weight stream's, what the allocator cannot use
@@ -94,6 +97,7 @@ def prepared(
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"prompt": "1+1=", "response": "2"}\n' * 64, encoding="utf-8")
     FakeBox(tmp_path / "box", cards=gpus).enter(monkeypatch)
+    monkeypatch.setattr(host_memory, "limit", lambda: int(HOST))
     cards.here.cache_clear()
     words = [
         "experiment=grpo",
@@ -152,6 +156,7 @@ def test_a_size_fits_its_machine(
     assert len(cluster.cards.ranks) == ranks <= gpus
 
     rank, share = rank_bytes(config), float(rollout.gpu_memory_utilization or 0) * CARD
+    assert plan(config).rank == pytest.approx(rank, rel=0.02), "what doctor says of it"
     assert rank + (share if cluster.colocate else 0) < SPARE * CARD, f"{rank / 1e9:.1f} GB"
     weights = 2 * numbers / rollout.tensor_parallel_size
     assert share - weights - ENGINE > 0.25 * CARD, "a quarter of a card is cache at least"
