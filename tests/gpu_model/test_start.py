@@ -82,6 +82,15 @@ class Start:
         (box.bin.parent / "pyvenv.cfg").write_bytes((Path(sys.prefix) / "pyvenv.cfg").read_bytes())
         return str(shim)
 
+    def is_told_on_the_page(self, name: str) -> None:
+        """docs/install.md shows what such a start says, but for names of places."""
+        page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+        (block,) = re.findall(rf"<!-- start: {name} -->\n```\n(.*?)```", page, re.DOTALL)
+        first, *said = self.output.splitlines()
+        told = re.sub(r"Ray at [\d.:]+", "Ray at 10.0.0.1:6379", "\n".join(said))
+        assert block.partition("\n")[2] == told.strip() + "\n"
+        assert block.startswith(first.partition(";")[0])
+
     @property
     def cards(self) -> dict[str, str]:
         """Part -> what it sees, a rank the one that its number chooses."""
@@ -101,7 +110,7 @@ def test_eight_cards_are_shared_out_between_ranks_and_engines(tmp_path: Path) ->
     arguments = start.parts["engine_0"]["arguments"]
     assert arguments["dtype"] == "bfloat16" and arguments["enforce_eager"] == "False"
     assert arguments["gpu_memory_utilization"] == "0.9" and "kv_cache_memory_bytes" not in arguments
-    assert "4 trainer rank(s)       0 1 2 3" in start.output
+    start.is_told_on_the_page("eight cards")
 
 
 @pytest.mark.verify
@@ -111,7 +120,8 @@ def test_one_card_is_shared_in_turns(tmp_path: Path) -> None:
     assert start.cards == {"engine_0": "0", "rank_0": "0"}
     arguments = start.parts["engine_0"]["arguments"]
     assert arguments["enable_sleep_mode"] == "True"
-    assert start.parts["rank_0"]["allocator"] and not start.parts["engine_0"]["allocator"]
+    assert not start.parts["engine_0"]["allocator"], "vLLM's sleep wants torch's usual segments"
+    start.is_told_on_the_page("one card")
 
 
 @pytest.fixture
@@ -161,6 +171,7 @@ def test_two_nodes_of_eight_cards(tmp_path: Path, ray_nodes: Callable[..., str])
     engines = [start.cards[f"engine_{number}"] for number in range(4)]
     assert ranks == list("01234567")
     assert sorted(",".join(engines).split(",")) == list("01234567"), "a card has two engines"
+    start.is_told_on_the_page("two nodes of eight cards")
 
 
 @pytest.mark.verify
