@@ -14,9 +14,11 @@ import pytest
 from tests.recorded import entry
 from tests.recorded.make_configs import DATA, RECIPES, UNFINISHED, found
 
-# keys that were composed with a value, and are set by what the device is (`rft.config.choices`): in
-# the stages they have the value that they had
+# keys that were composed with a value, and follow from the device and from the GPUs that there are
+# (`rft.config.choices`, `rft.run.cards`): in the stages they have the value that they had
 LEFT_OPEN = (
+    "cluster.colocate",
+    "explorer.rollout_model.engine_num",
     "explorer.rollout_model.enforce_eager",
     "explorer.rollout_model.max_num_seqs",
     "explorer.runner_per_model",
