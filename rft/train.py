@@ -85,7 +85,7 @@ def composed(raw: DictConfig) -> float | None:
 
         return run_trial(raw)
     try:
-        code = outer.join(raw, prepared_stages, checked) if outer.launched() else run(raw)
+        code = outer.join(raw, started_stages, checked) if outer.launched() else run(raw)
     except ConfigError as error:
         code = refuse(error)
     sys.exit(code)
@@ -98,13 +98,22 @@ def run(raw: DictConfig) -> int:
     from rft.preflight.rules_machine import warnings
     from rft.run import launch
 
-    stages = prepared_stages(raw)
+    stages = started_stages(raw)
     for line in warnings(stages[0]):
         print(f"rft: warning: {line}", file=sys.stderr)
     code = launch.run_stages(stages, checked)
     if code == 0 and stages[0].finish:
         imported(stages[0].finish)(stages)
     return code
+
+
+def started_stages(raw: DictConfig) -> list[Config]:
+    """Stages that can start on this machine."""
+    from rft.preflight.rules_machine import missing_here
+
+    stages = prepared_stages(raw)
+    refuse_all(missing_here(stages))
+    return stages
 
 
 def prepared_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Config]:

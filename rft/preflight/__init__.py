@@ -71,7 +71,7 @@ def check(config: Config, at_start: bool = True) -> None:
     databases and services, begin a program, try directories and ports.
     """
     refusals = Refusals()
-    refusals.ask((*checks(at_start), *rules_machine.LAUNCH), config)
+    refusals.ask(checks(at_start), config)
     refuse_all(refusals.sentences())
 
 

@@ -221,13 +221,27 @@ def _stops(config: Config) -> Iterator[str]:
     yield from (one.sentence for one in of_config(config) if one.stops)
 
 
-def _has_cards(config: Config) -> Iterator[str]:
-    if _is_used(config):
+def missing_here(stages: list[Config]) -> Iterator[str]:
+    """What a start lacks on this machine, and a look at a config that is meant for another does
+    not: for each stage, said once.
+    """
+    for config in filter(_is_used, stages):
         yield from (one.sentence for one in no_card(cards.here(), config.device))
+        yield from too_many_ranks(config)
+
+
+def too_many_ranks(config: Config) -> Iterator[str]:
+    """Ranks without a launcher of their own are all started here."""
+    there, ranks = len(cards.here().visible), int(config.trainer.num_ranks or 1)
+    starts = config.mode in cards.TRAINING and cards.here().launcher is None
+    if starts and 0 < there < ranks:
+        yield (
+            f"trainer.num_ranks={ranks}: all would be started on this machine, which has {there} "
+            "GPUs: lower it, or start them on their nodes by launch/slurm.sh, launch/ray.sh or "
+            "launch/torchrun.sh"
+        )
 
 
 GIVEN = (Rule("device model.tinker.enable trainer.trainer_type", _reaches_driver),)
 READS = "trainer.trainer_type buffer.trainer_input.experience_buffer.storage_type"
 MACHINE = (Rule("device mode cluster.gpu_per_node cluster.ray_address", _stops, reads=READS),)
-# not of a config that is only prepared, perhaps for another machine
-LAUNCH = (Rule("device mode cluster.ray_address", _has_cards, reads=READS),)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rft.config import ConfigError
-from rft.preflight import check, rules_machine
+from rft.preflight import rules_machine
 from rft.run import cards
 from rft.tools import doctor, machine_check
 from rft.tools.fit import FAIL, OK, WARN
@@ -121,9 +121,19 @@ def test_what_is_planned_for_gpus_starts_on_none_without(assets: Path, tmp_path:
     cards.here.cache_clear()
     if cards.here().visible:
         pytest.skip("GPUs are here")
-    (config,) = grpo(assets, tmp_path, "device=cuda", "cluster.gpu_per_node=8")
-    with pytest.raises(ConfigError, match="device=cuda, and no GPU is here.*device=cpu"):
-        check(config)
+    stages = grpo(assets, tmp_path, "device=cuda", "cluster.gpu_per_node=8")
+    (said,) = rules_machine.missing_here([*stages])
+    assert "device=cuda, and no GPU is here" in said and "device=cpu" in said
+
+
+def test_ranks_of_several_nodes_are_not_started_on_one(
+    assets: Path, tmp_path: Path, enter: Enter
+) -> None:
+    enter(cards=8)
+    words = ("cluster.node_num=4", "explorer.rollout_model.engine_num=8", "trainer.num_ranks=24")
+    stages = grpo(assets, tmp_path, *words)
+    (said,) = rules_machine.missing_here([*stages])
+    assert "trainer.num_ranks=24" in said and "launch/slurm.sh" in said
 
 
 # --- rft doctor -----------------------------------------------------------------------------------
