@@ -4,6 +4,7 @@ and refused at a start.
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
@@ -22,6 +23,7 @@ from tests.unit.test_launch_templates import stub
 
 from box import FakeBox
 
+ROOT = Path(__file__).resolve().parents[2]
 MET = {"backend": "nccl", "device": "cuda:0, collectives over nccl", "memory": 85 * 10**9}
 OLD = "550.54.14"
 Enter = Callable[..., FakeBox]
@@ -150,6 +152,22 @@ def test_doctor_on_one_card(enter: Enter, monkeypatch: pytest.MonkeyPatch) -> No
     assert "ok GPUs 1 x NVIDIA H100 80GB HBM3, driver 580.65.06 (nvidia-smi)" in said
     assert [one for one in said if one.startswith("ok collectives one process has met itself")]
     assert not [one for one in said if "fail" in one.split()[0] or "links" in one]
+    assert shown(1) <= {*said}
+
+
+def shown(count: int) -> set[str]:
+    """What docs/install.md shows of doctor on so many cards."""
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"<!-- doctor: {count} -->\n```\n(.*?)```", page, re.DOTALL)
+    return {" ".join(line.split()) for line in block.splitlines()}
+
+
+def test_the_page_on_installing_shows_what_doctor_says_of_eight_cards(
+    enter: Enter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(cards=8)
+    meets(monkeypatch)
+    assert shown(8) <= {*lines(doctor.findings([]))}
 
 
 def test_doctor_on_eight_cards(enter: Enter, monkeypatch: pytest.MonkeyPatch) -> None:
