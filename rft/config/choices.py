@@ -57,6 +57,36 @@ def explained(config: Config) -> list[Choice]:
     return found
 
 
+def start_lines(config: Config) -> list[str]:
+    """For the start of a run on GPUs: what was decided, and what it costs. On a CPU there is
+    nothing to tell.
+    """
+    if config.device != "cuda":
+        return []
+    found = explained(config)
+    said = [f"{one.key}={_word(one.value)}" for one in found]
+    width = max(map(len, said), default=0)
+    lines = [f"  {key:<{width}}  {one.why}" for key, one in zip(said, found, strict=True)]
+    return [*lines, *_cost_of_recompute(config)]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _cost_of_recompute(config: Config) -> Iterator[str]:
+    """`max_staleness` of 1 or more: requests are under way whenever weights change."""
+    sync, rollout = config.synchronizer, config.explorer.rollout_model
+    if config.mode != "both" or sync.kv != "recompute" or not sync.max_staleness:
+        return
+    each, longest = int(rollout.max_num_seqs or 0), int(config.model.max_model_len or 0)
+    yield (
+        f"  synchronizer.kv=recompute: at every publication each engine computes the keys and "
+        f"values of its requests under way again, up to max_num_seqs x max_model_len = {each} x "
+        f"{longest} = {each * longest:,} tokens; kv=keep spares that, and they go on over old ones"
+    )
+
+
 def _place(config: Config, key: str) -> tuple[Any, str]:
     """The section that has the key, and the key's name there."""
     *sections, name = key.split(".")

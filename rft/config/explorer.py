@@ -1,7 +1,7 @@
 """Keys of the section `explorer`: who runs tasks, on which engines, and when they are evaluated."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
@@ -43,6 +43,9 @@ class EngineConfig(Section):
     enforce_eager: Annotated[
         Bool | None, "without CUDA graphs; default: false on a GPU, true on a CPU"
     ] = None
+    engine_args: Annotated[
+        dict[str, Any], "for vLLM's AsyncEngineArgs: what rft does not set itself"
+    ] = field(default_factory=dict)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch.distributed import TCPStore
 
@@ -54,9 +55,16 @@ HANDLE = (
 # at a time
 YOUNG = 20_000
 NICE = 10  # a tenth of what others get of a core that both want
+# Elements of a tile of logits: on a CPU 16 MiB in fp32, which stay in a last-level cache between
+# the passes over them; on a GPU 1 GiB, of which two are held.
+HOST_TILE, CARD_TILE = 2**22, 2**28
+# Columns of a tile: with fewer, adding to the gradient of all hidden states takes longer than its
+# product, also where that leaves the cache; with more, a GPU gains nothing.
+LEAST_COLUMNS, MOST_COLUMNS = 512, 2**14
 # where torch reads its allocator's settings; the first one that is set counts
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TOOL_S = 30.0  # for the driver's tool: it may have to wake the GPUs
 BLACKWELL = 10  # its compute capability; from there on copies and kernels have queues enough
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -111,6 +119,16 @@ class Device:
 
         torch.cuda.cudart().cudaHostUnregister(address)
 
+    def give_back(self) -> None:
+        """Free what torch keeps of this device for tensors that are gone, so that another process
+        can have it. For host memory torch keeps nothing.
+        """
+        if self.kind == "cuda":
+            import torch
+
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def peak_tflops(self, dtype: str) -> float | None:
         """What this device can do at most in `dtype`; None where the
         data sheets above say nothing of it.
@@ -151,11 +169,22 @@ class Device:
     def copier(self) -> "Copier":
         return CudaCopier(self) if self.kind == "cuda" else HostCopier()
 
+    def bring(self, array: "np.ndarray") -> "torch.Tensor":
+        """A copy on this device, which a GPU makes while the host goes on; on a CPU the array."""
+        import torch
+
+        tensor = torch.from_numpy(array)
+        if not self.pin_memory:
+            return tensor.to(self.torch)
+        return tensor.pin_memory().to(self.torch, non_blocking=True)
+
     def describe(self) -> str:
         place = (
             f"{self.kind}:{self.index}" if self.kind == "cuda" else f"cpu, {self.threads} thread(s)"
         )
-        return f"{place}, collectives over {self.backend}"
+        names = (*ALLOCATOR_VARIABLES, QUEUES) if self.kind == "cuda" else ()
+        told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        return ", ".join([place, f"collectives over {self.backend}", *told])
 
 
 class Copier(Protocol):
@@ -316,6 +345,13 @@ def spare_cores() -> int:
     import torch
 
     return max(1, len(os.sched_getaffinity(0)) - torch.get_num_threads())
+
+
+def logit_columns(device: "torch.device", tokens: int) -> int:
+    """Of a tile of the logits of so many tokens (`rft.megatron.logprobs`)."""
+    if device.type == "cuda":
+        return min(MOST_COLUMNS, max(1, CARD_TILE // max(1, tokens)))
+    return max(LEAST_COLUMNS, HOST_TILE // max(1, tokens))
 
 
 def settle(device: "torch.device") -> None:
@@ -481,7 +517,7 @@ def rank_environment(
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         wanted[ALLOCATOR_VARIABLES[-1]] = f"{EXPANDABLE}True"
     if max(tensor, context) > 1 and capability is not None and capability < BLACKWELL:
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        wanted[QUEUES] = "1"
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

@@ -70,12 +70,22 @@ class Learner(Network):
 
         No weight changes.
         """
-        totals = Totals(token_loss, self._counts)
+        totals = Totals(token_loss, self._counts, device=self.mesh.device.torch)
         for chunk in self.ddp:
+            chunk.restore_grad_buffers(synchronize=False)  # where they were given back
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(part, partial(self._loss, totals), forward_only=False)
         return totals.reduce(self.mesh) | {"grad_norm": self.optimizer.norm()}
+
+    def give_back(self) -> None:
+        """Let another process have the memory of the gradients, which hold nothing between two
+        steps, by megatron's own way, and what torch keeps of this device. `gradients` takes it
+        again.
+        """
+        for chunk in self.ddp:
+            chunk.offload_grad_buffers(synchronize=True, empty_cache=False)
+        self.mesh.device.give_back()
 
     @staticmethod
     def is_finite(metrics: dict[str, float]) -> bool:

@@ -30,11 +30,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-# elements of z; 16 MiB in fp32 stay in a last-level cache between the passes over them
-TILE = 2**22
-# Columns of a tile at least: with fewer, adding to the gradient of all hidden states takes longer
-# than its product.
-COLUMNS = 512
+from rft.ground.device import logit_columns
 
 
 class _Sums:
@@ -158,7 +154,7 @@ def _tiles(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(columns, z [T, n]) from left to right; the next tile overwrites the memory of the last."""
     buffer = _buffer(temperature, len(hidden), width)
-    step = _step(len(hidden), width)
+    step = _step(temperature, len(hidden), width)
     precise = hidden.dtype == buffer.dtype
     # a pass over h instead of one over z
     scaled = hidden / temperature[:, None] if precise else hidden
@@ -172,12 +168,12 @@ def _tiles(
         yield columns, z
 
 
-def _step(tokens: int, width: int) -> int:
-    return max(1, min(width, max(COLUMNS, TILE // max(1, tokens))))
+def _step(like: Tensor, tokens: int, width: int) -> int:
+    return max(1, min(width, logit_columns(like.device, tokens)))
 
 
 def _buffer(like: Tensor, tokens: int, width: int) -> Tensor:
-    return like.new_empty(tokens * _step(tokens, width))
+    return like.new_empty(tokens * _step(like, tokens, width))
 
 
 def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -207,7 +203,7 @@ def label_logprobs(
     sequence_parallel: bool = False,
     trained: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [T] of `labels` [T] and entropies [T], both 0 where `trained` [T] is False.
+    """Log-probabilities [T] of `labels` [T] and entropies [T], both 0 but at the rows `trained`.
 
     `hidden` is [T, H] on every rank of `group`, or its T/tp rows with `sequence_parallel`; `weight`
     is this rank's shard, and `vocab` the true vocabulary size, without padding.
@@ -222,12 +218,11 @@ def label_logprobs(
     width = max(0, min(len(weight), vocab - first))
     if trained is None:
         return _LabelLogprobs.apply(whole, weight, labels - first, temperature, width, group)
-    rows = trained.nonzero().squeeze(1)
     found = _LabelLogprobs.apply(
-        whole[rows], weight, labels[rows] - first, temperature[rows], width, group
+        whole[trained], weight, labels[trained] - first, temperature[trained], width, group
     )
     logprobs, entropy = (
-        torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((rows,), t)
+        torch.zeros(len(labels), dtype=t.dtype, device=t.device).index_put((trained,), t)
         for t in found
     )
     return logprobs, entropy

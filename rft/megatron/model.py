@@ -10,6 +10,7 @@ of them under sequence parallel): `logprobs` multiplies them with `output_weight
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -348,10 +349,9 @@ def packing_of(packed: Packed, model: GPTModel, mesh: Mesh) -> PackedSeqParams:
     device = mesh.device.torch
     if not hasattr(model, "inverse_frequencies"):
         return _te_packing(packed, mesh)
-    count = int(packed.cu_seqlens[-1])
-    positions = torch.zeros(packed.length, dtype=torch.float32, device=device)
-    positions[:count] = torch.from_numpy(packed.positions[:count]).to(positions)
-    angles = torch.outer(positions, model.inverse_frequencies)
+    positions = packed.positions.astype(np.float32)
+    positions[int(packed.cu_seqlens[-1]) :] = 0
+    angles = torch.outer(mesh.device.bring(positions), model.inverse_frequencies)
     return Packing(
         qkv_format="rows",
         frequencies=torch.cat([angles, angles], dim=-1)[:, None, None, :],
@@ -366,7 +366,7 @@ def _te_packing(packed: Packed, mesh: Mesh) -> PackedSeqParams:
     bounds = packed.cu_seqlens.tolist()
     if bounds[-1] < packed.length:
         bounds.append(packed.length)
-    lengths = torch.tensor(bounds, dtype=torch.int32, device=mesh.device.torch) * mesh.cp
+    lengths = mesh.device.bring(np.array(bounds, dtype=np.int32) * np.int32(mesh.cp))
     longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) * mesh.cp
     return PackedSeqParams(
         qkv_format="thd",

@@ -40,6 +40,7 @@ class Micro:
     positions: Tensor  # [1, T]
     labels: Tensor  # [T], as are the fields
     temperature: Tensor
+    trained: Tensor  # int64: which tokens are, found on the host, which then waits for no device
     fields: Fields
     packing: PackedSeqParams
 
@@ -90,7 +91,7 @@ class Network:
         """
 
         def use(micro: Micro, hidden: Tensor) -> Tensor:
-            return self._token_scores(micro, hidden, micro.fields.mask if trained_only else None)
+            return self._token_scores(micro, hidden, micro.trained if trained_only else None)
 
         outputs = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
@@ -102,7 +103,7 @@ class Network:
         """Log-probabilities of the trained labels and entropies there, as `score` gives them."""
 
         def use(micro: Micro, hidden: Tensor) -> Tensor:
-            return torch.stack(self._logprobs(micro, hidden, micro.fields.mask))
+            return torch.stack(self._logprobs(micro, hidden, micro.trained))
 
         outputs = self._run(part, use, forward_only=True)
         if not self.mesh.is_last_stage:
@@ -187,14 +188,13 @@ class Network:
         return [self._micro(packed) for packed in padded]
 
     def _micro(self, packed: Packed) -> Micro:
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(self.mesh.device.torch)
-
+        tensor = self.mesh.device.bring
         return Micro(
             tokens=tensor(packed.tokens)[None],
             positions=tensor(packed.positions)[None],
             labels=tensor(packed.labels),
             temperature=tensor(packed.temperature),
+            trained=tensor(np.flatnonzero(packed.weight)),
             fields=Fields.of(
                 packed, tensor, self.mesh.sum_over_context if self.mesh.cp > 1 else None
             ),
@@ -204,9 +204,9 @@ class Network:
     def _whole(self, packed: Packed, local: Tensor) -> np.ndarray:
         """Put the context-parallel slices of one microbatch back into its own order."""
         index = cp_index(packed, self.mesh.cp_rank, self.mesh.cp)
-        held = index >= 0
+        held, bring = np.flatnonzero(index >= 0), self.mesh.device.bring
         values = torch.zeros(packed.length, dtype=torch.float32, device=local.device)
-        values[torch.from_numpy(index[held])] = local[: len(index)][torch.from_numpy(held)]
+        values[bring(index[held])] = local[bring(held)]
         if self.mesh.cp > 1:
             torch.distributed.all_reduce(values, group=self.mesh.cp_group)
         return values.cpu().numpy()

@@ -132,8 +132,31 @@ ALWAYS = {  # fields with the value that they always have here
 BECAUSE = {
     "overlap_param_gather": "engines and checkpoints read the weights as soon as a step is "
     "done, so the gather cannot wait for the next forward pass",
-    "optimizer_cpu_offload": "checkpoints copy the optimizer's state from where Megatron's "
-    "distributed optimizer keeps it; use more ranks, or recompute activations",
+    **dict.fromkeys(
+        (
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "use_torch_optimizer_for_cpu_offload",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+        ),
+        "Megatron's HybridDeviceOptimizer keeps copies of the weights on the host that no "
+        "checkpoint is loaded into, so a resumed run would go on from others; use more ranks, or "
+        "recompute activations",
+    ),
+    **dict.fromkeys(
+        (
+            "use_precision_aware_optimizer",
+            "main_grads_dtype",
+            "main_params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "store_param_remainders",
+        ),
+        "the optimizer's state would be in the kernels' own scaled form, which a checkpoint of "
+        "another layout or version could not read bit by bit",
+    ),
     "sgd_momentum": "sgd is plain here: it has no state",
     "tp_comm_overlap": "Transformer Engine wants buffers for it that rft does not make",
     "fp32_residual_connection": "pipeline stages exchange activations in trainer.dtype",

@@ -78,7 +78,7 @@ class Policy(Learner):
         return self.update(metrics, self.is_finite(metrics))
 
     def _trained_scores(self, micro: Micro, hidden: Tensor) -> tuple[Tensor, Fields]:
-        logprobs, entropy = self._logprobs(micro, hidden, micro.fields.mask)
+        logprobs, entropy = self._logprobs(micro, hidden, micro.trained)
         return logprobs, replace(micro.fields, entropy=entropy)
 
     def snapshot(self) -> Snapshot:

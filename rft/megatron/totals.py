@@ -4,7 +4,8 @@ In: scores (log-probabilities or values) and fields of each microbatch on the la
 Out: the loss to differentiate, and at the end a dictionary of floats that is the same on every
 rank. Names ending in ":max" are maxima over the trained tokens, all others means over them. In a
 step with expert rows, names that begin with "expert/" are means over the tokens of those, and all
-others over the rest.
+others over the rest. Invariant: sums stay where the scores are until the step ends; the host waits
+for no device between two microbatches.
 """
 
 from dataclasses import fields as fields_of
@@ -27,7 +28,13 @@ class Totals:
     the last stage). `lacking`: fields that no microbatch has.
     """
 
-    def __init__(self, token_loss: "TokenLoss", counts: bool, lacking: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        token_loss: "TokenLoss",
+        counts: bool,
+        lacking: tuple[str, ...] = (),
+        device: torch.device | None = None,
+    ):
         self.token_loss = token_loss
         self.counts = counts
         # Earlier pipeline stages never see a token's loss, yet must take part in the reduction: one
@@ -44,50 +51,46 @@ class Totals:
         names = sorted(token_loss(nothing, Fields(**example))[1])
         self.means = [name for name in names if not name.endswith(MAX)]
         self.tops = [name for name in names if name.endswith(MAX)]
-        self.sums = torch.zeros(3 + len(self.means), dtype=torch.float64)
-        self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64)
+        self.sums = torch.zeros(3 + len(self.means), dtype=torch.float64, device=device)
+        self.maxima = torch.full((len(self.tops),), -torch.inf, dtype=torch.float64, device=device)
 
     def add(self, scores: Tensor, fields: Fields) -> Tensor:
         """The microbatch's weighted loss, with gradient; its metrics are added up."""
         losses, metrics = self.token_loss(scores, fields)
         nothing = torch.zeros((), dtype=losses.dtype, device=losses.device)
         loss = torch.where(fields.mask, losses * fields.weight, nothing).sum()
-        if self.counts and bool(fields.mask.any()):
+        if self.counts:
             with torch.no_grad():
-                sampled = (
-                    fields.mask if fields.expert is None else fields.mask & (fields.expert == 0)
-                )
-                expert = fields.mask & ~sampled
-                over = [expert if name.startswith(EXPERT) else sampled for name in self.means]
-                trained = [
-                    metrics[name].detach()[mask]
-                    for name, mask in zip(self.means, over, strict=True)
-                ]
-                counts = [fields.mask.sum().double(), expert.sum().double()]
-                sums = torch.stack([loss.double(), *counts, *(t.double().sum() for t in trained)])
-                self.sums += sums.cpu()
-                if self.tops:
-                    lowest = torch.full_like(scores, -torch.inf)
-                    tops = torch.stack(
-                        [
-                            metrics[name].detach().where(sampled, lowest).max().double()
-                            for name in self.tops
-                        ]
-                    )
-                    self.maxima = torch.maximum(self.maxima, tops.cpu())
+                self._count(loss, metrics, fields)
         return loss
+
+    def _count(self, loss: Tensor, metrics: dict[str, Tensor], fields: Fields) -> None:
+        """Of a microbatch without trained tokens, nothing but zeros."""
+        sampled = fields.mask if fields.expert is None else fields.mask & (fields.expert == 0)
+        expert = fields.mask & ~sampled
+        self.sums[:3] += torch.stack([loss.double(), fields.mask.sum(), expert.sum()])
+        if self.means:
+            values = torch.stack([metrics[name] for name in self.means]).double()
+            over = [expert if name.startswith(EXPERT) else sampled for name in self.means]
+            self.sums[3:] += values.where(torch.stack(over), 0.0).sum(1)
+        if self.tops:
+            values = torch.stack([metrics[name] for name in self.tops]).double()
+            tops = values.where(sampled, -torch.inf).amax(1)
+            self.maxima = torch.maximum(self.maxima, tops)
 
     def reduce(self, mesh: "Mesh") -> dict[str, float]:
         """Over all ranks, once per step.
 
         A step without trained tokens has means and maxima of 0.
         """
-        mesh.reduce(self.sums, self.maxima)
-        loss, tokens, expert, *sums = self.sums.tolist()
+        there = torch.cat([self.sums, self.maxima]).cpu()
+        reduced, maxima = there[: len(self.sums)], there[len(self.sums) :]
+        mesh.reduce(reduced, maxima)
+        loss, tokens, expert, *sums = reduced.tolist()
         metrics = {"loss": loss, "num_tokens": tokens}
         for name, total in zip(self.means, sums, strict=True):
             metrics[name] = total / max(expert if name.startswith(EXPERT) else tokens - expert, 1.0)
-        tops = self.maxima.tolist() if tokens > expert else [0.0] * len(self.tops)
+        tops = maxima.tolist() if tokens > expert else [0.0] * len(self.tops)
         return metrics | {
             name.removesuffix(MAX): top for name, top in zip(self.tops, tops, strict=True)
         }

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from rft.config import Config, get, nearest
+from rft.config import Config, engine_arguments, get, nearest
 from rft.monitor import mlflow
 from rft.monitor.sinks import WANDB_ARGS
 from rft.preflight.rules import Rule
@@ -233,8 +233,16 @@ def _auxiliary(c: Config) -> Iterator[str]:
         yield f"{AUXILIARY}: the name `{double}` is used twice: give each model its own"
 
 
+def _arguments(c: Config) -> Iterator[str]:
+    for number, one in enumerate(c.explorer.auxiliary_models):
+        yield from engine_arguments.problems(f"{AUXILIARY}.{number}.engine_args", one.engine_args)
+
+
+ARGUMENTS = "explorer.rollout_model.engine_args"
 ENGINES = (
     Rule(AUXILIARY, _auxiliary),
+    Rule(AUXILIARY, _arguments),
+    Rule(ARGUMENTS, lambda c: engine_arguments.problems(ARGUMENTS, get(c, ARGUMENTS))),
     Rule(
         f"{AUXILIARY} cluster.colocate",
         lambda c: c.explorer.auxiliary_models and c.cluster.colocate,

@@ -60,6 +60,7 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "explorer.rollout_model.kv_cache_gb": SAMPLER,
     "explorer.rollout_model.gpu_memory_utilization": SAMPLER,
     "explorer.rollout_model.enforce_eager": SAMPLER,
+    "explorer.rollout_model.engine_args": SAMPLER,
 }
 ONE_VALUE = (  # key, what it may be with a service, why, and the fix
     (

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from math import prod
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,14 @@ from rft.ground.experience import (
     decode,
     encode,
 )
-from rft.ground.names import DTYPES
+from rft.ground.names import (
+    DTYPES,
+    ITEM_BYTES,
+    Dims,
+    architecture_of,
+    hf_names,
+    read_hf_config,
+)
 from rft.ground.process import ending
 from rft.monitor import trace
 from rft.monitor.logs import STACKS_SIGNAL
@@ -48,6 +56,13 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
 WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
+# The share that vLLM wants to see free as it starts, whatever its cache is told to be. A trainer on
+# the same card has its state there: how much the engine may take is decided by the cache's size.
+UNCHECKED = 0.01
+WORK_BYTES = 3 * GIB  # of an engine: context, graphs, activations of one chunk of a prompt
+SAMPLER_COPIES = (
+    4 * 4
+)  # bytes per request and word: logits, their log-probabilities, sorted, masked
 SHUTDOWN_S = 5.0  # for vLLM's own orderly end; afterwards it kills its processes
 STOPS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 # what vLLM must not do: phone home, talk on the user's terminal, resolve this machine's public
@@ -108,10 +123,8 @@ class RolloutEngine(EngineWeights):
         began = time.monotonic()
         os.environ.update(environment(self.device_kind, self.threads, self.workers))
         import vllm
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+        self.llm = self._started()
         await self.llm.update_weight_version(str(version))
         await self.llm.collective_rpc("rft_listen", args=(await self.channel.open(),))
         self._version = version
@@ -130,6 +143,22 @@ class RolloutEngine(EngineWeights):
             "start_s": round(time.monotonic() - began, 2),
         }
 
+    def _started(self) -> "AsyncLLM":
+        """vLLM, with its processes; raises what it raises, or one that names `engine_args`."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        given = self.rollout.engine_args
+        try:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**(self._arguments() | given)))
+        except Exception as error:
+            if not given:
+                raise
+            words = " ".join(str(error).split())
+            raise RuntimeError(
+                f"{self.name} did not start with engine_args={given}: {words}"
+            ) from error
+
     @property
     def workers(self) -> int:
         """Processes that hold a copy or shard of the model: each
@@ -138,8 +167,6 @@ class RolloutEngine(EngineWeights):
         return self.rollout.tensor_parallel_size
 
     def _arguments(self) -> dict[str, Any]:
-        from vllm.config import WeightTransferConfig
-
         arguments: dict[str, Any] = {
             "model": self.model.model_path,
             "trust_remote_code": self.model.trust_remote_code,
@@ -153,19 +180,38 @@ class RolloutEngine(EngineWeights):
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": self.rollout.enable_prefix_caching,
             "disable_log_stats": True,
-            "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
+            "weight_transfer_config": {"backend": WEIGHT_BACKEND},
             "worker_extension_cls": WORKER_EXTENSION,
             **(self.adapters.arguments() if self.adapters else {}),
+            # One worker lives in the engine core's own process, as vLLM itself would have it: a hop
+            # less per step. Sleep, extension and weight transfer are the worker's, wherever it is.
+            "distributed_executor_backend": "mp" if self.workers > 1 else "uni",
         }
+        return arguments | self._memory()
+
+    def _memory(self) -> dict[str, Any]:
+        """What the engine takes of its device."""
         if self.device_kind == "cpu":
             # explicit: vLLM skips its warm-up
-            arguments["kv_cache_memory_bytes"] = int(self.rollout.kv_cache_gb * GIB)
-        else:
-            arguments["gpu_memory_utilization"] = self.rollout.gpu_memory_utilization
-            arguments["enable_sleep_mode"] = self.colocated
-        if self.device_kind != "cpu" or self.workers > 1:
-            arguments["distributed_executor_backend"] = "mp"
-        return arguments
+            return {"kv_cache_memory_bytes": int(self.rollout.kv_cache_gb * GIB)}
+        share = self.rollout.gpu_memory_utilization
+        if not self.colocated:
+            return {"gpu_memory_utilization": share}
+        assert share is not None, "the config is filled"
+        dims = Dims.of(read_hf_config(self.model.model_path))
+        sampler = SAMPLER_COPIES * int(self.rollout.max_num_seqs or 0) * dims.vocab
+        cache = cache_beside_trainer(share, card_bytes(), self._weight_bytes(), sampler)
+        return {
+            "gpu_memory_utilization": UNCHECKED,
+            "kv_cache_memory_bytes": cache,
+            "enable_sleep_mode": True,
+        }
+
+    def _weight_bytes(self) -> int:
+        """Of one worker."""
+        hf = read_hf_config(self.model.model_path)
+        numbers = sum(map(prod, hf_names(Dims.of(hf), architecture_of(hf)).values()))
+        return numbers * ITEM_BYTES[DTYPES[str(self.rollout.dtype)]] // self.workers
 
     # --- serving ----------------------------------------------------------------------------------
 
@@ -314,12 +360,42 @@ class RolloutEngine(EngineWeights):
             self.channel.close()
 
 
+def card_bytes() -> int:
+    """Of the first card that this process sees; asking the driver makes no context on it."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
+def cache_beside_trainer(share: float, card: int, weights: int, sampler: int) -> int:
+    """Bytes of the key-value cache of an engine that shares its card with a trainer rank.
+
+    vLLM would find them by what it sees free on the card before and after a trial run. There the
+    trainer loads its model meanwhile, or computes where an engine is started again: all that it
+    takes would count as the engine's, and all that it gives back fails an assertion.
+    """
+    cache = int(share * card) - weights - sampler - WORK_BYTES
+    if cache <= 0:
+        raise ValueError(
+            f"explorer.rollout_model.gpu_memory_utilization={share:g} of a card of "
+            f"{card / GIB:.0f} GiB has no room for a cache beside {weights / GIB:.1f} GiB of "
+            f"weights and {(sampler + WORK_BYTES) / GIB:.1f} GiB to work in: set it higher, "
+            "max_num_seqs lower, or tensor_parallel_size higher"
+        )
+    return cache
+
+
 # --- vLLM's words --------------------------------------------------------------------------------
 
 
 def environment(device_kind: str, threads: int, workers: int) -> dict[str, str]:
     """On CPU: our thread budget instead of vLLM's core binding, and one
     process less when there is one worker.
+
+    On a GPU nothing is said of torch's allocator, and nothing of `expandable_segments`, which ranks
+    have: memory that sleeps lies in pools of vLLM's (CuMemAllocator), which torch cannot make of
+    such segments. vLLM 0.32 switches them off around each pool and has to keep both kinds apart
+    from then on; a process that never has them has one kind.
     """
     if device_kind != "cpu":
         return QUIET

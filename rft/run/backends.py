@@ -179,7 +179,8 @@ class MegatronBackend(TrainBackend):
         address = own_address(config.cluster.ray_address)
         origin = StreamOrigin(mesh, source, synchronizer, sync, epoch, address)
         probe = Probe(policy, mesh, synchronizer, sync.probe_interval, policy.dims.vocab)
-        return Publisher(origin, probe.after, takes_turns=config.cluster.colocate)
+        turns = config.cluster.colocate
+        return Publisher(origin, probe.after, takes_turns=turns, give_back=models.give_back)
 
 
 class TinkerBackend(TrainBackend):

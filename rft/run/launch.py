@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
+from rft.config.choices import start_lines
 from rft.ground.device import thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
@@ -110,6 +111,8 @@ class StageRun:
         self.resolved = resolved_of(config)
         configs.save(config, self.resolved)
         say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
+        for line in start_lines(config):
+            say(line)
         try:
             self._start()
             self._wait()

@@ -2,7 +2,8 @@
 per version.
 
     connect: the engines hear of this trainer
-    start:   the current weights are a version; rank 0 asks the synchronizer for its round
+    start:   the current weights are a version; rank 0 asks the synchronizer for its round, where
+             they take turns after every rank has given back what it does not use of its device
     wait:    rank 0 takes the synchronizer's answer
             ─broadcast─► every rank knows that the engines serve it
     rest:    where trainer and engines take turns: as wait; then the engines sleep, until the next
@@ -125,7 +126,8 @@ class Publisher:
     """Every rank has one and calls it in the same order.
 
     `origin`: None where nobody takes weights; then versions just count. `probe` looks at the
-    engines while they serve exactly these weights. `takes_turns`: with engines on the same devices.
+    engines while they serve exactly these weights. `takes_turns`: with engines on the same devices;
+    `give_back` then frees what this rank holds of its device and does not use.
     """
 
     def __init__(
@@ -133,10 +135,12 @@ class Publisher:
         origin: Origin | None,
         probe: Callable[[int], dict[str, float]] = lambda version: {},
         takes_turns: bool = False,
+        give_back: Callable[[], None] = lambda: None,
     ):
         self.origin = origin
         self.probe = probe
         self.takes_turns = takes_turns
+        self.give_back = give_back
         self.version: int | None = None  # the last one that all engines serve
         self.last: dict[str, float] = {}
         self._begun: int | None = None
@@ -158,6 +162,8 @@ class Publisher:
         if due:
             self._begun = version
         if self.origin is not None:
+            if self.takes_turns:
+                self._make_room()
             self.origin.start(version, due)
 
     def wait(self) -> None:
@@ -177,6 +183,15 @@ class Publisher:
         assert self.origin is not None
         self.wait()
         self._count(self._agreed(self.origin.rest(), "putting the engines to sleep"))
+
+    def _make_room(self) -> None:
+        """The next round wakes the engines. A worker takes what it needs of its card at once, and
+        of what the step before has left in this rank's allocator it could not take a byte; so no
+        round is asked for before every rank has given that back. Collective.
+        """
+        assert self.origin is not None
+        self.give_back()
+        self.origin.mesh.barrier("room for the engines")
 
     def release(self) -> None:
         """Return when the weights may change. Collective."""

@@ -182,6 +182,12 @@ class Models:
         if self.critic is not None:
             self.critic.restore(small)
 
+    def give_back(self) -> None:
+        """What no model needs of its device until the next step."""
+        for model in (self.policy, self.critic):
+            if model is not None:
+                model.give_back()
+
     def close(self) -> None:
         for model in (self.policy, self.reference, self.critic, self.teacher):
             if model is not None:

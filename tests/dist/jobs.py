@@ -110,16 +110,27 @@ def pieces_of(policy: Policy, kind: str = "") -> list[tuple[Any, ...]]:
 
 
 def train(
-    path: str, rows: int = 24, steps: int = 1, loss: str = "ppo", **layout: Any
+    path: str,
+    rows: int = 24,
+    steps: int = 1,
+    loss: str = "ppo",
+    gives_back: bool = False,
+    **layout: Any,
 ) -> dict[str, Any]:
-    """Train; weights at rank 0, first moments from every rank, metrics from every rank."""
+    """Train; weights at rank 0, first moments from every rank, metrics from every rank.
+    `gives_back`: others have the memory of the gradients between two steps.
+    """
     with policy_on(path, **layout) as policy:
         part = part_of(policy, make_rows(rows))
-        before = []
-        metrics = [
-            policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step))
-            for _ in range(steps)
-        ]
+        before, metrics = [], []
+        for _ in range(steps):
+            metrics.append(
+                policy.train_step(part, token_loss(loss, {}), lambda: before.append(policy.step))
+            )
+            if gives_back:
+                policy.give_back()
+                buffers = [buffer for chunk in policy.ddp for buffer in chunk.buffers]
+                assert not any(one.grad_data.untyped_storage().size() for one in buffers)
         assert before == list(range(steps))
         return {
             "metrics": metrics,

@@ -55,12 +55,12 @@ def problem(dtype: str, kept: str) -> dict[str, torch.Tensor]:
 @contextmanager
 def tile_of(elements: int) -> Iterator[None]:
     """Tiles of so many elements, however few columns that makes."""
-    before = logprobs.TILE, logprobs.COLUMNS
-    logprobs.TILE, logprobs.COLUMNS = elements, 1
+    before = logprobs.logit_columns
+    logprobs.logit_columns = lambda device, tokens: elements // max(1, tokens)
     try:
         yield
     finally:
-        logprobs.TILE, logprobs.COLUMNS = before
+        logprobs.logit_columns = before
 
 
 class Widest(TorchDispatchMode):
@@ -108,7 +108,7 @@ def label_logprobs(
                 vocab,
                 mesh.tp_group,
                 sp,
-                given["trained"] if mask else None,
+                given["trained"].nonzero().squeeze(1) if mask else None,
             )
             (given["of_logprob"] * found + given["of_entropy"] * entropy).sum().backward()
         return {
@@ -118,6 +118,28 @@ def label_logprobs(
             "weight": weight.grad.numpy(),
             "widest": widest.elements,
         }
+    finally:
+        mesh.close()
+
+
+def nowhere(vocab: int) -> str:
+    """On a device without values: where the host would wait for one, torch raises."""
+    mesh = Mesh(MegatronConfig(), devices.choose("cpu"), TIMEOUT_S)
+    try:
+        given = {name: value.to("meta") for name, value in problem("float32", "some").items()}
+        trained = torch.zeros(3, dtype=torch.int64, device="meta")
+        hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+        found, entropy = logprobs.label_logprobs(
+            hidden,
+            weight,
+            given["labels"],
+            given["temperature"],
+            vocab,
+            mesh.tp_group,
+            trained=trained,
+        )
+        (found + entropy).sum().backward()
+        return str(weight.grad.device)
     finally:
         mesh.close()
 

@@ -171,6 +171,10 @@ def test_no_step_makes_all_logits(
             assert not seen or 0 < seen["elements"] <= 700 < seen["tokens"] * seen["width"] / 2
 
 
+def test_tiles_ask_a_device_for_no_value(ranks: Ranks) -> None:
+    assert ranks.run("logprobs_jobs:nowhere", 1, vocab=37) == ["meta"]
+
+
 def test_entropy_of_a_step_is_that_of_transformers(
     ranks: Ranks, checkpoints: dict[str, Path]
 ) -> None:

@@ -88,3 +88,14 @@ def test_overlapped_reduction_gives_the_same_gradient(
         "jobs:train", world, path=str(checkpoints["qwen3"]), megatron=flags, **sizes
     )
     assert_equal(gradients(results), plain("qwen3", layout))
+
+
+def test_a_step_takes_back_the_memory_of_its_gradients(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    def run(**more: Any) -> dict[str, Any]:
+        return ranks.run("jobs:train", 1, path=str(checkpoints["qwen3"]), steps=2, **more)[0]
+
+    kept, given = run(), run(gives_back=True)
+    assert kept["metrics"] == given["metrics"]
+    assert_equal(gradients([given]), gradients([kept]))

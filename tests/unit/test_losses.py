@@ -5,6 +5,7 @@ What a formula holds constant (stop-gradient) is a number of its own here, so th
 differentiated, and what not.
 """
 
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from math import exp, log
 from typing import Any
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.fields import Fields
-from rft.algorithm.losses import LOSSES, token_loss
+from rft.algorithm.fields import SCORES, Fields
+from rft.algorithm.losses import LOSSES, clipped_value, token_loss
 from rft.algorithm.ratios import Coefficient, Correction
 from rft.config import AlgorithmConfig
+from rft.megatron.totals import Totals
 from rft.trainer.models import KLCoefficients
 
 LENGTHS = [5, 1, 4]  # of the responses in one microbatch; two tokens of padding behind
@@ -314,3 +316,24 @@ def test_both_coefficients_are_checkpointed_where_they_move() -> None:
     )
     fixed = KLCoefficients(AlgorithmConfig())
     assert fixed.state() == {}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "clipped_value"])
+def test_a_microbatch_asks_a_device_for_no_value(name: str) -> None:
+    """On a device without values, where the host could wait for none: neither the losses nor the
+    metrics of a microbatch need one before the end of the step.
+    """
+    loss = clipped_value if name == "clipped_value" else token_loss(name, {}, "k2", 0.1, 0.1)
+    nowhere = torch.device("meta")
+    totals = Totals(loss, counts=True, device=nowhere)
+    fields = given(**{one.name: NEW for one in fields_of(Fields) if one.name in SCORES})
+    there = {
+        name: value.to(nowhere)
+        for name, value in vars(replace(fields, entropy=fields.behaviour)).items()
+        if isinstance(value, torch.Tensor)
+    }
+    scores = torch.zeros(TOKENS, dtype=torch.float64, device=nowhere, requires_grad=True)
+    totals.add(scores, Fields(**there, sequences=4)).backward()
+    assert scores.grad is not None and totals.sums.device == totals.maxima.device == nowhere
+    with pytest.raises(NotImplementedError, match="meta"):
+        totals.reduce(None)  # type: ignore[arg-type]

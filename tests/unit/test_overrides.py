@@ -84,8 +84,9 @@ REFUSED = [
     (DDP, "hidden_dropout", 0.0, "is unknown"),
     (OPTIMIZER, "lr", 1e-3, "set algorithm.optimizer.lr"),
     (OPTIMIZER, "clip_grad", 1.0, "set trainer.grad_clip"),
-    (OPTIMIZER, "optimizer_cpu_offload", True, "is not possible"),
-    (OPTIMIZER, "use_precision_aware_optimizer", True, "rft's own decision"),
+    (OPTIMIZER, "optimizer_cpu_offload", True, "no checkpoint is loaded into"),
+    (OPTIMIZER, "optimizer_offload_fraction", 0.5, "HybridDeviceOptimizer"),
+    (OPTIMIZER, "use_precision_aware_optimizer", True, "the kernels' own scaled form"),
 ]
 
 

@@ -45,6 +45,23 @@ def test_what_a_rank_needs_in_its_environment(
     assert devices.rank_environment(kind, tp, cp, capability, given) == wanted
 
 
+@pytest.mark.parametrize(
+    ("device", "tokens", "columns"),
+    [
+        ("cpu", 1024, 4096),
+        ("cpu", 32_768, 512),
+        ("cuda:0", 1024, 16_384),
+        ("cuda:0", 16_384, 16_384),
+        ("cuda:0", 32_768, 8192),
+        ("cuda:0", 131_072, 2048),
+        ("cuda:0", 0, 16_384),
+    ],
+)
+def test_tiles_of_logits_fit_a_cache_or_a_gigabyte(device: str, tokens: int, columns: int) -> None:
+    assert devices.logit_columns(torch.device(device), tokens) == columns
+    assert "cpu" in device or 4 * tokens * columns <= 2**30
+
+
 def test_memory_that_is_shared_is_no_part_of_an_expandable_segment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
