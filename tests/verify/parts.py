@@ -50,7 +50,6 @@ PARTS = {
     "ranks": tests("dist"),
     "gpu_model": tests("gpu_model"),
     "recorded": tests("recorded"),
-    "gpu_model": tests("gpu_model"),
     "engines": e2e(
         *("engine", "narrow", "turns", "weight_sync", "adapter_sync", "sync_methods"),
         *("engines", "pool", "colocate", "sync_style"),
