@@ -155,7 +155,7 @@ def matrix(
     without; the weights after three steps, for an optimizer.
     """
     sizes = MegatronConfig(tp, pp, cp, sp, vpp, ep, etp)
-    trainer = TrainerConfig(megatron=sizes, grad_clip=1e9)
+    trainer = TrainerConfig(megatron=sizes, dtype="fp32", grad_clip=1e9)
     found: dict[str, Any] = {}
     with mesh_of(sizes) as mesh:
         for name in [name for name in variants if name not in RATES]:

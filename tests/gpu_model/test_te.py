@@ -15,7 +15,12 @@ import pytest
 from te_record import RECORD, differences, record
 from test_lora import ATTENTION, LORA, assert_formula
 from test_newest_megatron import newest_megatron
-from test_parity import LAYOUTS, assert_gradient_of_transformers
+from test_parity import (
+    LAYOUTS,
+    assert_gradient_of_transformers,
+    assert_gradients_match,
+    gradients,
+)
 
 from ranks import Ranks
 
@@ -62,6 +67,16 @@ def test_gradient_is_that_of_transformers(
     world, sizes = LAYOUTS[layout]
     results = ranks.run("jobs:train", world, path=str(checkpoints[family]), **sizes)
     assert_gradient_of_transformers(results, checkpoints[family])
+
+
+def test_a_microbatch_of_padding_alone_is_a_sequence_over_all_context_ranks(
+    ranks: Ranks, checkpoints: dict[str, Path]
+) -> None:
+    """One row for two data-parallel indices: the other has none."""
+    path = str(checkpoints["qwen2"])
+    wanted = ranks.run("jobs:train", 1, path=path, rows=1)
+    found = ranks.run("jobs:train", 4, path=path, rows=1, cp=2)
+    assert_gradients_match(gradients(found), gradients(wanted))
 
 
 def test_virtual_stages_do_not_mix_their_messages(

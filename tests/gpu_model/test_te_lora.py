@@ -1,0 +1,13 @@
+"""The tests of adapters beside rft's own layers, again over the stand-in for Transformer Engine."""
+
+import pytest
+from test_lora import (  # noqa: F401
+    alone,
+    test_a_checkpoint_is_the_adapter_alone_loads_elsewhere_and_exports_for_peft,
+    test_it_begins_as_the_base_model_and_only_the_adapter_learns,
+    test_it_is_the_same_in_every_layout,
+    test_recomputed_layers_under_a_frozen_embedding_still_learn,
+    test_what_it_computes_and_what_it_shows_is_the_formula,
+)
+
+pytestmark = pytest.mark.verify
