@@ -74,3 +74,8 @@ bench: setup
 
 clean:
 	rm -rf $(VENV) runs outputs multirun
+
+# The first hour on GPUs, stage by stage (ARGS="1 3.eager": those), with the machine's set; without a card over stand-ins.
+.PHONY: gpu
+gpu: setup
+	$(or $(SET),$(VENV))/bin/python -m bench.gpu $(ARGS)

@@ -111,7 +111,7 @@ def run(stage: Stage, here: Here, log: Path) -> Outcome:
     if why := lacking(stage, here):
         return Outcome(stage, SKIPPED, why=why)
     command = (stage.stand_in if here.fake else ()) or stage.command
-    words = [sys.executable, *(word.format(kind=here.kind) for word in command)]
+    words = [sys.executable, *(word.replace("{kind}", here.kind) for word in command)]
     mark = f"{os.getpid()}/{stage.name}"
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:

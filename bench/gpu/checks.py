@@ -29,7 +29,7 @@ class Checks:
 
     def tell(self, name: str, value: Any, bar: str = "", fits: bool = True) -> None:
         """`bar`: in words; a number without one is only told."""
-        self.found[name] = round(value, 6) if isinstance(value, float) else value
+        self.found[name] = float(f"{value:.4g}") if isinstance(value, float) else value
         self.missed += [] if fits else [name]
         print(f"{'ok  ' if fits else 'FAIL'}  {name}: {value}{f' (bar: {bar})' * bool(bar)}")
         sys.stdout.flush()
