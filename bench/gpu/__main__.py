@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.gpu.stages import STAGES, Stage
 from rft.ground.errors import ConfigError
-from rft.ground.process import adopt_orphans, end_family, end_marked
+from rft.ground.process import adopt_orphans, end_marked
 from rft.run import cards
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -129,8 +129,8 @@ def run(stage: Stage, here: Here, log: Path) -> Outcome:
             why = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             why = f"not done after {stage.seconds:g} s"
-            end_family(process)
     end_marked(MARK, mark)
+    process.wait()
     seconds = time.monotonic() - began
     told = last_line(log)
     if not why and not log.stat().st_size:
