@@ -9,9 +9,10 @@ processes map for that of a card (`bench.host_card`), and gloo, in NCCL's place,
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -288,9 +289,7 @@ def checksum(checks: Checks) -> None:
 
 def allocator(checks: Checks) -> None:
     """Under the setting that ranks have."""
-    variables = devices.rank_environment("cuda", 1, 1, None, {})
-    os.environ.update(variables)  # before the first use of the card
-    checks.tell("set", " ".join(f"{n}={v}" for n, v in variables.items()))
+    begin_under(devices.rank_environment("cuda", 1, 1, None, os.environ))
     checks.device.activate()
     own = torch.zeros(4 * MEBI, dtype=torch.uint8, device=checks.device.torch)
     shared = card(checks.device.torch).room(4 * MEBI)
@@ -298,6 +297,13 @@ def allocator(checks: Checks) -> None:
         checks.true("torch's own memory expands", expands(own))
         checks.true("shared memory does not", not expands(shared))
     checks.tell("bytes of each", (own.nbytes, shared.nbytes))
+
+
+def begin_under(variables: Mapping[str, str]) -> None:
+    """Libraries read them as they are loaded: this process begins again, with them."""
+    if not variables.items() <= os.environ.items():
+        words = [sys.executable, "-m", "bench.gpu.device", *sys.argv[1:]]
+        os.execve(sys.executable, words, os.environ | variables)
 
 
 def expands(memory: torch.Tensor) -> bool:
@@ -310,7 +316,7 @@ def expands(memory: torch.Tensor) -> bool:
 
 def guard(checks: Checks) -> None:
     """Threads begin on card 0, whatever the first one has chosen."""
-    os.environ["TORCH_CUDA_CHECK_STRAY_CONTEXT"] = "error"
+    begin_under({"TORCH_CUDA_CHECK_STRAY_CONTEXT": "error"})
     device = devices.choose(checks.device.kind, index=0 if checks.fake else 1)
     device.activate()
     memory, errors = card(device.torch), []

@@ -11,6 +11,7 @@ Answers are greedy and come one at a time; tokens and log-probabilities are comp
 import asyncio
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,8 @@ def serve(orders: Connection, directories: list[str], kind: str) -> None:
 
 
 def engine_of(path: str, form: str, kind: str) -> RolloutEngine:
+    # as in an actor of Ray's: whoever has asked for cards must not fork
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     rollout = RolloutModelConfig(
         dtype=devices.default_dtype(kind),  # type: ignore[arg-type]
         kv_cache_gb=0.25,

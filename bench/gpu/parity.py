@@ -58,6 +58,10 @@ def mesh_on(kind: str) -> Iterator[Any]:
         from rft.megatron import cpu_port
 
         cpu_port.install()
+    else:
+        from rft.megatron import kernels
+
+        kernels.check()
     from rft.config import MegatronConfig
     from rft.megatron.mesh import Mesh
 

@@ -118,9 +118,9 @@ def test_a_bar_a_silence_and_a_deadline_are_failures(tmp_path: Path) -> None:
     missed = stage("1.a", SAYS % "false")
     hangs = "import os, signal; os.fork() or os.setsid(); print(os.getpid(), flush=True); "
     hangs += "signal.pause()"
-    cases = [missed, stage("1.b", "pass"), stage("1.c", hangs, seconds=0.5)]
+    cases = [missed, stage("1.b", "pass"), stage("1.c", hangs, seconds=0.3)]
     why = [run_all([one], HERE, tmp_path, print)[0].why for one in cases]
-    assert why == ["a bar was missed", "it said nothing", "not done after 0.5 s"]
+    assert why == ["a bar was missed", "it said nothing", "not done after 0.3 s"]
     for number in map(int, (tmp_path / "1.c.log").read_text(encoding="utf-8").split()):
         assert not Path(f"/proc/{number}").exists(), "left running"
 
@@ -152,6 +152,21 @@ def test_cards_that_are_here_are_told_and_counted(
     FakeBox(tmp_path / "broken", driver=None).enter(monkeypatch)
     with pytest.raises(ConfigError, match="couldn't communicate with the NVIDIA driver"):
         look()
+
+
+def test_calls_that_wait_are_read_from_nsight_systems_sums() -> None:
+    from bench.gpu.runs import waits
+
+    report = """Processing [run.sqlite] with [cuda_api_sum.py]...
+
+Time (%),Total Time (ns),Num Calls,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name
+61.0,9000,12,750.0,700.0,600,900,10.0,cudaStreamSynchronize
+30.0,4000,900,4.4,4.0,3,9,1.0,cudaLaunchKernel
+9.0,1000,3,333.3,300.0,200,500,9.0,cudaEventSynchronize
+"""
+    assert waits(report) == {"cudaStreamSynchronize": 12, "cudaEventSynchronize": 3}
+    with pytest.raises(AssertionError, match="no table of calls"):
+        waits("nothing was captured")
 
 
 @pytest.mark.verify
