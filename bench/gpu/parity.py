@@ -25,7 +25,7 @@ OWN, TE, PLAIN_ROPE = "own", "te", "te_plain_rope"
 OWN_WAYS = ((OWN, "fp32"), (OWN, "bf16"))
 TE_WAYS = ((TE, "bf16"), (PLAIN_ROPE, "bf16"))  # where it is installed
 ROWS, LONGEST, TOGETHER = 12, 90, 512
-FP32_BAR, BF16_BAR, GRADIENT_BAR = 1e-4, 2e-2, 5e-2
+FP32_BAR, BF16_BAR, GRADIENT_BAR = 1e-4, 6e-3, 5e-2  # on a CPU 1e-6, 2e-3, 1.5e-2
 STEPS, RATE, WEIGHTS_BAR = 5, 1e-3, 1e-5
 WAIT_S = 300.0
 

@@ -110,7 +110,7 @@ STAGES = (
         "2.families",
         "toy llama, qwen3, qwen3_moe: own layers, Transformer Engine's, rope fused or not, packed "
         "or one by one, against transformers",
-        "log-probabilities: fp32 1e-4, bf16 2e-2 on average; gradients 5e-2 of the norm",
+        "log-probabilities: fp32 1e-4, bf16 6e-3 on average; gradients 5e-2 of the norm",
         600,
         MEGATRON,
         checked("parity", "families"),
