@@ -65,6 +65,7 @@ def test_it_ends_well_and_says_only_what_a_user_reads(whole: Whole) -> None:
     known = (
         "sft_warmup: ",
         "rft: ",
+        "device: ",
         "trainer: ",
         "[",
         "curves ",
