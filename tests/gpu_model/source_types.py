@@ -199,7 +199,8 @@ class Sources:
             if isinstance(node, ast.AnnAssign):
                 typed = self.annotated(node.annotation, Scope(module))
                 return typed if typed or not node.value else self.quiet(node.value, Scope(module))
-            if isinstance(node, ast.BinOp | ast.Subscript):  # a name for an annotation
+            is_union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
+            if is_union or isinstance(node, ast.Subscript):  # a name for an annotation
                 return self.annotated(node, Scope(module))
             return self.quiet(node, Scope(module)) if isinstance(node, ast.expr) else None
         finally:
