@@ -188,7 +188,6 @@ def transformer_config(
         # Not of virtual stages: of two messages between the same two ranks in one batch, which two
         # stages have, each would be taken for the other.
         batch_p2p_comm=not on_cpu and mesh.vpp == 1,
-        overlap_p2p_comm=mesh.vpp > 1,
         deallocate_pipeline_outputs=True,
     )
     if uses_transformer_engine(mesh.device):

@@ -239,6 +239,12 @@ def _field_problems(trainer: TrainerConfig) -> Iterator[str]:
             yield from problems
             if name == "fp8" and value and trainer.dtype != "bf16" and not problems:
                 yield f"{key}.fp8 with trainer.dtype={trainer.dtype}: set trainer.dtype=bf16"
+            virtual = trainer.megatron.virtual_pipeline_model_parallel_size
+            if name == "batch_p2p_comm" and value is True and virtual and virtual > 1:
+                yield (
+                    f"{key}.batch_p2p_comm with {_M}virtual_pipeline_model_parallel_size="
+                    f"{virtual}: stages would take one message of a batch for another; leave it out"
+                )
 
 
 def refuse_transformer_engine(trainer: TrainerConfig, why: str) -> None:

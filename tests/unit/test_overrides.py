@@ -101,6 +101,14 @@ def test_refused_by_name(section: str, name: str, value: Any, message: str) -> N
     )
 
 
+def test_batched_messages_of_virtual_stages_are_refused() -> None:
+    config = trainer(given={"batch_p2p_comm": True})
+    overrides.check(config, 4)
+    config.megatron.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="one message of a batch for another"):
+        overrides.check(config, 4)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
