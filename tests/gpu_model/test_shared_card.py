@@ -302,7 +302,7 @@ def actors() -> Iterator[Loop]:
         loop.close()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.verify), 2])
 def test_what_wakes_finds_the_memory_that_it_needs(
     no_vllm: None, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

@@ -100,6 +100,7 @@ class Start:
         }
 
 
+@pytest.mark.verify  # Ray and four engine actors: half a minute
 def test_eight_cards_are_shared_out_between_ranks_and_engines(tmp_path: Path) -> None:
     start = Start(tmp_path, FakeBox(tmp_path / "box", cards=8))
     assert start.code == 0, start.output
