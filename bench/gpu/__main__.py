@@ -32,6 +32,7 @@ from rft.run import cards
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
+RAN = "ran"  # over stand-ins, to the end: bars of speed and quality were not asked
 MARK = "RFT_BENCH_GPU"  # in the environment of all that a stage starts
 TAIL = 30  # lines of the log of what failed
 STAND_INS = 8  # cards, where there is none
@@ -137,7 +138,8 @@ def run(stage: Stage, here: Here, log: Path) -> Outcome:
         why = "it said nothing"
     if not why and not told.get("meets", True) and not (here.fake and stage.claims):
         why = "a bar was missed"
-    return Outcome(stage, FAILED if why else PASSED, seconds, told.get("ratios", {}), why)
+    state = FAILED if why else RAN if here.fake else PASSED
+    return Outcome(stage, state, seconds, told.get("ratios", {}), why)
 
 
 def last_line(log: Path) -> dict[str, Any]:

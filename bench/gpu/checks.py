@@ -34,6 +34,10 @@ class Checks:
         print(f"{'ok  ' if fits else 'FAIL'}  {name}: {value}{f' (bar: {bar})' * bool(bar)}")
         sys.stdout.flush()
 
+    def on_card(self, name: str, value: Any, bar: str, fits: bool) -> None:
+        """Stand-ins are not asked."""
+        self.tell(name, value, f"{bar}; not asked here" if self.fake else bar, self.fake or fits)
+
     def most(self, name: str, value: float, bar: float) -> None:
         self.tell(name, value, f"at most {bar:g}", value <= bar)  # not so for NaN
 
