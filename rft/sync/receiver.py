@@ -215,26 +215,26 @@ class Receiver:
             threading.Thread(
                 target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
             ).start()
-        expected = sum(len(part.stream.buckets) for part in self._parts)
-        for number in range(expected):
+        names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
+        for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
                 arrived = inbox.get(timeout=self.timeout)
             except queue.Empty:
+                late = ", ".join(names[index] for index in staging.late())
                 raise TimeoutError(
-                    self._what_is_missing(version, staging, number, expected)
+                    f"{self._what_is_there(version, staging, number)}; waiting for {late}"
                 ) from None
             if isinstance(arrived, Exception):
                 raise arrived
             yield from staging.arrived(*arrived)
         staging.check_complete()
 
-    def _what_is_missing(self, version: int, staging: Staging, number: int, expected: int) -> str:
-        late = ", ".join(self._wires[index].name for index in staging.late())
+    def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
+        streams = self._streams()
         return (
             f"weights of version {version}: nothing came for {self.timeout:g} s after {number} of "
-            f"{expected} buckets, "
-            f"{staging.bytes} of {sum(part.stream.nbytes for part in self._parts)} bytes; waiting "
-            f"for {late}"
+            f"{sum(len(stream.buckets) for stream in streams)} buckets, {staging.bytes} of "
+            f"{sum(stream.nbytes for stream in streams)} bytes"
         )
 
     def _receive(
