@@ -84,6 +84,7 @@ def _serve(jobs: Connection, results: list[Connection], front: tuple[Path, ...])
     """Fork the ranks of one job after the other until the parent goes away."""
     sys.path[:0] = map(str, front)
     import torch
+    import torch._dynamo  # which torch's optimizers load at their first step, half a second each
 
     from rft.megatron import cpu_port
 
