@@ -115,11 +115,10 @@ class History(RuleBasedStateMachine):
             assert all(
                 key in self.there for key in before if policy.every and key[1] % policy.every == 0
             )
-            for key in set(before) - set(self.there):
-                better = [
-                    k for k in before if k[1] in self.scores and self._beats(k[1], key[1], policy)
-                ]
-                assert not policy.best or key[1] not in self.scores or len(better) >= policy.best
+            scored = [key for key in before if key[1] in self.scores]
+            for key in set(scored) - set(self.there):
+                better = [k for k in scored if self._beats(k[1], key[1], policy)]
+                assert len(better) >= policy.best
         else:
             free = [
                 e for e in self.there.values() if not e.tagged and (e.epoch, e.step) != max(before)
