@@ -7,6 +7,8 @@ from typing import Any
 
 from rft.config.schema import Config
 
+TRAINING = ("both", "train")  # modes with a trainer
+
 
 def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""

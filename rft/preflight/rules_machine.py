@@ -7,14 +7,13 @@ shows all, a start refuses those that stop it and tells the others. Loads no tor
 
 import importlib.metadata as metadata
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from rft.config import Config, is_remote
+from rft.config import TRAINING, Config, is_remote
 from rft.preflight.rules import Rule
 from rft.run import cards
 from rft.run.cards import Machine
@@ -104,9 +103,9 @@ def _lacking(te: str) -> str:
 
 def no_driver(machine: Machine) -> Iterator[Trouble]:
     """Its tool is here, and does not reach it."""
-    if not machine.cards and shutil.which("nvidia-smi"):
-        fix = f"install or load the driver, `nvidia-smi` says what it lacks, {ON_CPU}"
-        yield Trouble("driver", "nvidia-smi is here and finds no GPU", fix)
+    if not machine.cards and machine.trouble:
+        fix = f"install or load the driver, {ON_CPU}"
+        yield Trouble("driver", f"nvidia-smi is here and finds no GPU ({machine.trouble})", fix)
 
 
 def no_card(machine: Machine, asked: str) -> Iterator[Trouble]:
@@ -202,7 +201,7 @@ def of_config(config: Config) -> list[Trouble]:
 
 def _is_used(config: Config) -> bool:
     """Whether anything computes on GPUs of this machine."""
-    here = config.mode in cards.TRAINING or config.cluster.ray_address is None
+    here = config.mode in TRAINING or config.cluster.ray_address is None
     return here and config.device == "cuda" and not is_remote(config)
 
 
@@ -233,7 +232,7 @@ def missing_here(stages: list[Config]) -> Iterator[str]:
 def too_many_ranks(config: Config) -> Iterator[str]:
     """Ranks without a launcher of their own are all started here."""
     there, ranks = len(cards.here().visible), int(config.trainer.num_ranks or 1)
-    starts = config.mode in cards.TRAINING and cards.here().launcher is None
+    starts = config.mode in TRAINING and cards.here().launcher is None
     if starts and 0 < there < ranks:
         yield (
             f"trainer.num_ranks={ranks}: all would be started on this machine, which has {there} "

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rft.config import CardsConfig, Config, ConfigError
+from rft.config import TRAINING, CardsConfig, Config, ConfigError
 
 ASK_S = 30.0  # for the driver, which may have to wake its GPUs; for a Ray, to answer
 MIB = 2**20
 QUESTION = ("index", "name", "uuid", "memory.total", "memory.used", "driver_version")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-TRAINING = ("both", "train")
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,8 @@ def _asked(environment: Mapping[str, str]) -> tuple[tuple[Card, ...], str, str]:
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     except subprocess.CalledProcessError as error:
-        return (), "", f"{tool}: {(error.stdout + error.stderr).strip() or error}"
+        said = " ".join((error.stdout + error.stderr).split())
+        return (), "", f"{tool}: {said or error}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), "", f"{tool}: {error}"
     rows = [row for row in csv.reader(told.stdout.splitlines(), skipinitialspace=True) if row]
@@ -127,7 +127,7 @@ def _asked(environment: Mapping[str, str]) -> tuple[tuple[Card, ...], str, str]:
         Card(int(index), name, uuid, _mib(total), _mib(used))
         for index, name, uuid, total, used, _ in rows
     )
-    return cards, rows[0][-1] if rows else "", ""
+    return cards, rows[0][-1] if rows else "", "" if rows else f"{tool}: no GPU"
 
 
 def _mib(told: str) -> int:

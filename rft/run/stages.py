@@ -16,11 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from rft.config import Config, ConfigError, job_dir
+from rft.config import TRAINING, Config, ConfigError, job_dir
 from rft.extras.pipeline import tasks
 from rft.ground.errors import refuse_all
 
-TRAINING = ("both", "train")
 RESULT = "result.json"  # in the job's directory
 
 

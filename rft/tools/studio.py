@@ -22,14 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from rft import config as configs
 from rft import preflight
-from rft.config import Config, ConfigError
+from rft.config import TRAINING, Config, ConfigError
 from rft.ground.errors import refuse_all
 from rft.tools import config as config_tool
 from rft.tools import fit, local_page, studio_fields
 
 PAGE = Path(__file__).with_name("studio.html")
 RECIPES = ("grpo", "ppo", "sft")
-TRAINING = ("both", "train")
 LEFT_OUT = (
     "functions and operators of your own, databases, services, ports, isolation, "
     "whether checkpoint_root_dir can be written"
