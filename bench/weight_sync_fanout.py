@@ -66,8 +66,8 @@ def be_alone(pipe: Connection, address: str) -> None:
 def be_switch(pipe: Connection) -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare")
-    subprocess.run("ip link add switch type bridge".split(), check=True)
-    subprocess.run("ip link set switch up".split(), check=True)
+    subprocess.run(["ip", "link", "add", "switch", "type", "bridge"], check=True)
+    subprocess.run(["ip", "link", "set", "switch", "up"], check=True)
     pipe.send(os.getpid())
     pipe.recv()
 

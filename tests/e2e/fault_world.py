@@ -1,5 +1,5 @@
 """A whole weight sync in real processes, any of which can be killed at any point: two trainer
-ranks, two engines or more, a synchronizer, a client that asks for tokens all the time. What rank 0 and the
+ranks, engines, a synchronizer, a client that asks for tokens all the time. What rank 0 and the
 supervisor do in a run is done here, by the test.
 
 In: `Fault`s. Out: assertions, and a `Tally` of what was seen. After every fault the world is whole
