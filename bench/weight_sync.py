@@ -104,7 +104,7 @@ def passed_on(model: Path) -> dict[str, float]:
             ratios["out / own"] = round(max(out, ratios.get("out / own", 0.0)), 4)
             ratios["into / own"] = round(max(into, ratios.get("into / own", 0.0)), 4)
     report.table(
-        f"engines behind links of {fanout.RATE}, {FANOUT_ROUNDS} rounds; traffic of rank 0 by its bytes",
+        f"engines behind links of {fanout.RATE}, {FANOUT_ROUNDS} rounds; bytes of rank 0",
         ("way", "seconds", "by one", "out", "into"),
         rows,
     )
