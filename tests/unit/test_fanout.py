@@ -77,7 +77,9 @@ def test_workers_sit_with_those_of_their_number_in_engines_of_their_shape() -> N
     assert [seat.before["at"] for seat in found["b"]] == ["d/0"]
     assert [(seat.mine, seat.leader["at"]) for seat in found["c"]] == [(1, "a/0"), (1, "a/1")]
     rings.leave("d")
-    assert rings.seats("b", offers) == [], "alone, it takes all from the trainer"
+    assert [seat.names for seat in rings.seats("b", offers)] == [["b"]], "all from the trainer"
+    rings.join("d", (1, 2))
+    assert rings.seats("d", offers) == [], "from the next round on"
 
 
 # --- over sockets ---------------------------------------------------------------------------------
