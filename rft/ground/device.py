@@ -68,6 +68,8 @@ EXPANDABLE = "expandable_segments:"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TOOL_S = 30.0  # for the driver's tool: it may have to wake the GPUs
 BLACKWELL = 10  # its compute capability; from there on copies and kernels have queues enough
+# gloo connects a pair of ranks when it first meets; else all pairs of every group, at once
+LAZY_GROUPS = "TORCH_GLOO_LAZY_INIT"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -97,6 +99,7 @@ class Device:
         """Make this the process's device; call once, before anything allocates."""
         import torch
 
+        os.environ.setdefault(LAZY_GROUPS, "1")
         if self.kind == "cuda":
             torch.cuda.set_device(self.index)
         else:
