@@ -4,7 +4,10 @@ tensors out.
     stream 0 ──thread─┐  bytes land in the tensor that they belong to,
     stream 1 ──thread─┼─► every bucket is checked, wrong ones come again
             ──► (name, tensor), each name once
-    ...               ┘
+    ...               ┘        └─► the engine behind this one (`rft.sync.relay`)
+
+Each stream comes from the trainer rank that owns it, or from the engine before this one in its ring
+(`rft.sync.fanout`); to the threads both are the same.
 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
@@ -41,9 +44,11 @@ from rft.sync.buckets import (
     largest,
     seed_of,
 )
-from rft.sync.connection import CHUNK, PeerConnection, PeerRefused, handshake
+from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
+from rft.sync.fanout import before, comes_from_trainer
 from rft.sync.links import BucketLink, LinkSide, MakeLink
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
+from rft.sync.relay import SILENCE_S, Relay
 
 log = logging.getLogger(__name__)
 BACKEND = "rft"
@@ -78,6 +83,10 @@ class WorkerExtension:
         engine actor orders at the socket `path`.
         """
         self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
+
+    def rft_relay(self, address: str) -> bytes:
+        """Be there for workers of other engines, at `address`; returns a `WorkerOffer`."""
+        return encode(self.weight_transfer_engine.relay(address))  # type: ignore[attr-defined]
 
     def rft_install(self, coming: bytes) -> bytes:
         """vLLM's start, update and finish of new weights in one call, which keeps the pause short.
@@ -114,6 +123,7 @@ class Receiver:
         self.device = device
         self.make_link = make_link
         self.share = share
+        self.relay: Relay | None = None  # what this worker has is passed on
         self.plan: StreamPlan | None = None
         self.epoch = -1
         self.timeout = 0.0
@@ -144,19 +154,13 @@ class Receiver:
             self._kept = None
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
         self._parts = []
-        hello = {
-            "epoch": epoch,
-            "digest": plan.digest,
-            "peer": f"{info.engine}/{self.worker}",
-            "share": msgspec.to_builtins(self.share),
-            "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
-        }
-        for index, endpoint in enumerate(info.streams):
-            part = part_of(plan, index, self.share)
-            if not part.stream.blocks:
-                continue
-            name = f"stream {index} from trainer rank {part.stream.rank}"
-            wire = handshake(endpoint, {**hello, "part": part.digest}, name, self.timeout)
+        parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
+        mine = {index: part for index, part in enumerate(parts) if part.stream.blocks}
+        if self.relay is not None:
+            generation = info.seats[self.worker].generation if info.seats else 0
+            self.relay.follow(info.engine, (epoch, plan.digest), generation, mine, self.share)
+        for index, part in mine.items():
+            wire = self._join(info, index, part)
             self._parts.append(part)
             self._wires.append(wire)
             self._besides.append(Beside(self.device))
@@ -170,6 +174,28 @@ class Receiver:
             link.room_to_receive(largest(part))
             self._checksum.make()
         return link
+
+    def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
+        """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
+        before this one.
+        """
+        assert self.plan is not None
+        hello = {
+            "epoch": info.epoch,
+            "digest": self.plan.digest,
+            "peer": f"{info.engine}/{self.worker}",
+            "share": msgspec.to_builtins(self.share),
+            "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
+            "part": part.digest,
+        }
+        seat = info.seats[self.worker] if info.seats else None
+        if seat is None or comes_from_trainer(index, seat.mine, len(seat.names)):
+            name = f"stream {index} from trainer rank {part.stream.rank}"
+            return handshake(info.streams[index], hello, name, self.timeout)
+        engine = seat.names[before(seat.mine, len(seat.names))]
+        hello |= {"stream": index, "generation": seat.generation}
+        silence = min(SILENCE_S, self.timeout)
+        return handshake(seat.before, hello, f"stream {index} from {engine}", silence, engine)
 
     @property
     def payload(self) -> int:
@@ -198,7 +224,16 @@ class Receiver:
         self._kept = self._kept or Staging(
             self._streams(), self.device, kept=True, timeout=self.timeout
         )
-        return dict(self._round(coming.version, self._kept))
+        if self.relay is None:
+            return dict(self._round(coming.version, self._kept))
+        self.relay.begin(coming.version, self._kept)
+        try:
+            tensors = dict(self._round(coming.version, self._kept))
+        except Exception as error:
+            self.relay.fail(error)
+            raise
+        self.relay.complete()
+        return tensors
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
@@ -224,11 +259,17 @@ class Receiver:
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
         self.again = 0
         staging.begin()
-        for index in range(len(self._parts)):
-            arguments = (version, index, staging, inbox)
+        threads = [
             threading.Thread(
-                target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
-            ).start()
+                target=self._receive,
+                args=(version, index, staging, inbox),
+                name=f"stream-{index}",
+                daemon=True,
+            )
+            for index in range(len(self._parts))
+        ]
+        for thread in threads:
+            thread.start()
         names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
         for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
@@ -242,6 +283,8 @@ class Receiver:
                 raise arrived
             yield from staging.arrived(*arrived)
         staging.check_complete()
+        for thread in threads:
+            thread.join()  # its last word is said before the first one of another round
 
     def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
         streams = self._streams()
@@ -262,9 +305,7 @@ class Receiver:
         take = self._take if link is None else self._take_packed
         try:
             wire.send_record({"version": version})
-            answer = wire.receive_record()
-            if "refused" in answer:
-                raise PeerRefused(f"{wire.name}: {answer['refused']}")
+            told(wire)
             wanted = list(range(len(stream.buckets)))
             for _ in range(TRIES):
                 good = take(version, index, wanted, staging, inbox)
@@ -301,6 +342,7 @@ class Receiver:
         part, wire, good = self._parts[index], self._wires[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
+            told(wire)
             staging.reserve(index)
             digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
             for piece in part.stream.buckets[number].pieces:
@@ -315,6 +357,8 @@ class Receiver:
             wire.receive(memoryview(theirs))
             if theirs == digest.digest():
                 good.add(number)
+                if self.relay is not None:
+                    self.relay.good(index, number, bytes(theirs))
                 inbox.put((index, number))
             else:
                 staging.release(index)
@@ -366,3 +410,17 @@ class Receiver:
             wire.close()
         for link in filter(None, links):
             link.close()
+
+
+def told(wire: PeerConnection) -> dict[str, Any]:
+    """The next word of who sends, when there is more to say than that it waits.
+
+    Raises what it says instead of bytes.
+    """
+    while "wait" in (record := wire.receive_record()):
+        pass
+    if "refused" in record:
+        raise PeerRefused(f"{wire.name}: {record['refused']}")
+    if "lost" in record:
+        raise PeerLost(f"{wire.name}: {record['why']}", record["lost"])
+    return record

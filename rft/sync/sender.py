@@ -196,6 +196,7 @@ class WeightSender:
         """Buckets from where they lie in host memory."""
         blocks = Blocks(self.stream, part, self.source)
         for number in wanted:
+            wire.send_record({"bucket": number})
             digest = host_checksum(seed_of(part.digest, version, self.stream.rank, number))
             for piece in part.stream.buckets[number].pieces:
                 for data in blocks.chunks(piece.block, piece.start, piece.stop):
