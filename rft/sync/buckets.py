@@ -8,9 +8,9 @@ tensors that they belong to, and what tells that they arrived as they were sent.
 A checksum has 128 bits per bucket, seeded with the round that the bucket belongs to (plan, version,
 stream and bucket: bytes of another round are wrong bytes). Host memory: xxh3-128. Device memory: a
 mixing reduction in torch's integers, so that no byte has to leave the device; two sums of the
-words, each word multiplied by an odd number that depends on its place and mixed (the finaliser of
-splitmix64, Steele et al. 2014). Both ends of a stream use the same one: which, follows from where
-the weights lie.
+words, to each word an odd number times its place added, and mixed (the finaliser of splitmix64,
+Steele et al. 2014). Both ends of a stream use the same one: which, follows from where the weights
+lie.
 
 Invariant: a tensor comes out of `Staging` once per round, when every bucket with a piece of it was
 reported as good.
@@ -30,11 +30,16 @@ import xxhash
 from rft.ground import device as devices
 from rft.ground.names import ITEM_BYTES
 from rft.ground.protocols import Block, WeightSource
+from rft.ground.streams import settle
 from rft.sync.connection import CHUNK
 from rft.sync.plan import ALIGNMENT, Bucket, StreamPart, WeightStream, row_bytes
 
 CHECKSUM_BYTES = 16
+WORD = 8  # bytes
 ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of two lanes
+MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0))  # shifts and factors
+# bytes that are summed at a time: six times as much, held beside them, stays in a GPU's cache
+SLICE = 2**22
 AHEAD = 4  # buckets of a stream that may wait for the consumer, where the memory is not kept
 
 # --- checksums -----------------------------------------------------------------------------------
@@ -49,26 +54,53 @@ def host_checksum(seed: int) -> "xxhash.xxh3_128":
     return xxhash.xxh3_128(seed=seed)
 
 
-def device_checksum(data: torch.Tensor, seed: int) -> bytes:
-    """Of a contiguous uint8 tensor on any device, whose length 8 divides.
-
-    Reads 16 bytes back to the host.
+class Checksum:
+    """Of contiguous uint8 tensors on one device, whose lengths 8 divides: slice by slice, in memory
+    that is made once, for all links of a process. One sum at a time: with what it reads back,
+    16 bytes, the device is done with that memory, and another stream may use it.
     """
-    words = data.view(torch.int64)
-    places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=data.device)
-    lanes = [_mixed(words + places * _signed(odd) + _signed(seed ^ odd)).sum() for odd in ODD]
-    return torch.stack(lanes).cpu().numpy().tobytes()
 
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._free = threading.Lock()
+        self._places: torch.Tensor | None = None
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ _shifted(words, shift)) * _signed(factor)
-    return words ^ _shifted(words, 31)
+    def make(self) -> None:
+        """Its memory, the first time. Whoever connects the first link calls this."""
+        with self._free:
+            if self._places is not None:
+                return
+            words = SLICE // WORD
+            kept = torch.empty((3, len(ODD), words), dtype=torch.int64, device=self.device)
+            self._total, self._sum = torch.empty((2, 2), dtype=torch.int64, device=self.device)
+            for lane, odd in zip(kept[0], ODD, strict=True):
+                torch.arange(1, words + 1, out=lane).mul_(_signed(odd))
+            settle(self.device)  # another thread, with another stream, uses it
+            self._places, self._mixed, self._shifted = kept
 
+    def of(self, data: torch.Tensor, seed: int) -> bytes:
+        with self._free:
+            assert self._places is not None
+            self._total.zero_()
+            words, at = data.view(torch.int64), 0
+            for part in words.split(self._places.shape[1]):
+                mixed = self._mixed[:, : len(part)]
+                torch.add(part, self._places[:, : len(part)], out=mixed)
+                for lane, odd in zip(mixed, ODD, strict=True):
+                    lane.add_(_signed(at * odd + (seed ^ odd)))
+                self._mix(mixed, self._shifted[:, : len(part)])
+                self._total.add_(torch.sum(mixed, dim=1, out=self._sum))
+                at += len(part)
+            return self._total.cpu().numpy().tobytes()
 
-def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, zeros coming in: torch's own shift of signed numbers repeats the sign."""
-    return (words >> by) & ((1 << (64 - by)) - 1)
+    @staticmethod
+    def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
+        """Torch's own shift of signed numbers repeats the sign: zeros come in by a mask."""
+        for shift, factor in MIXING:
+            torch.bitwise_right_shift(words, shift, out=shifted)
+            words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+            if factor:
+                words.mul_(_signed(factor))
 
 
 def _signed(number: int) -> int:
@@ -81,7 +113,8 @@ def _signed(number: int) -> int:
 
 class Blocks:
     """The blocks of a part as bytes, read once and in order from those of the whole stream; going
-    back starts again.
+    back starts again. On a GPU made and used inside `Beside`: a block that had to be put together
+    is memory of the stream that it was read on.
     """
 
     def __init__(self, stream: WeightStream, part: StreamPart, source: WeightSource):
@@ -100,8 +133,12 @@ class Blocks:
         """Rows [start, stop) of a block, as a flat uint8 tensor:
         in place where they lie together.
         """
+        return self.cut(number, start, stop).contiguous().reshape(-1).view(torch.uint8)
+
+    def cut(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """The same in its own shape and dtype, in place."""
         self._seek(number)
-        return self.values[start:stop].contiguous().reshape(-1).view(torch.uint8)
+        return self.values[start:stop]
 
     def chunks(self, number: int, start: int, stop: int) -> Iterator[memoryview]:
         """The same on the host, in lengths that stay in the cache; of columns, so many rows are
@@ -120,6 +157,7 @@ class Blocks:
         if number < self.number:
             self._start()
         source, cut = self.part.sources[number], self.part.stream.blocks[number]
+        self.values = torch.empty(0)  # two blocks that had to be put together are never there
         tensor = next(islice(self.blocks, source - self.read - 1, None))
         self.read = source
         block = self.stream.blocks[source]
@@ -138,14 +176,21 @@ class Blocks:
 
 
 def pack(bucket: Bucket, blocks: Blocks, message: torch.Tensor) -> None:
-    """Fill `message`; what lies between the pieces is 0, so that both ends hash the same."""
+    """Fill `message`; what lies between the pieces is 0, so that both ends hash the same. Needs no
+    memory beside it.
+    """
     end = 0
     for piece in bucket.pieces:
-        part = blocks.rows(piece.block, piece.start, piece.stop)
+        part = blocks.cut(piece.block, piece.start, piece.stop)
         message[end : piece.offset].zero_()
-        end = piece.offset + len(part)
-        message[piece.offset : end].copy_(part)
+        end = piece.offset + part.nbytes
+        message[piece.offset : end].view(part.dtype).view(part.shape).copy_(part)
     message[end:].zero_()
+
+
+def largest(part: StreamPart) -> int:
+    """Bytes of one message, at most."""
+    return max((bucket.nbytes for bucket in part.stream.buckets), default=0)
 
 
 # --- at the engine -------------------------------------------------------------------------------

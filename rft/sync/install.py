@@ -64,6 +64,7 @@ from rft.ground.rounds import (
     WorkerOffer,
     WorkerState,
 )
+from rft.ground.streams import enter_thread
 from rft.monitor import trace
 from rft.rollout.worker_channel import StageOrder, StageReport
 from rft.sync import lora
@@ -165,6 +166,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
     def _follow(self, orders: PeerConnection) -> None:
+        enter_thread(self.device)
         devices.yield_to_others()  # decoding goes first
         trace.start(f"{Path(os.environ.get('RFT_LOG_FILE', 'engine')).stem}_worker_{self.worker}")
         with suppress(PeerLost):  # the actor has ended, and this process will

@@ -33,13 +33,15 @@ from rft.ground import device as devices
 from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
 from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
+from rft.ground.streams import Beside, enter_thread, settle
 from rft.monitor import logs
 from rft.sync import plan as plans
 from rft.sync.buckets import (
     CHECKSUM_BYTES,
+    Checksum,
     Staging,
-    device_checksum,
     host_checksum,
+    largest,
     seed_of,
 )
 from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
@@ -129,6 +131,8 @@ class Receiver:
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
         self._wires: list[PeerConnection] = []  # one per part
         self._links: list[BucketLink | None] = []
+        self._besides: list[Beside] = []  # one per part: a stream, for all rounds
+        self._checksum = Checksum(device)
         self._kept: Staging | None = None
         self._spare = threading.Semaphore(devices.spare_cores())
 
@@ -159,7 +163,17 @@ class Receiver:
             wire = self._join(info, index, part)
             self._parts.append(part)
             self._wires.append(wire)
-            self._links.append(self.make_link(wire) if self.make_link else None)
+            self._besides.append(Beside(self.device))
+            self._links.append(self._link(part, wire) if self.make_link else None)
+
+    def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink:
+        """With all of its memory, which its stream alone will use and free."""
+        assert self.make_link is not None
+        with self._besides[-1]:
+            link = self.make_link(wire)
+            link.room_to_receive(largest(part))
+            self._checksum.make()
+        return link
 
     def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
         """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
@@ -286,6 +300,7 @@ class Receiver:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
         """
+        enter_thread(self.device)
         stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
@@ -362,7 +377,7 @@ class Receiver:
         stream = part.stream
         assert link is not None
         theirs, good = bytearray(CHECKSUM_BYTES), set()
-        with devices.beside(self.device):
+        with self._besides[index]:
             for number in wanted:
                 staging.reserve(index)
                 use = partial(self._unpack, version, index, number, staging)
@@ -380,12 +395,12 @@ class Receiver:
     ) -> bytes:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
-        ours = device_checksum(message, seed_of(part.digest, version, part.stream.rank, number))
+        ours = self._checksum.of(message, seed_of(part.digest, version, part.stream.rank, number))
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
-        devices.settle(self.device)  # the consumer is another thread, with another stream
+        settle(self.device)  # the consumer is another thread, with another stream
         return ours
 
     def close(self) -> None:

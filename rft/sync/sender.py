@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import torch
 
-from rft.ground import device as devices
 from rft.ground.protocols import WeightSource
-from rft.sync.buckets import Blocks, device_checksum, host_checksum, pack, seed_of
+from rft.ground.streams import Beside, enter_thread
+from rft.sync.buckets import Blocks, Checksum, host_checksum, largest, pack, seed_of
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
 from rft.sync.links import BucketLink, LinkSide, MakeLink, mismatch
 from rft.sync.plan import Share, StreamPart, StreamPlan, part_of
@@ -52,7 +52,9 @@ class WeightSender:
         self.epoch = epoch
         self.timeout = timeout
         self.make_link = make_link
+        self.device = torch.device(device)
         self.side = LinkSide.of(make_link, device)
+        self._checksum = Checksum(self.device)
         self.window = VersionWindow(timeout)
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
@@ -138,12 +140,19 @@ class WeightSender:
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
+        enter_thread(self.device)
         self._wires.add(wire)
         link, part = None, self._part(hello)
         try:
-            link = self.make_link(wire) if self.make_link else None
+            beside = Beside(self.device)
+            with beside:  # the link's memory is its stream's alone
+                link = self.make_link(wire) if self.make_link else None
+                if link is not None:
+                    link.room_to_send(largest(part))
+                    self._checksum.make()
             while True:
-                self._answer(wire, link, part, int(wire.receive_record(patient=True)["version"]))
+                version = int(wire.receive_record(patient=True)["version"])
+                self._answer(wire, link, part, version, beside)
         except PeerLost as gone:
             log.info("%s", gone)
         except Exception as error:
@@ -156,10 +165,15 @@ class WeightSender:
                 link.close()
 
     def _answer(
-        self, wire: PeerConnection, link: BucketLink | None, part: StreamPart, version: int
+        self,
+        wire: PeerConnection,
+        link: BucketLink | None,
+        part: StreamPart,
+        version: int,
+        beside: Beside,
     ) -> None:
         try:
-            with self.window.reading(version, wire.name):
+            with self.window.reading(version, wire.name), beside:
                 wire.send_record({"version": version})
                 wanted = list(range(len(part.stream.buckets)))
                 while wanted:
@@ -203,20 +217,19 @@ class WeightSender:
         travels; checksums go over the wire.
         """
         blocks = Blocks(self.stream, part, self.source)
-        with devices.beside(blocks.rows(0, 0, 1).device):
-            for number in wanted:
-                size = part.stream.buckets[number].nbytes
-                wire.send(
-                    memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
-                )
-                self.sent += size
-            link.flush()
+        for number in wanted:
+            size = part.stream.buckets[number].nbytes
+            wire.send(
+                memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
+            )
+            self.sent += size
+        link.flush()
 
     def _fill(
         self, blocks: Blocks, part: StreamPart, version: int, number: int, message: torch.Tensor
     ) -> bytes:
         pack(part.stream.buckets[number], blocks, message)
-        return device_checksum(message, seed_of(part.digest, version, self.stream.rank, number))
+        return self._checksum.of(message, seed_of(part.digest, version, self.stream.rank, number))
 
 
 class VersionWindow:
