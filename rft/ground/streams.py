@@ -10,6 +10,7 @@ that orders them.
 """
 
 import ctypes
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ class Beside:
                         on leaving, all of it is done
 
     After an error inside nothing is waited for: a device that hangs must not hang the thread that
-    reports it. One thread at a time. Host memory: nothing special.
+    reports it. Host memory: nothing special.
     """
 
     def __init__(self, device: "torch.device"):
         self._device = device
         self._stream: Any = None
-        self._inside: Any = None
+        self._inside = threading.local()  # one that hangs may still be in it
         if device.type == "cuda":
             import torch
 
@@ -60,12 +61,12 @@ class Beside:
             import torch
 
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
-            self._inside = torch.cuda.stream(self._stream)
-            self._inside.__enter__()
+            self._inside.stream = torch.cuda.stream(self._stream)
+            self._inside.stream.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._stream is not None:
-            self._inside.__exit__(kind, error, trace)
+            self._inside.stream.__exit__(kind, error, trace)
             if kind is None:
                 self._stream.synchronize()
 

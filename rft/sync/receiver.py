@@ -131,7 +131,7 @@ class Receiver:
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
         self._wires: list[PeerConnection] = []  # one per part
         self._links: list[BucketLink | None] = []
-        self._besides: list[Beside] = []  # one per part: a stream, for all rounds
+        self._besides: list[Beside] = []  # one per link, also after the next `connect`
         self._checksum = Checksum(device)
         self._kept: Staging | None = None
         self._spare = threading.Semaphore(devices.spare_cores())
@@ -163,13 +163,16 @@ class Receiver:
             wire = self._join(info, index, part)
             self._parts.append(part)
             self._wires.append(wire)
-            self._besides.append(Beside(self.device))
-            self._links.append(self._link(part, wire) if self.make_link else None)
+            self._links.append(self._link(part, wire))
 
-    def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink:
+    def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink | None:
         """With all of its memory, which its stream alone will use and free."""
-        assert self.make_link is not None
-        with self._besides[-1]:
+        number = len(self._links)
+        if number == len(self._besides):
+            self._besides.append(Beside(self.device))
+        if self.make_link is None:
+            return None
+        with self._besides[number]:
             link = self.make_link(wire)
             link.room_to_receive(largest(part))
             self._checksum.make()

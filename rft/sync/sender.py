@@ -55,6 +55,8 @@ class WeightSender:
         self.device = torch.device(device)
         self.side = LinkSide.of(make_link, device)
         self._checksum = Checksum(self.device)
+        self._besides: list[Beside] = []  # of links that have ended: the next ones take them
+        self._making = threading.Lock()
         self.window = VersionWindow(timeout)
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
@@ -142,9 +144,8 @@ class WeightSender:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
         enter_thread(self.device)
         self._wires.add(wire)
-        link, part = None, self._part(hello)
+        link, part, beside = None, self._part(hello), self._stream()
         try:
-            beside = Beside(self.device)
             with beside:  # the link's memory is its stream's alone
                 link = self.make_link(wire) if self.make_link else None
                 if link is not None:
@@ -163,6 +164,11 @@ class WeightSender:
             wire.close()
             if link is not None:
                 link.close()
+            self._besides.append(beside)
+
+    def _stream(self) -> Beside:
+        with self._making:
+            return self._besides.pop() if self._besides else Beside(self.device)
 
     def _answer(
         self,
