@@ -65,6 +65,7 @@ class TrainerInfo(Record, frozen=True):
     streams: list[dict[str, Any]] = []
     kv: str = "recompute"
     engine: str = ""
+    direct: bool = False  # as in a `Round`: its rounds will be
 
 
 class Round(Record, frozen=True):
