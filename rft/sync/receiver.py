@@ -12,7 +12,7 @@ Each stream comes from the trainer rank that owns it, or from the engine before 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
 its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
-same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
+same, and what is not there cannot be read (`rft.sync.loading`). Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
 raised to the consumer; after a failed round every wire is closed.
 """
@@ -164,6 +164,8 @@ class Receiver:
             self._parts.append(part)
             self._wires.append(wire)
             self._links.append(self._link(part, wire))
+        if self._kept is None and not info.direct:
+            self._kept = Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
 
     def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink | None:
         """With all of its memory, which its stream alone will use and free."""
@@ -220,13 +222,11 @@ class Receiver:
             )
 
     def stage(self, coming: Round) -> dict[str, torch.Tensor]:
-        """What came in one round, to be read through `whole`.
+        """What came in one round.
 
         It lies in memory that the next `stage` overwrites.
         """
-        self._kept = self._kept or Staging(
-            self._streams(), self.device, kept=True, timeout=self.timeout
-        )
+        assert self._kept is not None, "connected for direct rounds"
         if self.relay is None:
             return dict(self._round(coming.version, self._kept))
         self.relay.begin(coming.version, self._kept)
@@ -241,11 +241,6 @@ class Receiver:
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
         return self.payload
-
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
-        assert self._kept is not None
-        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order
