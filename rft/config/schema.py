@@ -297,7 +297,8 @@ class SynchronizerConfig(Section):
     ] = None
     sync_timeout: Annotated[PosFloat, "seconds for one round"] = 600.0
     bucket_bytes: Annotated[
-        PosInt | None, "of one message; default: 16 MiB from memory to memory, 128 MiB between GPUs"
+        PosInt | None,
+        "of one message; default: 16 MiB from host memory, 2 to 32 MiB between GPUs",
     ] = None
     receive: Annotated[
         Literal["staged", "direct"],

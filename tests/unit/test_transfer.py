@@ -2,6 +2,7 @@
 
 import pytest
 
+from rft.config import Config
 from rft.sync import buckets, links
 from rft.sync.transfer import (
     BOUND,
@@ -17,7 +18,9 @@ from rft.sync.transfer import (
     channels,
     message_bytes,
     most_bytes,
+    told,
 )
+from rft.tools.fit import weight_transfer
 
 LAYOUTS = {  # trainer ranks, engines, workers of one
     "8B on 8": (4, 4, 1),
@@ -55,6 +58,23 @@ def test_what_a_user_tells_nccl_is_counted() -> None:
     assert LL128 > 4 * MEBI, "not small beside the others"
     larger = here.nccl_bytes({"NCCL_BUFFSIZE": str(8 * MEBI)})
     assert larger - here.nccl_bytes({}) == 8 * channels(8) * 4 * MEBI
+
+
+def test_a_run_on_cards_tells_it_and_one_on_a_cpu_has_nothing_to_tell() -> None:
+    config = Config()
+    config.mode, config.device = "both", "cuda"
+    config.synchronizer.sync_method, config.trainer.num_ranks = "nccl", 32
+    rollout = config.explorer.rollout_model
+    rollout.engine_num, rollout.tensor_parallel_size = 4, 8
+    said = str(told(config))
+    assert "messages of 16 MiB" in said and "(8 links)" in said and "(8 links, a group)" in said
+    (fits,) = weight_transfer(config)
+    assert (fits.level, fits.said) == ("ok", said)
+    config.synchronizer.bucket_bytes = 128 * MEBI
+    (found,) = weight_transfer(config)
+    assert found.level == "warn" and "synchronizer.bucket_bytes" in found.fix
+    config.device = "cpu"
+    assert told(config) is None and list(weight_transfer(config)) == []
 
 
 def test_many_links_have_one_channel_each() -> None:
