@@ -40,6 +40,8 @@ from rft.sync.buckets import (
     seed_of,
 )
 from rft.sync.connection import CHUNK, PeerConnection, PeerRefused, handshake
+from rft.sync.delta import Changes, read
+from rft.sync.history import BucketHead, itemsize, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 
@@ -120,6 +122,8 @@ class Receiver:
         self._wires: list[PeerConnection] = []  # one per part
         self._links: list[BucketLink | None] = []
         self._kept: Staging | None = None
+        self._base: int | None = None  # the version that is in there, all of it and checked
+        self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
 
     def connect(self, info: TrainerInfo) -> None:
@@ -138,6 +142,8 @@ class Receiver:
         self.close()
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
+        if self._kept is None or epoch != self.epoch:
+            self._base = None  # another trainer's version of the same number is another one
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
         self._parts = []
         hello = {
@@ -184,11 +190,16 @@ class Receiver:
         self._kept = self._kept or Staging(
             self._streams(), self.device, kept=True, timeout=self.timeout
         )
-        return dict(self._round(coming.version, self._kept))
+        base, self._base = self._base, None  # for what fails in between has changed some of it
+        staged = dict(self._round(coming.version, self._kept, base))
+        self._base = coming.version
+        return staged
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
-        """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
-        return self.payload
+        """Bytes that came: fewer than those of the tensors, where this worker takes a part, or what
+        has changed.
+        """
+        return sum(self._came)
 
     def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
@@ -206,12 +217,15 @@ class Receiver:
     def _streams(self) -> list[WeightStream]:
         return [part.stream for part in self._parts]
 
-    def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
+    def _round(
+        self, version: int, staging: Staging, base: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """`base`: the version whose bits are in `staging`."""
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
-        self.again = 0
+        self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
         for index in range(len(self._parts)):
-            arguments = (version, index, staging, inbox)
+            arguments = (version, index, staging, inbox, base)
             threading.Thread(
                 target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
             ).start()
@@ -238,7 +252,12 @@ class Receiver:
         )
 
     def _receive(
-        self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]"
+        self,
+        version: int,
+        index: int,
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+        base: int | None,
     ) -> None:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
@@ -246,7 +265,7 @@ class Receiver:
         stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
-            wire.send_record({"version": version})
+            wire.send_record({"version": version, "base": base})
             answer = wire.receive_record()
             if "refused" in answer:
                 raise PeerRefused(f"{wire.name}: {answer['refused']}")
@@ -287,15 +306,24 @@ class Receiver:
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
             staging.reserve(index)
+            bucket = part.stream.buckets[number]
+            coming = msgspec.convert(wire.receive_record(), BucketHead)
+            coming.check(payload(part.stream, bucket), wire.name)
             digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
-            for piece in part.stream.buckets[number].pieces:
-                with staging.place(
-                    part.stream.blocks[piece.block], piece.start, piece.stop
-                ) as memory:
-                    for at in range(0, len(memory), CHUNK):
-                        data = memory[at : at + CHUNK]
+            changes = self._changes(wire, part, number, coming) if coming.delta else None
+            self._came[index] += coming.size
+            at = 0
+            for piece in bucket.pieces:
+                block = part.stream.blocks[piece.block]
+                with staging.place(block, piece.start, piece.stop, coming.delta) as memory:
+                    if changes:
+                        changes.apply(memory, at)
+                        at += len(memory) // changes.steps.itemsize
+                    for start in range(0, len(memory), CHUNK):
+                        data = memory[start : start + CHUNK]
                         with self._spare:  # a core that decoding does not want
-                            wire.receive(data)
+                            if not coming.delta:
+                                wire.receive(data)
                             digest.update(data)
             wire.receive(memoryview(theirs))
             if theirs == digest.digest():
@@ -304,6 +332,21 @@ class Receiver:
             else:
                 staging.release(index)
         return good
+
+    def _changes(
+        self, wire: PeerConnection, part: StreamPart, number: int, coming: BucketHead
+    ) -> Changes | None:
+        """What is to be changed in a bucket; None where that cannot be read, so that its checksum
+        will be wrong.
+        """
+        delta, bucket = bytearray(coming.size), part.stream.buckets[number]
+        wire.receive(memoryview(delta))
+        each = itemsize(part.stream, bucket)
+        try:
+            return read(delta, payload(part.stream, bucket) // each, each)
+        except ValueError as error:
+            log.warning("%s: bucket %d: %s", wire.name, number, error)
+            return None
 
     def _take_packed(
         self,
