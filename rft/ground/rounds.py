@@ -14,6 +14,8 @@ from typing import Any
 from rft.ground.experience import Record
 
 STREAM, MEMORY, CHECKPOINT = "nccl", "memory", "checkpoint"  # methods
+# kinds of links: straight from host memory, or packed on a device
+HOST, PACKED = "host", "packed"
 # whom a failed round blames: nobody (the version is over); the way to the trainer; the engine; and
 # the engine, whose weights are mixed now
 MISSED, UNREACHABLE, BROKEN, DAMAGED = "missed", "unreachable", "broken", "damaged"
@@ -51,11 +53,40 @@ Location = InSave | InStore | InFile | AtPath
 METHODS = {InSave: CHECKPOINT, InStore: MEMORY, InFile: MEMORY}
 
 
+class WorkerOffer(Record, frozen=True):
+    """What one worker of an engine says of itself, so that others can take weights from it.
+
+    `shape`: of its engine, as far as it decides what each worker needs: (workers, key/value heads);
+    None where each needs all. `endpoint`: where it listens. `kind`, `device`: as in `LinkSide`.
+    """
+
+    shape: tuple[int, int] | None
+    endpoint: dict[str, Any]
+    kind: str = HOST
+    device: str = "cpu"
+
+
+class GroupSeat(Record, frozen=True):
+    """The place of one worker among those of its number in all engines of one shape.
+
+    `names`: these engines, in order; `mine`: the place of this one. `before`, `leader`: endpoints
+    of that worker in the engine before it, and in the first one. `generation` grows whenever who is
+    here changes.
+    """
+
+    generation: int
+    names: list[str]
+    mine: int
+    before: dict[str, Any]
+    leader: dict[str, Any]
+
+
 class TrainerInfo(Record, frozen=True):
     """What an engine must know of a trainer before it takes anything of it.
 
     `plan`, encoded, and `streams`, an endpoint each: where `method` has them. `kv`: what becomes of
-    the key-value cache at a commit. `engine`: who is told, by its name.
+    the key-value cache at a commit. `engine`: who is told, by its name. `seats`: of its workers, by
+    their number; none: each takes every stream from the trainer.
     """
 
     epoch: int
@@ -65,6 +96,7 @@ class TrainerInfo(Record, frozen=True):
     streams: list[dict[str, Any]] = []
     kv: str = "recompute"
     engine: str = ""
+    seats: list[GroupSeat] = []
 
 
 class Round(Record, frozen=True):
@@ -87,7 +119,10 @@ class Round(Record, frozen=True):
 
 
 class Received(Record, frozen=True):
-    """What a worker has staged, or the `error` that kept it from that and whom it blames."""
+    """What a worker has staged, or the `error` that kept it from that and whom it blames.
+
+    `lost`: the engine that should have passed the bytes on; "": it was not an engine.
+    """
 
     digest: str = ""
     bytes: int = 0
@@ -95,10 +130,13 @@ class Received(Record, frozen=True):
     again: int = 0  # buckets that had to be sent again
     error: str = ""
     blame: str = ""
+    lost: str = ""
 
 
 class WorkerState(Record, frozen=True):
-    """What a worker holds, and what its last round took. `version`: None before the first."""
+    """What a worker holds, and what its last round took. `version`: None before the first. `lost`:
+    as in `Received`, of the last failure.
+    """
 
     version: int | None
     mixed: bool
@@ -107,6 +145,7 @@ class WorkerState(Record, frozen=True):
     load_s: float = 0.0
     adapters: list[int] = []
     install_s: float = 0.0  # of an adapter
+    lost: str = ""
 
 
 class Installed(Record, frozen=True):
@@ -152,11 +191,14 @@ class AdapterOrder(Record, frozen=True):
 
 
 class RoundFailed(RuntimeError):
-    """A round of weights that was not installed. `kind`: whom that blames."""
+    """A round of weights that was not installed. `kind`: whom that blames; `lost`: the engine that
+    did not pass it on.
+    """
 
-    def __init__(self, message: str, kind: str = BROKEN):
-        super().__init__(message, kind)  # both, so that it can be pickled
+    def __init__(self, message: str, kind: str = BROKEN, lost: str = ""):
+        super().__init__(message, kind, lost)  # all, so that it can be pickled
         self.kind = kind
+        self.lost = lost
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -127,7 +127,7 @@ class RolloutEngine(EngineWeights):
 
         self.llm = self._started()
         await self.llm.update_weight_version(str(version))
-        await self.llm.collective_rpc("rft_listen", args=(await self.channel.open(),))
+        await self.open_workers()
         self._version = version
         self._watch_processes()
         config = self.llm.model_config

@@ -36,6 +36,7 @@ from rft.ground.rounds import (
     Round,
     RoundFailed,
     TrainerInfo,
+    WorkerOffer,
     WorkerState,
 )
 from rft.monitor import trace
@@ -61,6 +62,7 @@ class EngineWeights:
         self.llm: AsyncLLM | None = None
         self.adapters = AdapterServing(name, model, adapters) if adapters else None
         self.channel = WorkerChannel(workers)
+        self.offers: list[WorkerOffer] = []  # of its workers, by their number
         self.turns = Turns(name)
         self.poisoned: str | None = None
         self._version = 0
@@ -94,6 +96,21 @@ class EngineWeights:
                 f"{self.model.model_path}: " + "; ".join(problems)
             )
 
+    async def open_workers(self) -> None:
+        """Workers stage beside the decoding from now on, and are there for those of other
+        engines, at the address that Ray has of this machine.
+        """
+        import ray
+
+        assert self.llm is not None
+        await self.llm.collective_rpc("rft_listen", args=(await self.channel.open(),))
+        address = ray.util.get_node_ip_address()
+        answers = await self.llm.collective_rpc("rft_relay", args=(address,))
+        self.offers = [decode(answer, WorkerOffer) for answer in answers]
+
+    async def worker_offers(self) -> list[WorkerOffer]:
+        return self.offers
+
     async def init_weights(self, info: TrainerInfo) -> None:
         """Join the trainer's weight streams."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -108,10 +125,11 @@ class EngineWeights:
                     WeightTransferInitRequest(init_info={"info": encode(info)})
                 )
             except Exception as error:
-                lost = any(state.unreachable for state in await self._states())
+                lost = [state.lost for state in await self._states() if state.unreachable]
                 raise RoundFailed(
                     f"{self.name} did not join the weight streams: {first_line(error)}",
                     UNREACHABLE if lost else BROKEN,
+                    max(lost, default=""),
                 ) from error
 
     async def stage(self, coming: Round) -> Received:
@@ -126,7 +144,9 @@ class EngineWeights:
             first, *_ = await self.channel.stage(here)
         if first.error and first.blame != MISSED:
             raise RoundFailed(
-                f"{self.name} did not receive version {coming.version}: {first.error}", first.blame
+                f"{self.name} did not receive version {coming.version}: {first.error}",
+                first.blame,
+                first.lost,
             )
         return first
 

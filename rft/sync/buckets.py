@@ -248,6 +248,16 @@ class Staging:
         yield _bytes(scratch).numpy().data
         target.copy_(scratch)
 
+    def chunks(self, block: Block, start: int, stop: int) -> Iterator[memoryview]:
+        """Rows [start, stop) of `block`, which are there, as bytes of host memory, in lengths that
+        stay in the cache.
+        """
+        target = self._target(block, start, stop)
+        step = len(target) if target.is_contiguous() else max(1, CHUNK // row_bytes(block))
+        for rows in target.split(step):
+            data = _bytes(rows.contiguous()).numpy().data
+            yield from (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
+
     def put(self, block: Block, start: int, stop: int, data: torch.Tensor) -> None:
         """Rows [start, stop) of `block` from flat bytes, on any device."""
         target = self._target(block, start, stop)

@@ -39,7 +39,14 @@ RECORD_LIMIT = 2**20  # a longer record is no record of ours
 
 
 class PeerLost(ConnectionError):
-    """The other end is gone, or did not move for the whole timeout; the message names it."""
+    """The other end is gone, or did not move for the whole timeout; the message names it.
+
+    `lost`: the engine that it is; "": it belongs to the trainer.
+    """
+
+    def __init__(self, message: str, lost: str = ""):
+        super().__init__(message)
+        self.lost = lost
 
 
 class PeerRefused(RuntimeError):
@@ -47,12 +54,20 @@ class PeerRefused(RuntimeError):
 
 
 class PeerConnection:
-    """One end of a connection. `limit`: bytes of a record, of whoever is at the other end."""
+    """One end of a connection. `limit`: bytes of a record, of whoever is at the other end.
+    `engine`: the other end, where that is an engine.
+    """
 
     def __init__(
-        self, connection: socket.socket, name: str, timeout: float, limit: int = RECORD_LIMIT
+        self,
+        connection: socket.socket,
+        name: str,
+        timeout: float,
+        limit: int = RECORD_LIMIT,
+        engine: str = "",
     ):
         self.name = name
+        self.engine = engine
         self.timeout = timeout
         self._socket = connection
         self._limit = limit
@@ -82,7 +97,7 @@ class PeerConnection:
             self._keep_time(self.timeout)
         size = HEADER.unpack(head)[0]
         if size > self._limit:
-            raise PeerLost(f"{self.name}: a record of {size} bytes cannot be")
+            raise PeerLost(f"{self.name}: a record of {size} bytes cannot be", self.engine)
         body = bytearray(size)
         self.receive(memoryview(body))
         return msgspec.msgpack.decode(body)  # type: ignore[no-any-return]
@@ -101,7 +116,7 @@ class PeerConnection:
             while got < len(into):
                 size = self._socket.recv_into(into[got:], 0, socket.MSG_WAITALL)
                 if not size:
-                    raise PeerLost(f"{self.name}: the other end closed")
+                    raise PeerLost(f"{self.name}: the other end closed", self.engine)
                 got += size
         except PeerLost:
             raise
@@ -125,8 +140,8 @@ class PeerConnection:
 
     def _lost(self, error: OSError) -> PeerLost:
         if isinstance(error, BlockingIOError):
-            return PeerLost(f"{self.name}: nothing moved for {self.timeout:g} s")
-        return PeerLost(f"{self.name}: {error.strerror or type(error).__name__}")
+            return PeerLost(f"{self.name}: nothing moved for {self.timeout:g} s", self.engine)
+        return PeerLost(f"{self.name}: {error.strerror or type(error).__name__}", self.engine)
 
 
 class Listener:
@@ -206,9 +221,9 @@ class Listener:
 
 
 def handshake(
-    endpoint: dict[str, Any], hello: dict[str, Any], name: str, timeout: float
+    endpoint: dict[str, Any], hello: dict[str, Any], name: str, timeout: float, engine: str = ""
 ) -> PeerConnection:
-    """Connect to a `Listener`.
+    """Connect to a `Listener`, of `engine`'s if it has a name.
 
     Raises PeerLost when none is there, PeerRefused with the reason when it does not accept.
     """
@@ -221,9 +236,10 @@ def handshake(
             connection = socket.create_connection((endpoint["host"], endpoint["port"]), timeout)
     except OSError as error:
         raise PeerLost(
-            f"{name}: nobody at {endpoint['host']}:{endpoint['port']} ({error.strerror or error})"
+            f"{name}: nobody at {endpoint['host']}:{endpoint['port']} ({error.strerror or error})",
+            engine,
         ) from error
-    wire = PeerConnection(connection, name, timeout)
+    wire = PeerConnection(connection, name, timeout, engine=engine)
     try:
         wire.send_record({**hello, "secret": endpoint["secret"]})
         answer = wire.receive_record()

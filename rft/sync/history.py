@@ -10,6 +10,7 @@ delta names the version that it begins from, and only who holds exactly that get
 """
 
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from rft.ground.experience import Record
 from rft.ground.names import ITEM_BYTES
 from rft.sync.buckets import Blocks, host_checksum, seed_of
-from rft.sync.connection import PeerLost
+from rft.sync.connection import PeerConnection, PeerLost
 from rft.sync.delta import Encoder
 from rft.sync.plan import Bucket, WeightStream, row_bytes
 
@@ -26,26 +27,57 @@ DENSEST = 1 / 8
 
 
 class BucketHead(Record, frozen=True):
-    """What stands before a bucket of host memory: so many bytes, or of what changed in them."""
+    """What stands before a bucket of host memory: so many bytes, all of its own; or, with `base`, a
+    delta from that version.
+    """
 
+    bucket: int
     size: int
-    delta: bool = False
+    base: int | None = None
 
-    def check(self, payload: int, name: str) -> None:
+    @property
+    def delta(self) -> bool:
+        return self.base is not None
+
+    def check(self, payload: int, wire: PeerConnection) -> None:
         """Raises PeerLost where that is none of a bucket of so many bytes."""
-        if self.size > payload or (self.size < payload and not self.delta):
-            raise PeerLost(f"{name}: {self.size} bytes of a bucket of {payload} cannot be")
+        if not 0 < self.size <= payload or (self.size < payload and not self.delta):
+            raise PeerLost(
+                f"{wire.name}: {self.size} bytes of a bucket of {payload} cannot be", wire.engine
+            )
 
 
 class Told(NamedTuple):
-    """What is said of one bucket of a version.
+    """What is said of one bucket of a version: its checksum; and, from the version `base`, a delta.
 
-    `base`: the version that `delta` begins from; None: there is none.
+    None: there is none.
     """
 
     digest: bytes
     base: int | None = None
     delta: bytes = b""
+
+    def send(
+        self,
+        wire: PeerConnection,
+        number: int,
+        base: int | None,
+        size: int,
+        chunks: Iterable[memoryview],
+    ) -> int:
+        """To who has `base`: the delta, if it is from there, else the `size` bytes of `chunks`.
+        Returns how many went.
+        """
+        if self.base is None or self.base != base:
+            wire.send_record(BucketHead(bucket=number, size=size))
+            for data in chunks:
+                wire.send(data)
+        else:
+            size = len(self.delta)
+            wire.send_record(BucketHead(bucket=number, size=size, base=base))
+            wire.send(memoryview(self.delta))
+        wire.send(memoryview(self.digest))
+        return size
 
 
 class History:

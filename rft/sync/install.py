@@ -61,16 +61,18 @@ from rft.ground.rounds import (
     Received,
     Round,
     TrainerInfo,
+    WorkerOffer,
     WorkerState,
 )
 from rft.monitor import trace
 from rft.rollout.worker_channel import StageOrder, StageReport
 from rft.sync import lora
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
-from rft.sync.links import join_links
+from rft.sync.links import LinkSide, join_links
 from rft.sync.plan import WHOLE, Share
 from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader, file_tensors
 from rft.sync.receiver import Receiver
+from rft.sync.relay import Relay
 
 log = logging.getLogger(__name__)
 CHANNEL_S = 60.0  # for an order that has begun to come, or a report, to come whole
@@ -108,8 +110,9 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         self.version: int | None = None  # None: still the weights that the engine was started with
         self.mixed = False
-        # the last failure was that no bytes came: the model and this worker are all right
-        self.unreachable = False
+        # the last failure was that no bytes came, through `lost`: the model and this worker are all
+        # right
+        self.unreachable, self.lost = False, ""
         self.received = Received()
         self.load_s = self.install_s = 0.0
         self.adapters: list[int] = []
@@ -129,16 +132,28 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             load_s=self.load_s,
             adapters=self.adapters,
             install_s=self.install_s,
+            lost=self.lost,
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         info = decode(init_info.info, TrainerInfo)
-        self.staged, self.unreachable = None, False
+        self.staged, self.unreachable, self.lost = None, False, ""
         try:
             self.readers[info.method].connect(info)
-        except (PeerLost, PeerRefused):
-            self.unreachable = True
+        except (PeerLost, PeerRefused) as error:
+            self.unreachable, self.lost = True, lost(error)
             raise
+
+    def relay(self, address: str) -> WorkerOffer:
+        """Be there for workers of other engines, at `address`, from now on."""
+        self.receiver.relay = Relay(address)
+        share, side = self.receiver.share, LinkSide.of(self.receiver.make_link, str(self.device))
+        return WorkerOffer(
+            shape=(share.workers, share.kv_heads),
+            endpoint=self.receiver.relay.endpoint,
+            kind=side.kind,
+            device=side.device,
+        )
 
     def listen(self, path: str) -> None:
         """Follow the orders that come over the Unix socket `path` (`rft.rollout.worker_channel`),
@@ -170,7 +185,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as error:
             reader.close()
             log.warning("version %s was not staged", coming.version, exc_info=True)
-            return Received(error=str(error) or type(error).__name__, blame=blamed(error))
+            told = str(error) or type(error).__name__
+            return Received(error=told, blame=blamed(error), lost=lost(error))
         self.received = self._received(coming, reader.size(tensors), began)
         self.staged = replace(coming, location=None), coming.method, tensors
         return self.received
@@ -293,6 +309,11 @@ def blamed(error: Exception) -> str:
     if isinstance(error, PeerRefused):
         return MISSED
     return UNREACHABLE if isinstance(error, PeerLost | TimeoutError) else BROKEN
+
+
+def lost(error: Exception) -> str:
+    """The engine that should have passed on what did not come."""
+    return error.lost if isinstance(error, PeerLost) else ""
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from torch.distributed import TCPStore
 from rft.ground import device as devices
 from rft.ground.device import collective_timeout, hosted_store
 from rft.ground.experience import Record
+from rft.ground.rounds import HOST, PACKED
 from rft.sync.connection import PeerConnection, PeerLost, machine
 
-HOST, PACKED = "host", "packed"  # kinds of links: straight from host memory, or packed on a device
 IPC, NCCL = "ipc", "nccl"
 WORDS = {HOST: "bytes of host memory (host)", PACKED: "packed buckets of device memory (packed)"}
 SENDER, RECEIVER = 0, 1  # ranks in a pair

@@ -11,6 +11,7 @@ from an older checkpoint count as newer than those of the trainer before it. Thr
     any          leave          gone         its round goes on without it
     any          trainer        idle         (a new epoch) not connected; what it holds stays, and
                                              is served until the first round
+    any          regroup        idle, or as it is   not connected, as soon as it is idle
     idle         connect        connecting
     connecting   connected      idle         connected to the epoch
     idle         begin          staging      with the offered mark, if it holds less than the target
@@ -19,7 +20,8 @@ from an older checkpoint count as newer than those of the trainer before it. Thr
                                              goes on without it
     committing   committed      idle         holds the mark
     connecting, staging, committing
-                 unreachable    idle         not connected; for the third time in a row as `missed`
+                 unreachable    idle         not connected; for the third time in a row as `missed`,
+                                             unless another engine was to blame
                  broken         idle         not connected; for the third time in a row gone, and to
                                              be replaced
     committing   damaged        idle         as broken, and it holds nothing: its weights are mixed
@@ -53,6 +55,7 @@ class EngineMember:
     taking: Mark | None = None
     missed: Mark | None = None
     failures: int = 0
+    stale: bool = False  # its connections are those of an older group
     reason: str = ""  # of its last failure
 
 
@@ -78,7 +81,7 @@ class Members:
         self.round = set()
         for member in self.alive().values():
             member.connected = member.missed = member.taking = None
-            member.state, member.failures = IDLE, 0
+            member.state, member.failures, member.stale = IDLE, 0, False
 
     def offer(self, version: int) -> None:
         """`version` can be taken now, by whoever needs weights."""
@@ -104,6 +107,15 @@ class Members:
         self.published, self.round = self.target, set()
         return self.published
 
+    def regroup(self) -> None:
+        """Engines take their bytes from each other in another way: whoever is idle connects again
+        before it takes any; the others end what they do as it is.
+        """
+        for member in self.alive().values():
+            member.stale = member.state != IDLE
+            if member.state == IDLE:
+                member.connected = None
+
     # Events of an engine
 
     def join(self, name: str) -> None:
@@ -123,7 +135,8 @@ class Members:
     def connected(self, name: str, epoch: int) -> None:
         if epoch == self.epoch:
             member = self._from(name, CONNECTING)
-            member.state, member.connected = IDLE, epoch
+            member.connected = epoch
+            self._rest(member)
 
     def begin(self, name: str) -> Mark:
         member = self._from(name, IDLE)
@@ -141,7 +154,8 @@ class Members:
     def missed(self, name: str, mark: Mark, reason: str) -> None:
         if self._takes(name, mark):
             member = self._from(name, STAGING)
-            member.state, member.taking, member.reason = IDLE, None, reason
+            member.taking, member.reason = None, reason
+            self._rest(member)
             self._pass_over(name)
 
     def committed(self, name: str, mark: Mark) -> None:
@@ -151,13 +165,16 @@ class Members:
             return
         member.held = mark
         if self._takes(name, mark):
-            member.state, member.taking, member.failures, member.reason = IDLE, None, 0, ""
+            member.taking, member.failures, member.reason = None, 0, ""
+            self._rest(member)
             if self.target is not None and mark >= self.target:
                 self.round.discard(name)
 
-    def unreachable(self, name: str, epoch: int, reason: str) -> None:
-        """It did not get its bytes from the trainer: whose fault that is, is not known."""
-        if epoch == self.epoch and self._failed(name, reason):
+    def unreachable(self, name: str, epoch: int, reason: str, others: bool = False) -> None:
+        """It did not get its bytes. Whose fault that is, is not known, unless it is that of
+        `others`.
+        """
+        if epoch == self.epoch and self._failed(name, reason, counted=not others):
             self.all[name].failures = 0
             self._pass_over(name)
 
@@ -240,14 +257,19 @@ class Members:
         self.all[name].missed = self.offered
         self.round.discard(name)
 
-    def _failed(self, name: str, reason: str) -> bool:
+    def _failed(self, name: str, reason: str, counted: bool = True) -> bool:
         """Count it; True when patience has come to its end."""
         member = self.all[name]
         if member.state == GONE:
             return False
         member.state, member.connected, member.taking = IDLE, None, None
-        member.failures, member.reason = member.failures + 1, reason
+        member.failures, member.reason, member.stale = member.failures + counted, reason, False
         return member.failures >= PATIENCE
+
+    def _rest(self, member: EngineMember) -> None:
+        member.state = IDLE
+        if member.stale:
+            member.connected, member.stale = None, False
 
     def _from(self, name: str, state: str) -> EngineMember:
         member = self.all[name]

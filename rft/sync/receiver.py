@@ -4,7 +4,10 @@ tensors out.
     stream 0 ──thread─┐  bytes land in the tensor that they belong to,
     stream 1 ──thread─┼─► every bucket is checked, wrong ones come again
             ──► (name, tensor), each name once
-    ...               ┘
+    ...               ┘        └─► the engine behind this one (`rft.sync.relay`)
+
+Each stream comes from the trainer rank that owns it, or from the engine before this one in its ring
+(`rft.sync.fanout`); to the threads both are the same.
 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
@@ -39,11 +42,13 @@ from rft.sync.buckets import (
     host_checksum,
     seed_of,
 )
-from rft.sync.connection import CHUNK, PeerConnection, PeerRefused, handshake
+from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
 from rft.sync.delta import Changes, read
-from rft.sync.history import BucketHead, itemsize, payload
+from rft.sync.fanout import before, comes_from_trainer
+from rft.sync.history import BucketHead, Told, itemsize, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
+from rft.sync.relay import SILENCE_S, Relay
 
 log = logging.getLogger(__name__)
 BACKEND = "rft"
@@ -78,6 +83,10 @@ class WorkerExtension:
         engine actor orders at the socket `path`.
         """
         self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
+
+    def rft_relay(self, address: str) -> bytes:
+        """Be there for workers of other engines, at `address`; returns a `WorkerOffer`."""
+        return encode(self.weight_transfer_engine.relay(address))  # type: ignore[attr-defined]
 
     def rft_install(self, coming: bytes) -> bytes:
         """vLLM's start, update and finish of new weights in one call, which keeps the pause short.
@@ -114,6 +123,7 @@ class Receiver:
         self.device = device
         self.make_link = make_link
         self.share = share
+        self.relay: Relay | None = None  # what this worker has is passed on
         self.plan: StreamPlan | None = None
         self.epoch = -1
         self.timeout = 0.0
@@ -146,22 +156,38 @@ class Receiver:
             self._base = None  # another trainer's version of the same number is another one
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
         self._parts = []
-        hello = {
-            "epoch": epoch,
-            "digest": plan.digest,
-            "peer": f"{info.engine}/{self.worker}",
-            "share": msgspec.to_builtins(self.share),
-            "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
-        }
-        for index, endpoint in enumerate(info.streams):
-            part = part_of(plan, index, self.share)
-            if not part.stream.blocks:
-                continue
-            name = f"stream {index} from trainer rank {part.stream.rank}"
-            wire = handshake(endpoint, {**hello, "part": part.digest}, name, self.timeout)
+        parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
+        mine = {index: part for index, part in enumerate(parts) if part.stream.blocks}
+        if self.relay is not None:
+            generation = info.seats[self.worker].generation if info.seats else 0
+            self.relay.follow(info.engine, (epoch, plan.digest), generation, mine, self.share)
+        for index, part in mine.items():
+            wire = self._join(info, index, part)
             self._parts.append(part)
             self._wires.append(wire)
             self._links.append(self.make_link(wire) if self.make_link else None)
+
+    def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
+        """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
+        before this one.
+        """
+        assert self.plan is not None
+        hello = {
+            "epoch": info.epoch,
+            "digest": self.plan.digest,
+            "peer": f"{info.engine}/{self.worker}",
+            "share": msgspec.to_builtins(self.share),
+            "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
+            "part": part.digest,
+        }
+        seat = info.seats[self.worker] if info.seats else None
+        if seat is None or comes_from_trainer(index, seat.mine, len(seat.names)):
+            name = f"stream {index} from trainer rank {part.stream.rank}"
+            return handshake(info.streams[index], hello, name, self.timeout)
+        engine = seat.names[before(seat.mine, len(seat.names))]
+        hello |= {"stream": index, "generation": seat.generation}
+        silence = min(SILENCE_S, self.timeout)
+        return handshake(seat.before, hello, f"stream {index} from {engine}", silence, engine)
 
     @property
     def payload(self) -> int:
@@ -190,10 +216,19 @@ class Receiver:
         self._kept = self._kept or Staging(
             self._streams(), self.device, kept=True, timeout=self.timeout
         )
-        base, self._base = self._base, None  # for what fails in between has changed some of it
-        staged = dict(self._round(coming.version, self._kept, base))
+        base, self._base = self._base, None  # what fails in between has changed some of it
+        if self.relay is not None:
+            self.relay.begin(coming.version, self._kept)
+        try:
+            tensors = dict(self._round(coming.version, self._kept, base))
+        except Exception as error:
+            if self.relay is not None:
+                self.relay.fail(error)
+            raise
+        if self.relay is not None:
+            self.relay.complete()
         self._base = coming.version
-        return staged
+        return tensors
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came: fewer than those of the tensors, where this worker takes a part, or what
@@ -266,9 +301,7 @@ class Receiver:
         take = self._take if link is None else self._take_packed
         try:
             wire.send_record({"version": version, "base": base})
-            answer = wire.receive_record()
-            if "refused" in answer:
-                raise PeerRefused(f"{wire.name}: {answer['refused']}")
+            told(wire)
             wanted = list(range(len(stream.buckets)))
             for _ in range(TRIES):
                 good = take(version, index, wanted, staging, inbox)
@@ -305,45 +338,56 @@ class Receiver:
         part, wire, good = self._parts[index], self._wires[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
+            head = msgspec.convert(told(wire), BucketHead)
+            head.check(payload(part.stream, part.stream.buckets[number]), wire)
+            self._came[index] += head.size
             staging.reserve(index)
-            bucket = part.stream.buckets[number]
-            coming = msgspec.convert(wire.receive_record(), BucketHead)
-            coming.check(payload(part.stream, bucket), wire.name)
-            digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
-            changes = self._changes(wire, part, number, coming) if coming.delta else None
-            self._came[index] += coming.size
-            at = 0
-            for piece in bucket.pieces:
-                block = part.stream.blocks[piece.block]
-                with staging.place(block, piece.start, piece.stop, coming.delta) as memory:
-                    if changes:
-                        changes.apply(memory, at)
-                        at += len(memory) // changes.steps.itemsize
-                    for start in range(0, len(memory), CHUNK):
-                        data = memory[start : start + CHUNK]
-                        with self._spare:  # a core that decoding does not want
-                            if not coming.delta:
-                                wire.receive(data)
-                            digest.update(data)
+            delta = bytearray(head.size if head.delta else 0)
+            ours = self._fill(version, index, number, staging, delta)
             wire.receive(memoryview(theirs))
-            if theirs == digest.digest():
+            if theirs == ours:
                 good.add(number)
+                if self.relay is not None:
+                    self.relay.good(index, number, Told(ours, head.base, bytes(delta)))
                 inbox.put((index, number))
             else:
                 staging.release(index)
         return good
 
-    def _changes(
-        self, wire: PeerConnection, part: StreamPart, number: int, coming: BucketHead
-    ) -> Changes | None:
-        """What is to be changed in a bucket; None where that cannot be read, so that its checksum
-        will be wrong.
+    def _fill(
+        self, version: int, index: int, number: int, staging: Staging, delta: bytearray
+    ) -> bytes:
+        """The bytes of a bucket from the wire, or what a `delta` changes in those that are there.
+        Returns the checksum of all of them.
         """
-        delta, bucket = bytearray(coming.size), part.stream.buckets[number]
+        part, wire, at = self._parts[index], self._wires[index], 0
+        bucket = part.stream.buckets[number]
+        digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
+        changes = self._changes(index, number, delta) if delta else None
+        for piece in bucket.pieces:
+            block = part.stream.blocks[piece.block]
+            with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+                if changes:
+                    changes.apply(memory, at)
+                    at += len(memory) // changes.steps.itemsize
+                for start in range(0, len(memory), CHUNK):
+                    data = memory[start : start + CHUNK]
+                    with self._spare:  # a core that decoding does not want
+                        if not delta:
+                            wire.receive(data)
+                        digest.update(data)
+        return digest.digest()
+
+    def _changes(self, index: int, number: int, delta: bytearray) -> Changes | None:
+        """What the next bytes of the wire, as many as `delta` has, say of a bucket; None where they
+        cannot be read: then its checksum is wrong.
+        """
+        stream, wire = self._parts[index].stream, self._wires[index]
         wire.receive(memoryview(delta))
-        each = itemsize(part.stream, bucket)
+        bucket = stream.buckets[number]
+        each = itemsize(stream, bucket)
         try:
-            return read(delta, payload(part.stream, bucket) // each, each)
+            return read(delta, payload(stream, bucket) // each, each)
         except ValueError as error:
             log.warning("%s: bucket %d: %s", wire.name, number, error)
             return None
@@ -367,6 +411,7 @@ class Receiver:
                 use = partial(self._unpack, version, index, number, staging)
                 ours = link.receive(stream.buckets[number].nbytes, use)
                 wire.receive(memoryview(theirs))
+                self._came[index] += payload(stream, stream.buckets[number])
                 if theirs == ours:
                     good.add(number)
                     inbox.put((index, number))
@@ -394,3 +439,17 @@ class Receiver:
             wire.close()
         for link in filter(None, links):
             link.close()
+
+
+def told(wire: PeerConnection) -> dict[str, Any]:
+    """The next word of who sends, when there is more to say than that it waits.
+
+    Raises what it says instead of bytes.
+    """
+    while "wait" in (record := wire.receive_record()):
+        pass
+    if "refused" in record:
+        raise PeerRefused(f"{wire.name}: {record['refused']}")
+    if "lost" in record:
+        raise PeerLost(f"{wire.name}: {record['why']}", record["lost"])
+    return record

@@ -199,7 +199,7 @@ class WeightSender:
         blocks = Blocks(self.stream, part, self.source)
         for number in wanted:
             bucket = part.stream.buckets[number]
-            wire.send_record(BucketHead(size=payload(part.stream, bucket)))
+            wire.send_record(BucketHead(bucket=number, size=payload(part.stream, bucket)))
             digest = host_checksum(seed_of(part.digest, version, self.stream.rank, number))
             for piece in bucket.pieces:
                 for data in blocks.chunks(piece.block, piece.start, piece.stop):
@@ -216,12 +216,9 @@ class WeightSender:
         blocks, is_full = Blocks(self.stream, part, self.source), version == self._opened[0]
         for number in wanted:
             told = history.told(number, version, blocks, is_full)
-            is_delta = told.base is not None and told.base == base
-            data = memoryview(told.delta) if is_delta else history.all_of(number)
-            wire.send_record(BucketHead(size=len(data), delta=is_delta))
-            wire.send(data)
-            wire.send(memoryview(told.digest))
-            self.sent += len(data)
+            kept = history.all_of(number)
+            size = told.send(wire, number, base, len(kept), [kept])
+            self.sent += size
 
     def _send_packed(
         self,

@@ -31,11 +31,21 @@ from msgspec.structs import replace
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.ground import rounds
 from rft.ground.protocols import ActorHandle
-from rft.ground.rounds import InSave, Installed, Location, Received, Round, TrainerInfo
+from rft.ground.rounds import (
+    HOST,
+    InSave,
+    Installed,
+    Location,
+    Received,
+    Round,
+    TrainerInfo,
+    WorkerOffer,
+)
 from rft.monitor import trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.pool import EngineHandle
 from rft.sync import plan as plans
+from rft.sync.fanout import Rings, Shape
 from rft.sync.members import Mark, Members
 from rft.sync.plan import StreamPlan
 from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
@@ -72,6 +82,9 @@ class Synchronizer:
         self.reports: dict[str, Installed] = {}  # of each engine's last round
         self.lost: list[tuple[str, str]] = []  # engines to be replaced, and why
         self._state = Members()
+        self._rings = Rings()
+        self._offers: dict[str, list[WorkerOffer]] = {}
+        self._connected_in: dict[str, int] = {}  # generation of the rings, by engine
         self._generation = 0
         self._admitted: list[str] = []
         self._trainer: TrainerInfo | None = None
@@ -87,8 +100,10 @@ class Synchronizer:
 
     async def join(self, name: str, handle: EngineHandle) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
+        offers = await handle.ask(RolloutEngine.worker_offers)
         self._state.join(name)
-        self.handles[name] = handle
+        self.handles[name], self._offers[name] = handle, offers
+        self._regroup(lambda: self._rings.join(name, shape_of(offers)))
         if self.resting:
             await self._put_to_sleep(name, handle)
         self._tasks[name] = asyncio.create_task(self._keep_up(name, handle))
@@ -100,6 +115,7 @@ class Synchronizer:
         log.warning("%s leaves: %s", name, reason)
         trace.instant(f"{name} leaves", reason=reason)
         self._state.leave(name, reason)
+        self._regroup(lambda: self._rings.leave(name))
         self.handles.pop(name, None)
         task = self._tasks.pop(name, None)
         # an engine's own task ends by itself
@@ -216,6 +232,7 @@ class Synchronizer:
         if location is not None:
             self._located[mark] = digest, location
         state.publish(version)
+        self._regroup(lambda: self._rings.settle(state.round if self._is_passed_on() else ()))
         await self._tell()
         with trace.overlapping("round", version=version):
             done = await self._until(
@@ -331,8 +348,8 @@ class Synchronizer:
             try:
                 if step == "connect":
                     self._state.connect(name)
-                    trainer = replace(self._trainer, engine=name)
-                    await engine.ask(RolloutEngine.init_weights, trainer)
+                    self._connected_in[name] = self._rings.generation
+                    await engine.ask(RolloutEngine.init_weights, self._info(name))
                     self._state.connected(name, epoch)
                 else:
                     await self._take(name, engine)
@@ -362,6 +379,26 @@ class Synchronizer:
         state.committed(name, mark)
         if self.resting:  # the others went to sleep meanwhile
             await self._put_to_sleep(name, engine)
+
+    def _is_passed_on(self) -> bool:
+        """Whether engines pass on to each other what they take: from streams into staging memory,
+        which stays.
+        """
+        trainer = self._trainer
+        return trainer is not None and trainer.method == rounds.STREAM and not self.direct
+
+    def _regroup(self, change: Callable[[], object]) -> None:
+        """Change the rings; engines that are in others now connect anew."""
+        generation = self._rings.generation
+        change()
+        if self._rings.generation != generation:
+            self._state.regroup()
+
+    def _info(self, name: str) -> TrainerInfo:
+        """The trainer, as this engine is to take its weights."""
+        assert self._trainer is not None
+        seats = self._rings.seats(name, self._offers)
+        return replace(self._trainer, engine=name, seats=seats)
 
     def _round(self, mark: Mark) -> Round:
         trainer = self._trainer
@@ -402,9 +439,14 @@ class Synchronizer:
         if isinstance(error, RayActorError):  # the supervisor sees it too, and says so to `leave`
             self._state.leave(name, text)
             return
-        kind = getattr(getattr(error, "cause", error), "kind", rounds.BROKEN)
+        cause = getattr(error, "cause", error)
+        kind, lost = getattr(cause, "kind", rounds.BROKEN), getattr(cause, "lost", "")
         if kind == rounds.UNREACHABLE:
-            self._state.unreachable(name, epoch, text)
+            generation = self._connected_in[name]
+            if lost:
+                self._regroup(lambda: self._rings.lose(lost, generation))
+            others = generation != self._rings.generation  # who has another way now
+            self._state.unreachable(name, epoch, text, others)
             return
         self._state.broken(name, epoch, text, damaged=kind == rounds.DAMAGED)
         if self._state.next_step(name) == "end":
@@ -448,6 +490,12 @@ class Synchronizer:
 
 
 SynchronizerHandle = ActorHandle[Synchronizer]
+
+
+def shape_of(offers: Sequence[WorkerOffer]) -> Shape | None:
+    """Of an engine; None where it cannot be in a ring."""
+    shapes = {offer.shape if offer.kind == HOST else None for offer in offers}
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 def reason(error: BaseException | None) -> str:

@@ -162,6 +162,15 @@ class World:
             one.close()
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More of torch's only wait for each other over tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     made = World()

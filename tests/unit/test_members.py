@@ -24,6 +24,7 @@ class World:
         self.calls: dict[str, tuple[str, int, Mark | None]] = {}
         self.real: dict[str, Mark | None] = {}  # what an engine's memory holds; None: nothing whole
         self.joins = dict.fromkeys(engines, 0)
+        self.fresh: set[str] = set()  # engines that connected since the groups changed last
 
     def copy(self) -> "World":
         world, state = World(self.engines, self.versions, self.epochs), self.members
@@ -31,6 +32,7 @@ class World:
             state, all={n: replace(m) for n, m in state.all.items()}, round=set(state.round)
         )
         world.calls, world.real, world.joins = dict(self.calls), dict(self.real), dict(self.joins)
+        world.fresh = set(self.fresh)
         return world
 
     def key(self) -> tuple:
@@ -45,6 +47,7 @@ class World:
             tuple(sorted(self.calls.items())),
             tuple(sorted(self.real.items())),
             tuple(self.joins.values()),
+            tuple(sorted(self.fresh)),
         )
 
 
@@ -75,17 +78,21 @@ def moves(world: World) -> Iterator[tuple[str, ...]]:
             step = world.calls[name][0]
             if step == "connect":
                 yield from (("connected", name), ("unreachable", name), ("broken", name))
+                yield ("passed over", name)
             elif step == "stage":
                 yield from (
                     ("staged", name),
                     ("missed", name),
                     ("unreachable", name),
+                    ("passed over", name),
                     ("broken", name),
                 )
             else:
                 yield from (("committed", name), ("damaged", name), ("broken", name))
         elif alive and state.next_step(name) in ("connect", "take"):
             yield "act", name
+    if world.engines[1:] and any(m.connected is not None for m in state.all.values()):
+        yield ("regroup",)
 
 
 def step(world: World, move: tuple) -> None:
@@ -93,8 +100,12 @@ def step(world: World, move: tuple) -> None:
     name = rest[0] if rest else ""
     if what == "trainer":
         state.trainer(rest[0])
+        world.fresh.clear()
     elif what in ("publish", "offer"):
         getattr(state, what)(rest[0])
+    elif what == "regroup":
+        state.regroup()
+        world.fresh.clear()
     elif what == "conclude":
         before = state.published
         mark = state.conclude()
@@ -117,7 +128,9 @@ def step(world: World, move: tuple) -> None:
         if state.next_step(name) == "connect":
             state.connect(name)
             world.calls[name] = ("connect", state.epoch, None)
+            world.fresh.add(name)
         else:
+            assert name in world.fresh, f"{name} takes weights by the ways of an older group"
             mark = state.begin(name)
             world.calls[name] = ("stage", mark[0], mark)
     else:
@@ -138,8 +151,11 @@ def finish(world: World, what: str, name: str) -> None:
     elif what == "committed":
         world.real[name] = mark
         state.committed(name, mark)
-    elif what == "unreachable":
-        state.unreachable(name, epoch, "lost")
+    elif what in ("unreachable", "passed over"):
+        before = state.all[name].failures
+        state.unreachable(name, epoch, "lost", others=what == "passed over")
+        if what == "passed over":
+            assert state.all[name].failures == before, "it is punished for another's fault"
     elif what == "damaged":
         world.real[name] = None
         state.broken(name, epoch, "mixed", damaged=True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rft.ground.protocols import ActorHandle
-from rft.ground.rounds import Installed, Received, Round, TrainerInfo
+from rft.ground.rounds import Installed, Received, Round, TrainerInfo, WorkerOffer
 from rft.sync.plan import StreamPlan
 from rft.sync.synchronizer import Synchronizer
 
@@ -28,6 +28,9 @@ class Engine:
         return SimpleNamespace(
             remote=lambda *arguments: asyncio.ensure_future(method(self, *arguments))
         )
+
+    async def do_worker_offers(self) -> list[WorkerOffer]:
+        return []
 
     async def do_check_plan(self, plan: dict[str, Any]) -> None: ...
 

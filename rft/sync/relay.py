@@ -1,0 +1,225 @@
+"""An engine worker as a source of what it has staged: a link of the chain by which a version goes
+from engine to engine (`rft.sync.fanout`).
+
+    Receiver: begin(v) ─► good(stream, bucket) ... ─► complete, or failed
+                                  │
+    worker behind this one ── asks for v of a stream ──► each bucket as soon as it is good here,
+                              with the checksum under which it came, or the delta, if it came as one
+
+The words on the wire are those of `rft.sync.sender`, and two more: "wait" tells every few seconds
+that this worker lives and has nothing new, and "lost" that it will get nothing, and through whom.
+So the worker behind can tell a slow chain from a dead link, and the synchronizer hears of the one
+that broke it, not of its neighbour. Invariants: no byte leaves before its bucket's checksum was
+right here; memory that somebody still reads is not overwritten; workers of two generations never
+wait for each other: what is not complete goes to the present one only.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rft.ground import device as devices
+from rft.sync.buckets import Staging
+from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
+from rft.sync.history import Told, payload
+from rft.sync.plan import Share, StreamPart
+
+log = logging.getLogger(__name__)
+# From an engine nothing comes for so long, not even "wait": it is lost. It may be slow where it
+# decodes on all cores, but then it gets some of their time.
+SILENCE_S = 30.0
+WAIT_S = 2.0  # between two words of one that lives
+
+
+class NotComing(RuntimeError):
+    """This worker will not have it. `lost`: the engine that it should have come from."""
+
+    def __init__(self, message: str, lost: str):
+        super().__init__(message)
+        self.lost = lost
+
+
+class Relay:
+    """Life: listening ──► (follow ──► (begin ──► good* ──► complete | fail)*)* ──► closed."""
+
+    def __init__(self, address: str):
+        self.sent = 0  # bytes of payload
+        self._changed = threading.Condition()
+        self._key: tuple[int, str] | None = None  # epoch and plan
+        self._generation = 0
+        self._name = ""  # of this engine
+        self._parts: dict[int, tuple[int, StreamPart]] = {}  # by stream: its place in `staging`
+        self._share = Share()
+        self._staging: Staging | None = None
+        self._version: int | None = None
+        self._good: dict[tuple[int, int], Told] = {}  # by place and bucket
+        self._is_complete = False
+        self._failure: NotComing | None = None
+        self._readers: dict[PeerConnection, int] = {}  # and what they read
+        self._wires: set[PeerConnection] = set()
+        self.listener = Listener(address, SILENCE_S, self._admit, self._serve)
+
+    @property
+    def endpoint(self) -> dict[str, Any]:
+        """Where workers of other engines connect."""
+        return self.listener.endpoint
+
+    # --- the receiver's side ----------------------------------------------------------------------
+
+    def follow(
+        self,
+        name: str,
+        key: tuple[int, str],
+        generation: int,
+        parts: dict[int, StreamPart],
+        share: Share,
+    ) -> None:
+        """Engine `name` takes these streams from now on, of epoch and plan `key`. What was complete
+        stays so, if it is of the same.
+        """
+        with self._changed:
+            if key != self._key or not self._is_complete:
+                self._version, self._is_complete = None, False
+            if key != self._key:
+                for wire in self._wires:
+                    wire.close()
+            self._name, self._key, self._generation, self._share = name, key, generation, share
+            self._parts = {stream: (at, parts[stream]) for at, stream in enumerate(parts)}
+            self._changed.notify_all()
+
+    def begin(self, version: int, staging: Staging) -> None:
+        """From now on the memory is that of `version`. Waits for who reads the one before, but no
+        longer than for one that is lost.
+        """
+        with self._changed:
+            self._version, self._is_complete = None, False
+            self._changed.wait_for(lambda: not self._readers, SILENCE_S)
+            for wire in self._readers:
+                log.warning("%s did not take version %d in time", wire.name, self._readers[wire])
+                wire.close()
+            self._version, self._staging, self._failure = version, staging, None
+            self._good.clear()
+            self._changed.notify_all()
+
+    def good(self, place: int, number: int, told: Told) -> None:
+        """Bucket `number` of the stream at `place` is in its place, and this was said of it."""
+        with self._changed:
+            self._good[place, number] = told
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The version does not come; those behind hear through whom."""
+        lost = error.lost if isinstance(error, PeerLost) else self._name
+        with self._changed:
+            if self._version is not None and not self._is_complete:
+                self._failure = NotComing(str(error), lost)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        self.listener.close()
+        for wire in list(self._wires):
+            wire.close()
+
+    # --- the side of the worker behind ------------------------------------------------------------
+
+    def _admit(self, hello: dict[str, Any]) -> str:
+        key = (hello["epoch"], hello["digest"])
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._key == key, SILENCE_S / 2):
+                raise PeerRefused(
+                    f"{self._name or 'this engine'} follows {self._key}, {hello['peer']} {key}"
+                )
+            _, part = self._parts[hello["stream"]]
+            theirs = msgspec.convert(hello["share"], Share)
+            if (theirs, hello["part"]) != (self._share, part.digest):
+                raise PeerRefused(
+                    f"{self._name} takes {self._share} of the weights, {hello['peer']} {theirs}"
+                )
+        return f"stream {hello['stream']} to {hello['peer']}"
+
+    def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
+        """Body of a thread: answers what one worker asks, until one of the two goes."""
+        devices.yield_to_others()
+        self._wires.add(wire)
+        place, part = self._parts[hello["stream"]]
+        try:
+            while True:
+                asked = wire.receive_record(patient=True)
+                self._answer(wire, place, part, asked, hello["generation"])
+        except PeerLost as gone:
+            log.info("%s", gone)
+        finally:
+            self._wires.discard(wire)
+            wire.close()
+
+    def _answer(
+        self,
+        wire: PeerConnection,
+        place: int,
+        part: StreamPart,
+        asked: dict[str, Any],
+        generation: int,
+    ) -> None:
+        version, base = int(asked["version"]), asked.get("base")
+
+        def is_decided() -> bool:
+            here = self._version
+            if here is not None and here >= version:
+                return here > version or self._is_complete or self._generation >= generation
+            return self._generation > generation
+
+        try:
+            self._wait(wire, is_decided)
+            with self._changed:
+                if self._version is not None and self._version > version:
+                    raise NotComing(f"{self._name} has gone on to {self._version}", self._name)
+                is_whole = self._version == version and self._is_complete
+                if not is_whole and self._generation != generation:
+                    raise NotComing(f"{self._name} is in another group now", "")
+                self._readers[wire] = version
+            wire.send_record({"version": version})
+            wanted = list(range(len(part.stream.buckets)))
+            while wanted:
+                for number in wanted:
+                    self._send(wire, place, part, number, base)
+                wanted, base = wire.receive_record()["again"], None
+        except NotComing as why:
+            wire.send_record({"lost": why.lost, "why": str(why)})
+        finally:
+            with self._changed:
+                self._readers.pop(wire, None)
+                self._changed.notify_all()
+
+    def _send(
+        self, wire: PeerConnection, place: int, part: StreamPart, number: int, base: Any
+    ) -> None:
+        self._wait(wire, lambda: (place, number) in self._good or self._failure is not None)
+        told, staging = self._good.get((place, number)), self._staging
+        if told is None:
+            assert self._failure is not None
+            raise self._failure
+        assert staging is not None
+        bucket, blocks = part.stream.buckets[number], part.stream.blocks
+        chunks = (
+            data
+            for piece in bucket.pieces
+            for data in staging.chunks(blocks[piece.block], piece.start, piece.stop)
+        )
+        size = told.send(wire, number, base, payload(part.stream, bucket), chunks)
+        self.sent += size
+
+    def _wait(self, wire: PeerConnection, ready: Callable[[], bool]) -> None:
+        """Until `ready`, telling the other end that this one lives."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(ready, WAIT_S):
+                    return
+            wire.send_record({"wait": True})
