@@ -6,15 +6,18 @@ went wrong before.
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from rft.ground.protocols import Block
-from rft.ground.rounds import Round, TrainerInfo
+from rft.ground.rounds import GroupSeat, Round, TrainerInfo, WorkerOffer
 from rft.sync import history
 from rft.sync import plan as plans
+from rft.sync.fanout import Rings
 from rft.sync.receiver import Receiver
+from rft.sync.relay import Relay
 from rft.sync.sender import WeightSender
 
 WAIT_S = 20.0
@@ -109,14 +112,24 @@ class World:
         self.version = 0
         self.worker = self.join()
 
-    def join(self, receiver: Receiver | None = None) -> Receiver:
+    def join(
+        self, receiver: Receiver | None = None, name: str = "", seats: list[GroupSeat] | None = None
+    ) -> Receiver:
         receiver = receiver or Receiver(0, torch.device("cpu"))
         streams = [
             sender.endpoint | {"machine": "another", "port": meter.server.getsockname()[1]}
             for sender, meter in zip(self.senders, self.meters, strict=True)
         ]
-        plan = plans.encode(self.plan)
-        receiver.connect(TrainerInfo(plan=plan, streams=streams, epoch=self.epoch, timeout=WAIT_S))
+        receiver.connect(
+            TrainerInfo(
+                plan=plans.encode(self.plan),
+                streams=streams,
+                epoch=self.epoch,
+                timeout=WAIT_S,
+                engine=name,
+                seats=seats or [],
+            )
+        )
         return receiver
 
     def change(self, share: float) -> int:
@@ -275,3 +288,45 @@ def test_another_trainer_knows_nothing_of_this_ones_versions(world: World) -> No
     other = World(epoch=2)
     assert other.join(world.worker)._base is None
     other.close()
+
+
+def test_engines_pass_on_what_came_to_those_who_have_the_same(world: World) -> None:
+    engines = {name: Receiver(0, torch.device("cpu")) for name in "abc"}
+    offers, rings = {}, Rings()
+    for name, receiver in engines.items():
+        receiver.relay = Relay("127.0.0.1")
+        offers[name] = [WorkerOffer(shape=(1, 1), endpoint=receiver.relay.endpoint)]
+        rings.join(name, (1, 1))
+
+    def settle(names: str) -> None:
+        rings.settle(names)
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda n: world.join(engines[n], n, rings.seats(n, offers)), names))
+
+    def stage(names: str) -> int:
+        """Bytes that the engines passed on, of a version that all of them have now."""
+        before = sum(receiver.relay.sent for receiver in engines.values())
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda n: world.take(engines[n]), names))
+        return sum(receiver.relay.sent for receiver in engines.values()) - before
+
+    def version(names: str) -> tuple[float, float]:
+        """Shares of all bytes that came from the trainer, and from engine to engine."""
+        sent = sum(sender.sent for sender in world.senders)
+        world.change(0.01)
+        world.open()
+        passed = stage(names)
+        world.close_version()
+        sent = sum(sender.sent for sender in world.senders) - sent
+        return sent / world.nbytes, passed / world.nbytes
+
+    settle("ab")
+    assert version("ab") == (1, 1)
+    assert max(version("ab")) < 0.025
+    settle("abc")  # c has nothing: each stream comes to it in full, and goes on so once
+    sent, passed = version("abc")
+    assert sent < 0.025 and 1 < passed < 1.6
+    assert version("abc")[0] < 0.025 and version("abc")[1] < 0.05
+    for receiver in engines.values():
+        receiver.close()
+        receiver.relay.close()
