@@ -259,11 +259,17 @@ class Receiver:
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
         self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
-        for index in range(len(self._parts)):
-            arguments = (version, index, staging, inbox, base)
+        threads = [
             threading.Thread(
-                target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
-            ).start()
+                target=self._receive,
+                args=(version, index, staging, inbox, base),
+                name=f"stream-{index}",
+                daemon=True,
+            )
+            for index in range(len(self._parts))
+        ]
+        for thread in threads:
+            thread.start()
         names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
         for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
@@ -277,6 +283,8 @@ class Receiver:
                 raise arrived
             yield from staging.arrived(*arrived)
         staging.check_complete()
+        for thread in threads:
+            thread.join()  # its last word is said before the first one of another round
 
     def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
         streams = self._streams()
