@@ -128,7 +128,13 @@ class StreamOrigin(ShardOrigin):
             device = next(iter(self.source.read_blocks())).device
             links, timeout = host_links(device, self.address), self.config.sync_timeout
             self.sender = WeightSender(
-                self.source, self.epoch, timeout, self.address, links, str(device)
+                self.source,
+                self.epoch,
+                timeout,
+                self.address,
+                links,
+                str(device),
+                self.config.full_interval if self.config.sync == "delta" else None,
             )
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:

@@ -45,7 +45,9 @@ from rft.sync.buckets import (
     seed_of,
 )
 from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
+from rft.sync.delta import Changes, read
 from rft.sync.fanout import before, comes_from_trainer
+from rft.sync.history import BucketHead, Told, itemsize, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 from rft.sync.relay import SILENCE_S, Relay
@@ -134,6 +136,8 @@ class Receiver:
         self._besides: list[Beside] = []  # one per link, also after the next `connect`
         self._checksum = Checksum(device)
         self._kept: Staging | None = None
+        self._base: int | None = None  # the version that is in there, all of it and checked
+        self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
 
     def connect(self, info: TrainerInfo) -> None:
@@ -152,6 +156,8 @@ class Receiver:
         self.close()
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
+        if self._kept is None or epoch != self.epoch:
+            self._base = None  # another trainer's version of the same number is another one
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
         self._parts = []
         parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
@@ -227,20 +233,25 @@ class Receiver:
         It lies in memory that the next `stage` overwrites.
         """
         assert self._kept is not None, "connected for direct rounds"
-        if self.relay is None:
-            return dict(self._round(coming.version, self._kept))
-        self.relay.begin(coming.version, self._kept)
+        base, self._base = self._base, None  # what fails in between has changed some of it
+        if self.relay is not None:
+            self.relay.begin(coming.version, self._kept)
         try:
-            tensors = dict(self._round(coming.version, self._kept))
+            tensors = dict(self._round(coming.version, self._kept, base))
         except Exception as error:
-            self.relay.fail(error)
+            if self.relay is not None:
+                self.relay.fail(error)
             raise
-        self.relay.complete()
+        if self.relay is not None:
+            self.relay.complete()
+        self._base = coming.version
         return tensors
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
-        """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
-        return self.payload
+        """Bytes that came: fewer than those of the tensors, where this worker takes a part, or what
+        has changed.
+        """
+        return sum(self._came)
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order
@@ -253,14 +264,17 @@ class Receiver:
     def _streams(self) -> list[WeightStream]:
         return [part.stream for part in self._parts]
 
-    def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
+    def _round(
+        self, version: int, staging: Staging, base: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """`base`: the version whose bits are in `staging`."""
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
-        self.again = 0
+        self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
         threads = [
             threading.Thread(
                 target=self._receive,
-                args=(version, index, staging, inbox),
+                args=(version, index, staging, inbox, base),
                 name=f"stream-{index}",
                 daemon=True,
             )
@@ -293,7 +307,12 @@ class Receiver:
         )
 
     def _receive(
-        self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]"
+        self,
+        version: int,
+        index: int,
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+        base: int | None,
     ) -> None:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
@@ -302,7 +321,7 @@ class Receiver:
         stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
-            wire.send_record({"version": version})
+            wire.send_record({"version": version, "base": base})
             told(wire)
             wanted = list(range(len(stream.buckets)))
             for _ in range(TRIES):
@@ -340,27 +359,59 @@ class Receiver:
         part, wire, good = self._parts[index], self._wires[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
-            told(wire)
+            head = msgspec.convert(told(wire), BucketHead)
+            head.check(payload(part.stream, part.stream.buckets[number]), wire)
+            self._came[index] += head.size
             staging.reserve(index)
-            digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
-            for piece in part.stream.buckets[number].pieces:
-                with staging.place(
-                    part.stream.blocks[piece.block], piece.start, piece.stop
-                ) as memory:
-                    for at in range(0, len(memory), CHUNK):
-                        data = memory[at : at + CHUNK]
-                        with self._spare:  # a core that decoding does not want
-                            wire.receive(data)
-                            digest.update(data)
+            delta = bytearray(head.size if head.delta else 0)
+            ours = self._fill(version, index, number, staging, delta)
             wire.receive(memoryview(theirs))
-            if theirs == digest.digest():
+            if theirs == ours:
                 good.add(number)
                 if self.relay is not None:
-                    self.relay.good(index, number, bytes(theirs))
+                    self.relay.good(index, number, Told(ours, head.base, bytes(delta)))
                 inbox.put((index, number))
             else:
                 staging.release(index)
         return good
+
+    def _fill(
+        self, version: int, index: int, number: int, staging: Staging, delta: bytearray
+    ) -> bytes:
+        """The bytes of a bucket from the wire, or what a `delta` changes in those that are there.
+        Returns the checksum of all of them.
+        """
+        part, wire, at = self._parts[index], self._wires[index], 0
+        bucket = part.stream.buckets[number]
+        digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
+        changes = self._changes(index, number, delta) if delta else None
+        for piece in bucket.pieces:
+            block = part.stream.blocks[piece.block]
+            with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+                if changes:
+                    changes.apply(memory, at)
+                    at += len(memory) // changes.steps.itemsize
+                for start in range(0, len(memory), CHUNK):
+                    data = memory[start : start + CHUNK]
+                    with self._spare:  # a core that decoding does not want
+                        if not delta:
+                            wire.receive(data)
+                        digest.update(data)
+        return digest.digest()
+
+    def _changes(self, index: int, number: int, delta: bytearray) -> Changes | None:
+        """What the next bytes of the wire, as many as `delta` has, say of a bucket; None where they
+        cannot be read: then its checksum is wrong.
+        """
+        stream, wire = self._parts[index].stream, self._wires[index]
+        wire.receive(memoryview(delta))
+        bucket = stream.buckets[number]
+        each = itemsize(stream, bucket)
+        try:
+            return read(delta, payload(stream, bucket) // each, each)
+        except ValueError as error:
+            log.warning("%s: bucket %d: %s", wire.name, number, error)
+            return None
 
     def _take_packed(
         self,
@@ -381,6 +432,7 @@ class Receiver:
                 use = partial(self._unpack, version, index, number, staging)
                 ours = link.receive(stream.buckets[number].nbytes, use)
                 wire.receive(memoryview(theirs))
+                self._came[index] += payload(stream, stream.buckets[number])
                 if theirs == ours:
                     good.add(number)
                     inbox.put((index, number))
