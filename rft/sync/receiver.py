@@ -133,6 +133,8 @@ class Receiver:
         self._links: list[BucketLink | None] = []
         self._kept: Staging | None = None
         self._base: int | None = None  # the version that is in there, all of it and checked
+        # tensors of which anything came since who reads them has emptied this; None: all of them
+        self.changed: set[str] | None = None
         self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
 
@@ -216,6 +218,8 @@ class Receiver:
         self._kept = self._kept or Staging(
             self._streams(), self.device, kept=True, timeout=self.timeout
         )
+        if self._base is None:
+            self.changed = None
         base, self._base = self._base, None  # what fails in between has changed some of it
         if self.relay is not None:
             self.relay.begin(coming.version, self._kept)
@@ -375,8 +379,10 @@ class Receiver:
         for piece in bucket.pieces:
             block = part.stream.blocks[piece.block]
             with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+                moved = changes.apply(memory, at) if changes else not delta
+                if moved and self.changed is not None:
+                    self.changed.add(block.name)
                 if changes:
-                    changes.apply(memory, at)
                     at += len(memory) // changes.steps.itemsize
                 for start in range(0, len(memory), CHUNK):
                     data = memory[start : start + CHUNK]
