@@ -12,7 +12,7 @@ Each stream comes from the trainer rank that owns it, or from the engine before 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
 its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
-same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
+same, and what is not there cannot be read (`rft.sync.loading`). Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
 raised to the consumer; after a failed round every wire is closed.
 """
@@ -33,13 +33,15 @@ from rft.ground import device as devices
 from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
 from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
+from rft.ground.streams import Beside, enter_thread, settle
 from rft.monitor import logs
 from rft.sync import plan as plans
 from rft.sync.buckets import (
     CHECKSUM_BYTES,
+    Checksum,
     Staging,
-    device_checksum,
     host_checksum,
+    largest,
     seed_of,
 )
 from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
@@ -131,6 +133,8 @@ class Receiver:
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
         self._wires: list[PeerConnection] = []  # one per part
         self._links: list[BucketLink | None] = []
+        self._besides: list[Beside] = []  # one per part: a stream, for all rounds
+        self._checksum = Checksum(device)
         self._kept: Staging | None = None
         self._base: int | None = None  # the version that is in there, all of it and checked
         # tensors of which anything came since who reads them has emptied this; None: all of them
@@ -167,7 +171,19 @@ class Receiver:
             wire = self._join(info, index, part)
             self._parts.append(part)
             self._wires.append(wire)
-            self._links.append(self.make_link(wire) if self.make_link else None)
+            self._besides.append(Beside(self.device))
+            self._links.append(self._link(part, wire) if self.make_link else None)
+        if self._kept is None and not info.direct:
+            self._kept = Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
+
+    def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink:
+        """With all of its memory, which its stream alone will use and free."""
+        assert self.make_link is not None
+        with self._besides[-1]:
+            link = self.make_link(wire)
+            link.room_to_receive(largest(part))
+            self._checksum.make()
+        return link
 
     def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
         """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
@@ -211,13 +227,11 @@ class Receiver:
             )
 
     def stage(self, coming: Round) -> dict[str, torch.Tensor]:
-        """What came in one round, to be read through `whole`.
+        """What came in one round.
 
         It lies in memory that the next `stage` overwrites.
         """
-        self._kept = self._kept or Staging(
-            self._streams(), self.device, kept=True, timeout=self.timeout
-        )
+        assert self._kept is not None, "connected for direct rounds"
         if self._base is None:
             self.changed = None
         base, self._base = self._base, None  # what fails in between has changed some of it
@@ -239,11 +253,6 @@ class Receiver:
         has changed.
         """
         return sum(self._came)
-
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
-        assert self._kept is not None
-        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order
@@ -309,6 +318,7 @@ class Receiver:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
         """
+        enter_thread(self.device)
         stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
@@ -419,7 +429,7 @@ class Receiver:
         stream = part.stream
         assert link is not None
         theirs, good = bytearray(CHECKSUM_BYTES), set()
-        with devices.beside(self.device):
+        with self._besides[index]:
             for number in wanted:
                 staging.reserve(index)
                 use = partial(self._unpack, version, index, number, staging)
@@ -438,12 +448,12 @@ class Receiver:
     ) -> bytes:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
-        ours = device_checksum(message, seed_of(part.digest, version, part.stream.rank, number))
+        ours = self._checksum.of(message, seed_of(part.digest, version, part.stream.rank, number))
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
-        devices.settle(self.device)  # the consumer is another thread, with another stream
+        settle(self.device)  # the consumer is another thread, with another stream
         return ours
 
     def close(self) -> None:

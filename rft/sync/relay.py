@@ -214,7 +214,8 @@ class Relay:
             for data in staging.chunks(blocks[piece.block], piece.start, piece.stop)
         )
         size = told.send(wire, number, base, payload(part.stream, bucket), chunks)
-        self.sent += size
+        with self._changed:
+            self.sent += size
 
     def _wait(self, wire: PeerConnection, ready: Callable[[], bool]) -> None:
         """Until `ready`, telling the other end that this one lives."""

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import torch
 
-from rft.ground import device as devices
 from rft.ground.protocols import WeightSource
-from rft.sync.buckets import Blocks, device_checksum, host_checksum, pack, seed_of
+from rft.ground.streams import Beside, enter_thread
+from rft.sync.buckets import Blocks, Checksum, host_checksum, largest, pack, seed_of
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
 from rft.sync.history import BucketHead, History, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink, mismatch
@@ -56,10 +56,13 @@ class WeightSender:
         self.epoch = epoch
         self.timeout = timeout
         self.make_link = make_link
+        self.device = torch.device(device)
         self.side = LinkSide.of(make_link, device)
+        self._checksum = Checksum(self.device)
         self.window = VersionWindow(timeout)
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
+        self._counting = threading.Lock()
         self.full_interval = full_interval
         self._opened: list[int] = []  # versions since the last one that goes in full, that too
         self._histories: dict[str, History] = {}  # by the digest of a part
@@ -148,12 +151,18 @@ class WeightSender:
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
+        enter_thread(self.device)
         self._wires.add(wire)
         link, part = None, self._part(hello)
         try:
-            link = self.make_link(wire) if self.make_link else None
+            beside = Beside(self.device)
+            with beside:  # the link's memory is its stream's alone
+                link = self.make_link(wire) if self.make_link else None
+                if link is not None:
+                    link.room_to_send(largest(part))
+                    self._checksum.make()
             while True:
-                self._answer(wire, link, part, wire.receive_record(patient=True))
+                self._answer(wire, link, part, wire.receive_record(patient=True), beside)
         except PeerLost as gone:
             log.info("%s", gone)
         except Exception as error:
@@ -166,12 +175,17 @@ class WeightSender:
                 link.close()
 
     def _answer(
-        self, wire: PeerConnection, link: BucketLink | None, part: StreamPart, asked: dict[str, Any]
+        self,
+        wire: PeerConnection,
+        link: BucketLink | None,
+        part: StreamPart,
+        asked: dict[str, Any],
+        beside: Beside,
     ) -> None:
         """`asked`: for which version; and, where the worker still has all of another one, that."""
         version, base = int(asked["version"]), asked.get("base")
         try:
-            with self.window.reading(version, wire.name):
+            with self.window.reading(version, wire.name), beside:
                 wire.send_record({"version": version})
                 wanted = list(range(len(part.stream.buckets)))
                 while wanted:
@@ -205,8 +219,8 @@ class WeightSender:
                 for data in blocks.chunks(piece.block, piece.start, piece.stop):
                     digest.update(data)
                     wire.send(data)
-                    self.sent += len(data)
             wire.send(memoryview(digest.digest()))
+            self._count(payload(part.stream, bucket))
 
     def _send_changes(
         self, wire: PeerConnection, part: StreamPart, version: int, base: Any, wanted: list[int]
@@ -217,8 +231,7 @@ class WeightSender:
         for number in wanted:
             told = history.told(number, version, blocks, is_full)
             kept = history.all_of(number)
-            size = told.send(wire, number, base, len(kept), [kept])
-            self.sent += size
+            self._count(told.send(wire, number, base, len(kept), [kept]))
 
     def _send_packed(
         self,
@@ -232,20 +245,23 @@ class WeightSender:
         travels; checksums go over the wire.
         """
         blocks = Blocks(self.stream, part, self.source)
-        with devices.beside(blocks.rows(0, 0, 1).device):
-            for number in wanted:
-                size = part.stream.buckets[number].nbytes
-                wire.send(
-                    memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
-                )
-                self.sent += size
-            link.flush()
+        for number in wanted:
+            size = part.stream.buckets[number].nbytes
+            wire.send(
+                memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
+            )
+            self._count(size)
+        link.flush()
+
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self.sent += size
 
     def _fill(
         self, blocks: Blocks, part: StreamPart, version: int, number: int, message: torch.Tensor
     ) -> bytes:
         pack(part.stream.buckets[number], blocks, message)
-        return device_checksum(message, seed_of(part.digest, version, self.stream.rank, number))
+        return self._checksum.of(message, seed_of(part.digest, version, self.stream.rank, number))
 
 
 class VersionWindow:

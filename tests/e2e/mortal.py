@@ -195,7 +195,7 @@ class MortalSender(WeightSender):
 
     doom = NEVER
     peer = ""  # whose messages count; "": everybody's
-    _counting = threading.Lock()
+    _meeting = threading.Lock()
 
     def open(self, version: int) -> None:
         super().open(version)
@@ -220,7 +220,7 @@ class MortalSender(WeightSender):
             if hello["peer"].startswith(self.peer):
                 self.doom.meet("message")
 
-        halve(wire, meet, self._counting)
+        halve(wire, meet, self._meeting)
         super()._serve(wire, hello)
 
 

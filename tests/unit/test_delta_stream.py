@@ -155,7 +155,7 @@ class World:
     def take(self, worker: Receiver | None = None) -> int:
         """The open version, compared bit by bit. Returns the bytes that came over the sockets."""
         worker, before = worker or self.worker, sum(meter.bytes for meter in self.meters)
-        found = dict(worker.whole(worker.stage(Round(version=self.version))))
+        found = worker.stage(Round(version=self.version))
         assert set(found) == set(self.whole)
         for name, value in self.whole.items():
             assert torch.equal(found[name].view(torch.int16), value.view(torch.int16)), name
