@@ -303,6 +303,13 @@ class SynchronizerConfig(Section):
         Literal["staged", "direct"],
         "staged: beside the decoding, into memory of its own, direct: while engines pause",
     ] = "staged"
+    sync: Annotated[
+        Literal["full", "delta"],
+        "delta: engines get what has changed since the version that they have, where that is less",
+    ] = "full"
+    full_interval: Annotated[
+        PosInt, "with sync=delta, versions from one that goes in full to the next"
+    ] = 20
     kv: Annotated[
         Literal["recompute", "keep"],
         "recompute: dropped when weights change, keep: requests in flight go on over it",

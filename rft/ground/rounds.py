@@ -97,6 +97,7 @@ class TrainerInfo(Record, frozen=True):
     kv: str = "recompute"
     engine: str = ""
     seats: list[GroupSeat] = []
+    direct: bool = False  # as in a `Round`: its rounds will be
 
 
 class Round(Record, frozen=True):

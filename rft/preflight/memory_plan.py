@@ -49,6 +49,7 @@ class MemoryPlan:
     engine_weights: int  # one engine worker from here on
     engine_cache: int  # on a CPU
     received: int  # weights that wait in host memory until they are installed
+    served: int  # by all ranks together: what engines got last, from which changes are told
 
     @property
     def engine(self) -> int:
@@ -108,6 +109,7 @@ def plan(config: Config) -> MemoryPlan:
         engine_weights=total * ITEM_BYTES[DTYPES[str(rollout.dtype)]] // workers,
         engine_cache=int(rollout.kv_cache_gb * 1e9),
         received=0 if synchronizer.receive == "direct" else coming * item,
+        served=trained * item if synchronizer.sync == "delta" else 0,
     )
 
 
@@ -141,6 +143,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     parts = {
         PROCESSES: (ranks + engines) * PROCESS,
         "staging of checkpoints": ranks * wanted.staging,
+        "weights that engines have": wanted.served if ranks else 0,
         "weights that engines receive": receivers * rollout.tensor_parallel_size * wanted.received,
         # each engine hands one version to its workers, in a file in memory
         "versions of weights in memory": stored + receivers * stored // HELD,

@@ -37,6 +37,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -64,11 +65,13 @@ from rft.ground.rounds import (
     WorkerOffer,
     WorkerState,
 )
+from rft.ground.streams import enter_thread
 from rft.monitor import trace
 from rft.rollout.worker_channel import StageOrder, StageReport
 from rft.sync import lora
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 from rft.sync.links import LinkSide, join_links
+from rft.sync.loading import in_layer_order
 from rft.sync.plan import WHOLE, Share
 from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader, file_tensors
 from rft.sync.receiver import Receiver
@@ -116,11 +119,12 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.received = Received()
         self.load_s = self.install_s = 0.0
         self.adapters: list[int] = []
-        # a round without its location, its method, and what it brought
-        self.staged: tuple[Round, str, dict[str, torch.Tensor]] | None = None
+        # a round without its location, and what it brought
+        self.staged: tuple[Round, dict[str, torch.Tensor]] | None = None
         self.loaded: int | None = None  # the version in an update that is not finished
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
+        self.together = has_all_experts(model)
 
     def state(self) -> WorkerState:
         """Asked for by the engine actor after every round."""
@@ -138,10 +142,12 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         info = decode(init_info.info, TrainerInfo)
         self.staged, self.unreachable, self.lost = None, False, ""
+        reader = self.readers[info.method]
         try:
-            self.readers[info.method].connect(info)
-        except (PeerLost, PeerRefused) as error:
-            self.unreachable, self.lost = True, lost(error)
+            reader.connect(info)
+        except Exception as error:
+            self.unreachable, self.lost = isinstance(error, PeerLost | PeerRefused), lost(error)
+            reader.close()
             raise
 
     def relay(self, address: str) -> WorkerOffer:
@@ -165,6 +171,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
     def _follow(self, orders: PeerConnection) -> None:
+        enter_thread(self.device)
         devices.yield_to_others()  # decoding goes first
         trace.start(f"{Path(os.environ.get('RFT_LOG_FILE', 'engine')).stem}_worker_{self.worker}")
         with suppress(PeerLost):  # the actor has ended, and this process will
@@ -188,7 +195,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             told = str(error) or type(error).__name__
             return Received(error=told, blame=blamed(error), lost=lost(error))
         self.received = self._received(coming, reader.size(tensors), began)
-        self.staged = replace(coming, location=None), coming.method, tensors
+        self.staged = replace(coming, location=None), tensors
         return self.received
 
     def _received(self, coming: Round, size: int, began: float) -> Received:
@@ -246,15 +253,14 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             tensors = dict(file_tensors(coming.location.path))
             size = sum(tensor.nbytes for tensor in tensors.values())
             self.received = Received(bytes=size)
-            return iter(tensors.items())
+            return in_layer_order(tensors, self.together)
         if coming.direct:
             self.receiver.check(coming)
             return self._direct(coming)
         if self.staged is None or self.staged[0] != coming:
             here = None if self.staged is None else self.staged[0]
             raise RuntimeError(f"asked to install {coming}, staged is {here}")
-        _, method, tensors = self.staged
-        return self.readers[method].whole(tensors)
+        return in_layer_order(self.staged[1], self.together)
 
     def _direct(self, coming: Round) -> Iterator[tuple[str, torch.Tensor]]:
         """Straight from the streams."""
@@ -275,6 +281,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise ValueError(f"the stream has no weights for {empty[:10]}")
         except BaseException:
             abort_reload(self.model)
+            self._wait_for_copies()
             raise
 
     def finish_weight_update(self) -> None:
@@ -283,10 +290,14 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         # got no weights of its own, but keeps a packed copy of the shared ones on CPU
         for layer in self.tied.values():
             layer.quant_method.process_weights_after_loading(layer)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._wait_for_copies()
         self.version, self.mixed = self.loaded, False
         self.load_s += time.monotonic() - began
+
+    def _wait_for_copies(self) -> None:
+        """They read staging memory, which the next round overwrites."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def shutdown(self) -> None:
         for reader in self.readers.values():
@@ -336,6 +347,17 @@ def expert_methods(model: torch.nn.Module) -> list[Any]:
     """
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return [method for method in methods if hasattr(method, "moe_kernel")]
+
+
+def has_all_experts(model: torch.nn.Module) -> bool:
+    """Whether every layer of experts has all of them here, once: then one tensor of all is taken
+    where that of the first would be.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    return all(
+        layer.local_num_experts == layer.global_num_experts == layer.moe_config.num_logical_experts
+        for layer in layers
+    )
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:

@@ -37,6 +37,12 @@ class BucketLink(Protocol):
     that made of it.
     """
 
+    def room_to_send(self, size: int) -> None:
+        """Make all memory that `send` will need for messages of up to `size` bytes."""
+
+    def room_to_receive(self, size: int) -> None:
+        """The same for `receive`."""
+
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         """`fill` writes `size` bytes; they travel while the next ones are filled."""
 
@@ -151,17 +157,23 @@ class NcclLink:
         self._store = store  # the group keeps no reference of its own
         self._peer = 1 - side
         self._device = device
-        self._memory: dict[int, torch.Tensor] = {}
+        self._memory = torch.empty(0)
         self._travelling: dict[int, Any] = {}  # work, by buffer
         self._turn = 0
         with pair(name):
             self._group: Any = ProcessGroupNCCL(store, side, 2, options)
 
+    def room_to_send(self, size: int) -> None:
+        self._memory = torch.empty((BUFFERS, size), dtype=torch.uint8, device=self._device)
+
+    def room_to_receive(self, size: int) -> None:
+        self._memory = torch.empty((1, size), dtype=torch.uint8, device=self._device)
+
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if turn in self._travelling:
             self._await(turn)
-        message = self._room(turn, size)
+        message = self._memory[turn, :size]
         made = fill(message)
         with pair(self.name):
             self._travelling[turn] = self._group.send([message], self._peer, 0)
@@ -170,10 +182,9 @@ class NcclLink:
     def flush(self) -> None:
         for turn in list(self._travelling):
             self._await(turn)
-        self._memory.clear()
 
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
-        message = self._room(0, size)
+        message = self._memory[0, :size]
         with pair(self.name):
             self._group.recv([message], self._peer, 0).wait()
         return use(message)
@@ -184,11 +195,6 @@ class NcclLink:
     def _await(self, turn: int) -> None:
         with pair(self.name):
             self._travelling.pop(turn).wait()
-
-    def _room(self, number: int, size: int) -> torch.Tensor:
-        if number not in self._memory or len(self._memory[number]) < size:
-            self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._memory[number][:size]
 
 
 @contextmanager
@@ -258,14 +264,25 @@ class IpcLink:
         self.memory = memory
         self.opened = 0  # memory of the other end, so far
         self._slots: dict[int, torch.Tensor] = {}
+        self._told: set[int] = set()  # slots whose memory the receiver has been told of
         self._under_way: deque[int] = deque()  # slots that were filled and not yet said to be free
         self._turn = 0
+
+    def room_to_send(self, size: int) -> None:
+        for slot in range(SLOTS):
+            self._slots[slot] = self.memory.room(-(-size // GRAIN) * GRAIN)
+
+    def room_to_receive(self, size: int) -> None:
+        """It is the sender's."""
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         while slot in self._under_way:
             self._hear()
-        made = fill(self._room(slot, size)[:size])
+        if slot not in self._told:
+            self.wire.send_record({"slot": slot, "memory": self.memory.share(self._slots[slot])})
+            self._told.add(slot)
+        made = fill(self._slots[slot][:size])
         self.memory.settle()
         self._under_way.append(slot)
         self.wire.send_record({"full": slot})
@@ -302,15 +319,6 @@ class IpcLink:
             raise PeerLost(f"{self.wire.name}: its memory cannot be opened: {error}") from error
         self.opened += 1
         return memory
-
-    def _room(self, slot: int, size: int) -> torch.Tensor:
-        """The slot's memory, which stays: made and shared when it is
-        first used, or has become too small.
-        """
-        if slot not in self._slots or len(self._slots[slot]) < size:
-            self._slots[slot] = self.memory.room(-(-size // GRAIN) * GRAIN)
-            self.wire.send_record({"slot": slot, "memory": self.memory.share(self._slots[slot])})
-        return self._slots[slot]
 
     def _hear(self) -> None:
         """One word of the receiver, which takes slots in the order in which they were filled."""

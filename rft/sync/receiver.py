@@ -12,7 +12,7 @@ Each stream comes from the trainer rank that owns it, or from the engine before 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
 its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
-same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
+same, and what is not there cannot be read (`rft.sync.loading`). Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
 raised to the consumer; after a failed round every wire is closed.
 """
@@ -33,17 +33,21 @@ from rft.ground import device as devices
 from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
 from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
+from rft.ground.streams import Beside, enter_thread, settle
 from rft.monitor import logs
 from rft.sync import plan as plans
 from rft.sync.buckets import (
     CHECKSUM_BYTES,
+    Checksum,
     Staging,
-    device_checksum,
     host_checksum,
+    largest,
     seed_of,
 )
 from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
+from rft.sync.delta import Changes, read
 from rft.sync.fanout import before, comes_from_trainer
+from rft.sync.history import BucketHead, Told, itemsize, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 from rft.sync.relay import SILENCE_S, Relay
@@ -129,7 +133,11 @@ class Receiver:
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
         self._wires: list[PeerConnection] = []  # one per part
         self._links: list[BucketLink | None] = []
+        self._besides: list[Beside] = []  # one per part: a stream, for all rounds
+        self._checksum = Checksum(device)
         self._kept: Staging | None = None
+        self._base: int | None = None  # the version that is in there, all of it and checked
+        self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
 
     def connect(self, info: TrainerInfo) -> None:
@@ -148,6 +156,8 @@ class Receiver:
         self.close()
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
+        if self._kept is None or epoch != self.epoch:
+            self._base = None  # another trainer's version of the same number is another one
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
         self._parts = []
         parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
@@ -159,7 +169,19 @@ class Receiver:
             wire = self._join(info, index, part)
             self._parts.append(part)
             self._wires.append(wire)
-            self._links.append(self.make_link(wire) if self.make_link else None)
+            self._besides.append(Beside(self.device))
+            self._links.append(self._link(part, wire) if self.make_link else None)
+        if self._kept is None and not info.direct:
+            self._kept = Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
+
+    def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink:
+        """With all of its memory, which its stream alone will use and free."""
+        assert self.make_link is not None
+        with self._besides[-1]:
+            link = self.make_link(wire)
+            link.room_to_receive(largest(part))
+            self._checksum.make()
+        return link
 
     def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
         """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
@@ -203,32 +225,30 @@ class Receiver:
             )
 
     def stage(self, coming: Round) -> dict[str, torch.Tensor]:
-        """What came in one round, to be read through `whole`.
+        """What came in one round.
 
         It lies in memory that the next `stage` overwrites.
         """
-        self._kept = self._kept or Staging(
-            self._streams(), self.device, kept=True, timeout=self.timeout
-        )
-        if self.relay is None:
-            return dict(self._round(coming.version, self._kept))
-        self.relay.begin(coming.version, self._kept)
+        assert self._kept is not None, "connected for direct rounds"
+        base, self._base = self._base, None  # what fails in between has changed some of it
+        if self.relay is not None:
+            self.relay.begin(coming.version, self._kept)
         try:
-            tensors = dict(self._round(coming.version, self._kept))
+            tensors = dict(self._round(coming.version, self._kept, base))
         except Exception as error:
-            self.relay.fail(error)
+            if self.relay is not None:
+                self.relay.fail(error)
             raise
-        self.relay.complete()
+        if self.relay is not None:
+            self.relay.complete()
+        self._base = coming.version
         return tensors
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
-        """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
-        return self.payload
-
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
-        assert self._kept is not None
-        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
+        """Bytes that came: fewer than those of the tensors, where this worker takes a part, or what
+        has changed.
+        """
+        return sum(self._came)
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order
@@ -241,15 +261,24 @@ class Receiver:
     def _streams(self) -> list[WeightStream]:
         return [part.stream for part in self._parts]
 
-    def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
+    def _round(
+        self, version: int, staging: Staging, base: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """`base`: the version whose bits are in `staging`."""
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
-        self.again = 0
+        self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
-        for index in range(len(self._parts)):
-            arguments = (version, index, staging, inbox)
+        threads = [
             threading.Thread(
-                target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
-            ).start()
+                target=self._receive,
+                args=(version, index, staging, inbox, base),
+                name=f"stream-{index}",
+                daemon=True,
+            )
+            for index in range(len(self._parts))
+        ]
+        for thread in threads:
+            thread.start()
         names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
         for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
@@ -263,6 +292,8 @@ class Receiver:
                 raise arrived
             yield from staging.arrived(*arrived)
         staging.check_complete()
+        for thread in threads:
+            thread.join()  # its last word is said before the first one of another round
 
     def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
         streams = self._streams()
@@ -273,15 +304,21 @@ class Receiver:
         )
 
     def _receive(
-        self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]"
+        self,
+        version: int,
+        index: int,
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+        base: int | None,
     ) -> None:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
         """
+        enter_thread(self.device)
         stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
         take = self._take if link is None else self._take_packed
         try:
-            wire.send_record({"version": version})
+            wire.send_record({"version": version, "base": base})
             told(wire)
             wanted = list(range(len(stream.buckets)))
             for _ in range(TRIES):
@@ -319,27 +356,59 @@ class Receiver:
         part, wire, good = self._parts[index], self._wires[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
-            told(wire)
+            head = msgspec.convert(told(wire), BucketHead)
+            head.check(payload(part.stream, part.stream.buckets[number]), wire)
+            self._came[index] += head.size
             staging.reserve(index)
-            digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
-            for piece in part.stream.buckets[number].pieces:
-                with staging.place(
-                    part.stream.blocks[piece.block], piece.start, piece.stop
-                ) as memory:
-                    for at in range(0, len(memory), CHUNK):
-                        data = memory[at : at + CHUNK]
-                        with self._spare:  # a core that decoding does not want
-                            wire.receive(data)
-                            digest.update(data)
+            delta = bytearray(head.size if head.delta else 0)
+            ours = self._fill(version, index, number, staging, delta)
             wire.receive(memoryview(theirs))
-            if theirs == digest.digest():
+            if theirs == ours:
                 good.add(number)
                 if self.relay is not None:
-                    self.relay.good(index, number, bytes(theirs))
+                    self.relay.good(index, number, Told(ours, head.base, bytes(delta)))
                 inbox.put((index, number))
             else:
                 staging.release(index)
         return good
+
+    def _fill(
+        self, version: int, index: int, number: int, staging: Staging, delta: bytearray
+    ) -> bytes:
+        """The bytes of a bucket from the wire, or what a `delta` changes in those that are there.
+        Returns the checksum of all of them.
+        """
+        part, wire, at = self._parts[index], self._wires[index], 0
+        bucket = part.stream.buckets[number]
+        digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
+        changes = self._changes(index, number, delta) if delta else None
+        for piece in bucket.pieces:
+            block = part.stream.blocks[piece.block]
+            with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+                if changes:
+                    changes.apply(memory, at)
+                    at += len(memory) // changes.steps.itemsize
+                for start in range(0, len(memory), CHUNK):
+                    data = memory[start : start + CHUNK]
+                    with self._spare:  # a core that decoding does not want
+                        if not delta:
+                            wire.receive(data)
+                        digest.update(data)
+        return digest.digest()
+
+    def _changes(self, index: int, number: int, delta: bytearray) -> Changes | None:
+        """What the next bytes of the wire, as many as `delta` has, say of a bucket; None where they
+        cannot be read: then its checksum is wrong.
+        """
+        stream, wire = self._parts[index].stream, self._wires[index]
+        wire.receive(memoryview(delta))
+        bucket = stream.buckets[number]
+        each = itemsize(stream, bucket)
+        try:
+            return read(delta, payload(stream, bucket) // each, each)
+        except ValueError as error:
+            log.warning("%s: bucket %d: %s", wire.name, number, error)
+            return None
 
     def _take_packed(
         self,
@@ -354,12 +423,13 @@ class Receiver:
         stream = part.stream
         assert link is not None
         theirs, good = bytearray(CHECKSUM_BYTES), set()
-        with devices.beside(self.device):
+        with self._besides[index]:
             for number in wanted:
                 staging.reserve(index)
                 use = partial(self._unpack, version, index, number, staging)
                 ours = link.receive(stream.buckets[number].nbytes, use)
                 wire.receive(memoryview(theirs))
+                self._came[index] += payload(stream, stream.buckets[number])
                 if theirs == ours:
                     good.add(number)
                     inbox.put((index, number))
@@ -372,12 +442,12 @@ class Receiver:
     ) -> bytes:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
-        ours = device_checksum(message, seed_of(part.digest, version, part.stream.rank, number))
+        ours = self._checksum.of(message, seed_of(part.digest, version, part.stream.rank, number))
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
-        devices.settle(self.device)  # the consumer is another thread, with another stream
+        settle(self.device)  # the consumer is another thread, with another stream
         return ours
 
     def close(self) -> None:
