@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -200,14 +200,13 @@ class Model:
             "cudart": lambda: driver,
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
-        patch.setattr(
-            torch.Tensor, "record_stream", lambda tensor, stream: self._tell(tensor, stream)
-        )
+
+        def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+            model.piece(tensor).told.add(stream.name)
+
+        patch.setattr(torch.Tensor, "record_stream", record_stream)
         patch.setattr(torch.distributed, "ProcessGroupNCCL", self._group(), raising=False)
         self._listen(patch)
-
-    def _tell(self, tensor: torch.Tensor, stream: Any) -> None:
-        self.piece(tensor).told.add(stream.name)
 
     def _group(self) -> type:
         """`store`: of a pair, shared by both."""
@@ -349,6 +348,11 @@ class _Elsewhere(TorchFunctionMode):
 
 
 class _Seen(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Seconds of imports, to keep a compiler away that is not asked."""
+        return False
+
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
@@ -411,8 +415,6 @@ def process(model: Model, card: int, work: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    with suppress(IndexError):
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
-    return None
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
