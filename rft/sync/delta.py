@@ -103,12 +103,13 @@ class Changes(NamedTuple):
     places: np.ndarray
     steps: np.ndarray
 
-    def apply(self, into: Buffer, first: int) -> None:
-        """To that part of all elements that begins with number `first`."""
+    def apply(self, into: Buffer, first: int) -> int:
+        """To that part of all elements that begins with number `first`. Returns how many."""
         elements = _flat(into, self.steps.itemsize)
         start, stop = np.searchsorted(self.places, (first, first + len(elements)))
         places = self.places[start:stop] - first
         elements[places] += self.steps[start:stop]
+        return len(places)
 
 
 def read(delta: Buffer, total: int, itemsize: int) -> Changes:

@@ -76,6 +76,7 @@ from rft.sync.plan import WHOLE, Share
 from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader, file_tensors
 from rft.sync.receiver import Receiver
 from rft.sync.relay import Relay
+from rft.sync.touched import Chosen, LayersOf, check_whole
 
 log = logging.getLogger(__name__)
 CHANNEL_S = 60.0  # for an order that has begun to come, or a report, to come whole
@@ -122,6 +123,9 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         # a round without its location, and what it brought
         self.staged: tuple[Round, dict[str, torch.Tensor]] | None = None
         self.loaded: int | None = None  # the version in an update that is not finished
+        self.layers = LayersOf(model)
+        self.chosen: Chosen | None = None  # what an open update loads; None: all
+        self.follows = False  # what is loaded is what the receiver has staged
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
         self.together = has_all_experts(model)
@@ -221,7 +225,9 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         coming, began, self.unreachable = update_info.coming, time.monotonic(), False
         try:
-            self._load(self._source(coming))
+            tensors = self._source(coming)
+            self.chosen = self._chosen(coming)
+            self._load(tensors)
         except BaseException as error:
             self.unreachable = isinstance(error, PeerLost | PeerRefused | TimeoutError)
             self.receiver.close()
@@ -268,30 +274,56 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         yield from self.receiver.tensors(coming.version)
         self.received = self._received(coming, self.receiver.payload, began)
 
+    def _chosen(self, coming: Round) -> Chosen | None:
+        """What has to be loaded of a staged round; None: all. So it is of what is not the stream's
+        and wherever a load has failed; and for experts on a CPU, which are packed all at once.
+        """
+        self.follows = not coming.direct and coming.method == STREAM
+        if self.mixed or not self.follows:
+            self.receiver.changed = None
+        changed = self.receiver.changed
+        return None if changed is None or self.experts else self.layers.chosen(changed)
+
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         first = next(tensors)  # a trainer that is gone already touches nothing
-        initialize_layerwise_reload(self.model)
+        tensors, chosen = itertools.chain([first], tensors), self.chosen
+        if chosen is not None:
+            tensors = ((name, tensor) for name, tensor in tensors if name in chosen.names)
+        elif self._is_partial() and not self.layers.is_known:
+            tensors = self.layers.watched(tensors)
+        initialize_layerwise_reload(self.model if chosen is None else chosen.layers)
         self.mixed = True
         for method in self.experts:
             method.moe_kernel = None
         try:
-            self.model.load_weights(itertools.chain([first], tensors))
+            self.model.load_weights(tensors)
             empty = [name for name in unfilled(self.model) if name not in self.tied]
             if empty:
                 raise ValueError(f"the stream has no weights for {empty[:10]}")
+            if chosen is not None:
+                check_whole(chosen)
         except BaseException:
             abort_reload(self.model)
             self._wait_for_copies()
             raise
+
+    def _is_partial(self) -> bool:
+        """Some of the staged tensors are the model's already."""
+        changed = self.receiver.changed
+        return (
+            changed is not None and self.staged is not None and len(changed) < len(self.staged[1])
+        )
 
     def finish_weight_update(self) -> None:
         began = time.monotonic()
         finalize_layerwise_reload(self.model, self.model_config)
         # got no weights of its own, but keeps a packed copy of the shared ones on CPU
         for layer in self.tied.values():
-            layer.quant_method.process_weights_after_loading(layer)
+            if self.chosen is None or shares(layer, self.chosen.layers):
+                layer.quant_method.process_weights_after_loading(layer)
         self._wait_for_copies()
         self.version, self.mixed = self.loaded, False
+        self.receiver.changed = set() if self.follows else None
         self.load_s += time.monotonic() - began
 
     def _wait_for_copies(self) -> None:
@@ -338,6 +370,11 @@ def tied_layers(model: torch.nn.Module) -> dict[str, Any]:
             if owners.setdefault(id(parameter), name) != name:
                 tied[name] = layer
     return tied
+
+
+def shares(layer: torch.nn.Module, others: torch.nn.Module) -> bool:
+    there = {id(parameter) for parameter in others.parameters()}
+    return any(id(parameter) in there for parameter in layer.parameters())
 
 
 def expert_methods(model: torch.nn.Module) -> list[Any]:

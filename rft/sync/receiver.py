@@ -137,6 +137,8 @@ class Receiver:
         self._checksum = Checksum(device)
         self._kept: Staging | None = None
         self._base: int | None = None  # the version that is in there, all of it and checked
+        # tensors of which anything came since who reads them has emptied this; None: all of them
+        self.changed: set[str] | None = None
         self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
 
@@ -233,6 +235,8 @@ class Receiver:
         It lies in memory that the next `stage` overwrites.
         """
         assert self._kept is not None, "connected for direct rounds"
+        if self._base is None:
+            self.changed = None
         base, self._base = self._base, None  # what fails in between has changed some of it
         if self.relay is not None:
             self.relay.begin(coming.version, self._kept)
@@ -388,8 +392,10 @@ class Receiver:
         for piece in bucket.pieces:
             block = part.stream.blocks[piece.block]
             with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+                moved = changes.apply(memory, at) if changes else not delta
+                if moved and self.changed is not None:
+                    self.changed.add(block.name)
                 if changes:
-                    changes.apply(memory, at)
                     at += len(memory) // changes.steps.itemsize
                 for start in range(0, len(memory), CHUNK):
                     data = memory[start : start + CHUNK]

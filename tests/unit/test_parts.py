@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rft.ground import device as devices
+from rft.ground import host_memory
 from rft.ground.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, Round, TrainerInfo
@@ -361,6 +362,51 @@ def test_a_worker_of_eight_pins_an_eighth_and_what_is_replicated(
     held_bytes = [getattr(tensor, "pieces", [tensor])[0].nbytes for tensor in held.values()]
     assert staging.payload == sum(held_bytes)
     assert len(pinned) == 1 and pinned[0] - staging.payload < 64 * len(held), "of its exact size"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_memory_is_there_at_connect_or_the_worker_refuses(
+    monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    taken: list[int] = []
+
+    def counted(size: int, device: torch.device) -> torch.Tensor:
+        taken.append(size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(devices, "staging_memory", counted)
+    blocks = blocks_of(DENSE, "Qwen2ForCausalLM", 1, 1)
+    plan = plans.build(blocks, BUCKET)
+    whole = {b.name: torch.randn(b.shape) for b in blocks[0]}
+    size = sum(tensor.nbytes for tensor in whole.values())
+    sender = WeightSender(Values(blocks[0], whole), 1, 10.0)
+    sender.follow(plan, 0)
+    sender.open(1)
+    info = TrainerInfo(
+        plan=plans.encode(plan), streams=[sender.endpoint], epoch=1, timeout=10.0, direct=direct
+    )
+    receiver = Receiver(0, torch.device("cpu"))
+    try:
+        receiver.connect(info)
+        assert len(taken) == (not direct) and (direct or taken[0] >= size)
+        if direct:
+            assert all(torch.equal(one, whole[name]) for name, one in receiver.tensors(1))
+        else:
+            receiver.stage(Round(version=1))
+        assert len(taken) == (not direct), "not in the middle of a round"
+        monkeypatch.setattr(host_memory, "available", lambda: size - 1)
+        again = Receiver(0, torch.device("cpu"))
+        if direct:
+            again.connect(info)
+        said = rf"takes \d{{{len(str(size))}}} bytes .* and {size - 1} are free.*direct"
+        for reader in (HandedBuckets(torch.device("cpu")), *([] if direct else [again])):
+            with pytest.raises(RuntimeError, match=said):
+                reader.connect(info)
+        again.close()
+        assert len(taken) == (not direct)
+    finally:
+        receiver.close()
+        sender.close()
 
 
 def test_locked_memory_is_given_back_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
