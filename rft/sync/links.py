@@ -157,23 +157,23 @@ class NcclLink:
         self._store = store  # the group keeps no reference of its own
         self._peer = 1 - side
         self._device = device
-        self._memory = torch.empty(0)
+        self._memory: list[torch.Tensor] = []
         self._travelling: dict[int, Any] = {}  # work, by buffer
         self._turn = 0
         with pair(name):
             self._group: Any = ProcessGroupNCCL(store, side, 2, options)
 
     def room_to_send(self, size: int) -> None:
-        self._memory = torch.empty((BUFFERS, size), dtype=torch.uint8, device=self._device)
+        self._memory = [self._room(size) for _ in range(BUFFERS)]
 
     def room_to_receive(self, size: int) -> None:
-        self._memory = torch.empty((1, size), dtype=torch.uint8, device=self._device)
+        self._memory = [self._room(size)]
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if turn in self._travelling:
             self._await(turn)
-        message = self._memory[turn, :size]
+        message = self._memory[turn][:size]
         made = fill(message)
         with pair(self.name):
             self._travelling[turn] = self._group.send([message], self._peer, 0)
@@ -184,7 +184,7 @@ class NcclLink:
             self._await(turn)
 
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
-        message = self._memory[0, :size]
+        message = self._memory[0][:size]
         with pair(self.name):
             self._group.recv([message], self._peer, 0).wait()
         return use(message)
@@ -195,6 +195,9 @@ class NcclLink:
     def _await(self, turn: int) -> None:
         with pair(self.name):
             self._travelling.pop(turn).wait()
+
+    def _room(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 @contextmanager
