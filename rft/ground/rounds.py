@@ -86,7 +86,8 @@ class TrainerInfo(Record, frozen=True):
 
     `plan`, encoded, and `streams`, an endpoint each: where `method` has them. `kv`: what becomes of
     the key-value cache at a commit. `engine`: who is told, by its name. `seats`: of its workers, by
-    their number; none: each takes every stream from the trainer.
+    their number; none: each takes every stream from the trainer. `alone`: this engine catches up
+    for itself, so nothing is built for it that would not be used again.
     """
 
     epoch: int
@@ -97,6 +98,7 @@ class TrainerInfo(Record, frozen=True):
     kv: str = "recompute"
     engine: str = ""
     seats: list[GroupSeat] = []
+    alone: bool = False
 
 
 class Round(Record, frozen=True):

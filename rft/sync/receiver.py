@@ -32,7 +32,7 @@ import torch
 from rft.ground import device as devices
 from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
-from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
+from rft.ground.rounds import AdapterOrder, GroupSeat, Round, TrainerInfo
 from rft.monitor import logs
 from rft.sync import plan as plans
 from rft.sync.buckets import (
@@ -42,9 +42,12 @@ from rft.sync.buckets import (
     host_checksum,
     seed_of,
 )
-from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
-from rft.sync.fanout import before, comes_from_trainer
-from rft.sync.links import BucketLink, LinkSide, MakeLink
+from rft.sync.communicator import MakeTransport, nccl
+from rft.sync.connection import CHUNK, PeerConnection, handshake, told
+from rft.sync.fanout import before, comes_from_trainer, head
+from rft.sync.groups import Way, WorkerGroup, join_group
+from rft.sync.links import BucketLink, CardMemory, JoinLink, LinkSide
+from rft.sync.passing import Passed, Passing, Use
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 from rft.sync.relay import SILENCE_S, Relay
 
@@ -114,12 +117,16 @@ class Receiver:
         self,
         worker: int,
         device: torch.device,
-        make_link: MakeLink | None = None,
+        make_link: JoinLink | None = None,
         share: Share = WHOLE,
+        transport: MakeTransport = nccl,
+        memory: CardMemory | None = None,
     ):
         self.worker = worker
         self.device = device
         self.make_link = make_link
+        self.transport = transport
+        self.memory = memory or devices.SharedCard(device)
         self.share = share
         self.relay: Relay | None = None  # what this worker has is passed on
         self.plan: StreamPlan | None = None
@@ -129,6 +136,11 @@ class Receiver:
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
         self._wires: list[PeerConnection] = []  # one per part
         self._links: list[BucketLink | None] = []
+        self._info: TrainerInfo | None = None
+        self._indices: list[int] = []  # in the plan, of the parts
+        self._group: WorkerGroup | None = None  # joined with the first round
+        self._passing: Passing | None = None
+        self._is_open = False
         self._kept: Staging | None = None
         self._spare = threading.Semaphore(devices.spare_cores())
 
@@ -149,24 +161,32 @@ class Receiver:
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
-        self._parts = []
+        self._info, self._parts, self._indices = info, [], []
         parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
         mine = {index: part for index, part in enumerate(parts) if part.stream.blocks}
         if self.relay is not None:
             generation = info.seats[self.worker].generation if info.seats else 0
             self.relay.follow(info.engine, (epoch, plan.digest), generation, mine, self.share)
+        self._parts, self._indices = list(mine.values()), list(mine)
+        seat = self._seat()
         for index, part in mine.items():
+            is_passed = self.make_link is not None and seat is not None
+            if is_passed and not comes_from_trainer(index, seat.mine, len(seat.names)):
+                continue  # the group brings it
             wire = self._join(info, index, part)
-            self._parts.append(part)
             self._wires.append(wire)
-            self._links.append(self.make_link(wire) if self.make_link else None)
+            self._links.append(self.make_link(wire, info.alone) if self.make_link else None)
+        self._is_open = True
 
-    def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
-        """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
-        before this one.
-        """
-        assert self.plan is not None
-        hello = {
+    def _seat(self) -> GroupSeat | None:
+        """None where this engine takes everything from the trainer."""
+        assert self._info is not None
+        return self._info.seats[self.worker] if self._info.seats else None
+
+    def _hello(self, part: StreamPart) -> dict[str, Any]:
+        assert self.plan is not None and self._info is not None
+        info = self._info
+        return {
             "epoch": info.epoch,
             "digest": self.plan.digest,
             "peer": f"{info.engine}/{self.worker}",
@@ -174,7 +194,12 @@ class Receiver:
             "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
             "part": part.digest,
         }
-        seat = info.seats[self.worker] if info.seats else None
+
+    def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
+        """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
+        before this one.
+        """
+        hello, seat = self._hello(part), self._seat()
         if seat is None or comes_from_trainer(index, seat.mine, len(seat.names)):
             name = f"stream {index} from trainer rank {part.stream.rank}"
             return handshake(info.streams[index], hello, name, self.timeout)
@@ -190,7 +215,7 @@ class Receiver:
 
     def check(self, coming: Round) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
-        if self.plan is None or not self._wires:
+        if self.plan is None or not self._is_open:
             raise RuntimeError("no weight streams are connected")
         if coming.digest != self.plan.digest:
             raise ValueError(
@@ -242,16 +267,25 @@ class Receiver:
         return [part.stream for part in self._parts]
 
     def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
-        inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
+        # a bucket, what ended a thread, or None where that was its work
+        inbox: queue.SimpleQueue[tuple[int, int] | Exception | None] = queue.SimpleQueue()
         self.again = 0
         staging.begin()
-        for index in range(len(self._parts)):
-            arguments = (version, index, staging, inbox)
+        names = [f"trainer rank {part.stream.rank}" for part in self._parts]
+        number, threads = 0, 1
+        if self.make_link is not None and self._seat() is not None:
             threading.Thread(
-                target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
+                target=self._pass, args=(version, staging, inbox), name="group", daemon=True
             ).start()
-        names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
-        for number in range(sum(len(part.stream.buckets) for part in self._parts)):
+        else:
+            names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
+            threads = len(self._parts)
+            for index in range(len(self._parts)):
+                arguments = (version, index, staging, inbox)
+                threading.Thread(
+                    target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
+                ).start()
+        while threads:  # the next round speaks on the same wires
             try:
                 arrived = inbox.get(timeout=self.timeout)
             except queue.Empty:
@@ -261,7 +295,11 @@ class Receiver:
                 ) from None
             if isinstance(arrived, Exception):
                 raise arrived
+            if arrived is None:
+                threads -= 1
+                continue
             yield from staging.arrived(*arrived)
+            number += 1
         staging.check_complete()
 
     def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
@@ -278,23 +316,95 @@ class Receiver:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
         """
-        stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
-        take = self._take if link is None else self._take_packed
+        wire, link = self._wires[index], self._links[index]
+        wanted = list(range(len(self._parts[index].stream.buckets)))
         try:
             wire.send_record({"version": version})
-            told(wire)
-            wanted = list(range(len(stream.buckets)))
-            for _ in range(TRIES):
-                good = take(version, index, wanted, staging, inbox)
-                wanted = [number for number in wanted if number not in good]
-                self.again += len(wanted)
-                wire.send_record({"again": wanted})
-                if not wanted:
-                    return
-                log.warning("%s", self._wrong(version, index, wanted))
-            raise ValueError(f"{self._wrong(version, index, wanted)}, {TRIES} times")
+            self._take_all(version, index, wire, link, wanted, staging, inbox)
+            inbox.put(None)
         except Exception as error:
             inbox.put(error)
+
+    def _take_all(
+        self,
+        version: int,
+        index: int,
+        wire: PeerConnection,
+        link: BucketLink | None,
+        wanted: list[int],
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+    ) -> None:
+        told(wire)
+        for _ in range(TRIES):
+            if link is None:
+                good = self._take(version, index, wire, wanted, staging, inbox)
+            else:
+                good = self._take_packed(version, index, wire, link, wanted, staging, inbox)
+            wanted = [number for number in wanted if number not in good]
+            self.again += len(wanted)
+            wire.send_record({"again": wanted})
+            if not wanted:
+                return
+            log.warning("%s", self._wrong(version, index, wanted))
+        raise ValueError(f"{self._wrong(version, index, wanted)}, {TRIES} times")
+
+    def _pass(self, version: int, staging: Staging, inbox: "queue.SimpleQueue[Any]") -> None:
+        """Body of the thread that takes what the group brings."""
+
+        def put(index: int, number: int, data: torch.Tensor) -> None:
+            staging.reserve(index)
+            self._put(index, number, staging, data)
+
+        def fetch(index: int, numbers: list[int]) -> None:
+            """From the trainer, without the others."""
+            log.warning("%s", self._wrong(version, index, numbers))
+            assert self._info is not None and self.make_link is not None
+            part, at = self._parts[index], self._indices[index]
+            name = f"stream {at} from trainer rank {part.stream.rank}"
+            wire = handshake(self._info.streams[at], self._hello(part), name, self.timeout)
+            try:
+                link = self.make_link(wire, True)
+                wire.send_record({"version": version, "buckets": numbers})
+                self._take_all(version, index, wire, link, numbers, staging, inbox)
+            finally:
+                wire.close()
+
+        def again(number: int) -> None:
+            self.again += number
+
+        use = Use(
+            put=put,
+            arrived=lambda index, number: inbox.put((index, number)),
+            wrong=partial(self._wrong, version),
+            again=again,
+            fetch=fetch,
+        )
+        try:
+            self._joined().run(version, use)
+            inbox.put(None)
+        except Exception as error:
+            inbox.put(error)
+
+    def _joined(self) -> Passing:
+        """The group comes together with the first round, in the thread that takes it: requests go
+        on meanwhile, and the others come when they are told of the round.
+        """
+        if self._passing is not None:
+            return self._passing
+        seat = self._seat()
+        assert seat is not None and self.relay is not None
+        relay, streams = self.relay, list[Passed]()
+        way = Way(
+            relay.endpoint, relay.meeting, self.transport, self.memory, self.device, self.timeout
+        )
+        self._group = join_group(seat, self.epoch, way)
+        ends = iter(zip(self._wires, self._links, strict=True))
+        for index, part in zip(self._indices, self._parts, strict=True):
+            root = head(index, len(seat.names))
+            streams.append(Passed(part, root, *(next(ends) if root == seat.mine else ())))
+        self._passing = Passing(streams, self._group, self.memory.room, self.device, TRIES)
+        return self._passing
 
     def _wrong(self, version: int, index: int, numbers: list[int]) -> str:
         stream = self._parts[index].stream
@@ -311,12 +421,13 @@ class Receiver:
         self,
         version: int,
         index: int,
+        wire: PeerConnection,
         wanted: list[int],
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
-        part, wire, good = self._parts[index], self._wires[index], set()
+        part, good = self._parts[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
             told(wire)
@@ -345,14 +456,14 @@ class Receiver:
         self,
         version: int,
         index: int,
+        wire: PeerConnection,
+        link: BucketLink,
         wanted: list[int],
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """The same for packed buckets: bytes from the link, each one's checksum from the wire."""
-        part, wire, link = self._parts[index], self._wires[index], self._links[index]
-        stream = part.stream
-        assert link is not None
+        stream = self._parts[index].stream
         theirs, good = bytearray(CHECKSUM_BYTES), set()
         with devices.beside(self.device):
             for number in wanted:
@@ -373,12 +484,16 @@ class Receiver:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
         ours = device_checksum(message, seed_of(part.digest, version, part.stream.rank, number))
+        self._put(index, number, staging, message)
+        return ours
+
+    def _put(self, index: int, number: int, staging: Staging, message: torch.Tensor) -> None:
+        part = self._parts[index]
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
         devices.settle(self.device)  # the consumer is another thread, with another stream
-        return ours
 
     def close(self) -> None:
         """Drop all wires; senders that still send notice at once. Only `connect` can follow."""
@@ -387,17 +502,6 @@ class Receiver:
             wire.close()
         for link in filter(None, links):
             link.close()
-
-
-def told(wire: PeerConnection) -> dict[str, Any]:
-    """The next word of who sends, when there is more to say than that it waits.
-
-    Raises what it says instead of bytes.
-    """
-    while "wait" in (record := wire.receive_record()):
-        pass
-    if "refused" in record:
-        raise PeerRefused(f"{wire.name}: {record['refused']}")
-    if "lost" in record:
-        raise PeerLost(f"{wire.name}: {record['why']}", record["lost"])
-    return record
+        group, self._group, self._passing, self._is_open = self._group, None, None, False
+        if group is not None:
+            group.close()

@@ -143,7 +143,7 @@ class WeightSender:
         try:
             link = self.make_link(wire) if self.make_link else None
             while True:
-                self._answer(wire, link, part, int(wire.receive_record(patient=True)["version"]))
+                self._answer(wire, link, part, wire.receive_record(patient=True))
         except PeerLost as gone:
             log.info("%s", gone)
         except Exception as error:
@@ -156,12 +156,18 @@ class WeightSender:
                 link.close()
 
     def _answer(
-        self, wire: PeerConnection, link: BucketLink | None, part: StreamPart, version: int
+        self,
+        wire: PeerConnection,
+        link: BucketLink | None,
+        part: StreamPart,
+        asked: dict[str, Any],
     ) -> None:
+        """`asked`: for a version, and for some "buckets" of it or all."""
+        version = int(asked["version"])
         try:
             with self.window.reading(version, wire.name):
                 wire.send_record({"version": version})
-                wanted = list(range(len(part.stream.buckets)))
+                wanted = asked.get("buckets", list(range(len(part.stream.buckets))))
                 while wanted:
                     send = self._send if link is None else self._send_packed
                     send(wire, link, part, version, wanted)
