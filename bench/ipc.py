@@ -94,7 +94,11 @@ def send(orders: Connection, parameters: float, kind: str) -> None:
     device = devices.choose(kind).torch
     weights = Weights(parameters, device)
     sender = WeightSender(
-        weights, 1, TIMEOUT_S, make_link=lambda wire: IpcLink(wire, memory_of(device))
+        weights,
+        1,
+        TIMEOUT_S,
+        make_link=lambda wire: IpcLink(wire, memory_of(device)),
+        device=str(device),
     )
     plan = plans.build([weights.blocks()], bucket_of(device))
     sender.follow(plan, 0)

@@ -32,6 +32,7 @@ from rft.ground.rounds import Received, Round
 from rft.rollout.engine import RolloutEngine
 from rft.run.cluster import PRIVATE_RAY
 from rft.sync import plan as plans
+from rft.sync.loading import in_layer_order
 from rft.sync.sender import WeightSender
 
 TP = 2
@@ -103,10 +104,10 @@ def load_again(worker: Any) -> float:
     from vllm.config import set_current_vllm_config
 
     engine = worker.weight_transfer_engine
-    tensors = dict(engine.receiver._kept._tensors)
+    tensors = in_layer_order(engine.receiver._kept._tensors, engine.together)
     with set_current_vllm_config(worker.vllm_config):
         began = time.monotonic()
-        engine._load(iter(tensors.items()))
+        engine._load(tensors)
         engine.finish_weight_update()
         return time.monotonic() - began
 

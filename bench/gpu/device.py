@@ -4,8 +4,7 @@
 
 In: a kind of device. Out: see `bench.gpu.checks`. On "cpu" two things stand in: memory that two
 processes map for that of a card (`bench.host_card`), and NCCL's semantics over sockets
-(`bench.nccl_like`), under rft's own
-`NcclLink`.
+(`bench.nccl_like`) under rft's own `NcclLink`.
 """
 
 import multiprocessing
@@ -27,8 +26,9 @@ from rft.checkpoint.stager import Slot
 from rft.ground import device as devices
 from rft.ground.protocols import Block
 from rft.ground.rounds import TrainerInfo
+from rft.ground.streams import Beside, enter_thread, settle
 from rft.sync import plan as plans
-from rft.sync.buckets import device_checksum
+from rft.sync.buckets import Checksum
 from rft.sync.communicator import nccl
 from rft.sync.links import BucketLink, IpcLink, host_nccl, join_nccl
 from rft.sync.receiver import Receiver
@@ -112,7 +112,13 @@ def serve(orders: Connection, way: str, kind: str) -> None:
     device = devices.choose(kind, index=1 if (way, kind) == (NCCL, "cuda") else 0)
     device.activate()
     make, weights = links(way, device.torch, sends=True), Versions(device.torch)
-    sender = WeightSender(weights, 1, WAIT_S, make_link=lambda wire: Faulty(make(wire)))
+    sender = WeightSender(
+        weights,
+        1,
+        WAIT_S,
+        make_link=lambda wire: Faulty(make(wire)),
+        device=str(device.torch),
+    )
     plan = plans.build([weights.blocks()], 8 * MEBI if kind == "cuda" else 4096)
     sender.follow(plan, 0)
     orders.send((plans.encode(plan), sender.endpoint))
@@ -223,16 +229,19 @@ def checksum(checks: Checks) -> None:
     checks.device.activate()
     made = torch.Generator().manual_seed(1)
     differ, blind = 0, 0
+    on_device, on_host = Checksum(checks.device.torch), Checksum(torch.device("cpu"))
+    on_device.make()
+    on_host.make()
     for size in (8, 4096, 3 * MEBI + 8, 32 * MEBI):
         data = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=made)
         there, here = (
-            device_checksum(data.to(checks.device.torch), SEED),
-            device_checksum(data, SEED),
+            on_device.of(data.to(checks.device.torch), SEED),
+            on_host.of(data, SEED),
         )
         differ += there != here
         for place in (0, size // 2, size - 1):
             data[place] ^= 1
-            blind += device_checksum(data.to(checks.device.torch), SEED) == here
+            blind += on_device.of(data.to(checks.device.torch), SEED) == here
             data[place] ^= 1
     checks.most("sizes whose sums differ", differ, 0)
     checks.most("flipped bits that were not seen", blind, 0)
@@ -274,16 +283,19 @@ def guard(checks: Checks) -> None:
 
     def work() -> None:
         try:
-            with devices.beside(device.torch):
+            enter_thread(device.torch)
+            with Beside(device.torch):
                 data = torch.zeros(MEBI, dtype=torch.uint8, device=device.torch)
-                device_checksum(data, SEED)
+                checksum = Checksum(device.torch)
+                checksum.make()
+                checksum.of(data, SEED)
             memory.share(memory.room(MEBI))
             copies = device.copier()
             copies.begin()
             copies.copy(torch.empty(MEBI, dtype=torch.uint8), data)
             copies.fence()
             copies.finish()
-            devices.settle(device.torch)
+            settle(device.torch)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
 

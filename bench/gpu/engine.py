@@ -82,7 +82,7 @@ def serve(orders: Connection, directories: list[str], kind: str) -> None:
     device.activate()
     weights = Files(directories, kind)
     links = host_links(device.torch, "127.0.0.1")
-    sender = WeightSender(weights, 1, WAIT_S, make_link=links)
+    sender = WeightSender(weights, 1, WAIT_S, make_link=links, device=str(device.torch))
     plan = plans.build([weights.blocks()], BUCKET)
     sender.follow(plan, 0)
     orders.send((plans.encode(plan), plan.digest, sender.endpoint))

@@ -24,7 +24,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from rft.checkpoint.records import Region, Window
-from rft.ground.device import Copier, Device
+from rft.ground.device import Device
+from rft.ground.streams import Copier, enter_thread
 
 if TYPE_CHECKING:
     import torch
@@ -211,6 +212,7 @@ class Stager:
         send: Callable[[Window], None],
         give_up: Callable[[str, str], None],
     ) -> None:
+        enter_thread(self.copier.device)
         before = time.monotonic()
         slot: Slot | None = None
         try:

@@ -297,12 +297,20 @@ class SynchronizerConfig(Section):
     ] = None
     sync_timeout: Annotated[PosFloat, "seconds for one round"] = 600.0
     bucket_bytes: Annotated[
-        PosInt | None, "of one message; default: 16 MiB from memory to memory, 128 MiB between GPUs"
+        PosInt | None,
+        "of one message; default: 16 MiB from host memory, 2 to 32 MiB between GPUs",
     ] = None
     receive: Annotated[
         Literal["staged", "direct"],
         "staged: beside the decoding, into memory of its own, direct: while engines pause",
     ] = "staged"
+    sync: Annotated[
+        Literal["full", "delta"],
+        "delta: engines get what has changed since the version that they have, where that is less",
+    ] = "full"
+    full_interval: Annotated[
+        PosInt, "with sync=delta, versions from one that goes in full to the next"
+    ] = 20
     kv: Annotated[
         Literal["recompute", "keep"],
         "recompute: dropped when weights change, keep: requests in flight go on over it",

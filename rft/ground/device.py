@@ -2,10 +2,9 @@
 
 In: the `device` key of the config ("auto", "cpu", "cuda") and this rank's local index. Out: one
 frozen `Device` that is handed to whoever needs it and printed once at start. No other file of rft
-may name a device or a backend.
+may name a device or a backend, but `rft.ground.streams`, which orders what is done on one.
 """
 
-import ctypes
 import gc
 import mmap
 import os
@@ -17,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from rft.ground.streams import Copier, CudaCopier, HostCopier, settle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +69,8 @@ EXPANDABLE = "expandable_segments:"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TOOL_S = 30.0  # for the driver's tool: it may have to wake the GPUs
 BLACKWELL = 10  # its compute capability; from there on copies and kernels have queues enough
+# gloo connects a pair of ranks when it first meets; else all pairs of every group, at once
+LAZY_GROUPS = "TORCH_GLOO_LAZY_INIT"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -97,6 +100,7 @@ class Device:
         """Make this the process's device; call once, before anything allocates."""
         import torch
 
+        os.environ.setdefault(LAZY_GROUPS, "1")
         if self.kind == "cuda":
             torch.cuda.set_device(self.index)
         else:
@@ -158,8 +162,8 @@ class Device:
 
         torch.cuda.profiler.start() if on else torch.cuda.profiler.stop()
 
-    def copier(self) -> "Copier":
-        return CudaCopier(self) if self.kind == "cuda" else HostCopier()
+    def copier(self) -> Copier:
+        return CudaCopier(self.torch) if self.kind == "cuda" else HostCopier()
 
     def bring(self, array: "np.ndarray") -> "torch.Tensor":
         """A copy on this device, which a GPU makes while the host goes on; on a CPU the array."""
@@ -177,88 +181,6 @@ class Device:
         names = (*ALLOCATOR_VARIABLES, QUEUES) if self.kind == "cuda" else ()
         told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
         return ", ".join([place, f"collectives over {self.backend}", *told])
-
-
-class Copier(Protocol):
-    """Copies tensors to host memory beside the computation that goes on."""
-
-    def begin(self) -> None:
-        """Called in the computing thread: copies see what has been
-        computed until now, and nothing later.
-        """
-
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
-        """`target`: contiguous bytes on the host, as many as `source` has.
-
-        May return before the copy is done.
-        """
-
-    def fence(self) -> None:
-        """Called in the computing thread: whatever is computed from now on comes after the copies.
-
-        Need not block it.
-        """
-
-    def finish(self) -> None:
-        """Returns when all copies are done."""
-
-
-class HostCopier:
-    """Tensors in host memory: plain memory copies, without the interpreter's lock.
-
-    They are never taken by reference.
-    """
-
-    def begin(self) -> None: ...
-
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
-        import torch
-
-        flat = source.detach().contiguous()
-        if flat.device.type != "cpu":
-            flat = flat.cpu()
-        assert target.dtype == torch.uint8 and target.numel() == flat.nbytes
-        ctypes.memmove(target.data_ptr(), flat.data_ptr(), flat.nbytes)
-
-    def fence(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class CudaCopier:
-    """A stream of its own.
-
-    The next change of the weights waits for it on the device; the CPU does not.
-    """
-
-    def __init__(self, device: Device):
-        import torch
-
-        self._device = device.torch
-        self._stream = torch.cuda.Stream(self._device)
-        self._done = torch.cuda.Event()
-
-    def begin(self) -> None:
-        import torch
-
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def copy(self, target: "torch.Tensor", source: "torch.Tensor") -> None:
-        import torch
-
-        with torch.cuda.stream(self._stream):
-            flat = source.detach().contiguous()
-            flat.record_stream(self._stream) if flat.is_cuda else None
-            target.copy_(flat.reshape(-1).view(torch.uint8), non_blocking=True)
-        self._done.record(self._stream)
-
-    def fence(self) -> None:
-        import torch
-
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def finish(self) -> None:
-        self._done.synchronize()
 
 
 class LockedMemory(mmap.mmap):
@@ -335,23 +257,6 @@ def cards_seen() -> int:
     return torch.cuda.device_count()
 
 
-@contextmanager
-def beside(device: "torch.device") -> Iterator[None]:
-    """What is done inside goes on beside the computation of this device, and sees what that has
-    computed until now. On leaving, it is done. Host memory: nothing special.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    import torch
-
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
 def yield_to_others() -> None:
     """This thread, and threads that it starts from now on, take a core after the others of this
     process: the kernel's niceness, which Linux keeps per thread. For copying beside the computation
@@ -402,14 +307,6 @@ def logit_columns(device: "torch.device", tokens: int) -> int:
     if device.type == "cuda":
         return min(MOST_COLUMNS, max(1, CARD_TILE // max(1, tokens)))
     return max(LEAST_COLUMNS, HOST_TILE // max(1, tokens))
-
-
-def settle(device: "torch.device") -> None:
-    """Return when all that this thread has asked of the device is done."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
 
 
 class SharedCard:

@@ -86,8 +86,7 @@ class TrainerInfo(Record, frozen=True):
 
     `plan`, encoded, and `streams`, an endpoint each: where `method` has them. `kv`: what becomes of
     the key-value cache at a commit. `engine`: who is told, by its name. `seats`: of its workers, by
-    their number; none: each takes every stream from the trainer. `alone`: this engine catches up
-    for itself, so nothing is built for it that would not be used again.
+    their number; none: each takes every stream from the trainer.
     """
 
     epoch: int
@@ -98,6 +97,8 @@ class TrainerInfo(Record, frozen=True):
     kv: str = "recompute"
     engine: str = ""
     seats: list[GroupSeat] = []
+    direct: bool = False  # as in a `Round`: its rounds will be
+    # this engine catches up for itself: nothing is built for it that would not be used again
     alone: bool = False
 
 

@@ -8,6 +8,12 @@ Control-plane messages are bytes over a gloo group of their own, with a deadline
 make the same calls in the same order. Objects travel as msgpack, so what arrives is plain data:
 tuples come back as lists, records as dictionaries. `close` ends everything, so that another mesh
 can be made in the same process.
+
+gloo connects two ranks when they first meet (`LAZY_GROUPS` of the device). All that is done here is
+a star around rank 0, a tree from it, or a ring: of 512 ranks rank 0 has 511 sockets more, and any
+other one about ten. Invariant: every connection is made in `__init__`. A rank that is late, or
+gone, shows in a connection that is there by the deadline, but in one that must be made first only
+after five of them.
 """
 
 import functools
@@ -99,7 +105,9 @@ class Mesh:
         )
         self.sequence_parallel = config.sequence_parallel and self.tp > 1
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
-        self._places: list[list[int]] = self._all_gather_places()
+        self._meet()
+        # at rank 0: of every rank its data-parallel index
+        self._dp_ranks: list[int] = self.gather(self.dp_rank) or []
 
     def _join(self) -> None:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -142,19 +150,17 @@ class Mesh:
         data = msgspec.msgpack.encode(item)
         if self.world == 1:
             return [msgspec.msgpack.decode(data)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
-        longest = max(int(size) for size in sizes)  # gloo gathers equal sizes only
-        mine = _buffer(data, longest)
-        if self.rank != 0:
-            dist.gather(mine, None, 0, group=self._control)
+        size = torch.tensor([len(data)])
+        sizes = [torch.zeros_like(size) for _ in range(self.world)] if self.rank == 0 else None
+        dist.gather(size, sizes, 0, group=self._control)
+        if sizes is None:
+            dist.send(_buffer(data, len(data)), 0, group=self._control)
             return None
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.gather(mine, parts, 0, group=self._control)
-        return [
-            msgspec.msgpack.decode(part[: int(size)].numpy().tobytes())
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        for rank in range(1, self.world):
+            dist.recv(parts[rank], rank, group=self._control)
+        parts[0] = _buffer(data, len(data))
+        return [msgspec.msgpack.decode(part.numpy().tobytes()) for part in parts]
 
     @_named
     def scatter_parts(self, parts: list[list[Packed]] | None) -> list[Packed]:
@@ -166,7 +172,7 @@ class Mesh:
         encoded = [encode_part(part) for part in parts]
         sends = []
         for rank in range(1, self.world):
-            data = encoded[self._places[rank][0]]
+            data = encoded[self._dp_ranks[rank]]
             for message in (torch.tensor([len(data)]), _buffer(data, len(data))):
                 sends.append(dist.isend(message, rank, group=self._control))
         for send in sends:
@@ -216,11 +222,12 @@ class Mesh:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control)
         return [int(length) for length in maxima]
 
-    def _all_gather_places(self) -> list[list[int]]:
-        mine = torch.tensor([self.dp_rank, self.cp_rank, self.pp_rank, self.tp_rank])
-        places = [torch.zeros_like(mine) for _ in range(self.world)]
-        dist.all_gather(places, mine, group=self._control)
-        return [place.tolist() for place in places]
+    def _meet(self) -> None:
+        """Make the connections of all that is done here."""
+        numbers = torch.zeros(1, dtype=torch.float64)
+        self.reduce(numbers, numbers)
+        self.gather(self.broadcast(None))
+        self.barrier("start")
 
     def close(self) -> None:
         """Destroy every process group; safe to call twice."""

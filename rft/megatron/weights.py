@@ -6,6 +6,7 @@ embedding leaves once, from the first stage; loading reads only the rows and col
 keeps.
 """
 
+import heapq
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -219,7 +220,7 @@ def slabs(model: Sequence[nn.Module], hf: dict[str, Any], place: Place) -> list[
         for shard in shards(model, dims, place)
         if not shard.is_adapter and not shard.is_tied_copy
     ]
-    return _slabs(own, list(hf_names(dims, architecture_of(hf))), deltas(model))
+    return in_order(own, list(hf_names(dims, architecture_of(hf))), deltas(model))
 
 
 def adapter_slabs(
@@ -230,12 +231,15 @@ def adapter_slabs(
     """
     dims = Dims.of(hf)
     own = [shard for shard in shards(model, dims, place) if shard.is_adapter]
-    return _slabs(own, list(adapter_names(dims, architecture_of(hf), lora)), {})
+    return in_order(own, list(adapter_names(dims, architecture_of(hf), lora)), {})
 
 
-def _slabs(
+def in_order(
     own: list[Shard], names: list[str], merged: dict[int, Callable[[ShardSlice], Tensor]]
 ) -> list[Slab]:
+    """Of these shards, tensors in the order of `names`. `merged`: what is added to which
+    parameter.
+    """
     order = {name: i for i, name in enumerate(names)}
     found = [
         Slab(_block(shard, runs), shard, runs, merged.get(id(shard.parameter)))
@@ -248,24 +252,35 @@ def _slabs(
 def shared(held: list[Slab], place: Place) -> list[Slab]:
     """Of all ranks together every element once, each copy of a shard giving as much as the others:
     what is streamed.
+    """
+    copies = [place.copy_of(slab.shard.bound) for slab in held]
+    return [
+        slab
+        for slab, copy, sender in zip(held, copies, senders(held, place), strict=True)
+        if copy is not None and copy[0] == sender
+    ]
+
+
+def senders(held: list[Slab], place: Place) -> list[int | None]:
+    """Of each slab, which copy of it is sent; None: that of another shard.
 
     Ranks that hold the same shards deal them out alike without asking each other: the largest
     first, each to the copy that has the fewest bytes by then. Experts have copies of their own. Two
     copies differ by one block at most.
     """
-    mine = set()
+    dealt: list[int | None] = [None] * len(held)
     for expert in (False, True):
         kind = [(n, slab) for n, slab in enumerate(held) if slab.shard.bound.is_expert == expert]
-        given: dict[int, int] = {}
+        given: list[tuple[int, int]] = []  # bytes and copy, a heap: the fewest bytes first
         for number, slab in sorted(kind, key=lambda item: -_size(item[1].block)):
             copy = place.copy_of(slab.shard.bound)
             if copy is None:
                 continue
-            least = min(range(copy[1]), key=lambda index: given.get(index, 0))
-            given[least] = given.get(least, 0) + _size(slab.block)
-            if least == copy[0]:
-                mine.add(number)
-    return [slab for number, slab in enumerate(held) if number in mine]
+            given = given or [(0, index) for index in range(copy[1])]
+            size, least = given[0]
+            heapq.heapreplace(given, (size + _size(slab.block), least))
+            dealt[number] = least
+    return dealt
 
 
 def _size(block: Block) -> int:

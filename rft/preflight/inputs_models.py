@@ -407,7 +407,7 @@ PLACES = (  # tried at a start only
         f"{SERVICE_TRAINS} "
         "trainer.max_token_len_per_gpu model.teacher_model_path",
         _fits,
-        reads="algorithm trainer.recompute_granularity synchronizer.lora_sync",
+        reads="algorithm trainer.recompute_granularity synchronizer.lora_sync synchronizer.sync",
     ),
 )
 MEMORY_AND_CARDS = (

@@ -24,6 +24,7 @@ from rft.ground.names import (
     read_hf_config,
 )
 from rft.run.cards import engine_cards
+from rft.sync import transfer
 
 GRADIENT, MASTER = 4, 4  # bytes: gradients are summed in fp32, and bf16 weights have an fp32 copy
 MOMENTS = {"adam": 8, "sgd": 0}
@@ -43,12 +44,14 @@ class MemoryPlan:
     optimizer: int
     beside: int  # reference and critic
     activations: int
+    transfer: int  # to engines
     staging: int  # host memory, of two checkpoints on their way
     checkpoint: int  # bytes of one, all ranks together
     export: int  # of the model for Hugging Face
     engine_weights: int  # one engine worker from here on
     engine_cache: int  # on a CPU
     received: int  # weights that wait in host memory until they are installed
+    served: int  # by all ranks together: what engines got last, from which changes are told
 
     @property
     def engine(self) -> int:
@@ -56,7 +59,14 @@ class MemoryPlan:
 
     @property
     def rank(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.beside + self.activations
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.beside
+            + self.activations
+            + self.transfer
+        )
 
 
 def plan(config: Config) -> MemoryPlan:
@@ -92,6 +102,7 @@ def plan(config: Config) -> MemoryPlan:
     budget = config.trainer.checkpoint.host_memory_gb
     rollout, synchronizer = config.explorer.rollout_model, config.synchronizer
     workers = rollout.tensor_parallel_size
+    ends = transfer.of_config(config)
     # adapters come whole, to every worker
     coming = trained if synchronizer.lora_sync == "adapter" else total // workers
     return MemoryPlan(
@@ -102,12 +113,14 @@ def plan(config: Config) -> MemoryPlan:
         optimizer=mine_state * state,
         beside=critic + reference,
         activations=tokens * dims.hidden * -(-dims.layers // pp) * kept * item // 2 // tp,
+        transfer=ends[0].bytes() if ends else 0,
         staging=2 * saved if budget is None else min(int(budget * 1e9), 2 * saved),
         checkpoint=stored,
         export=trained * item,
         engine_weights=total * ITEM_BYTES[DTYPES[str(rollout.dtype)]] // workers,
         engine_cache=int(rollout.kv_cache_gb * 1e9),
         received=0 if synchronizer.receive == "direct" else coming * item,
+        served=trained * item if synchronizer.sync == "delta" else 0,
     )
 
 
@@ -141,6 +154,7 @@ def on_host(config: Config, wanted: MemoryPlan, on_cpu: bool) -> dict[str, int]:
     parts = {
         PROCESSES: (ranks + engines) * PROCESS,
         "staging of checkpoints": ranks * wanted.staging,
+        "weights that engines have": wanted.served if ranks else 0,
         "weights that engines receive": receivers * rollout.tensor_parallel_size * wanted.received,
         # each engine hands one version to its workers, in a file in memory
         "versions of weights in memory": stored + receivers * stored // HELD,

@@ -6,7 +6,7 @@ itself.
 
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rft.config import Config, engine_arguments, get, nearest
 from rft.monitor import mlflow
@@ -85,6 +85,17 @@ def _least_staleness(c: Config) -> int:
     return style.least_staleness(c.synchronizer.sync_interval, c.synchronizer.sync_offset)
 
 
+ALL_BYTES = "set synchronizer.sync=full, or leave it out"
+
+
+def _no_delta(key: str, test: Callable[[Config], bool], why: str, more: str = "") -> Rule:
+    return Rule(
+        f"synchronizer.sync {key}{more}",
+        lambda c: c.synchronizer.sync == "delta" and test(c),
+        lambda c: f"synchronizer.sync=delta with {key}={get(c, key)}: {why}; {ALL_BYTES}",
+    )
+
+
 SYNC = (
     Rule(f"synchronizer.sync_method mode {TYPE}", _method),
     Rule(
@@ -101,6 +112,22 @@ SYNC = (
         lambda c: c.synchronizer.receive == "direct" and c.synchronizer.sync_method != "nccl",
         "synchronizer.receive=direct with sync_method={synchronizer.sync_method}: only streams "
         "can be received while engines pause; set synchronizer.receive=staged",
+    ),
+    _no_delta(
+        "synchronizer.sync_method",
+        lambda c: c.synchronizer.sync_method != "nccl",
+        "only streams go to engines that say what they have",
+    ),
+    _no_delta(
+        "synchronizer.receive",
+        lambda c: c.synchronizer.receive != "staged",
+        "no engine keeps the version before, in which something could be changed",
+        " cluster.colocate",
+    ),
+    _no_delta(
+        "device",
+        lambda c: c.device == "cuda",
+        "buckets of a GPU are packed there, and go in full",
     ),
     Rule(
         "synchronizer.max_staleness synchronizer.sync_interval synchronizer.sync_offset mode",

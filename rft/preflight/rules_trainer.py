@@ -51,6 +51,8 @@ IDLE = {  # keys of a model on one's own machines, and why they mean nothing to 
     "deterministic": "nobody promises that the service computes the same twice",
     "synchronizer.bucket_bytes": BY_PATH,
     "synchronizer.receive": BY_PATH,
+    "synchronizer.sync": BY_PATH,
+    "synchronizer.full_interval": BY_PATH,
     "synchronizer.kv": BY_PATH,
     "synchronizer.lora_sync": BY_PATH,
     "explorer.rollout_model.tensor_parallel_size": SAMPLER,

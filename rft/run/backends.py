@@ -152,13 +152,16 @@ class MegatronBackend(TrainBackend):
         epoch: int,
     ) -> "Publisher":
         """By `synchronizer.sync_method`."""
+        from rft.sync import transfer
         from rft.sync.connection import own_address
         from rft.sync.origins import CheckpointOrigin, MemoryOrigin, StreamOrigin
         from rft.sync.publisher import Probe, Publisher
         from rft.trainer.feed import is_supervised
 
         config, policy, here = self.config, models.policy, self.config.mode == "both"
-        size = config.synchronizer.bucket_bytes or self.device.message_bytes
+        ends = transfer.of_config(config)
+        size = ends[0].message_bytes if ends else None
+        size = size or config.synchronizer.bucket_bytes or self.device.message_bytes
         sync = replace(config.synchronizer, bucket_bytes=size)
         if is_supervised(config.algorithm):
             return Publisher(None)

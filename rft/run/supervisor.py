@@ -29,6 +29,7 @@ from rft.ground import redact
 from rft.ground.process import end_descendants
 from rft.monitor import logs, trace
 from rft.run import cards
+from rft.sync import transfer
 
 if TYPE_CHECKING:
     from rft.run.actors import Actors, Work
@@ -159,6 +160,8 @@ def start_table(config: Config) -> Iterator[str]:
     """For whoever started the run: who computes on what, and what was chosen for it, with why."""
     yield from cards.table(config, cards.here())
     yield from start_lines(config)
+    if said := transfer.told(config):
+        yield f"  {said}"
 
 
 def root_cause(first: Event, events: Events) -> Event:

@@ -8,9 +8,9 @@ tensors that they belong to, and what tells that they arrived as they were sent.
 A checksum has 128 bits per bucket, seeded with the round that the bucket belongs to (plan, version,
 stream and bucket: bytes of another round are wrong bytes). Host memory: xxh3-128. Device memory: a
 mixing reduction in torch's integers, so that no byte has to leave the device; two sums of the
-words, each word multiplied by an odd number that depends on its place and mixed (the finaliser of
-splitmix64, Steele et al. 2014). Both ends of a stream use the same one: which, follows from where
-the weights lie.
+words, to each word an odd number times its place added, and mixed (the finaliser of splitmix64,
+Steele et al. 2014). Both ends of a stream use the same one: which, follows from where the weights
+lie.
 
 Invariant: a tensor comes out of `Staging` once per round, when every bucket with a piece of it was
 reported as good.
@@ -21,20 +21,25 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate, islice
 
 import torch
 import xxhash
 
 from rft.ground import device as devices
+from rft.ground import host_memory
 from rft.ground.names import ITEM_BYTES
 from rft.ground.protocols import Block, WeightSource
+from rft.ground.streams import settle
 from rft.sync.connection import CHUNK
+from rft.sync.loading import PartTensor, layer_order
 from rft.sync.plan import ALIGNMENT, Bucket, StreamPart, WeightStream, row_bytes
+from rft.sync.transfer import SLICE
 
 CHECKSUM_BYTES = 16
+WORD = 8  # bytes
 ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # of two lanes
+MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0))  # shifts and factors
 AHEAD = 4  # buckets of a stream that may wait for the consumer, where the memory is not kept
 
 # --- checksums -----------------------------------------------------------------------------------
@@ -49,26 +54,53 @@ def host_checksum(seed: int) -> "xxhash.xxh3_128":
     return xxhash.xxh3_128(seed=seed)
 
 
-def device_checksum(data: torch.Tensor, seed: int) -> bytes:
-    """Of a contiguous uint8 tensor on any device, whose length 8 divides.
-
-    Reads 16 bytes back to the host.
+class Checksum:
+    """Of contiguous uint8 tensors on one device, whose lengths 8 divides: slice by slice, in memory
+    that is made once, for all links of a process. One sum at a time: with what it reads back,
+    16 bytes, the device is done with that memory, and another stream may use it.
     """
-    words = data.view(torch.int64)
-    places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=data.device)
-    lanes = [_mixed(words + places * _signed(odd) + _signed(seed ^ odd)).sum() for odd in ODD]
-    return torch.stack(lanes).cpu().numpy().tobytes()
 
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._free = threading.Lock()
+        self._places: torch.Tensor | None = None
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ _shifted(words, shift)) * _signed(factor)
-    return words ^ _shifted(words, 31)
+    def make(self) -> None:
+        """Its memory, the first time. Whoever connects the first link calls this."""
+        with self._free:
+            if self._places is not None:
+                return
+            words = SLICE // WORD
+            kept = torch.empty((3, len(ODD), words), dtype=torch.int64, device=self.device)
+            self._total, self._sum = torch.empty((2, 2), dtype=torch.int64, device=self.device)
+            for lane, odd in zip(kept[0], ODD, strict=True):
+                torch.arange(1, words + 1, out=lane).mul_(_signed(odd))
+            settle(self.device)  # another thread, with another stream, uses it
+            self._places, self._mixed, self._shifted = kept
 
+    def of(self, data: torch.Tensor, seed: int) -> bytes:
+        with self._free:
+            assert self._places is not None
+            self._total.zero_()
+            words, at = data.view(torch.int64), 0
+            for part in words.split(self._places.shape[1]):
+                mixed = self._mixed[:, : len(part)]
+                torch.add(part, self._places[:, : len(part)], out=mixed)
+                for lane, odd in zip(mixed, ODD, strict=True):
+                    lane.add_(_signed(at * odd + (seed ^ odd)))
+                self._mix(mixed, self._shifted[:, : len(part)])
+                self._total.add_(torch.sum(mixed, dim=1, out=self._sum))
+                at += len(part)
+            return self._total.cpu().numpy().tobytes()
 
-def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, zeros coming in: torch's own shift of signed numbers repeats the sign."""
-    return (words >> by) & ((1 << (64 - by)) - 1)
+    @staticmethod
+    def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
+        """Torch's own shift of signed numbers repeats the sign: zeros come in by a mask."""
+        for shift, factor in MIXING:
+            torch.bitwise_right_shift(words, shift, out=shifted)
+            words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+            if factor:
+                words.mul_(_signed(factor))
 
 
 def _signed(number: int) -> int:
@@ -81,7 +113,8 @@ def _signed(number: int) -> int:
 
 class Blocks:
     """The blocks of a part as bytes, read once and in order from those of the whole stream; going
-    back starts again.
+    back starts again. On a GPU made and used inside `Beside`: a block that had to be put together
+    is memory of the stream that it was read on.
     """
 
     def __init__(self, stream: WeightStream, part: StreamPart, source: WeightSource):
@@ -100,8 +133,12 @@ class Blocks:
         """Rows [start, stop) of a block, as a flat uint8 tensor:
         in place where they lie together.
         """
+        return self.cut(number, start, stop).contiguous().reshape(-1).view(torch.uint8)
+
+    def cut(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """The same in its own shape and dtype, in place."""
         self._seek(number)
-        return self.values[start:stop].contiguous().reshape(-1).view(torch.uint8)
+        return self.values[start:stop]
 
     def chunks(self, number: int, start: int, stop: int) -> Iterator[memoryview]:
         """The same on the host, in lengths that stay in the cache; of columns, so many rows are
@@ -120,6 +157,7 @@ class Blocks:
         if number < self.number:
             self._start()
         source, cut = self.part.sources[number], self.part.stream.blocks[number]
+        self.values = torch.empty(0)  # two blocks that had to be put together are never there
         tensor = next(islice(self.blocks, source - self.read - 1, None))
         self.read = source
         block = self.stream.blocks[source]
@@ -138,32 +176,37 @@ class Blocks:
 
 
 def pack(bucket: Bucket, blocks: Blocks, message: torch.Tensor) -> None:
-    """Fill `message`; what lies between the pieces is 0, so that both ends hash the same."""
+    """Fill `message`; what lies between the pieces is 0, so that both ends hash the same. Needs no
+    memory beside it.
+    """
     end = 0
     for piece in bucket.pieces:
-        part = blocks.rows(piece.block, piece.start, piece.stop)
+        part = blocks.cut(piece.block, piece.start, piece.stop)
         message[end : piece.offset].zero_()
-        end = piece.offset + len(part)
-        message[piece.offset : end].copy_(part)
+        end = piece.offset + part.nbytes
+        message[piece.offset : end].view(part.dtype).view(part.shape).copy_(part)
     message[end:].zero_()
+
+
+def largest(part: StreamPart) -> int:
+    """Bytes of one message, at most."""
+    return max((bucket.nbytes for bucket in part.stream.buckets), default=0)
 
 
 # --- at the engine -------------------------------------------------------------------------------
 
 
 class Staging:
-    """Memory that a round of weights arrives in: one Hugging Face tensor per name, filled by
-    several streams at once, from any thread.
+    """Memory that a round of weights arrives in: of every Hugging Face tensor the part that comes,
+    filled by several streams at once, from any thread.
 
-    `kept`: the memory stays for the next round, so that no page has to be cleared by the kernel
-    again; otherwise every tensor has memory of its own, which its consumer frees.
+    `kept`: one piece of memory, there from the start and for every round; otherwise every tensor
+    has memory of its own, on the device, which its consumer frees.
 
-    Where the streams bring a part of a tensor only, the loaders want its whole shape all the same.
-    On the CPU the tensor has it, and what does not come is memory that nobody ever touches: the
-    kernel gives none for it (of columns it does, where a row is shorter than a page, or than 2 MiB
-    with transparent huge pages "always"). Pinned memory is given at once, so there just the part is
-    kept, all tensors in one piece of it, and `whole` makes the rest, on the device, for as long as
-    the loader needs it.
+    Every block lies in one piece, rows together, also where it is columns of its tensor: bytes come
+    and go by plain copies, and are put beside each other when vLLM's loaders copy them out of the
+    `PartTensor` that has the tensor's whole shape. Tensors lie in the order of the model's layers,
+    experts of a layer together.
     """
 
     def __init__(
@@ -173,15 +216,20 @@ class Staging:
         self.device = device
         self.kept = kept
         self.timeout = timeout
-        self.dense = kept and device.type != "cpu"
         self._room = [threading.Semaphore(AHEAD) for _ in streams]
         self.bytes = 0  # of good buckets, this round
-        self._spans = spans(streams)
-        self._elements = elements(streams)
+        self._blocks = blocks_by_tensor(streams)
+        self._elements = {
+            name: sum(math.prod(block.block_shape) for block in blocks)
+            for name, blocks in self._blocks.items()
+        }
         self._tensors: dict[str, torch.Tensor] = {}
+        self._memory: dict[tuple[str, int], torch.Tensor] = {}  # by name and start of a block
         self._missing: dict[str, int] = {}  # elements, of tensors that have begun to arrive
         self._buckets: Counter[int] = Counter()  # of a stream, that are good
         self._making = threading.Lock()
+        if kept:
+            self._make_all()
 
     def begin(self) -> None:
         """A round begins; what an earlier one left is void."""
@@ -190,6 +238,7 @@ class Staging:
         self._buckets.clear()
         if not self.kept:
             self._tensors.clear()
+            self._memory.clear()
 
     def reserve(self, stream: int) -> None:
         """Called before a bucket is taken: where every tensor needs
@@ -213,11 +262,16 @@ class Staging:
 
     def filled(self, block: Block, rows: int) -> Iterator[tuple[str, torch.Tensor]]:
         """So many more rows of `block` are good: its tensor, if they complete it."""
-        held, left = self._held(block), self._missing.get(block.name, self._elements[block.name])
+        left = self._missing.get(block.name, self._elements[block.name])
         self._missing[block.name] = left - rows * math.prod(block.block_shape[1:])
         if not self._missing[block.name]:
             del self._missing[block.name]
-            yield block.name, held if self.kept else self._tensors.pop(block.name)
+            if self.kept:
+                yield block.name, self._tensors[block.name]
+            else:
+                for one in self._blocks[block.name]:
+                    del self._memory[one.name, one.start]
+                yield block.name, self._tensors.pop(block.name)
 
     def late(self) -> list[int]:
         """Streams that have not delivered all of their buckets."""
@@ -232,15 +286,19 @@ class Staging:
             )
 
     @contextmanager
-    def place(self, block: Block, start: int, stop: int) -> Iterator[memoryview]:
-        """Host memory for rows [start, stop) of `block`: the tensor's own where they lie together,
-        else copied there after.
+    def place(
+        self, block: Block, start: int, stop: int, amend: bool = False
+    ) -> Iterator[memoryview]:
+        """Host memory for rows [start, stop) of `block`: its own, or copied to the device after.
+        `amend`: what they are now is in it.
         """
         target = self._target(block, start, stop)
-        if target.is_contiguous() and target.device.type == "cpu":
+        if target.device.type == "cpu":
             yield _bytes(target).numpy().data
             return
         scratch = torch.empty(target.shape, dtype=target.dtype)
+        if amend:
+            scratch.copy_(target)
         yield _bytes(scratch).numpy().data
         target.copy_(scratch)
 
@@ -259,72 +317,69 @@ class Staging:
         target = self._target(block, start, stop)
         target.copy_(data.view(target.dtype).view(target.shape), non_blocking=target.is_pinned())
 
-    def whole(self, name: str, held: torch.Tensor) -> torch.Tensor:
-        """A tensor that came out of here, in its whole shape."""
-        span = self._spans[name]
-        if held.shape == span.shape:
-            return held
-        made = torch.empty(span.shape, dtype=held.dtype, device=self.device)
-        made.narrow(span.dim, span.start, span.stop - span.start).copy_(held, non_blocking=True)
-        return made
-
     def _target(self, block: Block, start: int, stop: int) -> torch.Tensor:
-        held, first = self._held(block), block.start
-        if self.dense:
-            first -= self._spans[block.name].start
-        if block.dim == 0:
-            return held[first + start : first + stop]
-        return held[start:stop, first : first + block.stop - block.start]
+        if not self.kept:
+            with self._making:
+                if block.name not in self._tensors:
+                    size = self._size(block.name)
+                    memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+                    self._make(block.name, memory)
+        return self._memory[block.name, block.start][start:stop]
 
     @property
     def payload(self) -> int:
         """Bytes that come in one round."""
-        return sum(
-            count * ITEM_BYTES[self._spans[name].dtype] for name, count in self._elements.items()
-        )
+        return sum(map(self._size, self._blocks))
 
-    def _held(self, block: Block) -> torch.Tensor:
-        with self._making:
-            if block.name not in self._tensors:
-                self._make(self._spans[block.name])
-            return self._tensors[block.name]
+    def _size(self, name: str) -> int:
+        return self._elements[name] * ITEM_BYTES[self._blocks[name][0].dtype]
 
-    def _make(self, span: Block) -> None:
-        """On the device if the tensors are to be used at once; a copy of this worker's part of the
-        model waits in pinned host memory.
-        """
-        if not self.dense:
-            dtype = getattr(torch, span.dtype)
-            self._tensors[span.name] = torch.empty(span.shape, dtype=dtype, device=self.device)
-            return
-        sizes = [row_bytes(one) * one.block_shape[0] for one in self._spans.values()]
-        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    def _make_all(self) -> None:
+        """Raises RuntimeError where there is no room."""
+        names = sorted(self._blocks, key=layer_order)
+        sizes = [-(-self._size(name) // ALIGNMENT) * ALIGNMENT for name in names]
+        ends = list(accumulate(sizes, initial=0))
+        check_room(ends[-1])
         memory = devices.staging_memory(ends[-1], self.device)
-        for one, size, end in zip(self._spans.values(), sizes, ends, strict=True):
-            start = end - -(-size // ALIGNMENT) * ALIGNMENT
-            flat = memory[start : start + size].view(getattr(torch, one.dtype))
-            self._tensors[one.name] = flat.view(one.block_shape)
+        for name, start in zip(names, ends, strict=False):
+            self._make(name, memory[start : start + self._size(name)])
 
-
-def spans(streams: Sequence[WeightStream]) -> dict[str, Block]:
-    """Per tensor the smallest block around all that comes of it.
-
-    All of its blocks are cut in the same dim.
-    """
-    found: dict[str, Block] = {}
-    for block in (block for stream in streams for block in stream.blocks):
-        known = found.setdefault(block.name, block)
-        found[block.name] = replace(
-            known, start=min(known.start, block.start), stop=max(known.stop, block.stop)
+    def _make(self, name: str, memory: torch.Tensor) -> None:
+        """A tensor whose blocks lie in `memory`, one after another."""
+        blocks = self._blocks[name]
+        first, values = blocks[0], memory.view(getattr(torch, blocks[0].dtype))
+        at, pieces = 0, []
+        for block in blocks:
+            end = at + math.prod(block.block_shape)
+            pieces.append(values[at:end].view(block.block_shape))
+            self._memory[name, block.start] = pieces[-1]
+            at = end
+        starts = [block.start for block in blocks]
+        if first.dim == 0:  # they lie as they do in the tensor
+            starts, pieces = starts[:1], [values.view(-1, *first.shape[1:])]
+        whole = len(pieces) == 1 and pieces[0].shape == first.shape
+        self._tensors[name] = (
+            pieces[0] if whole else PartTensor(name, first.shape, first.dim, starts, pieces)
         )
-    return found
 
 
-def elements(streams: Sequence[WeightStream]) -> Counter[str]:
-    """Per tensor, how many come."""
-    found: Counter[str] = Counter()
+def check_room(size: int) -> None:
+    """For so many bytes of staging memory."""
+    if size > (free := host_memory.available()):
+        raise RuntimeError(
+            f"the next version of the weights takes {size} bytes of host memory in this worker, "
+            f"and {free} are free: give the machine or the container more, run fewer engines on "
+            "it, or set synchronizer.receive=direct"
+        )
+
+
+def blocks_by_tensor(streams: Sequence[WeightStream]) -> dict[str, list[Block]]:
+    """Of each tensor the blocks that come, side by side: all are cut in the same dim."""
+    found: dict[str, list[Block]] = {}
     for block in (block for stream in streams for block in stream.blocks):
-        found[block.name] += math.prod(block.block_shape)
+        found.setdefault(block.name, []).append(block)
+    for blocks in found.values():
+        blocks.sort(key=lambda block: block.start)
     return found
 
 

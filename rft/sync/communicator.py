@@ -31,8 +31,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Store, TCPStore
 
-from rft.ground import device as devices
 from rft.ground.device import collective_timeout, hosted_store
+from rft.ground.streams import enter_thread, settle
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 
 GRACE_S = 1.0  # for the word of whom it was, where only a neighbour's end was seen
@@ -256,6 +256,7 @@ class Communicator:
     def _build(
         self, make: Callable[[], Transport], first: Callable[[Transport], Sequence[Posted]]
     ) -> None:
+        enter_thread(self.device)
         try:
             with environment(QUIET):
                 transport = make()
@@ -266,7 +267,7 @@ class Communicator:
                 return
             for work in first(transport):
                 work.wait()
-            devices.settle(self.device)
+            settle(self.device)
         except PeerLost as lost:
             self._over.wait(GRACE_S)
             self.abort(lost)
@@ -327,7 +328,12 @@ class Communicator:
         self._changed.set()
         GUARD.leave(self)
         if transport is not None:  # it may take its time, which the guard has not
-            threading.Thread(target=transport.abort, name="abort", daemon=True).start()
+            arguments = (transport,)
+            threading.Thread(target=self._end, args=arguments, name="abort", daemon=True).start()
+
+    def _end(self, transport: Transport) -> None:
+        enter_thread(self.device)
+        transport.abort()
 
     def close(self) -> None:
         self.abort(PeerLost(f"{self.name}: closed"))

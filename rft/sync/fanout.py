@@ -88,11 +88,10 @@ class Rings:
         return ring if name in ring else None
 
     def seats(self, name: str, offers: Mapping[str, Sequence[WorkerOffer]]) -> list[GroupSeat]:
-        """Of the workers of engine `name`; none where it takes everything from the trainer.
-        `offers`: of every engine's workers.
+        """Of the workers of engine `name`; none where it is in no ring. `offers`: of every engine's
+        workers.
         """
-        ring = self.ring_of(name) or ()
-        if len(ring) < 2:
+        if (ring := self.ring_of(name)) is None:
             return []
         place = ring.index(name)
         return [

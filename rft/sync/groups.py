@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from rft.ground import device as devices
 from rft.ground.rounds import PACKED, GroupSeat
+from rft.ground.streams import settle
 from rft.sync.communicator import (
     Communicator,
     Ended,
@@ -154,7 +154,7 @@ class WorkerGroup:
         with self._communicator.running():
             with self._communicator.talking():
                 started.wait()
-            devices.settle(self._device)
+            settle(self._device)
 
     def abort(self, why: Ended) -> None:
         """This member cannot go on, so nobody can."""

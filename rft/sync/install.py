@@ -37,6 +37,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -64,15 +65,18 @@ from rft.ground.rounds import (
     WorkerOffer,
     WorkerState,
 )
+from rft.ground.streams import enter_thread
 from rft.monitor import trace
 from rft.rollout.worker_channel import StageOrder, StageReport
 from rft.sync import lora
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 from rft.sync.links import LinkSide, join_links
+from rft.sync.loading import in_layer_order
 from rft.sync.plan import WHOLE, Share
 from rft.sync.readers import HandedBuckets, SavedWeights, WeightReader, file_tensors
 from rft.sync.receiver import Receiver
 from rft.sync.relay import Relay
+from rft.sync.touched import Chosen, LayersOf, check_whole
 
 log = logging.getLogger(__name__)
 CHANNEL_S = 60.0  # for an order that has begun to come, or a report, to come whole
@@ -116,11 +120,15 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.received = Received()
         self.load_s = self.install_s = 0.0
         self.adapters: list[int] = []
-        # a round without its location, its method, and what it brought
-        self.staged: tuple[Round, str, dict[str, torch.Tensor]] | None = None
+        # a round without its location, and what it brought
+        self.staged: tuple[Round, dict[str, torch.Tensor]] | None = None
         self.loaded: int | None = None  # the version in an update that is not finished
+        self.layers = LayersOf(model)
+        self.chosen: Chosen | None = None  # what an open update loads; None: all
+        self.follows = False  # what is loaded is what the receiver has staged
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
+        self.together = has_all_experts(model)
 
     def state(self) -> WorkerState:
         """Asked for by the engine actor after every round."""
@@ -138,10 +146,12 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         info = decode(init_info.info, TrainerInfo)
         self.staged, self.unreachable, self.lost = None, False, ""
+        reader = self.readers[info.method]
         try:
-            self.readers[info.method].connect(info)
-        except (PeerLost, PeerRefused) as error:
-            self.unreachable, self.lost = True, lost(error)
+            reader.connect(info)
+        except Exception as error:
+            self.unreachable, self.lost = isinstance(error, PeerLost | PeerRefused), lost(error)
+            reader.close()
             raise
 
     def relay(self, address: str) -> WorkerOffer:
@@ -165,6 +175,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._follow, args=(orders,), name="stage", daemon=True).start()
 
     def _follow(self, orders: PeerConnection) -> None:
+        enter_thread(self.device)
         devices.yield_to_others()  # decoding goes first
         trace.start(f"{Path(os.environ.get('RFT_LOG_FILE', 'engine')).stem}_worker_{self.worker}")
         with suppress(PeerLost):  # the actor has ended, and this process will
@@ -188,7 +199,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             told = str(error) or type(error).__name__
             return Received(error=told, blame=blamed(error), lost=lost(error))
         self.received = self._received(coming, reader.size(tensors), began)
-        self.staged = replace(coming, location=None), coming.method, tensors
+        self.staged = replace(coming, location=None), tensors
         return self.received
 
     def _received(self, coming: Round, size: int, began: float) -> Received:
@@ -214,7 +225,9 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         coming, began, self.unreachable = update_info.coming, time.monotonic(), False
         try:
-            self._load(self._source(coming))
+            tensors = self._source(coming)
+            self.chosen = self._chosen(coming)
+            self._load(tensors)
         except BaseException as error:
             self.unreachable = isinstance(error, PeerLost | PeerRefused | TimeoutError)
             self.receiver.close()
@@ -246,15 +259,14 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             tensors = dict(file_tensors(coming.location.path))
             size = sum(tensor.nbytes for tensor in tensors.values())
             self.received = Received(bytes=size)
-            return iter(tensors.items())
+            return in_layer_order(tensors, self.together)
         if coming.direct:
             self.receiver.check(coming)
             return self._direct(coming)
         if self.staged is None or self.staged[0] != coming:
             here = None if self.staged is None else self.staged[0]
             raise RuntimeError(f"asked to install {coming}, staged is {here}")
-        _, method, tensors = self.staged
-        return self.readers[method].whole(tensors)
+        return in_layer_order(self.staged[1], self.together)
 
     def _direct(self, coming: Round) -> Iterator[tuple[str, torch.Tensor]]:
         """Straight from the streams."""
@@ -262,31 +274,62 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         yield from self.receiver.tensors(coming.version)
         self.received = self._received(coming, self.receiver.payload, began)
 
+    def _chosen(self, coming: Round) -> Chosen | None:
+        """What has to be loaded of a staged round; None: all. So it is of what is not the stream's
+        and wherever a load has failed; and for experts on a CPU, which are packed all at once.
+        """
+        self.follows = not coming.direct and coming.method == STREAM
+        if self.mixed or not self.follows:
+            self.receiver.changed = None
+        changed = self.receiver.changed
+        return None if changed is None or self.experts else self.layers.chosen(changed)
+
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         first = next(tensors)  # a trainer that is gone already touches nothing
-        initialize_layerwise_reload(self.model)
+        tensors, chosen = itertools.chain([first], tensors), self.chosen
+        if chosen is not None:
+            tensors = ((name, tensor) for name, tensor in tensors if name in chosen.names)
+        elif self._is_partial() and not self.layers.is_known:
+            tensors = self.layers.watched(tensors)
+        initialize_layerwise_reload(self.model if chosen is None else chosen.layers)
         self.mixed = True
         for method in self.experts:
             method.moe_kernel = None
         try:
-            self.model.load_weights(itertools.chain([first], tensors))
+            self.model.load_weights(tensors)
             empty = [name for name in unfilled(self.model) if name not in self.tied]
             if empty:
                 raise ValueError(f"the stream has no weights for {empty[:10]}")
+            if chosen is not None:
+                check_whole(chosen)
         except BaseException:
             abort_reload(self.model)
+            self._wait_for_copies()
             raise
+
+    def _is_partial(self) -> bool:
+        """Some of the staged tensors are the model's already."""
+        changed = self.receiver.changed
+        return (
+            changed is not None and self.staged is not None and len(changed) < len(self.staged[1])
+        )
 
     def finish_weight_update(self) -> None:
         began = time.monotonic()
         finalize_layerwise_reload(self.model, self.model_config)
         # got no weights of its own, but keeps a packed copy of the shared ones on CPU
         for layer in self.tied.values():
-            layer.quant_method.process_weights_after_loading(layer)
+            if self.chosen is None or shares(layer, self.chosen.layers):
+                layer.quant_method.process_weights_after_loading(layer)
+        self._wait_for_copies()
+        self.version, self.mixed = self.loaded, False
+        self.receiver.changed = set() if self.follows else None
+        self.load_s += time.monotonic() - began
+
+    def _wait_for_copies(self) -> None:
+        """They read staging memory, which the next round overwrites."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        self.version, self.mixed = self.loaded, False
-        self.load_s += time.monotonic() - began
 
     def shutdown(self) -> None:
         for reader in self.readers.values():
@@ -329,6 +372,11 @@ def tied_layers(model: torch.nn.Module) -> dict[str, Any]:
     return tied
 
 
+def shares(layer: torch.nn.Module, others: torch.nn.Module) -> bool:
+    there = {id(parameter) for parameter in others.parameters()}
+    return any(id(parameter) in there for parameter in layer.parameters())
+
+
 def expert_methods(model: torch.nn.Module) -> list[Any]:
     """What packs the weights of a layer of experts for the CPU: vLLM does so only where it also
     builds the kernel, once, and would copy unpacked weights over packed ones afterwards. Without a
@@ -336,6 +384,17 @@ def expert_methods(model: torch.nn.Module) -> list[Any]:
     """
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return [method for method in methods if hasattr(method, "moe_kernel")]
+
+
+def has_all_experts(model: torch.nn.Module) -> bool:
+    """Whether every layer of experts has all of them here, once: then one tensor of all is taken
+    where that of the first would be.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    return all(
+        layer.local_num_experts == layer.global_num_experts == layer.moe_config.num_logical_experts
+        for layer in layers
+    )
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed import Store
 from rft.ground import device as devices
 from rft.ground.experience import Record
 from rft.ground.rounds import HOST, PACKED
+from rft.ground.streams import settle
 from rft.sync.communicator import (
     Communicator,
     MakeTransport,
@@ -48,6 +50,12 @@ class BucketLink(Protocol):
     memory of the link's to a function, so that nothing need be copied in between, and return what
     that made of it.
     """
+
+    def room_to_send(self, size: int) -> None:
+        """Make all memory that `send` will need for messages of up to `size` bytes."""
+
+    def room_to_receive(self, size: int) -> None:
+        """The same for `receive`."""
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         """`fill` writes `size` bytes; they travel while the next ones are filled."""
@@ -186,6 +194,13 @@ class WireLink:
         self._device = device
         self._host = self._message = torch.empty(0, dtype=torch.uint8)
 
+    def room_to_send(self, size: int) -> None:
+        self._host = self._message = devices.staging_memory(size, self._device)
+        if is_packed(self._device):
+            self._message = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    room_to_receive = room_to_send
+
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         host, message = self._room(size)
         made = fill(message)
@@ -208,11 +223,6 @@ class WireLink:
 
     def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Twice the same memory where it is the host's."""
-        if len(self._host) < size:
-            self._host = devices.staging_memory(size, self._device)
-            self._message = self._host
-            if is_packed(self._device):
-                self._message = torch.empty(size, dtype=torch.uint8, device=self._device)
         host = self._host[:size]
         return host, host if self._message is self._host else self._message[:size]
 
@@ -236,25 +246,36 @@ class NcclLink:
         self._store = store  # the group keeps no reference of its own
         self._peer = 1 - side
         self._device = device
-        self._memory: dict[int, torch.Tensor] = {}
+        self._memory = torch.empty(0)
         self._travelling: dict[int, Posted] = {}  # by buffer
         self._turn = 0
         self._communicator = Communicator(wire.name, wire.timeout, device)
         self._communicator.watch(wire)
-        self._communicator.build(lambda: make(store, side, 2, device), self._first)
+        self._make = partial(make, store, side, 2, device)
+
+    def room_to_send(self, size: int) -> None:
+        self._build(BUFFERS, size)
+
+    def room_to_receive(self, size: int) -> None:
+        self._build(1, size)
+
+    def _build(self, messages: int, size: int) -> None:
+        """With one message as large as any: what NCCL needs of memory is its own then, and both
+        know that they reach each other.
+        """
+        self._memory = torch.empty((messages, size), dtype=torch.uint8, device=self._device)
+        self._communicator.build(self._make, self._first)
 
     def _first(self, transport: Transport) -> list[Posted]:
-        """A few bytes, so that both find out now whether they reach each other."""
-        message = [self._room(0, GRAIN)]
         move = transport.recv if self._peer == SENDER else transport.send
-        return [move(message, self._peer, 0)]
+        return [move([self._memory[0]], self._peer, 0)]
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         with self._communicator.running():  # `fill` waits for what was sent before
             if turn in self._travelling:
                 self._await(turn)
-            message = self._room(turn, size)
+            message = self._memory[turn, :size]
             made = fill(message)
             with self._communicator.talking() as transport:
                 self._travelling[turn] = transport.send([message], self._peer, 0)
@@ -264,10 +285,10 @@ class NcclLink:
         with self._communicator.running():
             for turn in list(self._travelling):
                 self._await(turn)
-            devices.settle(self._device)
+            settle(self._device)
 
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
-        message = self._room(0, size)
+        message = self._memory[0, :size]
         with self._communicator.running():
             with self._communicator.talking() as transport:
                 transport.recv([message], self._peer, 0).wait()
@@ -279,11 +300,6 @@ class NcclLink:
     def _await(self, turn: int) -> None:
         with self._communicator.talking():
             self._travelling.pop(turn).wait()
-
-    def _room(self, number: int, size: int) -> torch.Tensor:
-        if number not in self._memory or len(self._memory[number]) < size:
-            self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._memory[number][:size]
 
 
 def host_nccl(
@@ -348,14 +364,25 @@ class IpcLink:
         self.memory = memory
         self.opened = 0  # memory of the other end, so far
         self._slots: dict[int, torch.Tensor] = {}
+        self._told: set[int] = set()  # slots whose memory the receiver has been told of
         self._under_way: deque[int] = deque()  # slots that were filled and not yet said to be free
         self._turn = 0
+
+    def room_to_send(self, size: int) -> None:
+        for slot in range(SLOTS):
+            self._slots[slot] = self.memory.room(-(-size // GRAIN) * GRAIN)
+
+    def room_to_receive(self, size: int) -> None:
+        """It is the sender's."""
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         while slot in self._under_way:
             self._hear()
-        made = fill(self._room(slot, size)[:size])
+        if slot not in self._told:
+            self.wire.send_record({"slot": slot, "memory": self.memory.share(self._slots[slot])})
+            self._told.add(slot)
+        made = fill(self._slots[slot][:size])
         self.memory.settle()
         self._under_way.append(slot)
         self.wire.send_record({"full": slot})
@@ -384,15 +411,6 @@ class IpcLink:
 
     def close(self) -> None:
         self._slots.clear()
-
-    def _room(self, slot: int, size: int) -> torch.Tensor:
-        """The slot's memory, which stays: made and shared when it is
-        first used, or has become too small.
-        """
-        if slot not in self._slots or len(self._slots[slot]) < size:
-            self._slots[slot] = self.memory.room(-(-size // GRAIN) * GRAIN)
-            self.wire.send_record({"slot": slot, "memory": self.memory.share(self._slots[slot])})
-        return self._slots[slot]
 
     def _hear(self) -> None:
         """One word of the receiver, which takes slots in the order in which they were filled."""

@@ -26,6 +26,7 @@ from rft.config import SynchronizerConfig
 from rft.ground.experience import Record
 from rft.ground.protocols import Block, Collective, WeightSource
 from rft.ground.rounds import CHECKPOINT, MEMORY, InSave
+from rft.ground.streams import Beside, enter_thread
 from rft.sync import plan as plans
 from rft.sync.buckets import Blocks, host_checksum, pack, seed_of
 from rft.sync.links import host_links
@@ -127,7 +128,13 @@ class StreamOrigin(ShardOrigin):
             device = next(iter(self.source.read_blocks())).device
             links, timeout = host_links(device, self.address), self.config.sync_timeout
             self.sender = WeightSender(
-                self.source, self.epoch, timeout, self.address, links, str(device)
+                self.source,
+                self.epoch,
+                timeout,
+                self.address,
+                links,
+                str(device),
+                self.config.full_interval if self.config.sync == "delta" else None,
             )
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:
@@ -178,6 +185,8 @@ class MemoryOrigin(ShardOrigin):
 
     def connect(self) -> Outcome:
         self._stream, _ = self.agree_on_plan(None)
+        if self._stream is not None:
+            self._device = next(iter(self.source.read_blocks())).device
         if self.mesh.rank != 0:
             return Outcome()
         return self.answer(self.ask(Synchronizer.connect, self.plan, [], self.epoch, MEMORY))
@@ -187,7 +196,7 @@ class MemoryOrigin(ShardOrigin):
         if not due:
             return
         if self._stream is not None:
-            self._deposit = DepositThread(lambda: self._leave(version))
+            self._deposit = DepositThread(lambda: self._leave(version), self._device)
         if self.mesh.rank == 0:
             self._reply = self.ask(Synchronizer.publish_deposited, version, self.epoch)
 
@@ -215,9 +224,12 @@ class MemoryOrigin(ShardOrigin):
 
 
 class DepositThread:
-    """A thread whose failure is raised to who waits for it."""
+    """A thread that reads weights beside the computation, and whose failure is raised to who waits
+    for it.
+    """
 
-    def __init__(self, work: Callable[[], None]):
+    def __init__(self, work: Callable[[], None], device: torch.device):
+        self._device = device
         self._failure: Exception | None = None
         self._work = work
         self._thread = threading.Thread(target=self._run, name="leave-weights", daemon=True)
@@ -235,8 +247,10 @@ class DepositThread:
             )
 
     def _run(self) -> None:
+        enter_thread(self._device)
         try:
-            self._work()
+            with Beside(self._device):
+                self._work()
         except Exception as error:  # raised by `wait`
             self._failure = error
 

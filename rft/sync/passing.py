@@ -17,6 +17,7 @@ ended it. Invariants: all members start the same broadcasts in the same order; a
 when its own checksum fits here; whoever fails ends the group, so nobody waits for it.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -24,13 +25,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rft.ground import device as devices
-from rft.sync.buckets import CHECKSUM_BYTES, device_checksum, seed_of
+from rft.ground.streams import Beside, enter_thread, settle
+from rft.sync.buckets import CHECKSUM_BYTES, Checksum, seed_of
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused, told
 from rft.sync.groups import WorkerGroup
 from rft.sync.links import BucketLink
 from rft.sync.plan import StreamPart
 
+log = logging.getLogger(__name__)
 GOOD, WRONG = b"rft: it was good", b"rft: it is wrong"
 TAIL = CHECKSUM_BYTES + len(GOOD)
 Bucket = tuple[int, int]  # place of the part, number
@@ -50,12 +52,12 @@ class Passed:
 
 @dataclass(frozen=True)
 class Use:
-    """What becomes of buckets at this worker. `fetch`: (place of the part, numbers), alone."""
+    """What becomes of buckets, by the place of their part and number. `put`: one that is right.
+    `wrong`: some that come again, in words. `fetch`: get some alone.
+    """
 
     put: Callable[[int, int, torch.Tensor], None]
-    arrived: Callable[[int, int], None]
     wrong: Callable[[int, list[int]], str]
-    again: Callable[[int], None]
     fetch: Callable[[int, list[int]], None]
 
 
@@ -70,6 +72,13 @@ def order(streams: Sequence[Passed]) -> list[Bucket]:
     ]
 
 
+def by_place(buckets: Sequence[Bucket]) -> list[tuple[int, list[int]]]:
+    found: dict[int, list[int]] = {}
+    for place, number in buckets:
+        found.setdefault(place, []).append(number)
+    return sorted(found.items())
+
+
 class Passing:
     """One worker's part in the rounds of one group. `messages`: two that come in, and two more
     where it is root of any stream.
@@ -81,17 +90,22 @@ class Passing:
         group: WorkerGroup,
         room: Callable[[int], torch.Tensor],
         device: torch.device,
+        checksum: Checksum,
         tries: int,
     ):
         self.streams = streams
         self.group = group
         self.device = device
         self.tries = tries
+        self._checksum = checksum
+        self._walking, self._feeding = Beside(device), Beside(device)
         self.order = order(streams)
         self.mine = {place for place, one in enumerate(streams) if one.root == group.place}
         largest = max((self._size(bucket) for bucket in self.order), default=0)
-        self._incoming = [room(largest) for _ in range(2)]
-        self._fed = [room(largest) for _ in range(2)] if self.mine else []
+        with self._walking:
+            self._incoming = [room(largest) for _ in range(2)]
+            self._fed = [room(largest) for _ in range(2)] if self.mine else []
+            checksum.make()
 
     def run(self, version: int, use: Use) -> None:
         """Body of the walker's thread: returns when every bucket is in its place."""
@@ -104,12 +118,12 @@ class Passing:
         if self.mine:
             feeder.start()
         try:
-            with devices.beside(self.device):
+            with self._walking:
                 missed = self._walk(version, free, fed, use)
             if self.mine:
                 feeder.join()  # it has said so to its trainer ranks
-            for place in sorted({place for place, _ in missed}):
-                use.fetch(place, [number for other, number in missed if other == place])
+            for place, numbers in by_place(missed):
+                use.fetch(place, numbers)
         except Exception as error:
             self._end(version, error)
             raise
@@ -148,14 +162,12 @@ class Passing:
                 self.group.finish(started)
                 done = bucket, message
             look(done, wrong)
-            use.again(len(wrong))
             wanted = wrong
             if not wanted:
-                use.again(len(missed))
                 return missed
-        place = wanted[0][0]
-        numbers = [number for other, number in wanted if other == place]
-        raise ValueError(f"{use.wrong(place, numbers)}, {self.tries} times")
+            words = [use.wrong(place, numbers) for place, numbers in by_place(wanted)]
+            log.warning("%s", "; ".join(words))
+        raise ValueError(f"{words[0]}, {self.tries} times")
 
     def _use(self, version: int, bucket: Bucket, message: torch.Tensor, use: Use) -> bytes | None:
         """None: it is in its place. WRONG: it was wrong at the root. GOOD: it was not, but is."""
@@ -168,10 +180,9 @@ class Passing:
             raise PeerLost(f"{self.group.name}: a message of bucket {bucket} came without its end")
         # where it was fed, the feeder has looked
         is_fed = bucket[0] in self.mine
-        if not is_fed and self._checksum(version, bucket, message[:size]) != theirs:
+        if not is_fed and self._sum(version, bucket, message[:size]) != theirs:
             return GOOD
         use.put(*bucket, message[:size])
-        use.arrived(*bucket)
         return None
 
     def _next(self, fed: Fed, bucket: Bucket) -> torch.Tensor:
@@ -182,13 +193,14 @@ class Passing:
         return came[1]
 
     def _feed(self, version: int, free: Free, fed: Fed) -> None:
+        enter_thread(self.device)
         try:
             for place in sorted(self.mine):
                 wire, _ = self._source(place)
                 wire.send_record({"version": version})
             for place in sorted(self.mine):
                 told(self._source(place)[0])
-            with devices.beside(self.device):
+            with self._feeding:
                 self._feed_all(version, free, fed)
         except Exception as error:
             if isinstance(error, PeerLost | PeerRefused):
@@ -206,9 +218,9 @@ class Passing:
                 if not self._take(version, bucket, message):
                     wrong.append(bucket)
                 fed.put((bucket, message))
-            for place in sorted({place for place, _ in wanted}):
-                again = [number for other, number in wrong if other == place]
-                self._source(place)[0].send_record({"again": again})
+            again = dict(by_place(wrong))
+            for place, _ in by_place(wanted):
+                self._source(place)[0].send_record({"again": again.get(place, [])})
             wanted = wrong
 
     def _take(self, version: int, bucket: Bucket, message: torch.Tensor) -> bool:
@@ -218,20 +230,20 @@ class Passing:
 
         def use(lent: torch.Tensor) -> bytes:
             message[:size].copy_(lent)
-            return self._checksum(version, bucket, message[:size])
+            return self._sum(version, bucket, message[:size])
 
         ours, theirs = link.receive(size, use), bytearray(CHECKSUM_BYTES)
         wire.receive(memoryview(theirs))
         is_good = ours == theirs
         tail = torch.frombuffer(theirs + (GOOD if is_good else WRONG), dtype=torch.uint8)
         message[size : size + TAIL].copy_(tail)
-        devices.settle(self.device)  # the walker is another thread, with another stream
+        settle(self.device)  # the walker is another thread, with another stream
         return is_good
 
-    def _checksum(self, version: int, bucket: Bucket, data: torch.Tensor) -> bytes:
+    def _sum(self, version: int, bucket: Bucket, data: torch.Tensor) -> bytes:
         place, number = bucket
         part = self.streams[place].part
-        return device_checksum(data, seed_of(part.digest, version, part.stream.rank, number))
+        return self._checksum.of(data, seed_of(part.digest, version, part.stream.rank, number))
 
     def _source(self, place: int) -> tuple[PeerConnection, BucketLink]:
         one = self.streams[place]

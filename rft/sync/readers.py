@@ -61,9 +61,6 @@ class WeightReader(Protocol):
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         """Bytes that came."""
 
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors as vLLM's loaders want them: in their whole shape."""
-
     def close(self) -> None: ...
 
 
@@ -90,10 +87,6 @@ class StoredWeights:
     def size(self, staged: dict[str, torch.Tensor]) -> int:
         assert self._kept is not None
         return self._kept.payload
-
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._kept is not None
-        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
 
     def close(self) -> None: ...
 
@@ -124,6 +117,7 @@ class HandedBuckets(StoredWeights):
         self._cuts = [
             dict(zip(part.sources, part.stream.blocks, strict=True)) for part in self._parts
         ]
+        self.staging([part.stream for part in self._parts])
 
     def check(self, coming: Round) -> None:
         here = (self.plan.digest if self.plan else None, self.epoch)

@@ -12,7 +12,7 @@ Each stream comes from the trainer rank that owns it, or from the engine before 
 `rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
 `register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
 its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
-same, and nothing meaningful where vLLM's loaders do not look. Invariants: a tensor is handed out
+same, and what is not there cannot be read (`rft.sync.loading`). Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
 raised to the consumer; after a failed round every wire is closed.
 """
@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,19 +33,23 @@ from rft.ground import device as devices
 from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
 from rft.ground.rounds import AdapterOrder, GroupSeat, Round, TrainerInfo
+from rft.ground.streams import Beside, enter_thread, settle
 from rft.monitor import logs
 from rft.sync import plan as plans
 from rft.sync.buckets import (
     CHECKSUM_BYTES,
+    Checksum,
     Staging,
-    device_checksum,
     host_checksum,
+    largest,
     seed_of,
 )
 from rft.sync.communicator import MakeTransport, nccl
-from rft.sync.connection import CHUNK, PeerConnection, handshake, told
+from rft.sync.connection import CHUNK, PeerConnection, PeerLost, handshake, told
+from rft.sync.delta import Changes, read
 from rft.sync.fanout import before, comes_from_trainer, head
-from rft.sync.groups import Way, WorkerGroup, join_group
+from rft.sync.groups import Way, join_group
+from rft.sync.history import BucketHead, Told, itemsize, payload
 from rft.sync.links import BucketLink, CardMemory, JoinLink, LinkSide
 from rft.sync.passing import Passed, Passing, Use
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
@@ -133,15 +137,19 @@ class Receiver:
         self.epoch = -1
         self.timeout = 0.0
         self.again = 0  # buckets of the last round that had to be sent again
+        self._info: TrainerInfo | None = None  # None: not connected
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
-        self._wires: list[PeerConnection] = []  # one per part
+        self._indices: list[int] = []  # of these in the plan
+        self._wires: list[PeerConnection] = []  # one per part, or per part that a group has by it
         self._links: list[BucketLink | None] = []
-        self._info: TrainerInfo | None = None
-        self._indices: list[int] = []  # in the plan, of the parts
-        self._group: WorkerGroup | None = None  # joined with the first round
-        self._passing: Passing | None = None
-        self._is_open = False
+        self._passing: Passing | None = None  # begins with the first round
+        self._besides: list[Beside] = []  # one per link, also after the next `connect`
+        self._checksum = Checksum(device)
         self._kept: Staging | None = None
+        self._base: int | None = None  # the version that is in there, all of it and checked
+        # tensors of which anything came since who reads them has emptied this; None: all of them
+        self.changed: set[str] | None = None
+        self._came: list[int] = []  # bytes of the last round, by stream
         self._spare = threading.Semaphore(devices.spare_cores())
 
     def connect(self, info: TrainerInfo) -> None:
@@ -160,32 +168,53 @@ class Receiver:
         self.close()
         if self.plan is None or self.plan.digest != plan.digest:
             self._kept = None
+        if self._kept is None or epoch != self.epoch:
+            self._base = None  # another trainer's version of the same number is another one
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
-        self._info, self._parts, self._indices = info, [], []
+        self._info = info
         parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
         mine = {index: part for index, part in enumerate(parts) if part.stream.blocks}
         if self.relay is not None:
             generation = info.seats[self.worker].generation if info.seats else 0
             self.relay.follow(info.engine, (epoch, plan.digest), generation, mine, self.share)
         self._parts, self._indices = list(mine.values()), list(mine)
-        seat = self._seat()
         for index, part in mine.items():
-            is_passed = self.make_link is not None and seat is not None
-            if is_passed and not comes_from_trainer(index, seat.mine, len(seat.names)):
-                continue  # the group brings it
+            if not self._is_taken(index):
+                continue
             wire = self._join(info, index, part)
             self._wires.append(wire)
-            self._links.append(self.make_link(wire, info.alone) if self.make_link else None)
-        self._is_open = True
+            self._links.append(self._link(part, wire))
+        if self._kept is None and not info.direct:
+            self._kept = Staging(self._streams(), self.device, kept=True, timeout=self.timeout)
+
+    def _link(self, part: StreamPart, wire: PeerConnection) -> BucketLink | None:
+        """With all of its memory, which its stream alone will use and free."""
+        number = len(self._links)
+        if number == len(self._besides):
+            self._besides.append(Beside(self.device))
+        if self.make_link is None:
+            return None
+        with self._besides[number]:
+            assert self._info is not None
+            link = self.make_link(wire, self._info.alone)
+            link.room_to_receive(largest(part))
+            self._checksum.make()
+        return link
 
     def _seat(self) -> GroupSeat | None:
         """None where this engine takes everything from the trainer."""
         assert self._info is not None
         return self._info.seats[self.worker] if self._info.seats else None
 
-    def _hello(self, part: StreamPart) -> dict[str, Any]:
-        assert self.plan is not None and self._info is not None
-        info = self._info
+    def _is_taken(self, index: int) -> bool:
+        """Whether a wire brings stream `index` here; if not, a group does."""
+        seat = self._seat()
+        if seat is None or self.make_link is None:
+            return True
+        return comes_from_trainer(index, seat.mine, len(seat.names))
+
+    def _hello(self, info: TrainerInfo, part: StreamPart) -> dict[str, Any]:
+        assert self.plan is not None
         return {
             "epoch": info.epoch,
             "digest": self.plan.digest,
@@ -199,7 +228,7 @@ class Receiver:
         """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
         before this one.
         """
-        hello, seat = self._hello(part), self._seat()
+        hello, seat = self._hello(info, part), self._seat()
         if seat is None or comes_from_trainer(index, seat.mine, len(seat.names)):
             name = f"stream {index} from trainer rank {part.stream.rank}"
             return handshake(info.streams[index], hello, name, self.timeout)
@@ -215,7 +244,7 @@ class Receiver:
 
     def check(self, coming: Round) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
-        if self.plan is None or not self._is_open:
+        if self.plan is None or self._info is None:
             raise RuntimeError("no weight streams are connected")
         if coming.digest != self.plan.digest:
             raise ValueError(
@@ -228,32 +257,32 @@ class Receiver:
             )
 
     def stage(self, coming: Round) -> dict[str, torch.Tensor]:
-        """What came in one round, to be read through `whole`.
+        """What came in one round.
 
         It lies in memory that the next `stage` overwrites.
         """
-        self._kept = self._kept or Staging(
-            self._streams(), self.device, kept=True, timeout=self.timeout
-        )
-        if self.relay is None:
-            return dict(self._round(coming.version, self._kept))
-        self.relay.begin(coming.version, self._kept)
+        assert self._kept is not None, "connected for direct rounds"
+        if self._base is None:
+            self.changed = None
+        base, self._base = self._base, None  # what fails in between has changed some of it
+        if self.relay is not None:
+            self.relay.begin(coming.version, self._kept)
         try:
-            tensors = dict(self._round(coming.version, self._kept))
+            tensors = dict(self._round(coming.version, self._kept, base))
         except Exception as error:
-            self.relay.fail(error)
+            if self.relay is not None:
+                self.relay.fail(error)
             raise
-        self.relay.complete()
+        if self.relay is not None:
+            self.relay.complete()
+        self._base = coming.version
         return tensors
 
     def size(self, staged: dict[str, torch.Tensor]) -> int:
-        """Bytes that came: fewer than those of the tensors, where this worker takes a part."""
-        return self.payload
-
-    def whole(self, staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the last `stage` as vLLM's loaders want them: in their whole shape."""
-        assert self._kept is not None
-        return ((name, self._kept.whole(name, tensor)) for name, tensor in staged.items())
+        """Bytes that came: fewer than those of the tensors, where this worker takes a part, or what
+        has changed.
+        """
+        return sum(self._came)
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One round without staging memory: every tensor in order
@@ -266,26 +295,32 @@ class Receiver:
     def _streams(self) -> list[WeightStream]:
         return [part.stream for part in self._parts]
 
-    def _round(self, version: int, staging: Staging) -> Iterator[tuple[str, torch.Tensor]]:
-        # a bucket, what ended a thread, or None where that was its work
-        inbox: queue.SimpleQueue[tuple[int, int] | Exception | None] = queue.SimpleQueue()
-        self.again = 0
+    def _round(
+        self, version: int, staging: Staging, base: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """`base`: the version whose bits are in `staging`."""
+        inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
+        self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
-        names = [f"trainer rank {part.stream.rank}" for part in self._parts]
-        number, threads = 0, 1
-        if self.make_link is not None and self._seat() is not None:
+        names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
+        threads = [
             threading.Thread(
-                target=self._pass, args=(version, staging, inbox), name="group", daemon=True
-            ).start()
-        else:
-            names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
-            threads = len(self._parts)
-            for index in range(len(self._parts)):
-                arguments = (version, index, staging, inbox)
-                threading.Thread(
-                    target=self._receive, args=arguments, name=f"stream-{index}", daemon=True
-                ).start()
-        while threads:  # the next round speaks on the same wires
+                target=self._receive,
+                args=(version, index, staging, inbox, base),
+                name=f"stream-{index}",
+                daemon=True,
+            )
+            for index in range(len(self._parts))
+        ]
+        if self.make_link is not None and self._seat() is not None:
+            names = [f"trainer rank {part.stream.rank}" for part in self._parts]
+            arguments = (version, staging, inbox)
+            threads = [
+                threading.Thread(target=self._pass, args=arguments, name="group", daemon=True)
+            ]
+        for thread in threads:
+            thread.start()
+        for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
                 arrived = inbox.get(timeout=self.timeout)
             except queue.Empty:
@@ -295,12 +330,10 @@ class Receiver:
                 ) from None
             if isinstance(arrived, Exception):
                 raise arrived
-            if arrived is None:
-                threads -= 1
-                continue
             yield from staging.arrived(*arrived)
-            number += 1
         staging.check_complete()
+        for thread in threads:
+            thread.join()  # its last word is said before the first one of another round
 
     def _what_is_there(self, version: int, staging: Staging, number: int) -> str:
         streams = self._streams()
@@ -311,17 +344,25 @@ class Receiver:
         )
 
     def _receive(
-        self, version: int, index: int, staging: Staging, inbox: "queue.SimpleQueue[Any]"
+        self,
+        version: int,
+        index: int,
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+        base: int | None,
     ) -> None:
         """Body of one stream's thread: the consumer hears of every good
         bucket, or of what ended the stream.
         """
+        enter_thread(self.device)
         wire, link = self._wires[index], self._links[index]
-        wanted = list(range(len(self._parts[index].stream.buckets)))
+        take = partial(self._take, version, index)
+        if link is not None:
+            take = partial(self._take_packed, version, index, wire, link, self._besides[index])
         try:
-            wire.send_record({"version": version})
-            self._take_all(version, index, wire, link, wanted, staging, inbox)
-            inbox.put(None)
+            wire.send_record({"version": version, "base": base})
+            wanted = list(range(len(self._parts[index].stream.buckets)))
+            self._take_all(version, index, wire, wanted, lambda some: take(some, staging, inbox))
         except Exception as error:
             inbox.put(error)
 
@@ -330,17 +371,13 @@ class Receiver:
         version: int,
         index: int,
         wire: PeerConnection,
-        link: BucketLink | None,
         wanted: list[int],
-        staging: Staging,
-        inbox: "queue.SimpleQueue[Any]",
+        take: Callable[[list[int]], set[int]],
     ) -> None:
+        """What the other end of `wire` was asked for; what is wrong, again."""
         told(wire)
         for _ in range(TRIES):
-            if link is None:
-                good = self._take(version, index, wire, wanted, staging, inbox)
-            else:
-                good = self._take_packed(version, index, wire, link, wanted, staging, inbox)
+            good = take(wanted)
             wanted = [number for number in wanted if number not in good]
             self.again += len(wanted)
             wire.send_record({"again": wanted})
@@ -351,38 +388,27 @@ class Receiver:
 
     def _pass(self, version: int, staging: Staging, inbox: "queue.SimpleQueue[Any]") -> None:
         """Body of the thread that takes what the group brings."""
+        enter_thread(self.device)
 
         def put(index: int, number: int, data: torch.Tensor) -> None:
             staging.reserve(index)
             self._put(index, number, staging, data)
+            stream = self._parts[index].stream
+            self._came[index] += payload(stream, stream.buckets[number])
+            inbox.put((index, number))
 
         def fetch(index: int, numbers: list[int]) -> None:
-            """From the trainer, without the others."""
             log.warning("%s", self._wrong(version, index, numbers))
-            assert self._info is not None and self.make_link is not None
-            part, at = self._parts[index], self._indices[index]
-            name = f"stream {at} from trainer rank {part.stream.rank}"
-            wire = handshake(self._info.streams[at], self._hello(part), name, self.timeout)
-            try:
-                link = self.make_link(wire, True)
-                wire.send_record({"version": version, "buckets": numbers})
-                self._take_all(version, index, wire, link, numbers, staging, inbox)
-            finally:
-                wire.close()
+            self.again += len(numbers)
+            self._fetch(version, index, numbers, staging, inbox)
 
-        def again(number: int) -> None:
-            self.again += number
+        def wrong(index: int, numbers: list[int]) -> str:
+            self.again += len(numbers)
+            return self._wrong(version, index, numbers)
 
-        use = Use(
-            put=put,
-            arrived=lambda index, number: inbox.put((index, number)),
-            wrong=partial(self._wrong, version),
-            again=again,
-            fetch=fetch,
-        )
         try:
-            self._joined().run(version, use)
-            inbox.put(None)
+            self._passing = self._passing or self._joined()
+            self._passing.run(version, Use(put, wrong, fetch))
         except Exception as error:
             inbox.put(error)
 
@@ -390,21 +416,43 @@ class Receiver:
         """The group comes together with the first round, in the thread that takes it: requests go
         on meanwhile, and the others come when they are told of the round.
         """
-        if self._passing is not None:
-            return self._passing
-        seat = self._seat()
-        assert seat is not None and self.relay is not None
-        relay, streams = self.relay, list[Passed]()
+        seat, relay = self._seat(), self.relay
+        assert seat is not None and relay is not None
         way = Way(
             relay.endpoint, relay.meeting, self.transport, self.memory, self.device, self.timeout
         )
-        self._group = join_group(seat, self.epoch, way)
-        ends = iter(zip(self._wires, self._links, strict=True))
+        ends, streams = iter(zip(self._wires, self._links, strict=True)), list[Passed]()
         for index, part in zip(self._indices, self._parts, strict=True):
-            root = head(index, len(seat.names))
-            streams.append(Passed(part, root, *(next(ends) if root == seat.mine else ())))
-        self._passing = Passing(streams, self._group, self.memory.room, self.device, TRIES)
-        return self._passing
+            ours = next(ends) if self._is_taken(index) else (None, None)
+            streams.append(Passed(part, head(index, len(seat.names)), *ours))
+        info, group = self._info, join_group(seat, self.epoch, way)
+        if self._info is not info:
+            group.close()
+            raise PeerLost(f"{group.name} came together when it was no longer wanted")
+        return Passing(streams, group, self.memory.room, self.device, self._checksum, TRIES)
+
+    def _fetch(
+        self,
+        version: int,
+        index: int,
+        numbers: list[int],
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+    ) -> None:
+        """Some buckets from the trainer, without the group."""
+        assert self._info is not None and self.make_link is not None
+        part, at = self._parts[index], self._indices[index]
+        name = f"stream {at} from trainer rank {part.stream.rank}"
+        hello = self._hello(self._info, part)
+        wire = handshake(self._info.streams[at], hello, name, self.timeout)
+        try:
+            link = self.make_link(wire, True)
+            link.room_to_receive(largest(part))
+            take = partial(self._take_packed, version, index, wire, link, Beside(self.device))
+            wire.send_record({"version": version, "buckets": numbers})
+            self._take_all(version, index, wire, numbers, lambda some: take(some, staging, inbox))
+        finally:
+            wire.close()
 
     def _wrong(self, version: int, index: int, numbers: list[int]) -> str:
         stream = self._parts[index].stream
@@ -421,36 +469,69 @@ class Receiver:
         self,
         version: int,
         index: int,
-        wire: PeerConnection,
         wanted: list[int],
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """Buckets from the wire, each piece into its place; returns those whose checksum fits."""
-        part, good = self._parts[index], set()
+        part, wire, good = self._parts[index], self._wires[index], set()
         theirs = bytearray(CHECKSUM_BYTES)
         for number in wanted:
-            told(wire)
+            head = msgspec.convert(told(wire), BucketHead)
+            head.check(payload(part.stream, part.stream.buckets[number]), wire)
+            self._came[index] += head.size
             staging.reserve(index)
-            digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
-            for piece in part.stream.buckets[number].pieces:
-                with staging.place(
-                    part.stream.blocks[piece.block], piece.start, piece.stop
-                ) as memory:
-                    for at in range(0, len(memory), CHUNK):
-                        data = memory[at : at + CHUNK]
-                        with self._spare:  # a core that decoding does not want
-                            wire.receive(data)
-                            digest.update(data)
+            delta = bytearray(head.size if head.delta else 0)
+            ours = self._fill(version, index, number, staging, delta)
             wire.receive(memoryview(theirs))
-            if theirs == digest.digest():
+            if theirs == ours:
                 good.add(number)
                 if self.relay is not None:
-                    self.relay.good(index, number, bytes(theirs))
+                    self.relay.good(index, number, Told(ours, head.base, bytes(delta)))
                 inbox.put((index, number))
             else:
                 staging.release(index)
         return good
+
+    def _fill(
+        self, version: int, index: int, number: int, staging: Staging, delta: bytearray
+    ) -> bytes:
+        """The bytes of a bucket from the wire, or what a `delta` changes in those that are there.
+        Returns the checksum of all of them.
+        """
+        part, wire, at = self._parts[index], self._wires[index], 0
+        bucket = part.stream.buckets[number]
+        digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
+        changes = self._changes(index, number, delta) if delta else None
+        for piece in bucket.pieces:
+            block = part.stream.blocks[piece.block]
+            with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+                moved = changes.apply(memory, at) if changes else not delta
+                if moved and self.changed is not None:
+                    self.changed.add(block.name)
+                if changes:
+                    at += len(memory) // changes.steps.itemsize
+                for start in range(0, len(memory), CHUNK):
+                    data = memory[start : start + CHUNK]
+                    with self._spare:  # a core that decoding does not want
+                        if not delta:
+                            wire.receive(data)
+                        digest.update(data)
+        return digest.digest()
+
+    def _changes(self, index: int, number: int, delta: bytearray) -> Changes | None:
+        """What the next bytes of the wire, as many as `delta` has, say of a bucket; None where they
+        cannot be read: then its checksum is wrong.
+        """
+        stream, wire = self._parts[index].stream, self._wires[index]
+        wire.receive(memoryview(delta))
+        bucket = stream.buckets[number]
+        each = itemsize(stream, bucket)
+        try:
+            return read(delta, payload(stream, bucket) // each, each)
+        except ValueError as error:
+            log.warning("%s: bucket %d: %s", wire.name, number, error)
+            return None
 
     def _take_packed(
         self,
@@ -458,6 +539,7 @@ class Receiver:
         index: int,
         wire: PeerConnection,
         link: BucketLink,
+        beside: Beside,
         wanted: list[int],
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
@@ -465,12 +547,13 @@ class Receiver:
         """The same for packed buckets: bytes from the link, each one's checksum from the wire."""
         stream = self._parts[index].stream
         theirs, good = bytearray(CHECKSUM_BYTES), set()
-        with devices.beside(self.device):
+        with beside:
             for number in wanted:
                 staging.reserve(index)
                 use = partial(self._unpack, version, index, number, staging)
                 ours = link.receive(stream.buckets[number].nbytes, use)
                 wire.receive(memoryview(theirs))
+                self._came[index] += payload(stream, stream.buckets[number])
                 if theirs == ours:
                     good.add(number)
                     inbox.put((index, number))
@@ -483,7 +566,7 @@ class Receiver:
     ) -> bytes:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
-        ours = device_checksum(message, seed_of(part.digest, version, part.stream.rank, number))
+        ours = self._checksum.of(message, seed_of(part.digest, version, part.stream.rank, number))
         self._put(index, number, staging, message)
         return ours
 
@@ -493,7 +576,7 @@ class Receiver:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
-        devices.settle(self.device)  # the consumer is another thread, with another stream
+        settle(self.device)  # the consumer is another thread, with another stream
 
     def close(self) -> None:
         """Drop all wires; senders that still send notice at once. Only `connect` can follow."""
@@ -502,6 +585,6 @@ class Receiver:
             wire.close()
         for link in filter(None, links):
             link.close()
-        group, self._group, self._passing, self._is_open = self._group, None, None, False
-        if group is not None:
-            group.close()
+        passing, self._passing, self._info = self._passing, None, None
+        if passing is not None:
+            passing.group.close()

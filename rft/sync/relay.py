@@ -4,7 +4,7 @@ from engine to engine (`rft.sync.fanout`).
     Receiver: begin(v) ─► good(stream, bucket) ... ─► complete, or failed
                                   │
     worker behind this one ── asks for v of a stream ──► each bucket as soon as it is good here,
-                              with the checksum under which it came
+                              with the checksum under which it came, or the delta, if it came as one
 
 The words on the wire are those of `rft.sync.sender`, and two more: "wait" tells every few seconds
 that this worker lives and has nothing new, and "lost" that it will get nothing, and through whom.
@@ -25,6 +25,7 @@ from rft.ground import device as devices
 from rft.sync.buckets import Staging
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
 from rft.sync.groups import Meeting
+from rft.sync.history import Told, payload
 from rft.sync.plan import Share, StreamPart
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Relay:
         self._share = Share()
         self._staging: Staging | None = None
         self._version: int | None = None
-        self._good: dict[tuple[int, int], bytes] = {}  # checksums, by place and bucket
+        self._good: dict[tuple[int, int], Told] = {}  # by place and bucket
         self._is_complete = False
         self._failure: NotComing | None = None
         self._readers: dict[PeerConnection, int] = {}  # and what they read
@@ -105,10 +106,10 @@ class Relay:
             self._good.clear()
             self._changed.notify_all()
 
-    def good(self, place: int, number: int, checksum: bytes) -> None:
-        """Bucket `number` of the stream at `place` is in its place."""
+    def good(self, place: int, number: int, told: Told) -> None:
+        """Bucket `number` of the stream at `place` is in its place, and this was said of it."""
         with self._changed:
-            self._good[place, number] = checksum
+            self._good[place, number] = told
             self._changed.notify_all()
 
     def complete(self) -> None:
@@ -158,8 +159,8 @@ class Relay:
         place, part = self._parts[hello["stream"]]
         try:
             while True:
-                version = int(wire.receive_record(patient=True)["version"])
-                self._answer(wire, place, part, version, hello["generation"])
+                asked = wire.receive_record(patient=True)
+                self._answer(wire, place, part, asked, hello["generation"])
         except PeerLost as gone:
             log.info("%s", gone)
         finally:
@@ -167,8 +168,15 @@ class Relay:
             wire.close()
 
     def _answer(
-        self, wire: PeerConnection, place: int, part: StreamPart, version: int, generation: int
+        self,
+        wire: PeerConnection,
+        place: int,
+        part: StreamPart,
+        asked: dict[str, Any],
+        generation: int,
     ) -> None:
+        version, base = int(asked["version"]), asked.get("base")
+
         def is_decided() -> bool:
             here = self._version
             if here is not None and here >= version:
@@ -188,8 +196,8 @@ class Relay:
             wanted = list(range(len(part.stream.buckets)))
             while wanted:
                 for number in wanted:
-                    self._send(wire, place, part, number)
-                wanted = wire.receive_record()["again"]
+                    self._send(wire, place, part, number, base)
+                wanted, base = wire.receive_record()["again"], None
         except NotComing as why:
             wire.send_record({"lost": why.lost, "why": str(why)})
         finally:
@@ -197,20 +205,24 @@ class Relay:
                 self._readers.pop(wire, None)
                 self._changed.notify_all()
 
-    def _send(self, wire: PeerConnection, place: int, part: StreamPart, number: int) -> None:
+    def _send(
+        self, wire: PeerConnection, place: int, part: StreamPart, number: int, base: Any
+    ) -> None:
         self._wait(wire, lambda: (place, number) in self._good or self._failure is not None)
-        checksum = self._good.get((place, number))
-        if checksum is None:
+        told, staging = self._good.get((place, number)), self._staging
+        if told is None:
             assert self._failure is not None
             raise self._failure
-        wire.send_record({"bucket": number})
-        assert self._staging is not None
-        for piece in part.stream.buckets[number].pieces:
-            block = part.stream.blocks[piece.block]
-            for data in self._staging.chunks(block, piece.start, piece.stop):
-                wire.send(data)
-                self.sent += len(data)
-        wire.send(memoryview(checksum))
+        assert staging is not None
+        bucket, blocks = part.stream.buckets[number], part.stream.blocks
+        chunks = (
+            data
+            for piece in bucket.pieces
+            for data in staging.chunks(blocks[piece.block], piece.start, piece.stop)
+        )
+        size = told.send(wire, number, base, payload(part.stream, bucket), chunks)
+        with self._changed:
+            self.sent += size
 
     def _wait(self, wire: PeerConnection, ready: Callable[[], bool]) -> None:
         """Until `ready`, telling the other end that this one lives."""

@@ -23,10 +23,11 @@ from typing import Any
 import msgspec
 import torch
 
-from rft.ground import device as devices
 from rft.ground.protocols import WeightSource
-from rft.sync.buckets import Blocks, device_checksum, host_checksum, pack, seed_of
+from rft.ground.streams import Beside, enter_thread
+from rft.sync.buckets import Blocks, Checksum, host_checksum, largest, pack, seed_of
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
+from rft.sync.history import BucketHead, History, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink, mismatch
 from rft.sync.plan import Share, StreamPart, StreamPlan, part_of
 
@@ -37,6 +38,8 @@ class WeightSender:
     """Life: hosting ──► planned ──► (open ──► close_version)* ──► closed.
 
     `make_link`: how packed buckets travel, if they must. `device`: where the weights lie.
+    `full_interval`: whoever has the version before gets what has changed since (`rft.sync.history`,
+    weights in host memory only), but for every so many versions; None: all bytes, always.
     """
 
     def __init__(
@@ -47,15 +50,24 @@ class WeightSender:
         address: str = "127.0.0.1",
         make_link: MakeLink | None = None,
         device: str = "cpu",
+        full_interval: int | None = None,
     ):
         self.source = source
         self.epoch = epoch
         self.timeout = timeout
         self.make_link = make_link
+        self.device = torch.device(device)
         self.side = LinkSide.of(make_link, device)
+        self._checksum = Checksum(self.device)
+        self._besides: list[Beside] = []  # of links that have ended: the next ones take them
+        self._making = threading.Lock()
         self.window = VersionWindow(timeout)
         self.failure: Exception | None = None
         self.sent = 0  # bytes of payload, to all workers together
+        self._counting = threading.Lock()
+        self.full_interval = full_interval
+        self._opened: list[int] = []  # versions since the last one that goes in full, that too
+        self._histories: dict[str, History] = {}  # by the digest of a part
         self._planned = threading.Event()
         self._parts: dict[Share, StreamPart] = {}
         self._wires: set[PeerConnection] = set()
@@ -84,6 +96,9 @@ class WeightSender:
 
         They must not change until `close_version` returns.
         """
+        if version not in self._opened:
+            again = self.full_interval is None or len(self._opened) < self.full_interval
+            self._opened = [*(self._opened if again else ()), version]
         self.window.open(version)
 
     def close_version(self) -> dict[str, float]:
@@ -138,12 +153,17 @@ class WeightSender:
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         """Body of a worker's thread: answers what it asks until one of the two goes."""
+        enter_thread(self.device)
         self._wires.add(wire)
-        link, part = None, self._part(hello)
+        link, part, beside = None, self._part(hello), self._stream()
         try:
-            link = self.make_link(wire) if self.make_link else None
+            with beside:  # the link's memory is its stream's alone
+                link = self.make_link(wire) if self.make_link else None
+                if link is not None:
+                    link.room_to_send(largest(part))
+                    self._checksum.make()
             while True:
-                self._answer(wire, link, part, wire.receive_record(patient=True))
+                self._answer(wire, link, part, wire.receive_record(patient=True), beside)
         except PeerLost as gone:
             log.info("%s", gone)
         except Exception as error:
@@ -154,6 +174,11 @@ class WeightSender:
             wire.close()
             if link is not None:
                 link.close()
+            self._besides.append(beside)
+
+    def _stream(self) -> Beside:
+        with self._making:
+            return self._besides.pop() if self._besides else Beside(self.device)
 
     def _answer(
         self,
@@ -161,17 +186,24 @@ class WeightSender:
         link: BucketLink | None,
         part: StreamPart,
         asked: dict[str, Any],
+        beside: Beside,
     ) -> None:
-        """`asked`: for a version, and for some "buckets" of it or all."""
-        version = int(asked["version"])
+        """`asked`: for which version, and for which "buckets", if not all; and, where the worker
+        still has all of another one, for that.
+        """
+        version, base = int(asked["version"]), asked.get("base")
         try:
-            with self.window.reading(version, wire.name):
+            with self.window.reading(version, wire.name), beside:
                 wire.send_record({"version": version})
                 wanted = asked.get("buckets", list(range(len(part.stream.buckets))))
                 while wanted:
-                    send = self._send if link is None else self._send_packed
-                    send(wire, link, part, version, wanted)
-                    wanted = wire.receive_record()["again"]
+                    if link is not None:
+                        self._send_packed(wire, link, part, version, wanted)
+                    elif self.full_interval is not None:
+                        self._send_changes(wire, part, version, base, wanted)
+                    else:
+                        self._send(wire, part, version, wanted)
+                    wanted, base = wire.receive_record()["again"], None
                     if wanted:
                         log.warning(
                             "%s: buckets %s of version %d arrived wrong, again",
@@ -183,19 +215,31 @@ class WeightSender:
             wire.send_record({"refused": str(no)})
 
     def _send(
-        self, wire: PeerConnection, _link: None, part: StreamPart, version: int, wanted: list[int]
+        self, wire: PeerConnection, part: StreamPart, version: int, wanted: list[int]
     ) -> None:
         """Buckets from where they lie in host memory."""
         blocks = Blocks(self.stream, part, self.source)
         for number in wanted:
-            wire.send_record({"bucket": number})
+            bucket = part.stream.buckets[number]
+            wire.send_record(BucketHead(bucket=number, size=payload(part.stream, bucket)))
             digest = host_checksum(seed_of(part.digest, version, self.stream.rank, number))
-            for piece in part.stream.buckets[number].pieces:
+            for piece in bucket.pieces:
                 for data in blocks.chunks(piece.block, piece.start, piece.stop):
                     digest.update(data)
                     wire.send(data)
-                    self.sent += len(data)
             wire.send(memoryview(digest.digest()))
+            self._count(payload(part.stream, bucket))
+
+    def _send_changes(
+        self, wire: PeerConnection, part: StreamPart, version: int, base: Any, wanted: list[int]
+    ) -> None:
+        """The same, of each bucket what has changed since `base`, where that can be."""
+        history = self._histories.setdefault(part.digest, History(part.stream, part.digest))
+        blocks, is_full = Blocks(self.stream, part, self.source), version == self._opened[0]
+        for number in wanted:
+            told = history.told(number, version, blocks, is_full)
+            kept = history.all_of(number)
+            self._count(told.send(wire, number, base, len(kept), [kept]))
 
     def _send_packed(
         self,
@@ -209,20 +253,23 @@ class WeightSender:
         travels; checksums go over the wire.
         """
         blocks = Blocks(self.stream, part, self.source)
-        with devices.beside(blocks.rows(0, 0, 1).device):
-            for number in wanted:
-                size = part.stream.buckets[number].nbytes
-                wire.send(
-                    memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
-                )
-                self.sent += size
-            link.flush()
+        for number in wanted:
+            size = part.stream.buckets[number].nbytes
+            wire.send(
+                memoryview(link.send(size, partial(self._fill, blocks, part, version, number)))
+            )
+            self._count(size)
+        link.flush()
+
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self.sent += size
 
     def _fill(
         self, blocks: Blocks, part: StreamPart, version: int, number: int, message: torch.Tensor
     ) -> bytes:
         pack(part.stream.buckets[number], blocks, message)
-        return device_checksum(message, seed_of(part.digest, version, self.stream.rank, number))
+        return self._checksum.of(message, seed_of(part.digest, version, self.stream.rank, number))
 
 
 class VersionWindow:

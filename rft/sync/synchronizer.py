@@ -164,6 +164,7 @@ class Synchronizer:
             plan=None if plan is None else plans.encode(plan),
             streams=list(streams),
             kv=self.kv,
+            direct=self.direct,
         )
         await self._tell()
 

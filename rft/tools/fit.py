@@ -18,6 +18,7 @@ from rft.ground.host_memory import available
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.preflight.memory_plan import MemoryPlan, gigabytes, listed, on_host, plan
 from rft.run.cards import engine_cards
+from rft.sync import transfer
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 FULL = 0.9  # of a memory: what is planned beyond this will not fit
@@ -61,6 +62,7 @@ def of_config(config: Config, met: dict[str, Any] | str) -> Iterator[Finding]:
     if config.mode in ("both", "train"):
         yield rank_memory(wanted, 0 if isinstance(met, str) or on_cpu else int(met["memory"]))
     yield host_memory(config, wanted, on_cpu)
+    yield from weight_transfer(config)
     if (needed := stored_bytes(config)) > 0:
         said = f"{gigabytes(needed)} of {SHARED_MEMORY} for sync_method=memory"
         yield Finding(OK, "object store", said)
@@ -98,6 +100,7 @@ def rank_memory(wanted: MemoryPlan, there: int) -> Finding:
         "optimizer": wanted.optimizer,
         "reference and critic": wanted.beside,
         "activations, about": wanted.activations,
+        "transfer of weights": wanted.transfer,
     }
     said = f"{gigabytes(wanted.rank)}: " + ", ".join(
         f"{name} {gigabytes(size)}" for name, size in parts.items() if size
@@ -110,6 +113,19 @@ def rank_memory(wanted: MemoryPlan, there: int) -> Finding:
         return Finding(OK, "memory per rank", said)
     said += f"; a device has {gigabytes(there)}"
     return checked("memory per rank", said, wanted.rank <= FULL * there, fix)
+
+
+def weight_transfer(config: Config) -> Iterator[Finding]:
+    """Of GPUs, as the links between ranks and engines are made."""
+    ends = transfer.of_config(config)
+    if ends is not None:
+        most = max(end.bytes() for end in ends)
+        fix = (
+            "lower synchronizer.bucket_bytes or NCCL_BUFFSIZE, or use more engines: fewer ranks "
+            "then send to each"
+        )
+        said = str(transfer.told(config))
+        yield checked("weight transfer", said, most <= transfer.BOUND, fix, WARN)
 
 
 def host_memory(config: Config, wanted: MemoryPlan, on_cpu: bool) -> Finding:

@@ -1,6 +1,7 @@
 """What the rank processes do: build a policy on a mesh, use it, return numpy arrays."""
 
 import dataclasses
+import datetime
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -242,9 +243,7 @@ def ddp_config(path: str, **layout: Any) -> dict[str, Any]:
 
 def control_plane() -> list[Any]:
     """What broadcast, gather and scatter give on this rank of a DP mesh."""
-    device = devices.choose("cpu")
-    mesh = Mesh(MegatronConfig(), device, TIMEOUT_S)
-    try:
+    with mesh_of(MegatronConfig()) as mesh:
         parts = pack(make_rows(9), mesh.dp, 64, 1) if mesh.rank == 0 else None
         part = mesh.scatter_parts(parts)
         mesh.barrier("test")
@@ -254,8 +253,42 @@ def control_plane() -> list[Any]:
             mesh.gather(mesh.rank),
             seen,
         ]
-    finally:
-        mesh.close()
+
+
+def sockets() -> tuple[int, int]:
+    """Open in this process: when the ranks have met, and when all that a mesh does between them has
+    been done.
+    """
+    with mesh_of(MegatronConfig()) as mesh:
+        met = _open_sockets()
+        mesh.scatter_parts([[] for _ in range(mesh.dp)] if mesh.rank == 0 else None)
+        mesh.broadcast("x" * 2**20 if mesh.rank == 0 else None)
+        mesh.gather("x" * 2**16)
+        mesh.reduce(torch.ones(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64))
+        mesh.longest([mesh.rank] * 2**10)
+        mesh.barrier("test")
+        return met, _open_sockets()
+
+
+def late() -> str:
+    """What a barrier says at this rank to which rank 1 does not come."""
+    with mesh_of(MegatronConfig()) as mesh:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if mesh.rank == 1:
+            store.wait(["over"])
+            return ""
+        mesh.timeout = datetime.timedelta(seconds=1)
+        try:
+            mesh.barrier("room")
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            store.set("over", "")
+        return "passed"
+
+
+def _open_sockets() -> int:
+    return sum(entry.is_socket() for entry in Path("/proc/self/fd").iterdir())
 
 
 def state(path: str, **layout: Any) -> list[tuple[Any, ...]]:

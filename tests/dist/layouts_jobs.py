@@ -15,6 +15,7 @@ import torch
 from jobs import policy_on
 from safetensors.torch import load_file
 
+from bench import scale
 from rft.ground.names import (
     RULES,
     SUPPORTED,
@@ -212,4 +213,7 @@ def real(path: str, **layout: Any) -> list[str]:
             wanted = Part(hf, mesh.place, layers, first, last, 0).shapes
             held = {name: tuple(value.shape) for name, value in model.named_parameters()}
             differences += [str(item) for item in set(wanted.items()) ^ set(held.items())]
+            on_paper = set(scale.parameters(hf, mesh.place, len(layers), first, last))
+            copies = {"output_layer.weight"} if policy.dims.tied else set()
+            differences += sorted(on_paper ^ (set(held) - copies))
         return differences

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from rft.ground.process import die_with_parent
 
-SIZE = 4
+SIZE = 32
 # a cold import of megatron on a loaded machine takes 20 s, the longest job 20 s on a quiet one
 RESULT_TIMEOUT_S = 240
 

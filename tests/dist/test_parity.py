@@ -345,3 +345,17 @@ def test_control_plane(ranks: Ranks) -> None:
     assert all(result[0] == {"a": [1, None], "b": b"x"} for result in results)
     assert [result[1] for result in results] == [[0, 1, 2, 3], None, None, None]
     assert sorted(row for result in results for row in result[2]) == list(range(9))
+
+
+def test_sockets_of_the_ranks_are_a_star_and_no_mesh(ranks: Ranks) -> None:
+    few, many = ranks.run("jobs:sockets", 4), ranks.run("jobs:sockets", 16)
+    assert all(met == done for met, done in [*few, *many]), "connections after the start"
+    first, *others = [now - max(few[min(1, n)]) for n, (_, now) in enumerate(many)]
+    assert first <= 2 * 12 + 4  # a star, and the store's
+    assert max(others) <= 4  # a tree
+
+
+def test_a_barrier_names_itself_and_who_is_late(ranks: Ranks) -> None:
+    first, _, last = ranks.run("jobs:late", 3)
+    assert first.startswith("barrier 'room' at rank 0") and "Ranks 1 failed" in first
+    assert last.startswith("barrier 'room' at rank 2")

@@ -1,5 +1,5 @@
 """A whole weight sync in real processes, any of which can be killed at any point: two trainer
-ranks, two engines, a synchronizer, a client that asks for tokens all the time. What rank 0 and the
+ranks, engines, a synchronizer, a client that asks for tokens all the time. What rank 0 and the
 supervisor do in a run is done here, by the test.
 
 In: `Fault`s. Out: assertions, and a `Tally` of what was seen. After every fault the world is whole
@@ -46,8 +46,8 @@ class Buffer:
 
 
 class World:
-    def __init__(self, path: Path, directory: Path):
-        self.path, self.directory = path, directory
+    def __init__(self, path: Path, directory: Path, names: tuple[str, ...] = ENGINES):
+        self.path, self.directory, self.names = path, directory, names
         self.judge = Judge(path, directory / "clean")
         self.seen: Counter[str] = Counter()
         self.version = 0
@@ -55,7 +55,7 @@ class World:
         self.engines: dict[str, Any] = {}
         self.ends: dict[str, Any] = {}  # of actors, as the supervisor would hear of them
         self._clients = 0
-        started = [self.spawn(name) for name in ENGINES]
+        started = [self.spawn(name) for name in names]
         ray.get(started, timeout=START_S)
         self.new_synchronizer()
         self.ranks = TrainerRanks(path, 1, SYNC_S)
@@ -99,7 +99,7 @@ class World:
     def round(self) -> None:
         """The next version reaches everybody who is here."""
         numbers = self.get(self.begin())
-        assert numbers["engines"] == len(ENGINES), numbers
+        assert numbers["engines"] == len(self.names), numbers
 
     # --- parts that are new -----------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class World:
     def await_everybody(self) -> None:
         """Until all engines are admitted."""
         generation, members = -1, {}
-        while set(members) != set(ENGINES):
+        while set(members) != set(self.names):
             generation, members = self.get(self.synchronizer.members.remote(generation))
 
     # --- deaths -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rft.sync.connection import PeerConnection
 from rft.sync.members import Members
 from rft.sync.receiver import WorkerExtension
 from rft.sync.sender import WeightSender
-from rft.sync.synchronizer import Synchronizer
+from rft.sync.synchronizer import Synchronizer, reason
 
 
 @dataclass
@@ -69,6 +69,10 @@ class MortalEngine(RolloutEngine):
         """The process with the model dies when so many tensors of the next round are in it."""
         await self.llm.collective_rpc("die_loading", args=(doom.count,))
 
+    async def die_passing_on(self, doom: Doom) -> None:
+        """The process with the model dies in the middle of so many messages to another engine."""
+        await self.llm.collective_rpc("die_passing_on", args=(doom.count,))
+
 
 class MortalCalls:
     """vLLM, with a point before and after every call that is awaited."""
@@ -100,6 +104,22 @@ CALLS = (
 
 
 class MortalWorker(WorkerExtension):
+    def rft_relay(self, address: str) -> bytes:
+        offer = super().rft_relay(address)
+        listener = self.weight_transfer_engine.receiver.relay.listener  # type: ignore[attr-defined]
+        serve, counting = listener._serve, threading.Lock()
+        self.passing_on = NEVER
+
+        def mortal(wire: PeerConnection, hello: dict[str, Any]) -> None:
+            halve(wire, lambda: self.passing_on.meet("message"), counting)
+            serve(wire, hello)
+
+        listener._serve = mortal
+        return offer
+
+    def die_passing_on(self, messages: int) -> None:
+        self.passing_on = Doom("message", messages)
+
     def die_loading(self, tensors: int) -> None:
         streamed = self.weight_transfer_engine  # type: ignore[attr-defined]
         source, doom = streamed._source, Doom("load", tensors)
@@ -125,11 +145,22 @@ class MortalSynchronizer(Synchronizer):
         super().__init__(*arguments)
         self._state = MortalMembers()
 
+        self._story: list[str] = []
+
     async def pid(self) -> int:
         return os.getpid()
 
     async def die_at(self, doom: Doom) -> None:
         self._state.doom = doom
+
+    async def story(self) -> list[str]:
+        """What failed since the last time, and where each engine is now."""
+        told, self._story = [*self._story, self._state.where()], []
+        return told
+
+    def _judge(self, name: str, epoch: int, error: Exception) -> None:
+        super()._judge(name, epoch, error)
+        self._story.append(f"{name}: {reason(error)}; rings {list(self._rings.rings.values())}")
 
 
 class MortalMembers(Members):
@@ -164,7 +195,7 @@ class MortalSender(WeightSender):
 
     doom = NEVER
     peer = ""  # whose messages count; "": everybody's
-    _counting = threading.Lock()
+    _meeting = threading.Lock()
 
     def open(self, version: int) -> None:
         super().open(version)
@@ -185,15 +216,23 @@ class MortalSender(WeightSender):
         self.doom.meet("served")
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
-        send = wire.send
-
-        def halved(data: memoryview) -> None:
-            middle = len(data) // 2
-            send(data[:middle])
+        def meet() -> None:
             if hello["peer"].startswith(self.peer):
-                with self._counting:  # one thread per wire
-                    self.doom.meet("message")
-            send(data[middle:])
+                self.doom.meet("message")
 
-        wire.send = halved  # type: ignore[method-assign]
+        halve(wire, meet, self._meeting)
         super()._serve(wire, hello)
+
+
+def halve(wire: PeerConnection, meet: Callable[[], None], counting: Any) -> None:
+    """Only half of every message is sent when its point is met; there is a thread per wire."""
+    send = wire.send
+
+    def halved(data: memoryview) -> None:
+        middle = len(data) // 2
+        send(data[:middle])
+        with counting:
+            meet()
+        send(data[middle:])
+
+    wire.send = halved  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 through a real engine of two.
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from saving import SavingTrainer
 from rft.config import ModelConfig, RolloutModelConfig
 from rft.ground.protocols import ActorHandle
 from rft.rollout.engine import RolloutEngine
+from rft.sync.loading import PartTensor
 from rft.sync.plan import Share, needed
 from rft.sync.synchronizer import Synchronizer
 
@@ -26,25 +28,21 @@ HIDDEN, HEADS, HEAD, FFN, VOCABULARY = 32, 8, 4, 64, 91
 LAYER = "model.layers.0"
 
 
-def given(name: str, shape: tuple[int, ...], share: Share) -> torch.Tensor:
+def given(name: str, shape: tuple[int, ...], share: Share) -> PartTensor:
     """The whole tensor, of which only what is said to be needed is there."""
     dim, start, stop = needed(f"{LAYER}.{name}", shape, share)
-    whole = torch.full(shape, torch.nan)
-    part = whole.narrow(dim, start, stop - start)
-    part.copy_(torch.arange(part.numel()).view(part.shape))
-    return whole
+    size = [*shape[:dim], stop - start, *shape[dim + 1 :]]
+    part = torch.arange(math.prod(size), dtype=torch.float32).view(size)
+    return PartTensor(name, shape, dim, [start], [part])
 
 
-def assert_takes_exactly(parameter: torch.Tensor, *sources: torch.Tensor) -> None:
+def assert_takes_exactly(parameter: torch.Tensor, *sources: PartTensor) -> None:
     """No element that was not there, and, but for padding, all that were."""
     assert not parameter.isnan().any()
-    for source in sources:
-        there = source[~source.isnan()]
-        assert set(there.tolist()) <= set(parameter.flatten().tolist())
-    assert (
-        parameter.numel()
-        <= sum(int((~source.isnan()).sum()) for source in sources) + parameter.eq(0).sum()
-    )
+    there = [piece for source in sources for piece in source.pieces]
+    for piece in there:
+        assert set(piece.flatten().tolist()) <= set(parameter.flatten().tolist())
+    assert parameter.numel() <= sum(piece.numel() for piece in there) + parameter.eq(0).sum()
 
 
 @pytest.mark.parametrize(("worker", "workers"), [(0, 1), (1, 2), (0, 4), (3, 4), (5, 8)])
@@ -100,7 +98,8 @@ def test_vllms_expert_loader_reads_what_is_needed_and_no_more(worker: int, worke
         _get_hidden_dim=RoutedExperts._get_hidden_dim,
         _narrow_expert_data_for_padding=RoutedExperts._narrow_expert_data_for_padding,
     )
-    w13, w2 = torch.empty(2 * FFN // workers, HIDDEN), torch.empty(HIDDEN, FFN // workers)
+    w13 = torch.full((2 * FFN // workers, HIDDEN), torch.nan)
+    w2 = torch.full((HIDDEN, FFN // workers), torch.nan)
     gate, up = (
         given(f"mlp.experts.3.{name}_proj.weight", (FFN, HIDDEN), share) for name in ("gate", "up")
     )

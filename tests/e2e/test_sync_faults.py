@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +44,10 @@ POINTS: dict[str, list[str]] = {  # one per seed; what else there is to choose i
         "actor, stage",
         "core, load",
         "core, call",
+        "core, pass on",
         "actor, call",
         "core, now",
+        "core, pass on",
         "core, stage",
         "actor, call",
         "actor, now",
@@ -82,7 +85,7 @@ def lose_rank(world: World, point: str, dice: random.Random) -> str:
     """Both ranks come back under the next epoch, with the version that was under way."""
     rank, count = (
         dice.randrange(2),
-        {"message": dice.randint(1, 2 * world.ranks.messages), "served": 2}.get(point, 1),
+        dice.randint(1, world.ranks.messages) if point == "message" else 1,
     )
     if point == "handshake":
         world.new_ranks()  # whom the engines do not know yet
@@ -114,7 +117,10 @@ def lose_engine(world: World, point: str, dice: random.Random) -> str:
     pid, engine, doom = world.pid(part), world.engines["engine_1"], NEVER
     if how == "stage":
         doom = Doom("message", dice.randint(1, world.ranks.messages), pid)
-        world.ranks.doom(dice.randrange(2), doom, "engine_1/")
+        world.ranks.doom(1, doom, "engine_1/")  # the second stream is the second engine's
+    elif how == "pass on":
+        doom = Doom("message", dice.randint(1, world.ranks.messages))
+        world.get(engine.die_passing_on.remote(doom))
     elif how == "load":
         doom = Doom("load", dice.randint(1, 20))
         world.get(engine.die_loading.remote(doom))
@@ -169,7 +175,7 @@ def lose_synchronizer(world: World, point: str, dice: random.Random) -> str:
 
 def lose_client(world: World, point: str, dice: random.Random) -> str:
     """Nobody else takes notice."""
-    doom = Doom(point, dice.randint(1, 2 * world.ranks.messages), world.pid("client"))
+    doom = Doom(point, dice.randint(1, world.ranks.messages), world.pid("client"))
     world.ranks.doom(dice.randrange(2), doom)
     numbers = world.get(world.begin())
     world.await_end("client")
@@ -203,3 +209,34 @@ def test_the_faults_hit_something(world: World) -> None:
     """After those above: there were answers that went over a change of weights."""
     faults = sum(count for what, count in world.seen.items() if what.endswith("killed"))
     assert world.seen["over a change"] > faults // 2
+
+
+def test_the_others_of_three_have_the_version_after_one_more_try(
+    ray_session: None, tmp_path: Path
+) -> None:
+    """engine_1 is killed while it passes on what engine_2, and through it engine_0, waits for."""
+    from rft.tools.toy import write_model
+
+    path = write_model(
+        tmp_path / "model", seed=1, hidden=96, layers=3, heads=3, kv_heads=1, ffn=256, context=512
+    )
+    world = World(path, tmp_path, ("engine_0", "engine_1", "engine_2"))
+    try:
+        for _ in range(3):
+            told = Doom("message", world.ranks.messages // 2)
+            world.get(world.engines["engine_1"].die_passing_on.remote(told))
+            asked = world.begin()
+            world.await_end("engine_1")
+            # as the supervisor does at once
+            world.get(world.synchronizer.leave.remote("engine_1", "killed by this test"))
+            numbers = world.get(asked)
+            story = world.get(world.synchronizer.story.remote())
+            print(f"version {world.version}: {numbers}", *story, sep="\n  ")
+            assert numbers["engines"] >= 2
+            lost = [line for line in story if re.match(r"engine_[02]: .*did not receive", line)]
+            assert 1 <= len(lost) <= 2, "each of the others tries once more, and no more"
+            assert all("from engine_1: the other end closed" in line for line in lost)
+            world.new_engine("engine_1")
+            world.prove()
+    finally:
+        world.end()

@@ -256,7 +256,14 @@ class World:
         actor = SimpleNamespace(
             **{
                 name: SimpleNamespace(remote=partial(begun, getattr(weights, name)))
-                for name in ("init_weights", "stage", "commit", "sleep", "dump_stacks")
+                for name in (
+                    "worker_offers",
+                    "init_weights",
+                    "stage",
+                    "commit",
+                    "sleep",
+                    "dump_stacks",
+                )
                 if hasattr(weights, name)
             }
         )

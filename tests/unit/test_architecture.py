@@ -158,12 +158,76 @@ def test_only_device_decides_about_devices() -> None:
     """
     exempt = {
         PACKAGE / "ground" / "device.py",
+        PACKAGE / "ground" / "streams.py",
         PACKAGE / "megatron" / "cpu_port.py",
         PACKAGE / "config" / "schema.py",
     }
     for path in set(PACKAGE.rglob("*.py")) - exempt:
         text = path.read_text(encoding="utf-8")
         assert "torch.cuda" not in text, f"{path} speaks to torch.cuda"
+
+
+# bodies of threads that do not enter a device, and why they need not
+NO_DEVICE = {
+    "sync/communicator.py _run": "the guard polls wires",
+    "sync/connection.py _listen": "accepts connections",
+    "sync/connection.py _handshake": "its last call is `WeightSender._serve`, which enters",
+    "checkpoint/link.py _watchdog": "looks at the agent's process",
+    "checkpoint/link.py _listen": "reads what the agent reports",
+    "checkpoint/wire.py _run": "sends messages that are encoded",
+    "checkpoint/agent.py _watch": "the agent's process loads no torch",
+    "checkpoint/agent.py loop": "the agent's process loads no torch",
+    "checkpoint/agent.py _export": "the agent's process loads no torch",
+}
+ENTERED_LATER = ("sync/sender.py", "_serve")
+
+
+def thread_bodies(tree: ast.AST) -> set[str]:
+    """Names of the functions that `threading.Thread(target=...)` of a file are given."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    targets = [
+        word.value
+        for call in calls
+        if ast.unparse(call.func).endswith("Thread")
+        for word in call.keywords
+        if word.arg == "target"
+    ]
+    return {ast.unparse(target).split("(")[-1].rpartition(".")[2] for target in targets}
+
+
+def enters_first(function: ast.FunctionDef) -> bool:
+    body = function.body[ast.get_docstring(function) is not None :]
+    return ast.unparse(body[0]).partition("(")[0].rpartition(".")[2] == "enter_thread"
+
+
+def test_threads_enter_their_device_before_all_else() -> None:
+    """CUDA's current card is per thread: a thread that has not chosen makes a context on the first
+    one, half a gigabyte for every rank and worker of the machine.
+    """
+    outside = set()
+    for path in chain((PACKAGE / "sync").glob("*.py"), (PACKAGE / "checkpoint").glob("*.py")):
+        tree, place = ast.parse(path.read_text("utf-8")), str(path.relative_to(PACKAGE))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for name in thread_bodies(tree):
+            found = [function for function in functions if function.name == name]
+            if not found or not all(map(enters_first, found)):
+                outside.add(f"{place} {name}")
+        if place == ENTERED_LATER[0]:
+            assert [f.name for f in functions if enters_first(f)] == [ENTERED_LATER[1]]
+    assert outside == set(NO_DEVICE), "call rft.ground.streams.enter_thread first, or say why not"
+
+
+def test_a_stream_is_made_where_its_owner_is_made() -> None:
+    """Torch has 32 of them, and its allocator keeps what each has freed for it alone."""
+    makers = {
+        f"{path.relative_to(PACKAGE)} {function.name}"
+        for path in PACKAGE.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(function, ast.FunctionDef)
+        and "torch.cuda.Stream(" in ast.unparse(function)
+        and path.name != "cpu_port.py"
+    }
+    assert makers == {"ground/streams.py __init__"}
 
 
 def test_everything_imported_is_declared() -> None:

@@ -21,7 +21,8 @@ from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.records import Drop
 from rft.checkpoint.stager import PAGE, Slot, SlotPool, Stager, windows_of
 from rft.checkpoint.wire import BACKLOG, Outbox, Wire
-from rft.ground.device import HostCopier, choose
+from rft.ground.device import choose
+from rft.ground.streams import HostCopier
 
 Stop = Callable[[int], int]
 MANY = 3 * BACKLOG  # saves, of which an agent that takes nothing is told only the first

@@ -365,6 +365,13 @@ REFUSED = {  # overrides: what the message must say
         "synchronizer.receive=direct synchronizer.sync_method=memory"
     ): "set synchronizer.receive=staged",
     "synchronizer.receive=stage": "did you mean `staged`",
+    "synchronizer.sync=deltas": "did you mean `delta`",
+    "synchronizer.sync=delta synchronizer.full_interval=0": "synchronizer.full_interval=0",
+    "synchronizer.sync=delta synchronizer.receive=direct": "with synchronizer.receive=direct",
+    "synchronizer.sync=delta synchronizer.sync_method=memory": "synchronizer.sync_method=memory",
+    (
+        "synchronizer.sync=delta device=cuda cluster.gpu_per_node=2"
+    ): "packed there, and go in full; set synchronizer.sync=full",
     "synchronizer.kv=drop": "keep, recompute",
     "synchronizer.probe_interval=-1": "synchronizer.probe_interval=-1",
     "mode=bench": "eval_tasksets",

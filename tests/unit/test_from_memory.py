@@ -137,4 +137,4 @@ def test_what_a_rank_could_not_leave_is_raised_to_it() -> None:
         raise OSError("no room")
 
     with pytest.raises(RuntimeError, match="could not be left in the object store: no room"):
-        DepositThread(fails).wait(20.0)
+        DepositThread(fails, torch.device("cpu")).wait(20.0)

@@ -131,6 +131,12 @@ def test_doctor_counts_what_engines_receive(assets: Path, tmp_path: Path) -> Non
     (config,) = grpo(assets, tmp_path, "model.lora_configs=[{lora_rank: 4}]")
     wanted = memory_plan.plan(config)
     assert wanted.received == 4 * wanted.trained
+    parts = memory_plan.on_host(config, wanted, on_cpu=False)
+    assert "weights that engines have" not in parts
+    (config,) = grpo(assets, tmp_path, "synchronizer.sync=delta", "device=cpu")
+    wanted = memory_plan.plan(config)
+    parts = memory_plan.on_host(config, wanted, on_cpu=True)
+    assert parts["weights that engines have"] == 4 * wanted.parameters
     (config,) = grpo(assets, tmp_path, "synchronizer.sync_method=memory")
     parts = memory_plan.on_host(config, memory_plan.plan(config), on_cpu=False)
     assert parts["versions of weights in memory"] > 3 * 4 * wanted.parameters

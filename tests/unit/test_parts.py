@@ -5,6 +5,7 @@ ends cut alike, and bytes fit.
 import dataclasses
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rft.ground import device as devices
+from rft.ground import host_memory
 from rft.ground.names import RULES, SUPPORTED, Dims, applies, hf_names, segments
 from rft.ground.protocols import Block
 from rft.ground.rounds import InFile, Round, TrainerInfo
@@ -211,7 +213,7 @@ class Values:
 
 
 def received(
-    share: Share, dense: bool = False
+    share: Share,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """A trainer of two ranks, a worker: (what the model is, what
     the worker has in whole shapes, bytes).
@@ -235,16 +237,8 @@ def received(
                 engine="engine_0",
             )
         )
-        receiver._kept = Staging(
-            [part.stream for part in receiver._parts], receiver.device, kept=True, timeout=10.0
-        )
-        receiver._kept.dense = dense  # as where host memory is pinned
-        staged = receiver.stage(Round(version=1))
-        held = sum(value.nbytes for value in staged.values())
-        found = dict(receiver.whole(staged))
-        assert held == (
-            receiver.payload if dense else sum(value.nbytes for value in found.values())
-        )
+        found = receiver.stage(Round(version=1))
+        assert memory_of(found) == receiver.payload
         for sender in senders:
             sender.close_version()
         assert sum(sender.sent for sender in senders) == receiver.payload
@@ -253,6 +247,12 @@ def received(
         receiver.close()
         for sender in senders:
             sender.close()
+
+
+def memory_of(staged: dict[str, torch.Tensor]) -> int:
+    """Bytes, once each."""
+    pieces = chain(*(getattr(one, "pieces", [one]) for one in staged.values()))
+    return sum({piece.data_ptr(): piece.nbytes for piece in pieces}.values())
 
 
 def assert_has_its_part(
@@ -269,12 +269,11 @@ def assert_has_its_part(
             assert torch.equal(there, wanted), name
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_what_is_needed_arrives_in_its_place(workers: int, dense: bool) -> None:
+def test_what_is_needed_arrives_in_its_place(workers: int) -> None:
     total = 0
     for share in shares(FAMILIES["Qwen3MoeForCausalLM"], workers):
-        whole, found, payload = received(share, dense)
+        whole, found, payload = received(share)
         total += payload
         assert_has_its_part(found, whole, share)
     once = sum(value.nbytes for value in whole.values())
@@ -297,11 +296,10 @@ def handed(file: Path, plan: StreamPlan, by_rank: list[Values]) -> Round:
     return Round(version=1, epoch=1, digest=plan.digest, location=location)
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(("tp", "etp"), [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_workers_take_their_part_of_a_file_and_verify_it_together(
-    workers: int, tp: int, etp: int, dense: bool, tmp_path: Path
+    workers: int, tp: int, etp: int, tmp_path: Path
 ) -> None:
     architecture, dims = "Qwen3MoeForCausalLM", FAMILIES["Qwen3MoeForCausalLM"]
     by_rank = blocks_of(dims, architecture, tp, etp)
@@ -313,12 +311,10 @@ def test_workers_take_their_part_of_a_file_and_verify_it_together(
     for share in shares(dims, workers):
         reader = HandedBuckets(torch.device("cpu"), share)
         reader.connect(info)
-        reader.staging([part.stream for part in reader._parts]).dense = dense
-        staged = reader.stage(coming)
-        found, held = dict(reader.whole(staged)), sum(value.nbytes for value in staged.values())
+        found = reader.stage(coming)
         assert_has_its_part(found, whole, share)
-        assert held == (reader.size(staged) if dense else sum(v.nbytes for v in found.values()))
-        total, verified = total + reader.size(staged), verified + reader.verified
+        assert memory_of(found) == reader.size(found)
+        total, verified = total + reader.size(found), verified + reader.verified
     sizes = {name: value.nbytes for name, value in whole.items()}
     assert total == expected_bytes(sizes, dims, workers)
     assert verified == (tmp_path / "file").stat().st_size, "every bucket by one of them"
@@ -359,12 +355,58 @@ def test_a_worker_of_eight_pins_an_eighth_and_what_is_replicated(
     blocks = tuple(Block(name, "bfloat16", shape, *cut) for name, shape, cut in cuts)
     stream = WeightStream(rank=0, blocks=blocks, buckets=())
     staging = Staging([stream], torch.device("meta"), kept=True, timeout=0.0)
-    held = [tensor for block in blocks for _, tensor in staging.filled(block, block.block_shape[0])]
+    held = dict(found for block in blocks for found in staging.filled(block, block.block_shape[0]))
     sizes = {name: 2 * math.prod(shape) for name, shape in shapes.items()}
     assert len(held) == len(sizes)
     assert 8 * staging.payload == expected_bytes(sizes, dims, 8) < 1.01 * sum(sizes.values())
-    assert staging.payload == sum(tensor.nbytes for tensor in held)
+    held_bytes = [getattr(tensor, "pieces", [tensor])[0].nbytes for tensor in held.values()]
+    assert staging.payload == sum(held_bytes)
     assert len(pinned) == 1 and pinned[0] - staging.payload < 64 * len(held), "of its exact size"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_memory_is_there_at_connect_or_the_worker_refuses(
+    monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    taken: list[int] = []
+
+    def counted(size: int, device: torch.device) -> torch.Tensor:
+        taken.append(size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(devices, "staging_memory", counted)
+    blocks = blocks_of(DENSE, "Qwen2ForCausalLM", 1, 1)
+    plan = plans.build(blocks, BUCKET)
+    whole = {b.name: torch.randn(b.shape) for b in blocks[0]}
+    size = sum(tensor.nbytes for tensor in whole.values())
+    sender = WeightSender(Values(blocks[0], whole), 1, 10.0)
+    sender.follow(plan, 0)
+    sender.open(1)
+    info = TrainerInfo(
+        plan=plans.encode(plan), streams=[sender.endpoint], epoch=1, timeout=10.0, direct=direct
+    )
+    receiver = Receiver(0, torch.device("cpu"))
+    try:
+        receiver.connect(info)
+        assert len(taken) == (not direct) and (direct or taken[0] >= size)
+        if direct:
+            assert all(torch.equal(one, whole[name]) for name, one in receiver.tensors(1))
+        else:
+            receiver.stage(Round(version=1))
+        assert len(taken) == (not direct), "not in the middle of a round"
+        monkeypatch.setattr(host_memory, "available", lambda: size - 1)
+        again = Receiver(0, torch.device("cpu"))
+        if direct:
+            again.connect(info)
+        said = rf"takes \d{{{len(str(size))}}} bytes .* and {size - 1} are free.*direct"
+        for reader in (HandedBuckets(torch.device("cpu")), *([] if direct else [again])):
+            with pytest.raises(RuntimeError, match=said):
+                reader.connect(info)
+        again.close()
+        assert len(taken) == (not direct)
+    finally:
+        receiver.close()
+        sender.close()
 
 
 def test_locked_memory_is_given_back_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ PARTS = {
         "verify/test_agent_framework.py",
     ),
     "sync-faults": e2e("sync_faults"),
+    "sync-delta": full("delta_install"),
     "faults": full("faults_in_full"),
     "resume": full("resume_every_step"),
     "kills": full("quickstart_killed"),

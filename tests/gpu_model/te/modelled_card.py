@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rft.ground.device import Copier, Device, HostCopier
+from rft.ground.device import Device
+from rft.ground.streams import Copier, HostCopier
 
 
 @dataclass(frozen=True)
