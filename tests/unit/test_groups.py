@@ -3,13 +3,19 @@ devices' memory and NCCL are stand-ins.
 """
 
 import multiprocessing.connection
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from group_world import IPC, NCCL, World, digest, plan, tensors
+from torch.distributed import HashStore
 
+from bench.nccl_like import SETTING, NcclLike
+from rft.ground import device as devices
+from rft.sync.communicator import Communicator
 from rft.sync.connection import PeerLost
 
 FREE_S = 5.0  # until everybody who is left knows
@@ -38,6 +44,37 @@ def assert_whole(world: World, version: int) -> list[int]:
         assert found[0] == expected, (worker.name, found)
         again.append(found[1])
     return again
+
+
+def test_torch_is_told_to_leave_the_process_alone_and_others_hear_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its watchdog would do is settled when a group is made, by the environment."""
+    monkeypatch.setenv(SETTING, "1")  # torch's elastic launcher does
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    store = HashStore()
+    other = NcclLike(store, 0, 1, name="another one's")
+    ours = Communicator("ours", 60.0, torch.device("cpu"))
+    ours.build(lambda: NcclLike(store, 0, 1), lambda _: [])
+    assert isinstance(ours.transport, NcclLike)
+    assert (other.tears_down, ours.transport.tears_down) == (True, False)
+    assert os.environ[SETTING] == "1"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+    assert devices.quiet_environment() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    other.abort()
+    ours.close()
+
+
+def test_nothing_moves_for_longer_than_the_deadline() -> None:
+    """The other member never posts its half."""
+    store = HashStore()
+    there = NcclLike(store, 1, 2)
+    ours = Communicator("ours", 0.2, torch.device("cpu"))
+    ours.build(lambda: NcclLike(store, 0, 2), lambda _: [])
+    with pytest.raises(PeerLost, match="ours: nothing moved for 0.2 s"), ours.running():
+        assert ours.transport is not None
+        ours.transport.send([torch.zeros(8)], 1, 0).wait()
+    there.abort()
 
 
 @pytest.mark.parametrize("way", [NCCL, IPC])
