@@ -121,7 +121,7 @@ class Bench:
         )
         self.process.start()
         plan, endpoint = self.orders.recv()
-        self.receiver = Receiver(0, device, lambda wire: IpcLink(wire, memory_of(device)))
+        self.receiver = Receiver(0, device, lambda wire, alone: IpcLink(wire, memory_of(device)))
         self.receiver.connect(
             TrainerInfo(plan=plan, streams=[endpoint], epoch=1, timeout=TIMEOUT_S, engine="bench")
         )

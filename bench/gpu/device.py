@@ -3,8 +3,8 @@
     python -m bench.gpu.device ipc|nccl|copier|checksum|allocator|guard cuda|cpu
 
 In: a kind of device. Out: see `bench.gpu.checks`. On "cpu" two things stand in: memory that two
-processes map for that of a card (`bench.host_card`), and gloo, in NCCL's place, under rft's own
-`NcclLink`.
+processes map for that of a card (`bench.host_card`), and NCCL's semantics over sockets
+(`bench.nccl_like`) under rft's own `NcclLink`.
 """
 
 import multiprocessing
@@ -21,6 +21,7 @@ import torch.distributed
 
 from bench.gpu.checks import Checks, main
 from bench.host_card import HostCard
+from bench.nccl_like import nccl_like
 from rft.checkpoint.stager import Slot
 from rft.ground import device as devices
 from rft.ground.protocols import Block
@@ -28,10 +29,11 @@ from rft.ground.rounds import TrainerInfo
 from rft.ground.streams import Beside, enter_thread, settle
 from rft.sync import plan as plans
 from rft.sync.buckets import Checksum
-from rft.sync.connection import PeerConnection
-from rft.sync.links import IPC, NCCL, BucketLink, IpcLink, host_nccl, join_nccl
+from rft.sync.communicator import nccl
+from rft.sync.links import BucketLink, IpcLink, host_nccl, join_nccl
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
+from rft.sync.transport import IPC, NCCL
 
 WAIT_S, END_S = 60.0, 5.0
 LAYERS = 12
@@ -39,57 +41,6 @@ FLIPS = 2
 ROUNDS = 20  # of the copier
 SEED = 2**63 + 17
 MEBI = 2**20
-
-
-class GlooAsNccl:
-    """In the place of `torch.distributed.ProcessGroupNCCL`, where torch was built without it. As
-    there, `abort` ends whoever waits.
-    """
-
-    class Options:
-        _timeout: Any = None
-
-    def __init__(self, store: Any, rank: int, size: int, options: Options):
-        self.group = torch.distributed.ProcessGroupGloo(store, rank, size, options._timeout)
-        self.under_way: list[Abortable] = []
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "Abortable":
-        return self._begun(self.group.send(tensors, peer, tag))
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "Abortable":
-        return self._begun(self.group.recv(tensors, peer, tag))
-
-    def _begun(self, work: Any) -> "Abortable":
-        self.under_way = [one for one in self.under_way if not one.done.is_set()]
-        self.under_way.append(Abortable(work))
-        return self.under_way[-1]
-
-    def abort(self) -> None:
-        for one in self.under_way:
-            one.end(RuntimeError("the group was aborted"))
-
-
-class Abortable:
-    def __init__(self, work: Any):
-        self.work, self.error, self.done = work, None, threading.Event()
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def _wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            self.end(error)
-        self.end(None)
-
-    def end(self, error: RuntimeError | None) -> None:
-        if not self.done.is_set():
-            self.error = error
-            self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class Faulty:
@@ -142,15 +93,14 @@ class Versions:
         }
 
 
-def links(way: str, device: torch.device, sends: bool) -> Callable[[PeerConnection], BucketLink]:
+def links(way: str, device: torch.device, sends: bool) -> Callable[..., BucketLink]:
     """One end's, for this way, whatever rft would choose."""
-    if device.type == "cpu":
-        torch.distributed.ProcessGroupNCCL = GlooAsNccl
+    make = nccl_like if device.type == "cpu" else nccl
     if way == IPC:
-        return lambda wire: IpcLink(wire, card(device))
+        return lambda wire, alone=False: IpcLink(wire, card(device))
     if sends:
-        return lambda wire: host_nccl(wire, "127.0.0.1", device)
-    return lambda wire: join_nccl(wire, device)
+        return lambda wire: host_nccl(wire, "127.0.0.1", device, make)
+    return lambda wire, alone: join_nccl(wire, device, make)
 
 
 def card(device: torch.device) -> Any:

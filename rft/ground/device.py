@@ -67,6 +67,7 @@ LEAST_COLUMNS, MOST_COLUMNS = 512, 2**14
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 TOOL_S = 30.0  # for the driver's tool: it may have to wake the GPUs
 BLACKWELL = 10  # its compute capability; from there on copies and kernels have queues enough
 # gloo connects a pair of ranks when it first meets; else all pairs of every group, at once
@@ -310,9 +311,10 @@ def logit_columns(device: "torch.device", tokens: int) -> int:
 
 
 class SharedCard:
-    """Memory of one GPU, handed to another process on the same one by CUDA's own handles
-    (`rft.sync.links`). Whoever shared memory keeps it; it is given back when both sides have let
-    it go. What a process that was killed had opened stays taken.
+    """Memory of one GPU, handed to another process of the machine by CUDA's own handles
+    (`rft.sync.links`), also to one on another card, which reaches it over NVLink or PCIe and need
+    not see the card (`rft.sync.transport`). Whoever shared memory keeps it; it is given back when
+    both sides have let it go. What a process that was killed had opened stays taken.
     """
 
     def __init__(self, device: "torch.device"):
@@ -448,6 +450,13 @@ def network_environment() -> dict[str, str]:
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment for a child process that may use `threads` cores."""
     return {name: str(threads) for name in THREAD_VARIABLES}
+
+
+def quiet_environment() -> dict[str, str]:
+    """Of ranks and engines, whose first NCCL group would else end the process minutes after any
+    other group has seen an error, also one that does no harm (`rft.sync.communicator`).
+    """
+    return {DUMP: os.environ.get(DUMP, "0")}
 
 
 def rank_environment(

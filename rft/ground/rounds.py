@@ -98,6 +98,8 @@ class TrainerInfo(Record, frozen=True):
     engine: str = ""
     seats: list[GroupSeat] = []
     direct: bool = False  # as in a `Round`: its rounds will be
+    # this engine catches up for itself: nothing is built for it that would not be used again
+    alone: bool = False
 
 
 class Round(Record, frozen=True):

@@ -25,7 +25,12 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
 from rft.ground import plugins
-from rft.ground.device import network_environment, thread_environment, wait_for_turn
+from rft.ground.device import (
+    network_environment,
+    quiet_environment,
+    thread_environment,
+    wait_for_turn,
+)
 from rft.ground.process import die_with_parent
 from rft.ground.protocols import ActorHandle
 from rft.monitor import logs, trace
@@ -254,6 +259,7 @@ class Actors:
 
         environment = (
             network_environment()
+            | quiet_environment()
             | thread_environment(spec.threads)
             | {"RFT_LOG_FILE": str(self.log_dir / f"{spec.part}.log")}
             | trace.environment()

@@ -123,6 +123,9 @@ class PeerConnection:
         except OSError as error:
             raise self._lost(error) from error
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         """From any thread: whoever sends or receives here, on either end, fails at once."""
         with suppress(OSError):  # the other end was faster
@@ -250,6 +253,20 @@ def handshake(
         wire.close()
         raise PeerRefused(f"{name}: {answer['refused']}")
     return wire
+
+
+def told(wire: PeerConnection) -> dict[str, Any]:
+    """The next word of who sends, when there is more to say than that it waits.
+
+    Raises what it says instead of bytes.
+    """
+    while "wait" in (record := wire.receive_record()):
+        pass
+    if "refused" in record:
+        raise PeerRefused(f"{wire.name}: {record['refused']}")
+    if "lost" in record:
+        raise PeerLost(f"{wire.name}: {record['why']}", record["lost"])
+    return record
 
 
 def machine() -> str:

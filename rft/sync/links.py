@@ -1,34 +1,48 @@
-"""How the packed buckets of one trainer rank reach one engine worker: over CUDA IPC on the same
-card, else over NCCL.
+"""How the packed buckets of one trainer rank reach one engine worker: over CUDA IPC on one machine,
+over NCCL between two, and over their wire where one worker catches up alone
+(`rft.sync.transport` says why).
 
 In: the wire of the pair and each end's device. Out: the same kind of `BucketLink` at both ends. The
-worker says which card it is on, the trainer rank decides and tells. Invariant: the choice is the
-first that goes over the wire, so both agree or part with an error. Weights in host memory need no
-link: they go over the wire as they lie there. A trainer of the one kind and an engine of the other
-refuse each other as they shake hands (`mismatch`).
+worker says where it is, the trainer rank lets it try to open some memory, decides and tells.
+Invariant: the choice is the first that goes over the wire, so both agree or part with an error.
+Weights in host memory need no link: they go over the wire as they lie there. A trainer of the one
+kind and an engine of the other refuse each other as they shake hands (`mismatch`).
 """
 
+import logging
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
 from rft.ground import device as devices
-from rft.ground.device import collective_timeout, hosted_store
 from rft.ground.experience import Record
 from rft.ground.rounds import HOST, PACKED
+from rft.ground.streams import settle
+from rft.sync.communicator import (
+    Communicator,
+    MakeTransport,
+    Posted,
+    Transport,
+    hosted,
+    joined,
+    nccl,
+)
 from rft.sync.connection import PeerConnection, PeerLost, machine
+from rft.sync.transport import IPC, NCCL, WIRE, of_pair
 
-IPC, NCCL = "ipc", "nccl"
 WORDS = {HOST: "bytes of host memory (host)", PACKED: "packed buckets of device memory (packed)"}
+log = logging.getLogger(__name__)
 SENDER, RECEIVER = 0, 1  # ranks in a pair
 BUFFERS = 2  # of NCCL: one is filled while the other travels
 SLOTS = 2  # of IPC: one is filled while the other is read
 # bytes: buckets differ a little in size, and the device's allocator gives no less
 GRAIN = 2 * 2**20
+PROBE = 8  # bytes that show that memory was really opened
 
 
 class BucketLink(Protocol):
@@ -55,7 +69,9 @@ class BucketLink(Protocol):
     def close(self) -> None: ...
 
 
-MakeLink = Callable[[PeerConnection], BucketLink]
+MakeLink = Callable[[PeerConnection], BucketLink]  # at a trainer rank
+# at an engine worker; True: it catches up alone, and wants no communicator for that
+JoinLink = Callable[[PeerConnection, bool], BucketLink]
 
 
 class LinkSide(Record, frozen=True):
@@ -65,42 +81,56 @@ class LinkSide(Record, frozen=True):
     device: str
 
     @staticmethod
-    def of(make_link: MakeLink | None, device: str) -> "LinkSide":
+    def of(make_link: MakeLink | JoinLink | None, device: str) -> "LinkSide":
         return LinkSide(kind=PACKED if make_link else HOST, device=device)
 
 
-def host_links(device: torch.device, address: str) -> MakeLink | None:
+def host_links(device: torch.device, address: str, make: MakeTransport = nccl) -> MakeLink | None:
     """Make the trainer rank's ends; None where its weights lie in host memory. `address`: where a
     rendezvous may listen.
     """
     if not is_packed(device):
         return None
-
-    def host(wire: PeerConnection) -> BucketLink:
-        if decide(wire, card(device)) == IPC:
-            return IpcLink(wire, devices.SharedCard(device))
-        return host_nccl(wire, address, device)
-
-    return host
+    return lambda wire: host_link(wire, devices.SharedCard(device), address, device, make)
 
 
-def join_links(device: torch.device) -> MakeLink | None:
+def join_links(device: torch.device, make: MakeTransport = nccl) -> JoinLink | None:
     """Make the engine worker's ends; None where it takes buckets from the wire, straight into host
     memory.
     """
     if not is_packed(device):
         return None
+    return lambda wire, alone: join_link(wire, devices.SharedCard(device), device, make, alone)
 
-    def join(wire: PeerConnection) -> BucketLink:
-        if ask(wire, card(device)) == IPC:
-            return IpcLink(wire, devices.SharedCard(device))
-        return join_nccl(wire, device)
 
-    return join
+def host_link(
+    wire: PeerConnection,
+    memory: "CardMemory",
+    address: str,
+    device: torch.device,
+    make: MakeTransport,
+) -> BucketLink:
+    chosen = decide(wire, memory)
+    if chosen == NCCL:
+        return host_nccl(wire, address, device, make)
+    return IpcLink(wire, memory) if chosen == IPC else WireLink(wire, device)
+
+
+def join_link(
+    wire: PeerConnection,
+    memory: "CardMemory",
+    device: torch.device,
+    make: MakeTransport,
+    alone: bool,
+) -> BucketLink:
+    chosen = ask(wire, memory, alone)
+    if chosen == NCCL:
+        return join_nccl(wire, device, make)
+    return IpcLink(wire, memory) if chosen == IPC else WireLink(wire, device)
 
 
 def is_packed(device: torch.device) -> bool:
-    return devices.choose(device.type).backend == NCCL
+    return devices.choose(device.type).backend == "nccl"
 
 
 def mismatch(rank: int, trainer: LinkSide, name: str, engine: LinkSide) -> str | None:
@@ -117,117 +147,178 @@ def mismatch(rank: int, trainer: LinkSide, name: str, engine: LinkSide) -> str |
     )
 
 
-def decide(wire: PeerConnection, ours: str) -> str:
-    kind = IPC if wire.receive_record().get("card") == ours else NCCL
-    wire.send_record({"link": kind})
-    return kind
+def decide(wire: PeerConnection, memory: "CardMemory") -> str:
+    """The trainer rank's side."""
+    theirs = wire.receive_record()
+    is_here, opens = theirs.get("machine") == machine(), False
+    if is_here and not theirs["alone"]:
+        told, probe = secrets.token_bytes(PROBE), memory.room(GRAIN)
+        probe[:PROBE].copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        memory.settle()
+        wire.send_record({"memory": memory.share(probe), "holds": told})
+        opens = wire.receive_record()["opens"]
+    chosen = of_pair(PACKED, is_here, opens, theirs["alone"])
+    wire.send_record({"link": chosen})
+    return chosen
 
 
-def ask(wire: PeerConnection, ours: str) -> str:
-    wire.send_record({"card": ours})
-    kind = wire.receive_record().get("link")
-    if kind not in (IPC, NCCL):
-        raise PeerLost(f"{wire.name}: no word on how buckets travel, but {kind}")
-    return str(kind)
+def ask(wire: PeerConnection, memory: "CardMemory", alone: bool = False) -> str:
+    """The worker's side. `alone`: it catches up, no communicator is wanted."""
+    wire.send_record({"machine": machine(), "alone": alone})
+    record = wire.receive_record()
+    if "memory" in record:
+        wire.send_record({"opens": can_open(memory, record, wire.name)})
+        record = wire.receive_record()
+    chosen = record.get("link")
+    if chosen not in (IPC, NCCL, WIRE):
+        raise PeerLost(f"{wire.name}: no word on how buckets travel, but {chosen}")
+    return str(chosen)
 
 
-def card(device: torch.device) -> str:
-    """Equal for two processes that can open each other's memory on this device."""
-    return f"{machine()} {devices.SharedCard(device).uuid()}"
+def can_open(memory: "CardMemory", record: dict[str, Any], name: str) -> bool:
+    try:
+        return bytes(memory.open(record["memory"])[:PROBE].cpu().numpy()) == record["holds"]
+    except (RuntimeError, OSError) as error:
+        log.warning("%s: no CUDA IPC, its memory cannot be opened here: %s", name, error)
+        return False
+
+
+# --- over the wire -------------------------------------------------------------------------------
+
+
+class WireLink:
+    """Through host memory and the wire itself: nothing has to be built for it."""
+
+    def __init__(self, wire: PeerConnection, device: torch.device):
+        self.wire = wire
+        self._device = device
+        self._host = self._message = torch.empty(0, dtype=torch.uint8)
+
+    def room_to_send(self, size: int) -> None:
+        self._host = self._message = devices.staging_memory(size, self._device)
+        if is_packed(self._device):
+            self._message = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    room_to_receive = room_to_send
+
+    def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
+        host, message = self._room(size)
+        made = fill(message)
+        if host is not message:
+            host.copy_(message)
+        self.wire.send(host.numpy().data)
+        return made
+
+    def flush(self) -> None: ...
+
+    def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
+        host, message = self._room(size)
+        self.wire.receive(host.numpy().data)
+        if host is not message:
+            message.copy_(host)
+        return use(message)
+
+    def close(self) -> None:
+        self._host = self._message = torch.empty(0, dtype=torch.uint8)
+
+    def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Twice the same memory where it is the host's."""
+        host = self._host[:size]
+        return host, host if self._message is self._host else self._message[:size]
 
 
 # --- over NCCL -----------------------------------------------------------------------------------
 
 
 class NcclLink:
-    """A private NCCL group of two, one trainer rank and one engine worker, beside torch's default
-    group, which both sides need for themselves.
-
-    Every operation ends within the timeout; whatever NCCL or its store raise is about the pair, and
-    neither side's own failure.
+    """A communicator of two, one trainer rank and one engine worker, beside torch's default group,
+    which both sides need for themselves. The end of the wire between the two ends it.
     """
 
-    def __init__(self, name: str, store: TCPStore, side: int, timeout: float, device: torch.device):
-        # missing in a torch that was built without NCCL
-        from torch.distributed import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = collective_timeout(timeout)
-        self.name = name
+    def __init__(
+        self,
+        wire: PeerConnection,
+        side: int,
+        device: torch.device,
+        store: Store,
+        make: MakeTransport,
+    ):
         self._store = store  # the group keeps no reference of its own
         self._peer = 1 - side
         self._device = device
         self._memory: list[torch.Tensor] = []
-        self._travelling: dict[int, Any] = {}  # work, by buffer
+        self._travelling: dict[int, Posted] = {}  # by buffer
         self._turn = 0
-        with pair(name):
-            self._group: Any = ProcessGroupNCCL(store, side, 2, options)
+        self._communicator = Communicator(wire.name, wire.timeout, device)
+        self._communicator.watch(wire)
+        self._make = partial(make, store, side, 2, device)
 
     def room_to_send(self, size: int) -> None:
-        self._memory = [self._room(size) for _ in range(BUFFERS)]
+        self._build(BUFFERS, size)
 
     def room_to_receive(self, size: int) -> None:
-        self._memory = [self._room(size)]
+        self._build(1, size)
+
+    def _build(self, messages: int, size: int) -> None:
+        """With one message as large as any: what NCCL needs of memory is its own then, and both
+        know that they reach each other.
+        """
+        self._memory = [
+            torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(messages)
+        ]
+        self._communicator.build(self._make, self._first)
+
+    def _first(self, transport: Transport) -> list[Posted]:
+        move = transport.recv if self._peer == SENDER else transport.send
+        return [move([self._memory[0]], self._peer, 0)]
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
-        if turn in self._travelling:
-            self._await(turn)
-        message = self._memory[turn][:size]
-        made = fill(message)
-        with pair(self.name):
-            self._travelling[turn] = self._group.send([message], self._peer, 0)
+        with self._communicator.running():  # `fill` waits for what was sent before
+            if turn in self._travelling:
+                self._await(turn)
+            message = self._memory[turn][:size]
+            made = fill(message)
+            with self._communicator.talking() as transport:
+                self._travelling[turn] = transport.send([message], self._peer, 0)
         return made
 
     def flush(self) -> None:
-        for turn in list(self._travelling):
-            self._await(turn)
+        with self._communicator.running():
+            for turn in list(self._travelling):
+                self._await(turn)
+            settle(self._device)
 
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
         message = self._memory[0][:size]
-        with pair(self.name):
-            self._group.recv([message], self._peer, 0).wait()
-        return use(message)
+        with self._communicator.running():
+            with self._communicator.talking() as transport:
+                transport.recv([message], self._peer, 0).wait()
+            return use(message)
 
     def close(self) -> None:
-        self._group.abort()
+        self._communicator.close()
 
     def _await(self, turn: int) -> None:
-        with pair(self.name):
+        with self._communicator.talking():
             self._travelling.pop(turn).wait()
 
-    def _room(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-
-@contextmanager
-def pair(name: str) -> Iterator[None]:
-    """Errors of NCCL become those of a wire: the other end is lost."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(f"{name}: {error}") from error
-
-
-def host_nccl(wire: PeerConnection, address: str, device: torch.device) -> NcclLink:
+def host_nccl(
+    wire: PeerConnection, address: str, device: torch.device, make: MakeTransport = nccl
+) -> NcclLink:
     """The trainer's end: a store for this pair alone, so that a pair can form at any time and end
     without others.
     """
-    timeout = collective_timeout(wire.timeout)
-    with pair(wire.name):
-        store = hosted_store(address, 0, timeout)
+    store = hosted(wire.name, address, wire.timeout)
     wire.send_record({"host": address, "port": store.port})
-    return NcclLink(wire.name, store, SENDER, wire.timeout, device)
+    return NcclLink(wire, SENDER, device, store, make)
 
 
-def join_nccl(wire: PeerConnection, device: torch.device) -> NcclLink:
+def join_nccl(wire: PeerConnection, device: torch.device, make: MakeTransport = nccl) -> NcclLink:
     """The engine worker's end."""
-    where, timeout = wire.receive_record(), collective_timeout(wire.timeout)
-    with pair(wire.name):
-        store = TCPStore(
-            where["host"], where["port"], is_master=False, wait_for_workers=False, timeout=timeout
-        )
-    return NcclLink(wire.name, store, RECEIVER, wire.timeout, device)
+    store = joined(wire.name, wire.receive_record(), wire.timeout)
+    return NcclLink(wire, RECEIVER, device, store, make)
 
 
 # --- over CUDA IPC -------------------------------------------------------------------------------
@@ -247,8 +338,16 @@ class CardMemory(Protocol):
         """Return when all that this thread has asked of the device is done."""
 
 
+def opened(memory: CardMemory, told: dict[str, Any], name: str) -> torch.Tensor:
+    try:
+        return memory.open(told)
+    # the driver, or the kernel: it ended after it had said so
+    except (RuntimeError, OSError) as error:
+        raise PeerLost(f"{name}: its memory cannot be opened: {error}") from error
+
+
 class IpcLink:
-    """Packed buckets between two processes on one card: the receiver reads what the sender has
+    """Packed buckets between two processes on one machine: the receiver reads what the sender has
     packed, where it lies. One end; the same class on both.
 
         sender                                   wire                                receiver
@@ -298,7 +397,8 @@ class IpcLink:
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
         record = self.wire.receive_record()
         while "memory" in record:
-            self._slots[record["slot"]] = self._opened(record["memory"])
+            self._slots[record["slot"]] = opened(self.memory, record["memory"], self.wire.name)
+            self.opened += 1
             record = self.wire.receive_record()
         slot = record.get("full")
         if slot not in self._slots or len(self._slots[slot]) < size:
@@ -313,15 +413,6 @@ class IpcLink:
 
     def close(self) -> None:
         self._slots.clear()
-
-    def _opened(self, told: dict[str, Any]) -> torch.Tensor:
-        try:
-            memory = self.memory.open(told)
-        # the driver, or the kernel: it ended after it had said so
-        except (RuntimeError, OSError) as error:
-            raise PeerLost(f"{self.wire.name}: its memory cannot be opened: {error}") from error
-        self.opened += 1
-        return memory
 
     def _hear(self) -> None:
         """One word of the receiver, which takes slots in the order in which they were filled."""

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 from rft.ground import device as devices
 from rft.ground.experience import decode, encode
 from rft.ground.process import die_with_parent
-from rft.ground.rounds import AdapterOrder, Round, TrainerInfo
+from rft.ground.rounds import AdapterOrder, GroupSeat, Round, TrainerInfo
 from rft.ground.streams import Beside, enter_thread, settle
 from rft.monitor import logs
 from rft.sync import plan as plans
@@ -44,11 +44,14 @@ from rft.sync.buckets import (
     largest,
     seed_of,
 )
-from rft.sync.connection import CHUNK, PeerConnection, PeerLost, PeerRefused, handshake
+from rft.sync.communicator import MakeTransport, nccl
+from rft.sync.connection import CHUNK, PeerConnection, PeerLost, handshake, told
 from rft.sync.delta import Changes, read
-from rft.sync.fanout import before, comes_from_trainer
+from rft.sync.fanout import before, comes_from_trainer, head
+from rft.sync.groups import Way, join_group
 from rft.sync.history import BucketHead, Told, itemsize, payload
-from rft.sync.links import BucketLink, LinkSide, MakeLink
+from rft.sync.links import BucketLink, CardMemory, JoinLink, LinkSide
+from rft.sync.passing import Passed, Passing, Use
 from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, part_of
 from rft.sync.relay import SILENCE_S, Relay
 
@@ -118,21 +121,28 @@ class Receiver:
         self,
         worker: int,
         device: torch.device,
-        make_link: MakeLink | None = None,
+        make_link: JoinLink | None = None,
         share: Share = WHOLE,
+        transport: MakeTransport = nccl,
+        memory: CardMemory | None = None,
     ):
         self.worker = worker
         self.device = device
         self.make_link = make_link
+        self.transport = transport
+        self.memory = memory or devices.SharedCard(device)
         self.share = share
         self.relay: Relay | None = None  # what this worker has is passed on
         self.plan: StreamPlan | None = None
         self.epoch = -1
         self.timeout = 0.0
         self.again = 0  # buckets of the last round that had to be sent again
+        self._info: TrainerInfo | None = None  # None: not connected
         self._parts: list[StreamPart] = []  # of the streams that hold anything for this worker
-        self._wires: list[PeerConnection] = []  # one per part
+        self._indices: list[int] = []  # of these in the plan
+        self._wires: list[PeerConnection] = []  # one per part, or per part that a group has by it
         self._links: list[BucketLink | None] = []
+        self._passing: Passing | None = None  # begins with the first round
         self._besides: list[Beside] = []  # one per link, also after the next `connect`
         self._checksum = Checksum(device)
         self._kept: Staging | None = None
@@ -161,15 +171,17 @@ class Receiver:
         if self._kept is None or epoch != self.epoch:
             self._base = None  # another trainer's version of the same number is another one
         self.plan, self.epoch, self.timeout = plan, epoch, info.timeout
-        self._parts = []
+        self._info = info
         parts = [part_of(plan, index, self.share) for index in range(len(plan.streams))]
         mine = {index: part for index, part in enumerate(parts) if part.stream.blocks}
         if self.relay is not None:
             generation = info.seats[self.worker].generation if info.seats else 0
             self.relay.follow(info.engine, (epoch, plan.digest), generation, mine, self.share)
+        self._parts, self._indices = list(mine.values()), list(mine)
         for index, part in mine.items():
+            if not self._is_taken(index):
+                continue
             wire = self._join(info, index, part)
-            self._parts.append(part)
             self._wires.append(wire)
             self._links.append(self._link(part, wire))
         if self._kept is None and not info.direct:
@@ -183,17 +195,27 @@ class Receiver:
         if self.make_link is None:
             return None
         with self._besides[number]:
-            link = self.make_link(wire)
+            assert self._info is not None
+            link = self.make_link(wire, self._info.alone)
             link.room_to_receive(largest(part))
             self._checksum.make()
         return link
 
-    def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
-        """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
-        before this one.
-        """
+    def _seat(self) -> GroupSeat | None:
+        """None where this engine takes everything from the trainer."""
+        assert self._info is not None
+        return self._info.seats[self.worker] if self._info.seats else None
+
+    def _is_taken(self, index: int) -> bool:
+        """Whether a wire brings stream `index` here; if not, a group does."""
+        seat = self._seat()
+        if seat is None or self.make_link is None:
+            return True
+        return comes_from_trainer(index, seat.mine, len(seat.names))
+
+    def _hello(self, info: TrainerInfo, part: StreamPart) -> dict[str, Any]:
         assert self.plan is not None
-        hello = {
+        return {
             "epoch": info.epoch,
             "digest": self.plan.digest,
             "peer": f"{info.engine}/{self.worker}",
@@ -201,7 +223,12 @@ class Receiver:
             "link": msgspec.to_builtins(LinkSide.of(self.make_link, str(self.device))),
             "part": part.digest,
         }
-        seat = info.seats[self.worker] if info.seats else None
+
+    def _join(self, info: TrainerInfo, index: int, part: StreamPart) -> PeerConnection:
+        """The wire over which stream `index` comes: of its trainer rank, or of the engine that is
+        before this one.
+        """
+        hello, seat = self._hello(info, part), self._seat()
         if seat is None or comes_from_trainer(index, seat.mine, len(seat.names)):
             name = f"stream {index} from trainer rank {part.stream.rank}"
             return handshake(info.streams[index], hello, name, self.timeout)
@@ -217,7 +244,7 @@ class Receiver:
 
     def check(self, coming: Round) -> None:
         """Refuse a round of another plan or epoch before any byte of it is taken."""
-        if self.plan is None or not self._wires:
+        if self.plan is None or self._info is None:
             raise RuntimeError("no weight streams are connected")
         if coming.digest != self.plan.digest:
             raise ValueError(
@@ -275,6 +302,7 @@ class Receiver:
         inbox: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()
         self.again, self._came = 0, [0] * len(self._parts)
         staging.begin()
+        names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
         threads = [
             threading.Thread(
                 target=self._receive,
@@ -284,9 +312,14 @@ class Receiver:
             )
             for index in range(len(self._parts))
         ]
+        if self.make_link is not None and self._seat() is not None:
+            names = [f"trainer rank {part.stream.rank}" for part in self._parts]
+            arguments = (version, staging, inbox)
+            threads = [
+                threading.Thread(target=self._pass, args=arguments, name="group", daemon=True)
+            ]
         for thread in threads:
             thread.start()
-        names = [wire.name for wire in self._wires]  # `close` may drop them meanwhile
         for number in range(sum(len(part.stream.buckets) for part in self._parts)):
             try:
                 arrived = inbox.get(timeout=self.timeout)
@@ -322,23 +355,104 @@ class Receiver:
         bucket, or of what ended the stream.
         """
         enter_thread(self.device)
-        stream, wire, link = self._parts[index].stream, self._wires[index], self._links[index]
-        take = self._take if link is None else self._take_packed
+        wire, link = self._wires[index], self._links[index]
+        take = partial(self._take, version, index)
+        if link is not None:
+            take = partial(self._take_packed, version, index, wire, link, self._besides[index])
         try:
             wire.send_record({"version": version, "base": base})
-            told(wire)
-            wanted = list(range(len(stream.buckets)))
-            for _ in range(TRIES):
-                good = take(version, index, wanted, staging, inbox)
-                wanted = [number for number in wanted if number not in good]
-                self.again += len(wanted)
-                wire.send_record({"again": wanted})
-                if not wanted:
-                    return
-                log.warning("%s", self._wrong(version, index, wanted))
-            raise ValueError(f"{self._wrong(version, index, wanted)}, {TRIES} times")
+            wanted = list(range(len(self._parts[index].stream.buckets)))
+            self._take_all(version, index, wire, wanted, lambda some: take(some, staging, inbox))
         except Exception as error:
             inbox.put(error)
+
+    def _take_all(
+        self,
+        version: int,
+        index: int,
+        wire: PeerConnection,
+        wanted: list[int],
+        take: Callable[[list[int]], set[int]],
+    ) -> None:
+        """What the other end of `wire` was asked for; what is wrong, again."""
+        told(wire)
+        for _ in range(TRIES):
+            good = take(wanted)
+            wanted = [number for number in wanted if number not in good]
+            self.again += len(wanted)
+            wire.send_record({"again": wanted})
+            if not wanted:
+                return
+            log.warning("%s", self._wrong(version, index, wanted))
+        raise ValueError(f"{self._wrong(version, index, wanted)}, {TRIES} times")
+
+    def _pass(self, version: int, staging: Staging, inbox: "queue.SimpleQueue[Any]") -> None:
+        """Body of the thread that takes what the group brings."""
+        enter_thread(self.device)
+
+        def put(index: int, number: int, data: torch.Tensor) -> None:
+            staging.reserve(index)
+            self._put(index, number, staging, data)
+            stream = self._parts[index].stream
+            self._came[index] += payload(stream, stream.buckets[number])
+            inbox.put((index, number))
+
+        def fetch(index: int, numbers: list[int]) -> None:
+            log.warning("%s", self._wrong(version, index, numbers))
+            self.again += len(numbers)
+            self._fetch(version, index, numbers, staging, inbox)
+
+        def wrong(index: int, numbers: list[int]) -> str:
+            self.again += len(numbers)
+            return self._wrong(version, index, numbers)
+
+        try:
+            self._passing = self._passing or self._joined()
+            self._passing.run(version, Use(put, wrong, fetch))
+        except Exception as error:
+            inbox.put(error)
+
+    def _joined(self) -> Passing:
+        """The group comes together with the first round, in the thread that takes it: requests go
+        on meanwhile, and the others come when they are told of the round.
+        """
+        seat, relay = self._seat(), self.relay
+        assert seat is not None and relay is not None
+        way = Way(
+            relay.endpoint, relay.meeting, self.transport, self.memory, self.device, self.timeout
+        )
+        ends, streams = iter(zip(self._wires, self._links, strict=True)), list[Passed]()
+        for index, part in zip(self._indices, self._parts, strict=True):
+            ours = next(ends) if self._is_taken(index) else (None, None)
+            streams.append(Passed(part, head(index, len(seat.names)), *ours))
+        info, group = self._info, join_group(seat, self.epoch, way)
+        if self._info is not info:
+            group.close()
+            raise PeerLost(f"{group.name} came together when it was no longer wanted")
+        return Passing(streams, group, self.memory.room, self.device, self._checksum, TRIES)
+
+    def _fetch(
+        self,
+        version: int,
+        index: int,
+        numbers: list[int],
+        staging: Staging,
+        inbox: "queue.SimpleQueue[Any]",
+    ) -> None:
+        """Some buckets from the trainer, without the group."""
+        assert self._info is not None and self.make_link is not None
+        part, at = self._parts[index], self._indices[index]
+        name = f"stream {at} from trainer rank {part.stream.rank}"
+        hello = self._hello(self._info, part)
+        wire = handshake(self._info.streams[at], hello, name, self.timeout)
+        try:
+            link = self.make_link(wire, True)
+            link.room_to_receive(largest(part))
+            take = partial(self._take_packed, version, index, wire, link, Beside(self.device))
+            wire.send_record({"version": version, "buckets": numbers})
+            self._take_all(version, index, wire, numbers, lambda some: take(some, staging, inbox))
+        finally:
+            wire.close()
 
     def _wrong(self, version: int, index: int, numbers: list[int]) -> str:
         stream = self._parts[index].stream
@@ -423,16 +537,17 @@ class Receiver:
         self,
         version: int,
         index: int,
+        wire: PeerConnection,
+        link: BucketLink,
+        beside: Beside,
         wanted: list[int],
         staging: Staging,
         inbox: "queue.SimpleQueue[Any]",
     ) -> set[int]:
         """The same for packed buckets: bytes from the link, each one's checksum from the wire."""
-        part, wire, link = self._parts[index], self._wires[index], self._links[index]
-        stream = part.stream
-        assert link is not None
+        stream = self._parts[index].stream
         theirs, good = bytearray(CHECKSUM_BYTES), set()
-        with self._besides[index]:
+        with beside:
             for number in wanted:
                 staging.reserve(index)
                 use = partial(self._unpack, version, index, number, staging)
@@ -452,12 +567,16 @@ class Receiver:
         """The checksum of what came, and every piece in its place."""
         part = self._parts[index]
         ours = self._checksum.of(message, seed_of(part.digest, version, part.stream.rank, number))
+        self._put(index, number, staging, message)
+        return ours
+
+    def _put(self, index: int, number: int, staging: Staging, message: torch.Tensor) -> None:
+        part = self._parts[index]
         for piece in part.stream.buckets[number].pieces:
             block = part.stream.blocks[piece.block]
             size = (piece.stop - piece.start) * plans.row_bytes(block)
             staging.put(block, piece.start, piece.stop, message[piece.offset : piece.offset + size])
         settle(self.device)  # the consumer is another thread, with another stream
-        return ours
 
     def close(self) -> None:
         """Drop all wires; senders that still send notice at once. Only `connect` can follow."""
@@ -466,17 +585,6 @@ class Receiver:
             wire.close()
         for link in filter(None, links):
             link.close()
-
-
-def told(wire: PeerConnection) -> dict[str, Any]:
-    """The next word of who sends, when there is more to say than that it waits.
-
-    Raises what it says instead of bytes.
-    """
-    while "wait" in (record := wire.receive_record()):
-        pass
-    if "refused" in record:
-        raise PeerRefused(f"{wire.name}: {record['refused']}")
-    if "lost" in record:
-        raise PeerLost(f"{wire.name}: {record['why']}", record["lost"])
-    return record
+        passing, self._passing, self._info = self._passing, None, None
+        if passing is not None:
+            passing.group.close()

@@ -24,6 +24,7 @@ import msgspec
 from rft.ground import device as devices
 from rft.sync.buckets import Staging
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
+from rft.sync.groups import Meeting
 from rft.sync.history import Told, payload
 from rft.sync.plan import Share, StreamPart
 
@@ -60,6 +61,7 @@ class Relay:
         self._failure: NotComing | None = None
         self._readers: dict[PeerConnection, int] = {}  # and what they read
         self._wires: set[PeerConnection] = set()
+        self.meeting = Meeting()
         self.listener = Listener(address, SILENCE_S, self._admit, self._serve)
 
     @property
@@ -131,6 +133,8 @@ class Relay:
     # --- the side of the worker behind ------------------------------------------------------------
 
     def _admit(self, hello: dict[str, Any]) -> str:
+        if "group" in hello:
+            return self.meeting.admit(hello)
         key = (hello["epoch"], hello["digest"])
         with self._changed:
             if not self._changed.wait_for(lambda: self._key == key, SILENCE_S / 2):
@@ -147,6 +151,9 @@ class Relay:
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         """Body of a thread: answers what one worker asks, until one of the two goes."""
+        if "group" in hello:
+            self.meeting.serve(wire, hello)
+            return
         devices.yield_to_others()
         self._wires.add(wire)
         place, part = self._parts[hello["stream"]]

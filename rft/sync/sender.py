@@ -188,12 +188,14 @@ class WeightSender:
         asked: dict[str, Any],
         beside: Beside,
     ) -> None:
-        """`asked`: for which version; and, where the worker still has all of another one, that."""
+        """`asked`: for which version, and for which "buckets", if not all; and, where the worker
+        still has all of another one, for that.
+        """
         version, base = int(asked["version"]), asked.get("base")
         try:
             with self.window.reading(version, wire.name), beside:
                 wire.send_record({"version": version})
-                wanted = list(range(len(part.stream.buckets)))
+                wanted = asked.get("buckets", list(range(len(part.stream.buckets))))
                 while wanted:
                     if link is not None:
                         self._send_packed(wire, link, part, version, wanted)

@@ -90,6 +90,6 @@ def obey(order: str, arguments: list[Any], weights: Weights, sender: WeightSende
     return None
 
 
-def link_of(wire: PeerConnection) -> IpcLink:
+def link_of(wire: PeerConnection, alone: bool = False) -> IpcLink:
     """The engine worker's end."""
     return IpcLink(wire, HostCard())

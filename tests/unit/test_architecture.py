@@ -169,6 +169,7 @@ def test_only_device_decides_about_devices() -> None:
 
 # bodies of threads that do not enter a device, and why they need not
 NO_DEVICE = {
+    "sync/communicator.py _run": "the guard polls wires",
     "sync/connection.py _listen": "accepts connections",
     "sync/connection.py _handshake": "its last call is `WeightSender._serve`, which enters",
     "checkpoint/link.py _watchdog": "looks at the agent's process",

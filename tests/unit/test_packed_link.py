@@ -14,12 +14,14 @@ import pytest
 import torch
 from packed_sender import SHAPES, link_of, tensors
 
+from bench.host_card import HostCard
 from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
-from rft.sync.links import IPC, NCCL, SLOTS, ask, decide
+from rft.sync.links import SLOTS, ask, decide
 from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
+from rft.sync.transport import IPC, NCCL, SOCKETS, WIRE, of_group, of_pair, told
 
 LONG, SHORT = 60.0, 1.0  # seconds until a wait is given up
 
@@ -191,14 +193,33 @@ def error_of(receiver: Receiver) -> BaseException:
     return error.value
 
 
+class NoWay(HostCard):
+    def open(self, told: dict[str, Any]) -> torch.Tensor:
+        raise RuntimeError("peer access is not supported between these two devices")
+
+
 @pytest.mark.parametrize(
-    ("theirs", "kind"), [("this machine GPU-1", IPC), ("this machine GPU-2", NCCL)]
+    ("memory", "alone", "chosen"),
+    [(HostCard, False, IPC), (NoWay, False, NCCL), (HostCard, True, WIRE)],
 )
-def test_both_ends_take_the_same_way(theirs: str, kind: str) -> None:
+def test_both_ends_take_the_same_way(memory: type[HostCard], alone: bool, chosen: str) -> None:
     here, there = (PeerConnection(end, "the other end", LONG) for end in socket.socketpair())
     heard: list[str] = []
-    worker = threading.Thread(target=lambda: heard.append(ask(there, theirs)))
+    worker = threading.Thread(target=lambda: heard.append(ask(there, memory(), alone)))
     worker.start()
-    assert decide(here, "this machine GPU-1") == kind
+    assert decide(here, HostCard()) == chosen
     worker.join()
-    assert heard == [kind]
+    assert heard == [chosen]
+
+
+def test_the_way_follows_from_what_is_known() -> None:
+    here = {"one_machine": True}
+    assert of_pair("host", **here) == of_group("host", 2) == SOCKETS
+    assert [of_pair("packed", **here, opens=opens) for opens in (True, False)] == [IPC, NCCL]
+    assert of_pair("packed", one_machine=False) == NCCL
+    assert of_pair("packed", **here, alone=True) == WIRE
+    assert [of_group("packed", machines) for machines in (1, 2)] == [IPC, NCCL]
+    assert of_group("packed", 1, opens=False) == NCCL
+    assert told("host", 1, 1, 4) == "weights over sockets, passed on along 4 engines"
+    assert told("packed", 1, 2, 3) == "weights over NCCL, passed on among 3 engines over NCCL"
+    assert told("packed", 1, 1, 1) == "weights over CUDA IPC"
