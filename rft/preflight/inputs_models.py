@@ -407,7 +407,8 @@ PLACES = (  # tried at a start only
         f"{SERVICE_TRAINS} "
         "trainer.max_token_len_per_gpu model.teacher_model_path",
         _fits,
-        reads="algorithm trainer.recompute_granularity synchronizer.lora_sync synchronizer.sync",
+        reads="algorithm trainer.recompute_granularity synchronizer.lora_sync synchronizer.sync "
+        "synchronizer.bucket_bytes",
     ),
 )
 MEMORY_AND_CARDS = (

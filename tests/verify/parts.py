@@ -53,7 +53,7 @@ PARTS = {
     "recorded": tests("recorded"),
     "engines": e2e(
         *("engine", "narrow", "turns", "weight_sync", "adapter_sync", "sync_methods"),
-        *("engines", "pool", "colocate", "sync_style"),
+        *("engines", "pool", "colocate", "sync_style", "commit"),
     ),
     "runs": e2e(
         *("loop", "resume_loop", "failures", "outer", "supervised", "stages_run", "experts"),
