@@ -95,6 +95,7 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.logprobs --quick
 	$(RUN) -m bench.train_step --quick
 	$(RUN) -m bench.weight_sync --quick
+	$(RUN) -m bench.scale --sync --quick
 	$(RUN) -m bench.loop --quick
 	$(RUN) -m bench.observe --quick
 	$(RUN) -m bench.buffer --quick

@@ -11,7 +11,7 @@ are counted, seconds of a round come from a model (`round_seconds`) and were not
 
     blocks         of all ranks together: lines of the plan
     links          communicators of an engine worker: a pair for every stream that it is head of,
-                   and its group; at a trainer rank: a pair for every worker of its head engine
+                   and its group; at a rank that owns a norm: a pair for every worker of its head
     out, in        bytes of a round that leave the busiest trainer rank, that come to a worker;
                    `over`: bytes out / bytes that the rank owns, as workers share norms
     memory         of transfer, declared: buffers of the links and NCCL's own (`transfer_bytes`)
@@ -329,7 +329,8 @@ def measure(model: str, gpus: int, layout: Halves) -> PaperRow:
     busiest = max(range(len(plan.streams)), key=lambda index: plan.streams[index].nbytes)
     with timed(seconds, "source"):
         sent = [plans.part_of(plan, busiest, share) for share in shares]
-    counts = shape_of(layout, plan, parts, sent) | {
+    last = [plans.part_of(plan, index, shares[-1]) for index in range(len(plan.streams))]
+    counts = shape_of(layout, plan, (parts, last), sent) | {
         "blocks": sum(map(len, blocks)),
         "plan_bytes": len(encoded),
         "plan_s": sum(seconds.values()),
@@ -339,18 +340,24 @@ def measure(model: str, gpus: int, layout: Halves) -> PaperRow:
 
 
 def shape_of(
-    layout: Halves, plan: StreamPlan, parts: list[StreamPart], sent: list[StreamPart]
+    layout: Halves,
+    plan: StreamPlan,
+    both: tuple[list[StreamPart], list[StreamPart]],
+    sent: list[StreamPart],
 ) -> dict[str, float]:
-    """Groups, links and bytes of worker 0, of which these are all parts, and of the busiest rank,
-    which has `sent` these.
+    """Groups, links and bytes of the first worker and the last, of which `both` are all parts, and
+    of the busiest rank, which has `sent` these.
     """
-    engines, grouped = layout.engines, layout.engines > 1
-    taken = [index for index, part in enumerate(parts) if part.stream.blocks]
+    engines, grouped, parts = layout.engines, layout.engines > 1, both[0]
+    taken = [[i for i, part in enumerate(found) if part.stream.blocks] for found in both]
     from_ranks = max(
-        sum(comes_from_trainer(index, place, engines) for index in taken)
+        sum(comes_from_trainer(index, place, engines) for index in streams)
+        for streams in taken
         for place in range(engines)
     )
-    to_workers = sum(bool(part.stream.blocks) for part in sent)
+    # every worker takes the norms
+    normed = any(b.name.endswith("norm.weight") for stream in plan.streams for b in stream.blocks)
+    to_workers = layout.workers if normed else sum(bool(part.stream.blocks) for part in sent)
     largest = max(bucket.nbytes for part in parts for bucket in part.stream.buckets)
     out = sum(part.payload for part in sent)
     return {

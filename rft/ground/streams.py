@@ -35,6 +35,16 @@ def settle(device: "torch.device") -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def hand_over(tensor: "torch.Tensor") -> None:
+    """Called by the thread that uses and frees memory that another stream has made: it is not given
+    out again there before what this thread's stream does with it is done.
+    """
+    if tensor.is_cuda:
+        import torch
+
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class Beside:
     """One stream for all rounds of one link or thread: torch has only so many, and its allocator
     keeps the memory of each apart. Make it when the link is made, enter it for every round:

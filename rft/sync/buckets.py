@@ -30,7 +30,7 @@ from rft.ground import device as devices
 from rft.ground import host_memory
 from rft.ground.names import ITEM_BYTES
 from rft.ground.protocols import Block, WeightSource
-from rft.ground.streams import settle
+from rft.ground.streams import hand_over, settle
 from rft.sync.connection import CHUNK
 from rft.sync.loading import PartTensor, layer_order
 from rft.sync.plan import ALIGNMENT, Bucket, StreamPart, WeightStream, row_bytes
@@ -133,12 +133,15 @@ class Blocks:
         """Rows [start, stop) of a block, as a flat uint8 tensor:
         in place where they lie together.
         """
-        return self.cut(number, start, stop).contiguous().reshape(-1).view(torch.uint8)
-
-    def cut(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """The same in its own shape and dtype, in place."""
         self._seek(number)
-        return self.values[start:stop]
+        return self.values[start:stop].contiguous().reshape(-1).view(torch.uint8)
+
+    def copy(self, number: int, start: int, stop: int, message: torch.Tensor, at: int) -> int:
+        """The same into a message, without memory of its own; returns its length."""
+        self._seek(number)
+        rows = self.values[start:stop]
+        message[at : at + rows.nbytes].view(rows.dtype).view(rows.shape).copy_(rows)
+        return rows.nbytes
 
     def chunks(self, number: int, start: int, stop: int) -> Iterator[memoryview]:
         """The same on the host, in lengths that stay in the cache; of columns, so many rows are
@@ -181,10 +184,10 @@ def pack(bucket: Bucket, blocks: Blocks, message: torch.Tensor) -> None:
     """
     end = 0
     for piece in bucket.pieces:
-        part = blocks.cut(piece.block, piece.start, piece.stop)
         message[end : piece.offset].zero_()
-        end = piece.offset + part.nbytes
-        message[piece.offset : end].view(part.dtype).view(part.shape).copy_(part)
+        end = piece.offset + blocks.copy(
+            piece.block, piece.start, piece.stop, message, piece.offset
+        )
     message[end:].zero_()
 
 
@@ -270,7 +273,7 @@ class Staging:
                 yield block.name, self._tensors[block.name]
             else:
                 for one in self._blocks[block.name]:
-                    del self._memory[one.name, one.start]
+                    hand_over(self._memory.pop((one.name, one.start)))
                 yield block.name, self._tensors.pop(block.name)
 
     def late(self) -> list[int]:

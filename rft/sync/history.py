@@ -23,7 +23,7 @@ from rft.sync.delta import Encoder
 from rft.sync.plan import Bucket, WeightStream, row_bytes
 
 # of the elements of a bucket: where more have changed, finding them takes longer than sending all
-DENSEST = 1 / 8
+DENSEST = 1 / 16
 
 
 class BucketHead(Record, frozen=True):

@@ -249,7 +249,7 @@ class NcclLink:
         self._store = store  # the group keeps no reference of its own
         self._peer = 1 - side
         self._device = device
-        self._memory = torch.empty(0)
+        self._memory: list[torch.Tensor] = []
         self._travelling: dict[int, Posted] = {}  # by buffer
         self._turn = 0
         self._communicator = Communicator(wire.name, wire.timeout, device)
@@ -266,7 +266,9 @@ class NcclLink:
         """With one message as large as any: what NCCL needs of memory is its own then, and both
         know that they reach each other.
         """
-        self._memory = torch.empty((messages, size), dtype=torch.uint8, device=self._device)
+        self._memory = [
+            torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(messages)
+        ]
         self._communicator.build(lambda: self._make(channels(links)), self._first)
 
     def _first(self, transport: Transport) -> list[Posted]:
@@ -278,7 +280,7 @@ class NcclLink:
         with self._communicator.running():  # `fill` waits for what was sent before
             if turn in self._travelling:
                 self._await(turn)
-            message = self._memory[turn, :size]
+            message = self._memory[turn][:size]
             made = fill(message)
             with self._communicator.talking() as transport:
                 self._travelling[turn] = transport.send([message], self._peer, 0)
@@ -291,7 +293,7 @@ class NcclLink:
             settle(self._device)
 
     def receive(self, size: int, use: Callable[[torch.Tensor], bytes]) -> bytes:
-        message = self._memory[0, :size]
+        message = self._memory[0][:size]
         with self._communicator.running():
             with self._communicator.talking() as transport:
                 transport.recv([message], self._peer, 0).wait()
