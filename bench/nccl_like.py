@@ -230,5 +230,5 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
-def nccl_like(store: Store, rank: int, size: int, device: torch.device) -> NcclLike:
+def nccl_like(store: Store, rank: int, size: int, device: torch.device, blocks: int) -> NcclLike:
     return NcclLike(store, rank, size)

@@ -321,11 +321,6 @@ class SharedCard:
         self.device = device
         self._pool: Any = None
 
-    def uuid(self) -> str:
-        import torch
-
-        return str(torch.cuda.get_device_properties(self.device).uuid)
-
     def room(self, size: int) -> "torch.Tensor":
         """A segment of its own, from a pool in which nothing of the allocator's cache is.
 

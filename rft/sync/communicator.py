@@ -37,9 +37,6 @@ from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
 
 GRACE_S = 1.0  # for the word of whom it was, where only a neighbour's end was seen
 TICK_S = 0.5  # how late a deadline may be seen
-# Thread blocks of a communicator at most: several communicators have to be on a GPU at a time,
-# beside what computes there; four move tens of GB/s. Its memory grows with them.
-MAX_CTAS = 4
 # Of torch's own watchdog, which has nothing to do: the guard's deadline is the one that counts.
 NEVER = timedelta(days=1)
 QUIET = {
@@ -71,17 +68,19 @@ class Transport(Protocol):
         """From any thread: all works are done, one way or the other."""
 
 
-# (store, rank, size, device)
-MakeTransport = Callable[[Store, int, int, torch.device], Transport]
+# (store, rank, size, device, thread blocks): as few of these as move tens of GB/s. Several
+# communicators have to be on a GPU at a time, beside what computes there, and the memory of each
+# grows with them (`rft.sync.transfer`); NCCL takes the fewest that any member says.
+MakeTransport = Callable[[Store, int, int, torch.device, int], Transport]
 
 
-def nccl(store: Store, rank: int, size: int, device: torch.device) -> Transport:
+def nccl(store: Store, rank: int, size: int, device: torch.device, blocks: int) -> Transport:
     # missing in a torch that was built without NCCL
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
-    options.config.max_ctas = MAX_CTAS
+    options.config.max_ctas = blocks
     return ProcessGroupNCCL(store, rank, size, options)
 
 

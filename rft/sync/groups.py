@@ -37,6 +37,7 @@ from rft.sync.communicator import (
 )
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused, handshake, machine
 from rft.sync.links import GRAIN, CardMemory, opened
+from rft.sync.transfer import OF_ONE
 from rft.sync.transport import IPC, NCCL, WORDS, of_group
 
 log = logging.getLogger(__name__)
@@ -272,7 +273,9 @@ def join_group(seat: GroupSeat, epoch: int, way: Way) -> WorkerGroup:
             hello["group"] = [*key, MESH]
             group.build(lambda: ipc_transport(seat, key, hello, ends, way))
         else:
-            group.build(lambda: way.make(group.store, seat.mine, len(seat.names), way.device))
+            group.build(
+                lambda: way.make(group.store, seat.mine, len(seat.names), way.device, OF_ONE)
+            )
     except (PeerLost, PeerRefused):
         way.meeting.opens = False  # the next one goes the other way, whatever it was
         group.close()

@@ -33,6 +33,7 @@ from rft.sync.communicator import (
     nccl,
 )
 from rft.sync.connection import PeerConnection, PeerLost, machine
+from rft.sync.transfer import channels
 from rft.sync.transport import IPC, NCCL, WIRE, of_pair
 
 WORDS = {HOST: "bytes of host memory (host)", PACKED: "packed buckets of device memory (packed)"}
@@ -51,10 +52,12 @@ class BucketLink(Protocol):
     that made of it.
     """
 
-    def room_to_send(self, size: int) -> None:
-        """Make all memory that `send` will need for messages of up to `size` bytes."""
+    def room_to_send(self, size: int, links: int) -> None:
+        """Make all that `send` will need for messages of up to `size` bytes, as one of so many
+        links of this process.
+        """
 
-    def room_to_receive(self, size: int) -> None:
+    def room_to_receive(self, size: int, links: int) -> None:
         """The same for `receive`."""
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:
@@ -194,7 +197,7 @@ class WireLink:
         self._device = device
         self._host = self._message = torch.empty(0, dtype=torch.uint8)
 
-    def room_to_send(self, size: int) -> None:
+    def room_to_send(self, size: int, links: int) -> None:
         self._host = self._message = devices.staging_memory(size, self._device)
         if is_packed(self._device):
             self._message = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -253,20 +256,20 @@ class NcclLink:
         self._communicator.watch(wire)
         self._make = partial(make, store, side, 2, device)
 
-    def room_to_send(self, size: int) -> None:
-        self._build(BUFFERS, size)
+    def room_to_send(self, size: int, links: int) -> None:
+        self._build(BUFFERS, size, links)
 
-    def room_to_receive(self, size: int) -> None:
-        self._build(1, size)
+    def room_to_receive(self, size: int, links: int) -> None:
+        self._build(1, size, links)
 
-    def _build(self, messages: int, size: int) -> None:
+    def _build(self, messages: int, size: int, links: int) -> None:
         """With one message as large as any: what NCCL needs of memory is its own then, and both
         know that they reach each other.
         """
         self._memory = [
             torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(messages)
         ]
-        self._communicator.build(self._make, self._first)
+        self._communicator.build(lambda: self._make(channels(links)), self._first)
 
     def _first(self, transport: Transport) -> list[Posted]:
         move = transport.recv if self._peer == SENDER else transport.send
@@ -370,11 +373,11 @@ class IpcLink:
         self._under_way: deque[int] = deque()  # slots that were filled and not yet said to be free
         self._turn = 0
 
-    def room_to_send(self, size: int) -> None:
+    def room_to_send(self, size: int, links: int) -> None:
         for slot in range(SLOTS):
             self._slots[slot] = self.memory.room(-(-size // GRAIN) * GRAIN)
 
-    def room_to_receive(self, size: int) -> None:
+    def room_to_receive(self, size: int, links: int) -> None:
         """It is the sender's."""
 
     def send(self, size: int, fill: Callable[[torch.Tensor], bytes]) -> bytes:

@@ -197,7 +197,7 @@ class Receiver:
         with self._besides[number]:
             assert self._info is not None
             link = self.make_link(wire, self._info.alone)
-            link.room_to_receive(largest(part))
+            link.room_to_receive(largest(part), sum(map(self._is_taken, self._indices)))
             self._checksum.make()
         return link
 
@@ -447,7 +447,7 @@ class Receiver:
         wire = handshake(self._info.streams[at], hello, name, self.timeout)
         try:
             link = self.make_link(wire, True)
-            link.room_to_receive(largest(part))
+            link.room_to_receive(largest(part), 1)
             take = partial(self._take_packed, version, index, wire, link, Beside(self.device))
             wire.send_record({"version": version, "buckets": numbers})
             self._take_all(version, index, wire, numbers, lambda some: take(some, staging, inbox))

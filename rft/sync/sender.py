@@ -160,7 +160,8 @@ class WeightSender:
             with beside:  # the link's memory is its stream's alone
                 link = self.make_link(wire) if self.make_link else None
                 if link is not None:
-                    link.room_to_send(largest(part))
+                    workers = msgspec.convert(hello["share"], Share).workers  # each has a link
+                    link.room_to_send(largest(part), workers)
                     self._checksum.make()
             while True:
                 self._answer(wire, link, part, wire.receive_record(patient=True), beside)
