@@ -242,8 +242,9 @@ class Communicator:
         self, make: Callable[[], Transport], first: Callable[[Transport], Sequence[Posted]]
     ) -> None:
         """`make` and `first`, which uses it for the first time, run in a thread of their own:
-        neither takes a deadline.
+        neither takes a deadline. What this thread has asked of the device is done before.
         """
+        settle(self.device)
         arguments = (make, first)
         threading.Thread(
             target=self._build, args=arguments, name="communicator", daemon=True

@@ -16,6 +16,7 @@ from rft.ground.protocols import Block
 from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import buckets, links, plan, receiver, sender
 from rft.sync.buckets import Blocks
+from rft.sync.communicator import nccl
 from rft.sync.connection import PeerConnection
 from rft.sync.plan import Share
 from rft.sync.transfer import RECEIVED, SCRATCH, SENT
@@ -68,10 +69,10 @@ class Run:
         pair = Pair("a pair")
         self.weights = process(model, 0, partial(Weights, shapes))
 
-        def end(device: torch.device, side: int, wire: PeerConnection) -> Any:
+        def end(device: torch.device, side: int, wire: PeerConnection, *_: Any) -> Any:
             if way == "ipc":
                 return links.IpcLink(wire, CardMemory(device, streams.settle))
-            return links.NcclLink(wire.name, pair, side, LONG, device)  # type: ignore[arg-type]
+            return links.NcclLink(wire, side, device, pair, nccl)  # type: ignore[arg-type]
 
         make, join = partial(end, TRAINER, links.SENDER), partial(end, ENGINE, links.RECEIVER)
         self.sender = sender.WeightSender(
