@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 from bench.weight_sync_model import Shards, shapes
 from bench.weight_sync_transport import BUCKET, TIMEOUT_S
-from rft.ground.rounds import Round, TrainerInfo, WorkerOffer
+from rft.ground.rounds import HOST, Round, TrainerInfo, WorkerOffer
 from rft.sync import plan as plans
 from rft.sync.fanout import Rings
 from rft.sync.receiver import Receiver
@@ -160,7 +160,7 @@ class Machines:
         """The first so many engines, in a ring or not."""
         rings, self.taking = Rings(), list(self.engines)[:count]
         for name in self.taking:
-            rings.join(name, (1, 1))
+            rings.join(name, (1, 1, HOST))
         rings.settle(self.taking if chain else ())
         for name in self.taking:
             info = TrainerInfo(

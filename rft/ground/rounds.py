@@ -56,11 +56,11 @@ METHODS = {InSave: CHECKPOINT, InStore: MEMORY, InFile: MEMORY}
 class WorkerOffer(Record, frozen=True):
     """What one worker of an engine says of itself, so that others can take weights from it.
 
-    `shape`: of its engine, as far as it decides what each worker needs: (workers, key/value heads);
-    None where each needs all. `endpoint`: where it listens. `kind`, `device`: as in `LinkSide`.
+    `shape`: of its engine, as far as it decides what each worker needs: (workers, key/value heads).
+    `endpoint`: where it listens. `kind`, `device`: as in `LinkSide`.
     """
 
-    shape: tuple[int, int] | None
+    shape: tuple[int, int]
     endpoint: dict[str, Any]
     kind: str = HOST
     device: str = "cpu"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from rft.ground.rounds import GroupSeat, WorkerOffer
 
-Shape = tuple[int, int]  # tensor-parallel workers, key/value heads
+Shape = tuple[int, int, str]  # tensor-parallel workers, key/value heads; kind of links
 Ring = tuple[str, ...]
 
 
@@ -56,19 +56,23 @@ class Rings:
             self.shapes[name] = shape
 
     def leave(self, name: str) -> None:
-        self.shapes.pop(name, None)
+        rings = self._without(name)
+        self.generation += rings != self.rings
+        self.rings = rings
         self.lost.discard(name)
-        self._remove(name)
+        self.shapes.pop(name, None)
 
-    def lose(self, name: str, generation: int) -> bool:
-        """An engine of `generation` got nothing from `name`: the others go on without that one,
-        until the next `settle`. False where this is known, or was meant of another ring.
+    def fail(self, generation: int, lost: str) -> None:
+        """An engine of `generation` did not get what it was to get: nobody waits for it any more.
+        If it `lost` another one, the others go on without that until the next `settle`. Nothing
+        where this is known, or was meant of other rings.
         """
-        if generation != self.generation or self.ring_of(name) is None:
-            return False
-        self.lost.add(name)
-        self._remove(name)
-        return True
+        if generation != self.generation:
+            return
+        self.generation += 1
+        if self.ring_of(lost) is not None:
+            self.lost.add(lost)
+            self.rings = self._without(lost)
 
     def settle(self, taking: Collection[str]) -> bool:
         """A round begins, of these engines: whether they are in other rings than before."""
@@ -107,10 +111,8 @@ class Rings:
             )
         ]
 
-    def _remove(self, name: str) -> None:
-        rings = {
+    def _without(self, name: str) -> dict[Shape, Ring]:
+        return {
             shape: tuple(other for other in ring if other != name)
             for shape, ring in self.rings.items()
         }
-        self.generation += rings != self.rings
-        self.rings = rings

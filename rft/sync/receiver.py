@@ -482,7 +482,7 @@ class Receiver:
             self._came[index] += head.size
             staging.reserve(index)
             delta = bytearray(head.size if head.delta else 0)
-            ours = self._fill(version, index, number, staging, delta)
+            ours = self._fill(version, index, wire, number, staging, delta)
             wire.receive(memoryview(theirs))
             if theirs == ours:
                 good.add(number)
@@ -494,15 +494,21 @@ class Receiver:
         return good
 
     def _fill(
-        self, version: int, index: int, number: int, staging: Staging, delta: bytearray
+        self,
+        version: int,
+        index: int,
+        wire: PeerConnection,
+        number: int,
+        staging: Staging,
+        delta: bytearray,
     ) -> bytes:
         """The bytes of a bucket from the wire, or what a `delta` changes in those that are there.
         Returns the checksum of all of them.
         """
-        part, wire, at = self._parts[index], self._wires[index], 0
+        part, at = self._parts[index], 0
         bucket = part.stream.buckets[number]
         digest = host_checksum(seed_of(part.digest, version, part.stream.rank, number))
-        changes = self._changes(index, number, delta) if delta else None
+        changes = self._changes(part.stream, wire, number, delta) if delta else None
         for piece in bucket.pieces:
             block = part.stream.blocks[piece.block]
             with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
@@ -519,11 +525,13 @@ class Receiver:
                         digest.update(data)
         return digest.digest()
 
-    def _changes(self, index: int, number: int, delta: bytearray) -> Changes | None:
+    @staticmethod
+    def _changes(
+        stream: WeightStream, wire: PeerConnection, number: int, delta: bytearray
+    ) -> Changes | None:
         """What the next bytes of the wire, as many as `delta` has, say of a bucket; None where they
         cannot be read: then its checksum is wrong.
         """
-        stream, wire = self._parts[index].stream, self._wires[index]
         wire.receive(memoryview(delta))
         bucket = stream.buckets[number]
         each = itemsize(stream, bucket)

@@ -190,7 +190,7 @@ class Relay:
                     raise NotComing(f"{self._name} has gone on to {self._version}", self._name)
                 is_whole = self._version == version and self._is_complete
                 if not is_whole and self._generation != generation:
-                    raise NotComing(f"{self._name} is in another group now", "")
+                    raise NotComing(f"{self._name} is in another group now", self._name)
                 self._readers[wire] = version
             wire.send_record({"version": version})
             wanted = list(range(len(part.stream.buckets)))

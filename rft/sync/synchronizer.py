@@ -32,7 +32,6 @@ from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.ground import rounds
 from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import (
-    HOST,
     InSave,
     Installed,
     Location,
@@ -399,7 +398,8 @@ class Synchronizer:
         """The trainer, as this engine is to take its weights."""
         assert self._trainer is not None
         seats = self._rings.seats(name, self._offers)
-        return replace(self._trainer, engine=name, seats=seats)
+        alone = self._is_passed_on() and not seats
+        return replace(self._trainer, engine=name, seats=seats, alone=alone)
 
     def _round(self, mark: Mark) -> Round:
         trainer = self._trainer
@@ -442,12 +442,9 @@ class Synchronizer:
             return
         cause = getattr(error, "cause", error)
         kind, lost = getattr(cause, "kind", rounds.BROKEN), getattr(cause, "lost", "")
+        self._regroup(lambda: self._rings.fail(self._connected_in.get(name, -1), lost))
         if kind == rounds.UNREACHABLE:
-            generation = self._connected_in[name]
-            if lost:
-                self._regroup(lambda: self._rings.lose(lost, generation))
-            others = generation != self._rings.generation  # who has another way now
-            self._state.unreachable(name, epoch, text, others)
+            self._state.unreachable(name, epoch, text, others=bool(lost))
             return
         self._state.broken(name, epoch, text, damaged=kind == rounds.DAMAGED)
         if self._state.next_step(name) == "end":
@@ -495,7 +492,7 @@ SynchronizerHandle = ActorHandle[Synchronizer]
 
 def shape_of(offers: Sequence[WorkerOffer]) -> Shape | None:
     """Of an engine; None where it cannot be in a ring."""
-    shapes = {offer.shape if offer.kind == HOST else None for offer in offers}
+    shapes = {(*offer.shape, offer.kind) for offer in offers}
     return shapes.pop() if len(shapes) == 1 else None
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft.ground.protocols import Block
-from rft.ground.rounds import Round, TrainerInfo, WorkerOffer
+from rft.ground.rounds import HOST, Round, TrainerInfo, WorkerOffer
 from rft.sync import plan as plans
 from rft.sync.connection import PeerConnection, PeerLost
 from rft.sync.fanout import Rings, before, comes_from_trainer
@@ -23,6 +23,7 @@ from rft.sync.relay import Relay
 from rft.sync.sender import WeightSender
 
 TIMEOUT_S = 30.0
+ONE, TWO = (1, 2, HOST), (2, 2, HOST)  # shapes
 ROWS, WIDTH, BUCKET = 64, 32, 512
 NAMES = [
     f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(3) for kind in "qo"
@@ -49,27 +50,30 @@ def test_every_stream_is_a_chain_from_the_trainer_through_all_engines(
 
 def test_rings_follow_who_is_here() -> None:
     rings = Rings()
-    for name, shape in {"a": (1, 2), "b": (2, 2), "c": (1, 2), "d": None}.items():
+    for name, shape in {"a": ONE, "b": TWO, "c": ONE, "d": None}.items():
         rings.join(name, shape)
     assert rings.ring_of("a") is None and not rings.generation
     assert rings.settle("abcd") and rings.ring_of("c") == ("a", "c") and rings.ring_of("d") is None
     assert not rings.settle("abcd") and rings.generation == 1
-    assert rings.lose("a", 1) and rings.ring_of("c") == ("c",) and rings.generation == 2
-    assert not rings.lose("a", 2), "it is known"
-    assert not rings.lose("c", 1), "meant of a ring that is no more"
-    rings.join("e", (1, 2))
+    rings.fail(1, "a")
+    assert rings.ring_of("c") == ("c",) and rings.generation == 2
+    rings.fail(1, "c")
+    assert rings.generation == 2, "meant of a ring that is no more"
+    rings.fail(2, "")
+    assert rings.generation == 3 and rings.ring_of("c") == ("c",), "it was the trainer"
+    rings.join("e", ONE)
     assert rings.ring_of("e") is None, "in the middle of a round"
     assert rings.settle("abcde") and rings.ring_of("e") == ("a", "c", "e")
     rings.leave("c")
-    assert rings.ring_of("e") == ("a", "e") and rings.generation == 4
-    rings.join("c", (1, 2))
+    assert rings.ring_of("e") == ("a", "e") and rings.generation == 5
+    rings.join("c", ONE)
     assert rings.settle("abcde") and rings.ring_of("c") == ("a", "e", "c")
 
 
 def test_workers_sit_with_those_of_their_number_in_engines_of_their_shape() -> None:
     rings, offers = Rings(), {}
     for name, workers in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 2}.items():
-        rings.join(name, (workers, 2))
+        rings.join(name, (workers, 2, HOST))
         offers[name] = [WorkerOffer((workers, 2), {"at": f"{name}/{t}"}) for t in range(workers)]
     rings.settle("abcde")
     found = {name: rings.seats(name, offers) for name in "abcde"}
@@ -78,7 +82,7 @@ def test_workers_sit_with_those_of_their_number_in_engines_of_their_shape() -> N
     assert [(seat.mine, seat.leader["at"]) for seat in found["c"]] == [(1, "a/0"), (1, "a/1")]
     rings.leave("d")
     assert [seat.names for seat in rings.seats("b", offers)] == [["b"]], "all from the trainer"
-    rings.join("d", (1, 2))
+    rings.join("d", ONE)
     assert rings.seats("d", offers) == [], "from the next round on"
 
 
@@ -129,7 +133,7 @@ class Fleet:
         receiver = self.receivers[name] = Receiver(0, torch.device("cpu"))
         receiver.relay = Relay("127.0.0.1")
         self.offers[name] = [WorkerOffer(shape=(1, 1), endpoint=receiver.relay.endpoint)]
-        self.rings.join(name, (1, 1))
+        self.rings.join(name, ONE)
 
     def connect(self, *names: str) -> None:
         def one(name: str) -> None:
@@ -248,7 +252,7 @@ def test_who_is_lost_is_named_and_the_others_go_on_without(fleet: Callable[..., 
     assert "c" in failed and set(failed) <= set("abcd")
     assert {failed[name] for name in failed if name != "b"} == {"b"}, "it is b, whoever tells"
     for lost in failed.values():
-        here.rings.lose(lost or "b", generation)
+        here.rings.fail(generation, lost or "b")
     assert here.rings.generation == generation + 1
     again = [name for name in failed if name != "b"]
     here.connect(*again)
@@ -311,12 +315,15 @@ def test_engines_of_two_generations_do_not_wait_for_each_other(fleet: Callable[.
     """b takes part in a new ring before it has anything; c still follows the old one."""
     here = fleet(1, "abc")
     here.connect()
-    here.rings.lose("a", here.rings.generation)
+    here.rings.fail(here.rings.generation, "a")
     here.connect("b")
     here.open(1)
     with pytest.raises(PeerLost, match="another group") as error:
         here.stage(1, "c")["c"].result()
-    assert error.value.lost == ""
+    assert error.value.lost == "b"
+    generation, ring = here.rings.generation, here.rings.ring_of("b")
+    here.rings.fail(generation - 1, "b")
+    assert (here.rings.generation, here.rings.ring_of("b")) == (generation, ring), "not its fault"
     here.close_version()
 
 
