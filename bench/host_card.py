@@ -34,3 +34,10 @@ class HostCard:
             return torch.frombuffer(mmap.mmap(file.fileno(), told["size"]), dtype=torch.uint8)
 
     def settle(self) -> None: ...
+
+
+class ForeignCard(HostCard):
+    """As where the driver finds no way between two cards."""
+
+    def open(self, told: dict[str, Any]) -> torch.Tensor:
+        raise RuntimeError("peer access is not supported between these two devices")

@@ -27,9 +27,10 @@ from rft.config import Config
 from rft.config.choices import start_lines
 from rft.ground import redact
 from rft.ground.process import end_descendants
+from rft.ground.rounds import STREAM
 from rft.monitor import logs, trace
 from rft.run import cards
-from rft.sync import transfer
+from rft.sync import transfer, transport
 
 if TYPE_CHECKING:
     from rft.run.actors import Actors, Work
@@ -160,6 +161,8 @@ def start_table(config: Config) -> Iterator[str]:
     """For whoever started the run: who computes on what, and what was chosen for it, with why."""
     yield from cards.table(config, cards.here())
     yield from start_lines(config)
+    if config.mode == "both" and config.synchronizer.sync_method == STREAM:
+        yield f"  {transport.told(config)}"
     if said := transfer.told(config):
         yield f"  {said}"
 

@@ -24,7 +24,8 @@ processes. So nobody asks for lists of cards: the pair tries it, on a few bytes,
 it.
 """
 
-from rft.ground.rounds import HOST
+from rft.config import Config
+from rft.ground.rounds import HOST, PACKED
 
 SOCKETS, IPC, NCCL, WIRE = "sockets", "ipc", "nccl", "wire"
 WORDS = {
@@ -53,13 +54,13 @@ def of_group(kind: str, machines: int, opens: bool = True) -> str:
     return IPC if machines == 1 and opens else NCCL
 
 
-def told(kind: str, trainer_machines: int, engine_machines: int, engines: int) -> str:
+def told(config: Config) -> str:
     """For the start of a run: what is expected of the layout; each link still tries for itself."""
-    if kind == HOST:
-        chain = f", passed on along {engines} engines" if engines > 1 else ""
-        return f"weights over sockets{chain}"
-    one = trainer_machines == engine_machines == 1
-    line = f"weights over {WORDS[of_pair(kind, one)]}"
-    if engines > 1:
-        line += f", passed on among {engines} engines over {WORDS[of_group(kind, engine_machines)]}"
+    rollout = config.explorer.rollout_model
+    engines, one_machine = int(rollout.engine_num or 1), config.cluster.ray_address is None
+    kind, among = (PACKED if config.device == "cuda" else HOST), 1 if one_machine else engines
+    line = f"weights over {WORDS[of_pair(kind, one_machine)]}"
+    if engines > 1 and config.synchronizer.receive != "direct":
+        way = WORDS[of_group(kind, among)]
+        line += f", passed on from engine to engine over {way} ({engines} engines)"
     return line

@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import torch
 from miniature import BUCKET_BYTES, Shards
-from mortal import Doom, MortalSender
+from mortal import Doom, MortalSender, link_of_rank
 from safetensors.torch import load_file
 
 from rft.ground.protocols import Block
 from rft.sync import plan as plans
+from rft.sync.transport import NCCL
 
 NOISE = 0.02  # as large as the weights of a fresh model
 ANSWER_S = 90.0
@@ -56,11 +57,11 @@ class ChangingShards(Shards):
         return (tensor for _, tensor in self.parts)
 
 
-def be_rank(asked: Connection, path: Path, rank: int, epoch: int, timeout: float) -> None:
+def be_rank(asked: Connection, path: Path, rank: int, epoch: int, timeout: float, way: str) -> None:
     """A rank's process: does what the test tells it, until the test is gone."""
     torch.set_num_threads(1)
     source = ChangingShards(path, rank)
-    sender = MortalSender(source, epoch, timeout)
+    sender = MortalSender(source, epoch, timeout, make_link=link_of_rank if way == NCCL else None)
 
     def follow(plan: dict[str, Any]) -> None:
         sender.follow(plans.decode(plan), rank)
@@ -86,15 +87,15 @@ class RankDied(Exception):
 class TrainerRanks:
     """Two ranks of one epoch; odd epochs are reached by TCP, even ones by Unix sockets."""
 
-    def __init__(self, path: Path, epoch: int, timeout: float):
+    def __init__(self, path: Path, epoch: int, timeout: float, way: str):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "rft.sync.sender"])
-        self.epoch = epoch
+        self.epoch, self.way = epoch, way
         self.processes, self._pipes = [], []
         for rank in range(2):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=be_rank, args=(theirs, path, rank, epoch, timeout), daemon=True
+                target=be_rank, args=(theirs, path, rank, epoch, timeout, way), daemon=True
             )
             process.start()
             theirs.close()
@@ -112,9 +113,13 @@ class TrainerRanks:
 
     @property
     def messages(self) -> int:
-        """About how many the smaller stream has: parts of buckets, and their checksums."""
+        """About how many the smaller stream has: parts of buckets, and their checksums; these alone
+        where buckets do not go over the wire.
+        """
+        each = int(self.way != NCCL)
         return min(
-            sum(len(bucket.pieces) + 1 for bucket in stream.buckets) for stream in self.plan.streams
+            sum(each * len(bucket.pieces) + 1 for bucket in stream.buckets)
+            for stream in self.plan.streams
         )
 
     def tell(self, name: str, *arguments: Any) -> None:

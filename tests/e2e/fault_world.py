@@ -27,7 +27,10 @@ ANSWER_S = 120.0
 START_S = 400.0  # of an engine, on a crowded machine
 WIDTH = 4  # requests under way
 CONTEXT = 512
-HERE = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+HERE = os.pathsep.join(
+    filter(None, [os.path.dirname(__file__), ROOT, os.environ.get("PYTHONPATH")])
+)
 ENGINES = ("engine_0", "engine_1")
 
 
@@ -46,8 +49,10 @@ class Buffer:
 
 
 class World:
-    def __init__(self, path: Path, directory: Path, names: tuple[str, ...] = ENGINES):
-        self.path, self.directory, self.names = path, directory, names
+    """`way`: as in `mortal.MortalWorker`."""
+
+    def __init__(self, path: Path, directory: Path, way: str, names: tuple[str, ...] = ENGINES):
+        self.path, self.directory, self.names, self.way = path, directory, names, way
         self.judge = Judge(path, directory / "clean")
         self.seen: Counter[str] = Counter()
         self.version = 0
@@ -58,7 +63,7 @@ class World:
         started = [self.spawn(name) for name in names]
         ray.get(started, timeout=START_S)
         self.new_synchronizer()
-        self.ranks = TrainerRanks(path, 1, SYNC_S)
+        self.ranks = TrainerRanks(path, 1, SYNC_S, way)
         self.connect()
         self.new_client()
         self.round()
@@ -112,7 +117,7 @@ class World:
                 dtype="fp32", kv_cache_gb=0.125, enforce_eager=True, max_num_seqs=256
             ),
         )
-        self.engines[name] = actor(MortalEngine, RFT_LOG_FILE=log).remote(
+        self.engines[name] = actor(MortalEngine, RFT_LOG_FILE=log, RFT_FAULT_WAY=self.way).remote(
             name, model, rollout, 1, 0, "cpu", CONTEXT
         )
         self.ends[name] = self.engines[name].watch.remote()
@@ -134,7 +139,7 @@ class World:
     def new_ranks(self) -> None:
         """Of the next epoch: when one dies, the launcher ends the others."""
         self.ranks.end()
-        self.ranks = TrainerRanks(self.path, self.ranks.epoch + 1, SYNC_S)
+        self.ranks = TrainerRanks(self.path, self.ranks.epoch + 1, SYNC_S, self.way)
         self.connect()
 
     def new_client(self) -> None:

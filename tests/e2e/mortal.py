@@ -13,13 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rft.ground.rounds import Round
+import torch
+
+from bench.host_card import ForeignCard
+from bench.nccl_like import NcclLike, nccl_like
+from rft.ground.rounds import STREAM, Round
 from rft.rollout.engine import RolloutEngine
 from rft.sync.connection import PeerConnection
+from rft.sync.links import BucketLink, host_link, join_link
 from rft.sync.members import Members
-from rft.sync.receiver import WorkerExtension
+from rft.sync.receiver import Receiver, WorkerExtension
 from rft.sync.sender import WeightSender
 from rft.sync.synchronizer import Synchronizer, reason
+from rft.sync.transport import NCCL
 
 
 @dataclass
@@ -104,17 +110,30 @@ CALLS = (
 
 
 class MortalWorker(WorkerExtension):
+    """`RFT_FAULT_WAY`: "sockets", or "nccl", where packed buckets are passed on over what stands in
+    for that.
+    """
+
     def rft_relay(self, address: str) -> bytes:
-        offer = super().rft_relay(address)
-        listener = self.weight_transfer_engine.receiver.relay.listener  # type: ignore[attr-defined]
-        serve, counting = listener._serve, threading.Lock()
+        streamed, counting = self.weight_transfer_engine, threading.Lock()  # type: ignore[attr-defined]
         self.passing_on = NEVER
 
+        def meet() -> None:
+            self.passing_on.meet("message")
+
+        if os.environ["RFT_FAULT_WAY"] == NCCL:
+            streamed.receiver = streamed.readers[STREAM] = over_nccl(streamed.receiver, meet)
+        offer = super().rft_relay(address)
+        relay = streamed.receiver.relay
+        relay.meeting.opens = False
+        serve = relay.listener._serve
+
         def mortal(wire: PeerConnection, hello: dict[str, Any]) -> None:
-            halve(wire, lambda: self.passing_on.meet("message"), counting)
+            if "group" not in hello:
+                halve(wire, meet, counting)
             serve(wire, hello)
 
-        listener._serve = mortal
+        relay.listener._serve = mortal
         return offer
 
     def die_passing_on(self, messages: int) -> None:
@@ -133,6 +152,33 @@ class MortalWorker(WorkerExtension):
                 yield pair
 
         streamed._source = mortal
+
+
+def over_nccl(receiver: Receiver, meet: Callable[[], None]) -> Receiver:
+    """In its place: `meet` is called in the middle of everything that is broadcast from here."""
+
+    class Mortal(NcclLike):
+        def _write(self, wire: Any, data: Any) -> None:
+            middle = len(data) // 2
+            super()._write(wire, memoryview(data)[:middle])
+            meet()
+            super()._write(wire, memoryview(data)[middle:])
+
+    def transport(store: Any, rank: int, size: int, *_: Any) -> NcclLike:
+        return Mortal(store, rank, size)
+
+    def link(wire: PeerConnection, alone: bool) -> BucketLink:
+        return join_link(wire, card, receiver.device, transport, alone)
+
+    card = ForeignCard()
+    return Receiver(
+        receiver.worker, receiver.device, link, receiver.share, transport=transport, memory=card
+    )
+
+
+def link_of_rank(wire: PeerConnection) -> BucketLink:
+    """The other end of that."""
+    return host_link(wire, ForeignCard(), "127.0.0.1", torch.device("cpu"), nccl_like)
 
 
 # --- the synchronizer -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from bench.host_card import HostCard
+from bench.host_card import ForeignCard, HostCard
 from bench.nccl_like import NcclLike
 from rft.ground.protocols import Block
 from rft.ground.rounds import GroupSeat, Round, TrainerInfo
@@ -95,13 +95,6 @@ class MortalNccl(NcclLike):
 class MortalCard(HostCard):
     def settle(self) -> None:
         Life.move()
-
-
-class ForeignCard(HostCard):
-    """As where the driver finds no way between two cards."""
-
-    def open(self, told: dict[str, Any]) -> torch.Tensor:
-        raise RuntimeError("peer access is not supported between these two devices")
 
 
 class Flips:
