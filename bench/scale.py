@@ -14,7 +14,7 @@ are counted, seconds of a round come from a model (`round_seconds`) and were not
                    and its group; at a rank that owns a norm: a pair for every worker of its head
     out, in        bytes of a round that leave the busiest trainer rank, that come to a worker;
                    `over`: bytes out / bytes that the rank owns, as workers share norms
-    memory         of transfer, declared: buffers of the links and NCCL's own (`transfer_bytes`)
+    memory         of transfer, declared: buffers of the links and NCCL's own (`rft.sync.transfer`)
     layer          one vLLM layer's own part of a worker: what a commit holds beside that
     plan           bytes of the plan as it goes to an engine, and Python's seconds: a rank's list of
                    blocks, build and encode at rank 0, decode and all parts at a worker, parts at a
@@ -43,7 +43,6 @@ import torch
 
 from bench import report
 from bench.gpu.models import experts, shape
-from rft.ground.device import Device
 from rft.ground.names import (
     RULES,
     SUPPORTED,
@@ -58,8 +57,8 @@ from rft.ground.protocols import Block
 from rft.megatron import weights
 from rft.sync import plan as plans
 from rft.sync.fanout import comes_from_trainer
-from rft.sync.links import BUFFERS
 from rft.sync.plan import Share, StreamPart, StreamPlan
+from rft.sync.transfer import at_rank, at_worker, message_bytes
 
 # config.json of the models, as published. Kimi-K2 has another attention (MLA), which rft does not
 # have: the sizes are its own, attention is grouped.
@@ -140,9 +139,6 @@ LINK = 400e9 / 8  # bytes a second, each way: every GPU has a NIC of its own
 CHUNK = 512 * 2**10  # NCCL passes a broadcast on in pieces of so many bytes (4 MiB in 8 steps)
 HOP = 10e-6  # of a piece, from one GPU to the next, beside its bytes
 LAUNCH = 100e-6  # of a bucket: pack or place, checksum, its word on the wire
-# NCCL's own memory, a communicator: channels x (to the one behind, from the one before) x what
-# three protocols hold (Simple 4 MiB, LL 0.5, LL128 4.7)
-CHANNELS, CONNECTIONS, NCCL_BYTES = 4, 2, int(9.2 * 2**20)
 
 BARS = {"memory_mib": 512, "plan_s": 10.0, "over": 1.05, "links_beyond": 2, "exponent": 1.02}
 # Growth of each is held against that of R + E: the exponent, of which 1 is as fast.
@@ -317,7 +313,7 @@ def measure(model: str, gpus: int, layout: Halves) -> PaperRow:
         weights.shared(weights.slabs([part], hf, place_of(layout, 0)), place_of(layout, 0))
     blocks = blocks_of(hf, layout)
     with timed(seconds, "build"):
-        plan = plans.build(blocks, Device("cuda", 0, "nccl", 1, True).message_bytes)
+        plan = plans.build(blocks, message_bytes(layout.ranks, layout.engines, layout.workers))
         encoded = msgspec.msgpack.encode(plans.encode(plan))
     shares = [
         Share(worker=worker, workers=layout.workers, kv_heads=dims.groups)
@@ -372,7 +368,8 @@ def shape_of(
         "in": sum(part.payload for part in parts),
         "buckets": sum(len(part.stream.buckets) for part in parts),
         "memory": max(
-            transfer_bytes(from_ranks + grouped, largest), transfer_bytes(to_workers, largest)
+            at_rank(layout.workers, largest).bytes({}),
+            at_worker(layout.ranks, engines, largest).bytes({}),
         ),
         "layer": layer_bytes(parts),
     }
@@ -381,13 +378,6 @@ def shape_of(
 def sent_once(plan: StreamPlan, sent: list[StreamPart]) -> int:
     owned = next(stream for stream in plan.streams if stream.rank == sent[0].stream.rank)
     return sum(plans.row_bytes(block) * block.block_shape[0] for block in owned.blocks)
-
-
-def transfer_bytes(links: int, bucket: int) -> int:
-    """Device memory of the links of one process, as they are made today: buffers for buckets, and
-    what NCCL holds for a communicator.
-    """
-    return links * (BUFFERS * bucket + CHANNELS * CONNECTIONS * NCCL_BYTES)
 
 
 def layer_bytes(parts: list[StreamPart]) -> int:

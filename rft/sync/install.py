@@ -125,7 +125,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loaded: int | None = None  # the version in an update that is not finished
         self.layers = LayersOf(model)
         self.chosen: Chosen | None = None  # what an open update loads; None: all
-        self.follows = False  # what is loaded is what the receiver has staged
+        self.is_streamed = False  # what is staged is the receiver's
+        self.follows = False  # what is loaded is that
         self.tied = tied_layers(model)
         self.experts = expert_methods(model) if device.type == "cpu" else []
         self.together = has_all_experts(model)
@@ -200,6 +201,7 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             return Received(error=told, blame=blamed(error), lost=lost(error))
         self.received = self._received(coming, reader.size(tensors), began)
         self.staged = replace(coming, location=None), tensors
+        self.is_streamed = reader is self.receiver
         return self.received
 
     def _received(self, coming: Round, size: int, began: float) -> Received:
@@ -278,7 +280,8 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         """What has to be loaded of a staged round; None: all. So it is of what is not the stream's
         and wherever a load has failed; and for experts on a CPU, which are packed all at once.
         """
-        self.follows = not coming.direct and coming.method == STREAM
+        here = self.staged is not None and self.staged[0] == coming
+        self.follows = here and self.is_streamed
         if self.mixed or not self.follows:
             self.receiver.changed = None
         changed = self.receiver.changed

@@ -262,8 +262,8 @@ class Receiver:
         It lies in memory that the next `stage` overwrites.
         """
         assert self._kept is not None, "connected for direct rounds"
-        if self._base is None:
-            self.changed = None
+        if self._base is None or self.make_link is not None:
+            self.changed = None  # nothing is known of what is not compared with a version here
         base, self._base = self._base, None  # what fails in between has changed some of it
         if self.relay is not None:
             self.relay.begin(coming.version, self._kept)

@@ -97,6 +97,18 @@ def test_a_damaged_save_is_refused_by_name_and_the_old_version_serves_on(
         assert_serves(first_weights, model_dirs[1], 3)
 
 
+def test_all_of_every_save_is_loaded(
+    first_weights: Any, model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What a commit may leave out, because it has not changed, is known of streams alone."""
+    synchronizer = synchronizer_of(first_weights)
+    for version, which in enumerate((1, 0, 1, 0), 1):
+        root, path = tmp_path / str(version), model_dirs[which]
+        with SavingTrainer(root, path, synchronizer, epoch=version) as trainer:
+            trainer.publish(version)
+            assert_serves(first_weights, path, version)
+
+
 def test_engines_without_a_trainer_follow_what_one_saves_elsewhere(
     first_weights: Any, model_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from rft.sync.connection import PeerLost
 
 FREE_S = 5.0  # until everybody who is left knows
 SEEDS = 50
-FEW = 6
+FEW = 3
 
 
 @pytest.fixture
