@@ -18,6 +18,7 @@ from rft import config as configs
 from rft.config import Config
 from rft.ground.device import Device
 from rft.ground.protocols import TrainerMesh
+from rft.ground.rounds import STREAM
 from rft.monitor import logs
 from rft.trainer import control
 
@@ -162,6 +163,9 @@ class MegatronBackend(TrainBackend):
         ends = transfer.of_config(config)
         size = ends[0].message_bytes if ends else None
         size = size or config.synchronizer.bucket_bytes or self.device.message_bytes
+        if config.synchronizer.sync_method == STREAM:
+            # of a plan; each of an engine's workers gets its share of one
+            size *= config.explorer.rollout_model.tensor_parallel_size
         sync = replace(config.synchronizer, bucket_bytes=size)
         if is_supervised(config.algorithm):
             return Publisher(None)

@@ -270,7 +270,8 @@ def needed(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int, i
 
 
 def part_of(plan: StreamPlan, index: int, share: Share) -> StreamPart:
-    """Of stream `index` of `plan`.
+    """Of stream `index` of `plan`, in messages that are so much smaller than those of the whole as
+    there are workers: a block that is one piece there is one here.
 
     It has no blocks where the worker needs nothing that this trainer rank holds.
     """
@@ -285,8 +286,8 @@ def part_of(plan: StreamPlan, index: int, share: Share) -> StreamPart:
         if (cut := _cut(block, share)) is not None
     ]
     blocks = tuple(cut for _, cut in cuts)
-    largest = max(bucket.nbytes for bucket in stream.buckets)
-    part = WeightStream(rank=stream.rank, blocks=blocks, buckets=tuple(buckets(blocks, largest)))
+    limit = max(bucket.nbytes for bucket in stream.buckets) // share.workers
+    part = WeightStream(rank=stream.rank, blocks=blocks, buckets=tuple(buckets(blocks, limit)))
     digest = xxhash.xxh3_128_hexdigest(plan.digest.encode() + msgspec.msgpack.encode(part))
     return StreamPart(stream=part, sources=tuple(number for number, _ in cuts), digest=digest)
 
