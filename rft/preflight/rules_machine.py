@@ -6,8 +6,10 @@ shows all, a start refuses those that stop it and tells the others. Loads no tor
 """
 
 import importlib.metadata as metadata
+import os
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,6 +190,22 @@ def of_gpus(
         yield from busy(machine)
 
 
+def interfaces(environment: Mapping[str, str], here: Collection[str]) -> Iterator[Trouble]:
+    """Gloo takes whole names; NCCL beginnings, whole names after "=", and after "^" what it is not
+    to use.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environment.get(variable, "")
+        names = [name for name in value.removeprefix("=").split(",") if name]
+        exact = variable.startswith("GLOO") or value.startswith("=")
+        known = any(
+            one == name or (not exact and one.startswith(name)) for one in here for name in names
+        )
+        if names and not known and not value.startswith("^"):
+            said = f"{variable}={value}, but this machine has {', '.join(sorted(here))}"
+            yield Trouble("network", said, "name one of these, or unset it")
+
+
 # --- at a start -----------------------------------------------------------------------------------
 
 
@@ -218,6 +236,9 @@ def _reaches_driver(config: Config) -> Iterator[str]:
 
 def _stops(config: Config) -> Iterator[str]:
     yield from (one.sentence for one in of_config(config) if one.stops)
+    if config.mode in TRAINING:
+        names = [name for _, name in socket.if_nameindex()]
+        yield from (one.sentence for one in interfaces(os.environ, names))
 
 
 def missing_here(stages: list[Config]) -> Iterator[str]:

@@ -289,19 +289,13 @@ class Staging:
             )
 
     @contextmanager
-    def place(
-        self, block: Block, start: int, stop: int, amend: bool = False
-    ) -> Iterator[memoryview]:
-        """Host memory for rows [start, stop) of `block`: its own, or copied to the device after.
-        `amend`: what they are now is in it.
-        """
+    def place(self, block: Block, start: int, stop: int) -> Iterator[memoryview]:
+        """Host memory for rows [start, stop) of `block`: its own, or copied to the device after."""
         target = self._target(block, start, stop)
         if target.device.type == "cpu":
             yield _bytes(target).numpy().data
             return
         scratch = torch.empty(target.shape, dtype=target.dtype)
-        if amend:
-            scratch.copy_(target)
         yield _bytes(scratch).numpy().data
         target.copy_(scratch)
 

@@ -355,11 +355,11 @@ class Receiver:
         bucket, or of what ended the stream.
         """
         enter_thread(self.device)
-        wire, link = self._wires[index], self._links[index]
         take = partial(self._take, version, index)
-        if link is not None:
-            take = partial(self._take_packed, version, index, wire, link, self._besides[index])
         try:
+            wire, link = self._wires[index], self._links[index]
+            if link is not None:
+                take = partial(self._take_packed, version, index, wire, link, self._besides[index])
             wire.send_record({"version": version, "base": base})
             wanted = list(range(len(self._parts[index].stream.buckets)))
             self._take_all(version, index, wire, wanted, lambda some: take(some, staging, inbox))
@@ -511,7 +511,7 @@ class Receiver:
         changes = self._changes(part.stream, wire, number, delta) if delta else None
         for piece in bucket.pieces:
             block = part.stream.blocks[piece.block]
-            with staging.place(block, piece.start, piece.stop, amend=bool(delta)) as memory:
+            with staging.place(block, piece.start, piece.stop) as memory:
                 moved = changes.apply(memory, at) if changes else not delta
                 if moved and self.changed is not None:
                     self.changed.add(block.name)

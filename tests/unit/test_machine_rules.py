@@ -224,3 +224,25 @@ def test_doctor_asks_every_node_of_a_ray(monkeypatch: pytest.MonkeyPatch) -> Non
     said = {one.what: one for one in look}
     assert said["collectives"].level == OK and "2 processes have met" in said["collectives"].said
     assert not [one for one in look if one.level in (WARN, FAIL) and one.what == "node"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "wrong"),
+    [
+        ({}, []),
+        ({"GLOO_SOCKET_IFNAME": "eth0,lo", "NCCL_SOCKET_IFNAME": "eth"}, []),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, ["GLOO_SOCKET_IFNAME=eth"]),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, ["NCCL_SOCKET_IFNAME==eth"]),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, []),
+        (
+            {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"},
+            ["GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib"],
+        ),
+    ],
+)
+def test_a_network_interface_that_is_not_there(
+    environment: dict[str, str], wrong: list[str]
+) -> None:
+    found = list(rules_machine.interfaces(environment, ["lo", "eth0"]))
+    assert [one.said for one in found] == [f"{w}, but this machine has eth0, lo" for w in wrong]
+    assert all(one.stops and "unset it" in one.fix for one in found)
