@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GIB = 2**30
 # Found by vLLM through its plugin entry point and by name; this package does not import rft.sync.
-WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.receiver.WorkerExtension"
+WEIGHT_BACKEND, WORKER_EXTENSION = "rft", "rft.sync.worker.WorkerExtension"
 # The share that vLLM wants to see free as it starts, whatever its cache is told to be. A trainer on
 # the same card has its state there: how much the engine may take is decided by the cache's size.
 UNCHECKED = 0.01

@@ -242,7 +242,7 @@ class EngineWeights:
         return installed
 
     async def _ask(self, method: str, *records: Any) -> list[WorkerState]:
-        """Call `rft.sync.receiver.WorkerExtension` in every worker, between two steps."""
+        """Call `rft.sync.worker.WorkerExtension` in every worker, between two steps."""
         assert self.llm is not None
         answers = await self.llm.collective_rpc(
             method, args=tuple(encode(record) for record in records)

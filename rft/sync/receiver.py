@@ -9,17 +9,14 @@ tensors out.
 Each stream comes from the trainer rank that owns it, or from the engine before this one in its ring
 (`rft.sync.fanout`); to the threads both are the same.
 
-`rft.sync.install` is the part that lives in vLLM and consumes the tensors; vLLM finds it through
-`register`, the package's `vllm.general_plugins` entry point. A tensor-parallel worker takes only
-its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
+`rft.sync.install` is the part that lives in vLLM and consumes the tensors. A tensor-parallel worker
+takes only its part of the streams (`rft.sync.plan`); the tensors have their whole shape all the
 same, and what is not there cannot be read (`rft.sync.loading`). Invariants: a tensor is handed out
 only when all its bytes have come and their checksums fit; whatever a receiving thread meets is
 raised to the consumer; after a failed round every wire is closed.
 """
 
 import logging
-import multiprocessing
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -30,11 +27,8 @@ import msgspec
 import torch
 
 from rft.ground import device as devices
-from rft.ground.experience import decode, encode
-from rft.ground.process import die_with_parent
-from rft.ground.rounds import AdapterOrder, GroupSeat, Round, TrainerInfo
+from rft.ground.rounds import GroupSeat, Round, TrainerInfo
 from rft.ground.streams import Beside, enter_thread, settle
-from rft.monitor import logs
 from rft.sync import plan as plans
 from rft.sync.buckets import (
     CHECKSUM_BYTES,
@@ -56,59 +50,7 @@ from rft.sync.plan import WHOLE, Share, StreamPart, StreamPlan, WeightStream, pa
 from rft.sync.relay import SILENCE_S, Relay
 
 log = logging.getLogger(__name__)
-BACKEND = "rft"
 TRIES = 3  # of one bucket: a bit may flip on the way, a faulty machine flips them all
-
-
-def register() -> None:
-    """Entry point `vllm.general_plugins`: make "rft" a weight transfer backend.
-
-    Called in every vLLM process, repeatedly.
-    """
-    if "RFT_LOG_FILE" in os.environ and multiprocessing.parent_process() is not None:
-        die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
-    logs.show_stacks_on_signal()
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rft.sync.install", "StreamedWeights")
-
-
-class WorkerExtension:
-    """Methods that vLLM adds to its workers, for `collective_rpc`; `rft.rollout.engine` names this
-    class to vLLM. Records of `rft.ground.rounds` come and go as their msgpack.
-    """
-
-    def rft_weight_state(self) -> bytes:
-        """What this worker holds."""
-        return encode(self.weight_transfer_engine.state())  # type: ignore[attr-defined]
-
-    def rft_listen(self, path: str) -> None:
-        """From now on receive rounds beside the decoding, as the
-        engine actor orders at the socket `path`.
-        """
-        self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
-
-    def rft_relay(self, address: str) -> bytes:
-        """Be there for workers of other engines, at `address`; returns a `WorkerOffer`."""
-        return encode(self.weight_transfer_engine.relay(address))  # type: ignore[attr-defined]
-
-    def rft_install(self, coming: bytes) -> bytes:
-        """vLLM's start, update and finish of new weights in one call, which keeps the pause short.
-
-        Returns the state.
-        """
-        self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights({"coming": decode(coming, Round)})  # type: ignore[attr-defined]
-        self.finish_weight_update()  # type: ignore[attr-defined]
-        return self.rft_weight_state()
-
-    def rft_install_adapter(self, coming: bytes, order: bytes) -> bytes:
-        """Register a staged adapter, between two steps. Returns the state."""
-        self.weight_transfer_engine.install_adapter(  # type: ignore[attr-defined]
-            decode(coming, Round), decode(order, AdapterOrder)
-        )
-        return self.rft_weight_state()
 
 
 class Receiver:

@@ -22,10 +22,11 @@ from rft.rollout.engine import RolloutEngine
 from rft.sync.connection import PeerConnection
 from rft.sync.links import BucketLink, host_link, join_link
 from rft.sync.members import Members
-from rft.sync.receiver import Receiver, WorkerExtension
+from rft.sync.receiver import Receiver
 from rft.sync.sender import WeightSender
 from rft.sync.synchronizer import Synchronizer, reason
 from rft.sync.transport import NCCL
+from rft.sync.worker import WorkerExtension
 
 
 @dataclass

@@ -113,6 +113,7 @@ def loaded_by(module: str) -> set[str]:
         ("rft.preflight", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
         ("rft.tools.config", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
         ("rft.tools.doctor", {"torch", "megatron", "vllm", "ray", "transformers", "openai"}),
+        ("rft.sync.worker", {"megatron", "torch", "vllm"}),
         ("rft.sync.receiver", {"megatron"}),
         ("rft.ground.names", {"torch", "megatron"}),
         ("rft.ground.experience", {"torch", "numpy"}),

@@ -1,0 +1,68 @@
+"""What vLLM finds of us in its processes: a weight transfer backend, and methods for its workers.
+
+In: the package's `vllm.general_plugins` entry point; calls of the engine's actor
+(`rft.rollout.engine_weights`), records as their msgpack. Out: the same calls of
+`rft.sync.install.StreamedWeights`. vLLM is not imported here: this is read before its environment
+is set.
+"""
+
+import multiprocessing
+import os
+
+from rft.ground.experience import decode, encode
+from rft.ground.process import die_with_parent
+from rft.ground.rounds import AdapterOrder, Round
+from rft.monitor import logs
+
+BACKEND = "rft"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: make "rft" a weight transfer backend.
+
+    Called in every vLLM process, repeatedly.
+    """
+    if "RFT_LOG_FILE" in os.environ and multiprocessing.parent_process() is not None:
+        die_with_parent()  # vLLM's own processes outlive an engine actor that was killed
+    logs.show_stacks_on_signal()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "rft.sync.install", "StreamedWeights")
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, for `collective_rpc`; `rft.rollout.engine` names this
+    class to vLLM. Records of `rft.ground.rounds` come and go as their msgpack.
+    """
+
+    def rft_weight_state(self) -> bytes:
+        """What this worker holds."""
+        return encode(self.weight_transfer_engine.state())  # type: ignore[attr-defined]
+
+    def rft_listen(self, path: str) -> None:
+        """From now on receive rounds beside the decoding, as the
+        engine actor orders at the socket `path`.
+        """
+        self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
+
+    def rft_relay(self, address: str) -> bytes:
+        """Be there for workers of other engines, at `address`; returns a `WorkerOffer`."""
+        return encode(self.weight_transfer_engine.relay(address))  # type: ignore[attr-defined]
+
+    def rft_install(self, coming: bytes) -> bytes:
+        """vLLM's start, update and finish of new weights in one call, which keeps the pause short.
+
+        Returns the state.
+        """
+        self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights({"coming": decode(coming, Round)})  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        return self.rft_weight_state()
+
+    def rft_install_adapter(self, coming: bytes, order: bytes) -> bytes:
+        """Register a staged adapter, between two steps. Returns the state."""
+        self.weight_transfer_engine.install_adapter(  # type: ignore[attr-defined]
+            decode(coming, Round), decode(order, AdapterOrder)
+        )
+        return self.rft_weight_state()
