@@ -102,8 +102,9 @@ class RolloutEngine(EngineWeights):
         max_model_len: int,
         adapters: int = 0,
         colocated: bool = False,
+        cluster: str | None = None,
     ):
-        super().__init__(name, model, rollout.tensor_parallel_size, adapters)
+        super().__init__(name, model, rollout.tensor_parallel_size, adapters, cluster)
         self.rollout = rollout
         self.threads = threads
         self.seed = seed

@@ -54,10 +54,20 @@ LEVEL = 1
 
 
 class EngineWeights:
-    """`adapters`: that workers hold at most, where the policy comes as adapters; 0: it does not."""
+    """`adapters`: that workers hold at most, where the policy comes as adapters; 0: it does not.
+    `cluster`: the address of the Ray that the run is in; None: its own, on one machine.
+    """
 
-    def __init__(self, name: str, model: ModelConfig, workers: int, adapters: int):
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        workers: int,
+        adapters: int,
+        cluster: str | None = None,
+    ):
         self.name = name
+        self.cluster = cluster
         self.model = model
         self.llm: AsyncLLM | None = None
         self.adapters = AdapterServing(name, model, adapters) if adapters else None
@@ -98,14 +108,11 @@ class EngineWeights:
 
     async def open_workers(self) -> None:
         """Workers stage beside the decoding from now on, and are there for those of other
-        engines, at the address that Ray has of this machine.
+        engines.
         """
-        import ray
-
         assert self.llm is not None
         await self.llm.collective_rpc("rft_listen", args=(await self.channel.open(),))
-        address = ray.util.get_node_ip_address()
-        answers = await self.llm.collective_rpc("rft_relay", args=(address,))
+        answers = await self.llm.collective_rpc("rft_relay", args=(self.cluster,))
         self.offers = [decode(answer, WorkerOffer) for answer in answers]
 
     async def worker_offers(self) -> list[WorkerOffer]:

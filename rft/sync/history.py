@@ -57,6 +57,9 @@ class Told(NamedTuple):
     base: int | None = None
     delta: bytes = b""
 
+    def is_from(self, base: int | None) -> bool:
+        return self.base is not None and self.base == base
+
     def send(
         self,
         wire: PeerConnection,
@@ -68,7 +71,7 @@ class Told(NamedTuple):
         """To who has `base`: the delta, if it is from there, else the `size` bytes of `chunks`.
         Returns how many went.
         """
-        if self.base is None or self.base != base:
+        if not self.is_from(base):
             wire.send_record(BucketHead(bucket=number, size=size))
             for data in chunks:
                 wire.send(data)

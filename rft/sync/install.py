@@ -69,7 +69,7 @@ from rft.ground.streams import enter_thread
 from rft.monitor import trace
 from rft.rollout.worker_channel import StageOrder, StageReport
 from rft.sync import lora
-from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
+from rft.sync.connection import PeerConnection, PeerLost, PeerRefused, own_address
 from rft.sync.links import LinkSide, join_links
 from rft.sync.loading import in_layer_order
 from rft.sync.plan import WHOLE, Share
@@ -155,9 +155,9 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             reader.close()
             raise
 
-    def relay(self, address: str) -> WorkerOffer:
-        """Be there for workers of other engines, at `address`, from now on."""
-        self.receiver.relay = Relay(address)
+    def relay(self, cluster: str | None) -> WorkerOffer:
+        """Be there for workers of other engines from now on, where these find this machine."""
+        self.receiver.relay = Relay(own_address(cluster))
         share, side = self.receiver.share, LinkSide.of(self.receiver.make_link, str(self.device))
         return WorkerOffer(
             shape=(share.workers, share.kv_heads),

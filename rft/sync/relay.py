@@ -220,9 +220,10 @@ class Relay:
             for piece in bucket.pieces
             for data in staging.chunks(blocks[piece.block], piece.start, piece.stop)
         )
-        size = told.send(wire, number, base, payload(part.stream, bucket), chunks)
+        size = payload(part.stream, bucket)
         with self._changed:
-            self.sent += size
+            self.sent += len(told.delta) if told.is_from(base) else size
+        told.send(wire, number, base, size, chunks)
 
     def _wait(self, wire: PeerConnection, ready: Callable[[], bool]) -> None:
         """Until `ready`, telling the other end that this one lives."""

@@ -46,9 +46,11 @@ class WorkerExtension:
         """
         self.weight_transfer_engine.listen(path)  # type: ignore[attr-defined]
 
-    def rft_relay(self, address: str) -> bytes:
-        """Be there for workers of other engines, at `address`; returns a `WorkerOffer`."""
-        return encode(self.weight_transfer_engine.relay(address))  # type: ignore[attr-defined]
+    def rft_relay(self, cluster: str | None) -> bytes:
+        """Be there for workers of other engines of the run in this Ray, None: in one of its own;
+        returns a `WorkerOffer`.
+        """
+        return encode(self.weight_transfer_engine.relay(cluster))  # type: ignore[attr-defined]
 
     def rft_install(self, coming: bytes) -> bytes:
         """vLLM's start, update and finish of new weights in one call, which keeps the pause short.

@@ -115,7 +115,7 @@ class MortalWorker(WorkerExtension):
     for that.
     """
 
-    def rft_relay(self, address: str) -> bytes:
+    def rft_relay(self, cluster: str | None) -> bytes:
         streamed, counting = self.weight_transfer_engine, threading.Lock()  # type: ignore[attr-defined]
         self.passing_on = NEVER
 
@@ -124,7 +124,7 @@ class MortalWorker(WorkerExtension):
 
         if os.environ["RFT_FAULT_WAY"] == NCCL:
             streamed.receiver = streamed.readers[STREAM] = over_nccl(streamed.receiver, meet)
-        offer = super().rft_relay(address)
+        offer = super().rft_relay(cluster)
         relay = streamed.receiver.relay
         relay.meeting.opens = False
         serve = relay.listener._serve

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bench.host_card import HostCard
 from rft.ground.protocols import ActorHandle
 from rft.sync import origins
-from rft.sync.connection import PeerConnection
+from rft.sync.connection import PeerConnection, PeerRefused, handshake
 from rft.sync.links import IpcLink
 from rft.sync.synchronizer import Synchronizer
 
@@ -123,6 +123,16 @@ def flip_once(publisher: Any, message: int) -> None:
         serve(wire, hello)
 
     listener._serve = through
+
+
+def test_workers_of_a_run_on_one_machine_are_there_for_that_machine_alone(
+    first_weights: Any,
+) -> None:
+    (offer,) = ray.get(first_weights.worker_offers.remote())
+    assert offer.endpoint["host"] == "127.0.0.1"
+    nobody = {**offer.endpoint, "secret": "guessed"}
+    with pytest.raises(PeerRefused, match="wrong secret"):
+        handshake(nobody, {}, "a stranger", 10.0)
 
 
 def test_staging_memory_is_not_the_models(

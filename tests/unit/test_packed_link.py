@@ -15,6 +15,7 @@ import torch
 from packed_sender import SHAPES, link_of, tensors
 
 from bench.host_card import HostCard
+from rft.config import Config
 from rft.ground.rounds import Round, TrainerInfo
 from rft.sync import plan as plans
 from rft.sync.connection import PeerConnection, PeerLost, PeerRefused
@@ -220,6 +221,31 @@ def test_the_way_follows_from_what_is_known() -> None:
     assert of_pair("packed", **here, alone=True) == WIRE
     assert [of_group("packed", machines) for machines in (1, 2)] == [IPC, NCCL]
     assert of_group("packed", 1, opens=False) == NCCL
-    assert told("host", 1, 1, 4) == "weights over sockets, passed on along 4 engines"
-    assert told("packed", 1, 2, 3) == "weights over NCCL, passed on among 3 engines over NCCL"
-    assert told("packed", 1, 1, 1) == "weights over CUDA IPC"
+
+
+@pytest.mark.parametrize(
+    ("device", "engines", "cluster", "receive", "line"),
+    [
+        (
+            *("cpu", 4, None, "staged"),
+            "weights over sockets, passed on from engine to engine over sockets (4 engines)",
+        ),
+        ("cpu", 4, None, "direct", "weights over sockets"),
+        ("cuda", 1, None, "staged", "weights over CUDA IPC"),
+        (
+            *("cuda", 3, None, "staged"),
+            "weights over CUDA IPC, passed on from engine to engine over CUDA IPC (3 engines)",
+        ),
+        (
+            *("cuda", 3, "10.0.0.1:6379", "staged"),
+            "weights over NCCL, passed on from engine to engine over NCCL (3 engines)",
+        ),
+    ],
+)
+def test_the_start_says_which_way_it_is(
+    device: str, engines: int, cluster: str | None, receive: str, line: str
+) -> None:
+    config = Config(device=device)
+    config.explorer.rollout_model.engine_num = engines
+    config.cluster.ray_address, config.synchronizer.receive = cluster, receive
+    assert told(config) == line
