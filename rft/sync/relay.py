@@ -23,7 +23,7 @@ import msgspec
 
 from rft.ground import device as devices
 from rft.sync.buckets import Staging
-from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
+from rft.sync.connection import Listener, PeerConnection, PeerLost
 from rft.sync.groups import Meeting
 from rft.sync.history import Told, payload
 from rft.sync.plan import Share, StreamPart
@@ -60,7 +60,7 @@ class Relay:
         self._is_complete = False
         self._failure: NotComing | None = None
         self._readers: dict[PeerConnection, int] = {}  # and what they read
-        self._wires: set[PeerConnection] = set()
+        self._wires: dict[PeerConnection, tuple[int, str]] = {}  # and what they follow
         self.meeting = Meeting()
         self.listener = Listener(address, SILENCE_S, self._admit, self._serve)
 
@@ -85,9 +85,8 @@ class Relay:
         with self._changed:
             if key != self._key or not self._is_complete:
                 self._version, self._is_complete = None, False
-            if key != self._key:
-                for wire in self._wires:
-                    wire.close()
+            for wire in [one for one, theirs in list(self._wires.items()) if theirs[0] < key[0]]:
+                wire.close()
             self._name, self._key, self._generation, self._share = name, key, generation, share
             self._parts = {stream: (at, parts[stream]) for at, stream in enumerate(parts)}
             self._changed.notify_all()
@@ -135,18 +134,6 @@ class Relay:
     def _admit(self, hello: dict[str, Any]) -> str:
         if "group" in hello:
             return self.meeting.admit(hello)
-        key = (hello["epoch"], hello["digest"])
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._key == key, SILENCE_S / 2):
-                raise PeerRefused(
-                    f"{self._name or 'this engine'} follows {self._key}, {hello['peer']} {key}"
-                )
-            _, part = self._parts[hello["stream"]]
-            theirs = msgspec.convert(hello["share"], Share)
-            if (theirs, hello["part"]) != (self._share, part.digest):
-                raise PeerRefused(
-                    f"{self._name} takes {self._share} of the weights, {hello['peer']} {theirs}"
-                )
         return f"stream {hello['stream']} to {hello['peer']}"
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
@@ -155,17 +142,44 @@ class Relay:
             self.meeting.serve(wire, hello)
             return
         devices.yield_to_others()
-        self._wires.add(wire)
-        place, part = self._parts[hello["stream"]]
+        key = (hello["epoch"], hello["digest"])
+        self._wires[wire] = key
         try:
             while True:
                 asked = wire.receive_record(patient=True)
-                self._answer(wire, place, part, asked, hello["generation"])
+                try:
+                    place, part = self._known(wire, hello, key)
+                    self._answer(wire, place, part, asked, hello["generation"])
+                except NotComing as why:
+                    wire.send_record({"lost": why.lost, "why": str(why)})
         except PeerLost as gone:
             log.info("%s", gone)
         finally:
-            self._wires.discard(wire)
+            self._wires.pop(wire, None)
             wire.close()
+
+    def _known(
+        self, wire: PeerConnection, hello: dict[str, Any], key: tuple[int, str]
+    ) -> tuple[int, StreamPart]:
+        """The stream that is asked for, when this engine follows the same trainer: it may be busy
+        with a version of the one before.
+        """
+
+        def follows() -> bool:
+            return self._key is not None and (self._key == key or self._key[0] > key[0])
+
+        self._wait(wire, follows)
+        with self._changed:
+            theirs = msgspec.convert(hello["share"], Share)
+            place, part = self._parts.get(hello["stream"], (0, None))
+            if self._key != key:
+                raise NotComing(f"{self._name} follows {self._key}, not {key}", self._name)
+            if part is None or (theirs, hello["part"]) != (self._share, part.digest):
+                raise NotComing(
+                    f"{self._name} takes {self._share} of the weights, {hello['peer']} {theirs}",
+                    self._name,
+                )
+            return place, part
 
     def _answer(
         self,
@@ -198,8 +212,6 @@ class Relay:
                 for number in wanted:
                     self._send(wire, place, part, number, base)
                 wanted, base = wire.receive_record()["again"], None
-        except NotComing as why:
-            wire.send_record({"lost": why.lost, "why": str(why)})
         finally:
             with self._changed:
                 self._readers.pop(wire, None)

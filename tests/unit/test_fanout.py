@@ -320,9 +320,26 @@ def test_engines_of_two_generations_do_not_wait_for_each_other(fleet: Callable[.
     here.close_version()
 
 
-def test_a_worker_of_another_shape_is_refused(fleet: Callable[..., Fleet]) -> None:
+def test_a_worker_of_another_shape_gets_nothing(fleet: Callable[..., Fleet]) -> None:
     here = fleet(1, "ab")
-    here.connect("a")
     here.receivers["b"].share = Share(worker=0, workers=2, kv_heads=2)
-    with pytest.raises(Exception, match="a takes .*workers=1.* of the weights, b/0 .*workers=2"):
-        here.connect("b")
+    here.connect()
+    here.open(1)
+    staged = here.stage(1)
+    with pytest.raises(PeerLost, match="a takes .*workers=1.* of the weights, b/0 .*workers=2"):
+        staged["b"].result()
+    assert_is(1, staged["a"].result())
+    here.close_version()
+
+
+def test_who_asks_an_engine_that_is_not_yet_told_of_the_trainer_waits(
+    fleet: Callable[..., Fleet],
+) -> None:
+    here = fleet(1, "ab")
+    here.connect("b")
+    here.open(1)
+    waiting = here.stage(1, "b")["b"]
+    here.connect("a")
+    assert_is(1, here.stage(1, "a")["a"].result())
+    assert_is(1, waiting.result())
+    here.close_version()
