@@ -115,8 +115,10 @@ SYNC = (
     ),
     _no_delta(
         "synchronizer.sync_method",
-        lambda c: c.synchronizer.sync_method != "nccl",
+        # a stage that only trains, or only explores, has no streams, and delta says nothing to it
+        lambda c: c.mode == "both" and c.synchronizer.sync_method != "nccl",
         "only streams go to engines that say what they have",
+        " mode",
     ),
     _no_delta(
         "synchronizer.receive",
