@@ -226,8 +226,8 @@ class Mesh:
         """Make the connections of all that is done here."""
         numbers = torch.zeros(1, dtype=torch.float64)
         self.reduce(numbers, numbers)
-        self.gather(self.broadcast(None))
-        self.barrier("start")
+        dist.broadcast(numbers, 0, group=self._control)
+        self.gather(None)
 
     def close(self) -> None:
         """Destroy every process group; safe to call twice."""

@@ -66,6 +66,7 @@ def test_it_ends_well_and_says_only_what_a_user_reads(whole: Whole) -> None:
         "sft_warmup: ",
         "rft: ",
         "device: ",
+        "weights over ",
         "trainer: ",
         "[",
         "curves ",
