@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from rft.config import AlgorithmConfig, ConfigError, ModelConfig, OptimizerConfi
 from rft.data.packing import Row, pack
 from rft.extras.tinker.remote_policy import LocalMesh, RemotePolicy, RemoteReference
 from rft.extras.tinker.sampler import SamplerEngine
-from rft.extras.tinker.saves import DamagedRecord, RemoteCheckpoints
+from rft.extras.tinker.saves import METHOD, DamagedRecord, RemoteCheckpoints
 from rft.extras.tinker.service import Service, ServiceFailed, end_tokens
 from rft.ground.experience import Completion, GenerateRequest, Sampling, decode, encode
+from rft.ground.protocols import ActorHandle
 from rft.ground.rounds import AtPath, Round, RoundFailed
 from rft.rollout.engine import EngineUnavailable
+from rft.sync.synchronizer import Synchronizer
 from rft.trainer.models import Models
 from tests.unit import tinker_service
 from tests.unit.test_config import grpo
@@ -437,6 +440,33 @@ def test_every_token_has_the_version_that_sampled_it(
             assert one.stop == (
                 "stop" if one.tokens[-1] in end_tokens(model.model_path) else "length"
             )
+
+
+class Remote:
+    """An engine as Ray's actor handle shows it."""
+
+    def __init__(self, engine: SamplerEngine):
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.engine, name)
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
+
+
+def test_the_synchronizer_leads_a_service(model: ModelConfig, policy: RemotePolicy) -> None:
+    path, engine = policy.saved("sampler", 0).result(30), SamplerEngine("engine_0", model, 64)
+
+    async def run() -> None:
+        await engine.start()
+        synchronizer = Synchronizer(None, timeout=30.0)
+        await synchronizer.join("engine_0", ActorHandle(Remote(engine)))
+        await synchronizer.attach(1, METHOD)
+        numbers = await synchronizer.publish(0, 1, path, AtPath(path=path))
+        assert numbers["engines"] == 1 and await engine.weight_version() == 0
+        await synchronizer.shutdown()
+        await engine.shutdown()
+
+    asyncio.run(run())
 
 
 def test_requests_end_where_they_must(

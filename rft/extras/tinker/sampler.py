@@ -28,6 +28,7 @@ from rft.ground.rounds import (
     Round,
     RoundFailed,
     TrainerInfo,
+    WorkerOffer,
 )
 from rft.monitor.logs import STACKS_SIGNAL
 from rft.rollout.engine import EngineUnavailable
@@ -100,6 +101,10 @@ class SamplerEngine:
             future.cancel()
 
     # --- weights ----------------------------------------------------------------------------------
+
+    async def worker_offers(self) -> list[WorkerOffer]:
+        """None: a service has no workers that could pass weights on."""
+        return []
 
     async def init_weights(self, info: TrainerInfo) -> None:
         """A trainer is here; where its weights are, every round says."""
