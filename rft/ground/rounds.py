@@ -57,13 +57,12 @@ class WorkerOffer(Record, frozen=True):
     """What one worker of an engine says of itself, so that others can take weights from it.
 
     `shape`: of its engine, as far as it decides what each worker needs: (workers, key/value heads).
-    `endpoint`: where it listens. `kind`, `device`: as in `LinkSide`.
+    `endpoint`: where it listens. `kind`: of its links.
     """
 
     shape: tuple[int, int]
     endpoint: dict[str, Any]
     kind: str = HOST
-    device: str = "cpu"
 
 
 class GroupSeat(Record, frozen=True):

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed import Store, TCPStore
@@ -55,17 +55,24 @@ class Posted(Protocol):
     def wait(self) -> Any: ...
 
 
-class Transport(Protocol):
+class Broadcasts(Protocol):
+    """What a group needs of it."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Posted: ...
+
+    def abort(self) -> None:
+        """From any thread: all works are done, one way or the other."""
+
+
+class Transport(Broadcasts, Protocol):
     """What torch's backends offer of it."""
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Posted: ...
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Posted: ...
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Posted: ...
 
-    def abort(self) -> None:
-        """From any thread: all works are done, one way or the other."""
+T = TypeVar("T", bound=Broadcasts)
 
 
 # (store, rank, size, device, thread blocks): as few of these as move tens of GB/s. Several
@@ -159,7 +166,7 @@ class Guard:
         self._poll: select.epoll | None = None  # not before it is used: a fork would share it
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
-        self._timed: set[Communicator] = set()
+        self._timed: set[Communicator[Any]] = set()
 
     def watch(self, wire: PeerConnection, gone: Gone, hear: Hear | None = None) -> Watch:
         one = Watch(wire, gone, hear)
@@ -175,13 +182,13 @@ class Guard:
                 self._started().unregister(one.descriptor)
                 os.close(one.descriptor)
 
-    def time(self, one: "Communicator") -> None:
+    def time(self, one: "Communicator[Any]") -> None:
         """Abort it when its deadline has passed."""
         with self._lock:
             self._timed.add(one)
             self._started()
 
-    def leave(self, one: "Communicator") -> None:
+    def leave(self, one: "Communicator[Any]") -> None:
         with self._lock:
             self._timed.discard(one)
 
@@ -208,7 +215,7 @@ class Guard:
 GUARD = Guard()
 
 
-class Communicator:
+class Communicator(Generic[T]):
     """Life: built ──► (`running` ──► ...)* ──► lost, or closed; each of them once.
 
     `ended`: told once, why, before the transport is aborted.
@@ -226,7 +233,7 @@ class Communicator:
         self.device = device
         self.ended = ended
         self.lost: Ended | None = None
-        self.transport: Transport | None = None
+        self.transport: T | None = None
         self._watches: list[Watch] = []
         self._until = math.inf
         self._lock = threading.Lock()
@@ -238,9 +245,7 @@ class Communicator:
         """The end of `wire` is the end of this."""
         self._watches.append(GUARD.watch(wire, self.abort, hear))
 
-    def build(
-        self, make: Callable[[], Transport], first: Callable[[Transport], Sequence[Posted]]
-    ) -> None:
+    def build(self, make: Callable[[], T], first: Callable[[T], Sequence[Posted]]) -> None:
         """`make` and `first`, which uses it for the first time, run in a thread of their own:
         neither takes a deadline. What this thread has asked of the device is done before.
         """
@@ -253,9 +258,7 @@ class Communicator:
             self.abort(PeerLost(f"{self.name}: not all came together within {self.timeout:g} s"))
         self.check()
 
-    def _build(
-        self, make: Callable[[], Transport], first: Callable[[Transport], Sequence[Posted]]
-    ) -> None:
+    def _build(self, make: Callable[[], T], first: Callable[[T], Sequence[Posted]]) -> None:
         enter_thread(self.device)
         try:
             with environment(QUIET):
@@ -296,7 +299,7 @@ class Communicator:
         self.check()
 
     @contextmanager
-    def talking(self) -> Iterator[Transport]:
+    def talking(self) -> Iterator[T]:
         """What the transport or its store raise is about the members, and no failure of this one's
         own.
         """
@@ -331,7 +334,7 @@ class Communicator:
             arguments = (transport,)
             threading.Thread(target=self._end, args=arguments, name="abort", daemon=True).start()
 
-    def _end(self, transport: Transport) -> None:
+    def _end(self, transport: T) -> None:
         enter_thread(self.device)
         transport.abort()
 

@@ -47,7 +47,6 @@ class Rings:
     generation: int = 0
     shapes: dict[str, Shape] = field(default_factory=dict)  # of the engines here, as they came
     rings: dict[Shape, Ring] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)  # to others, in this round
 
     def join(self, name: str, shape: Shape | None) -> None:
         """It is in a ring from the next `settle` on. Without a shape it never is."""
@@ -59,7 +58,6 @@ class Rings:
         rings = self._without(name)
         self.generation += rings != self.rings
         self.rings = rings
-        self.lost.discard(name)
         self.shapes.pop(name, None)
 
     def fail(self, generation: int, lost: str) -> None:
@@ -71,12 +69,10 @@ class Rings:
             return
         self.generation += 1
         if self.ring_of(lost) is not None:
-            self.lost.add(lost)
             self.rings = self._without(lost)
 
     def settle(self, taking: Collection[str]) -> bool:
         """A round begins, of these engines: whether they are in other rings than before."""
-        self.lost.clear()
         rings: dict[Shape, Ring] = {}
         for name, shape in self.shapes.items():
             if name in taking:

@@ -27,11 +27,11 @@ from torch.distributed import TCPStore
 from rft.ground.rounds import PACKED, GroupSeat
 from rft.ground.streams import settle
 from rft.sync.communicator import (
+    Broadcasts,
     Communicator,
     Ended,
     MakeTransport,
     Posted,
-    Transport,
     hosted,
     joined,
 )
@@ -134,14 +134,14 @@ class WorkerGroup:
         self._device = device
         self._memory = memory
         self._left = PeerLost(f"{name} has left its group", name)
-        self._communicator = Communicator(self.name, timeout, device, ended=star.tell)
+        self._communicator = Communicator[Broadcasts](self.name, timeout, device, ended=star.tell)
         for wire in star.wires:
             self._communicator.watch(wire, hear=self._hear)
 
-    def build(self, make: Callable[[], Transport]) -> None:
+    def build(self, make: Callable[[], Broadcasts]) -> None:
         self._communicator.build(make, self._first)
 
-    def _first(self, transport: Transport) -> list[Posted]:
+    def _first(self, transport: Broadcasts) -> list[Posted]:
         """All are connected afterwards, and what that takes of memory is taken."""
         return [transport.broadcast(self._memory.room(GRAIN), 0)]
 
@@ -199,11 +199,6 @@ class IpcTransport:
             wire.send_record({"full": where})
         self._shared.add(where)
         return IpcWork(self._wait)
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "IpcWork":
-        raise NotImplementedError("a pair has a link of its own")
-
-    recv = send
 
     def abort(self) -> None:
         for wire in self.wires.values():

@@ -163,7 +163,6 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             shape=(share.workers, share.kv_heads),
             endpoint=self.receiver.relay.endpoint,
             kind=side.kind,
-            device=side.device,
         )
 
     def listen(self, path: str) -> None:

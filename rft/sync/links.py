@@ -88,22 +88,22 @@ class LinkSide(Record, frozen=True):
         return LinkSide(kind=PACKED if make_link else HOST, device=device)
 
 
-def host_links(device: torch.device, address: str, make: MakeTransport = nccl) -> MakeLink | None:
+def host_links(device: torch.device, address: str) -> MakeLink | None:
     """Make the trainer rank's ends; None where its weights lie in host memory. `address`: where a
     rendezvous may listen.
     """
     if not is_packed(device):
         return None
-    return lambda wire: host_link(wire, devices.SharedCard(device), address, device, make)
+    return lambda wire: host_link(wire, devices.SharedCard(device), address, device, nccl)
 
 
-def join_links(device: torch.device, make: MakeTransport = nccl) -> JoinLink | None:
+def join_links(device: torch.device) -> JoinLink | None:
     """Make the engine worker's ends; None where it takes buckets from the wire, straight into host
     memory.
     """
     if not is_packed(device):
         return None
-    return lambda wire, alone: join_link(wire, devices.SharedCard(device), device, make, alone)
+    return lambda wire, alone: join_link(wire, devices.SharedCard(device), device, nccl, alone)
 
 
 def host_link(
@@ -252,7 +252,7 @@ class NcclLink:
         self._memory: list[torch.Tensor] = []
         self._travelling: dict[int, Posted] = {}  # by buffer
         self._turn = 0
-        self._communicator = Communicator(wire.name, wire.timeout, device)
+        self._communicator = Communicator[Transport](wire.name, wire.timeout, device)
         self._communicator.watch(wire)
         self._make = partial(make, store, side, 2, device)
 
@@ -308,7 +308,7 @@ class NcclLink:
 
 
 def host_nccl(
-    wire: PeerConnection, address: str, device: torch.device, make: MakeTransport = nccl
+    wire: PeerConnection, address: str, device: torch.device, make: MakeTransport
 ) -> NcclLink:
     """The trainer's end: a store for this pair alone, so that a pair can form at any time and end
     without others.
@@ -318,7 +318,7 @@ def host_nccl(
     return NcclLink(wire, SENDER, device, store, make)
 
 
-def join_nccl(wire: PeerConnection, device: torch.device, make: MakeTransport = nccl) -> NcclLink:
+def join_nccl(wire: PeerConnection, device: torch.device, make: MakeTransport) -> NcclLink:
     """The engine worker's end."""
     store = joined(wire.name, wire.receive_record(), wire.timeout)
     return NcclLink(wire, RECEIVER, device, store, make)
