@@ -118,6 +118,13 @@ class EngineWeights:
     async def worker_offers(self) -> list[WorkerOffer]:
         return self.offers
 
+    async def disband(self, generation: int) -> None:
+        """Workers wait no more for groups of `generation` or before, which will not come
+        together.
+        """
+        assert self.llm is not None, "disband before start"
+        await self.llm.collective_rpc("rft_disband", args=(generation,))
+
     async def init_weights(self, info: TrainerInfo) -> None:
         """Join the trainer's weight streams."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

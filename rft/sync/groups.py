@@ -55,6 +55,7 @@ class Meeting:
         self._changed = threading.Condition()
         self._come: dict[Key, dict[int, tuple[PeerConnection, dict[str, Any]]]] = {}
         self._gathered: set[Key] = set()
+        self._over = -1  # generation
 
     @staticmethod
     def admit(hello: dict[str, Any]) -> str:
@@ -65,18 +66,34 @@ class Meeting:
         key = (epoch, generation, which)
         wire.engine = hello["engine"]
         with self._changed:
-            if key in self._gathered:
+            if key in self._gathered or generation <= self._over:
                 wire.close()  # it is full, or over
                 return
             self._come.setdefault(key, {})[hello["place"]] = wire, hello
             self._changed.notify_all()
+
+    def disband(self, generation: int) -> None:
+        """No group of `generation` or before comes together any more: whoever waits for one goes.
+        What has come together stays. Another synchronizer may count from anew.
+        """
+        with self._changed:
+            self._over = generation
+            over = [other for other in self._come if other[1] <= generation]
+            gone = [wire for other in over for wire, _ in self._come.pop(other).values()]
+            self._changed.notify_all()
+        for wire in gone:
+            wire.close()
 
     def gather(
         self, key: Key, names: dict[int, str], timeout: float
     ) -> dict[int, tuple[PeerConnection, dict[str, Any]]]:
         """Those of these places. Whoever still waits for an older group is sent away."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._come.get(key, ())) == len(names), timeout)
+
+            def is_decided() -> bool:
+                return len(self._come.get(key, ())) == len(names) or key[1] <= self._over
+
+            in_time = self._changed.wait_for(is_decided, timeout)
             here = self._come.pop(key, {})
             older = [other for other in self._come if other[:2] < key[:2]]
             gone = [wire for other in older for wire, _ in self._come.pop(other).values()]
@@ -85,8 +102,9 @@ class Meeting:
         for wire in [*gone, *(wire for wire, _ in here.values() if missing)]:
             wire.close()
         if missing:
+            why = "before it was over" if in_time else f"within {timeout:g} s"
             raise PeerLost(
-                f"{', '.join(missing)} did not come to group {key[1]} within {timeout:g} s",
+                f"{', '.join(missing)} did not come to group {key[1]} {why}",
                 missing[0],
             )
         return dict(sorted(here.items()))

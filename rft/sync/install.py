@@ -165,6 +165,11 @@ class StreamedWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             kind=side.kind,
         )
 
+    def disband(self, generation: int) -> None:
+        """Wait no more for those who do not come to a group of `generation` or before."""
+        assert self.receiver.relay is not None
+        self.receiver.relay.meeting.disband(generation)
+
     def listen(self, path: str) -> None:
         """Follow the orders that come over the Unix socket `path` (`rft.rollout.worker_channel`),
         in a thread of their own.

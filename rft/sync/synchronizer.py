@@ -388,11 +388,18 @@ class Synchronizer:
         return trainer is not None and trainer.method == rounds.STREAM and not self.direct
 
     def _regroup(self, change: Callable[[], object]) -> None:
-        """Change the rings; engines that are in others now connect anew."""
+        """Change the rings; engines that are in others now connect anew, and wait for nobody to come
+        to those of before: one that has failed, or is gone, would be waited for until the round's
+        deadline.
+        """
         generation = self._rings.generation
         change()
-        if self._rings.generation != generation:
-            self._state.regroup()
+        if self._rings.generation == generation:
+            return
+        self._state.regroup()
+        for name, (_, _, kind) in self._rings.shapes.items():
+            if kind == rounds.PACKED and name in self.handles:
+                self.handles[name].ask(RolloutEngine.disband, generation)
 
     def _info(self, name: str) -> TrainerInfo:
         """The trainer, as this engine is to take its weights."""

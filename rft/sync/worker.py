@@ -52,6 +52,10 @@ class WorkerExtension:
         """
         return encode(self.weight_transfer_engine.relay(cluster))  # type: ignore[attr-defined]
 
+    def rft_disband(self, generation: int) -> None:
+        """No group of `generation` or before comes together any more."""
+        self.weight_transfer_engine.disband(generation)  # type: ignore[attr-defined]
+
     def rft_install(self, coming: bytes) -> bytes:
         """vLLM's start, update and finish of new weights in one call, which keeps the pause short.
 

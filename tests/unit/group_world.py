@@ -5,6 +5,7 @@ the product's senders, receivers, groups and guards over a stand-in for NCCL or 
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -157,14 +158,28 @@ def worker_process(orders: Connection, way: str) -> None:
     receiver.relay = Relay(HOST)
     receiver.relay.meeting.opens = way == IPC
     orders.send(receiver.relay.endpoint)
+
+    def stage(version: int) -> None:
+        try:
+            found = receiver.stage(Round(version=version))
+            orders.send((digest(found), receiver.again))
+        except Exception as error:
+            tell(error)
+
+    def tell(error: Exception) -> None:
+        receiver.close()
+        orders.send((type(error), str(error), getattr(error, "lost", "")))
+
     while True:
         order, *arguments = orders.recv()
         try:
             if order == "connect":
                 receiver.connect(arguments[0])
             elif order == "stage":
-                found = receiver.stage(Round(version=arguments[0]))
-                orders.send((digest(found), receiver.again))
+                threading.Thread(target=stage, args=arguments, daemon=True).start()
+                continue
+            elif order == "disband":
+                receiver.relay.meeting.disband(arguments[0])
                 continue
             elif order == "moves":
                 orders.send(Life.moves)
@@ -175,8 +190,7 @@ def worker_process(orders: Connection, way: str) -> None:
                 Life.last = Life.moves + arguments[0]
             orders.send(None)
         except Exception as error:
-            receiver.close()
-            orders.send((type(error), str(error), getattr(error, "lost", "")))
+            tell(error)
 
 
 def spoil(receiver: Receiver, buckets: int) -> None:

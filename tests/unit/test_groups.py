@@ -105,6 +105,28 @@ def test_each_byte_leaves_its_rank_once_and_all_have_it(
     assert assert_whole(here, 5) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("absent", [0, 2])
+def test_nobody_waits_for_who_does_not_come_to_a_group_that_is_over(
+    world: Callable[..., World], absent: int
+) -> None:
+    """The leader, or another one."""
+    here = world(NCCL)
+    here.connect()
+    here.open(1)
+    others = [worker for place, worker in enumerate(here.workers) if place != absent]
+    for worker in others:
+        worker.orders.send(("stage", 1))
+    for worker in here.workers:
+        worker.orders.send(("disband", here.generation))
+    for worker in others:
+        assert worker.orders.poll(20), f"{worker.name} waits"
+        kind, text, lost = worker.orders.recv()
+        assert kind is PeerLost and lost.startswith("engine_"), text
+    here.connect()
+    here.stage(1)
+    assert_whole(here, 1)
+
+
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(seed, marks=() if seed < FEW else pytest.mark.verify) for seed in range(SEEDS)],
