@@ -355,6 +355,8 @@ class Synchronizer:
                     await self._take(name, engine)
             except Exception as error:  # not swallowed: it decides what becomes of the engine
                 self._judge(name, epoch, error)
+            if self._state.has_missed(name):
+                self._regroup(lambda: self._rings.drop(name))
             await self._tell()
 
     async def _take(self, name: str, engine: EngineHandle) -> None:
