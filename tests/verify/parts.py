@@ -68,6 +68,7 @@ PARTS = {
         "verify/test_agent_framework.py",
     ),
     "sync-faults": e2e("sync_faults"),
+    "sync-stand-in": tests("e2e/test_weight_sync.py", options=("--way", "nccl")),
     "sync-delta": full("delta_install"),
     "faults": full("faults_in_full"),
     "resume": full("resume_every_step"),
