@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
 from rft.config import ConfigError
+from rft.config import verl as verl_keys
 from rft.config.foreign import UNSET, is_empty_section, leaves
 from rft.config.trinity import KEYS, RENAMED
 from rft.ground.errors import Problem, problems_of
@@ -134,6 +135,8 @@ class Flat:
                 "the queue keeps its own journal in the run's directory, which can be replayed",
             )
             return
+        if name == verl_keys.BLOCK:
+            self.notes += verl_keys.of_block(value).notes
         here, why = self._renamed(name, value)
         if here != value:
             self._note(place, value, f"it is {here} here" + (f": {why}" if why else ""))

@@ -6,6 +6,7 @@ reason why there is none and what to use instead. Invariants: no key is ignored;
 key is not set.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,12 @@ class ForeignKey:
     convert: Callable[[Any], Any] = unchanged
     only: tuple[Any, ...] = ()
     takes_any: bool = False
+    each_of: tuple[str, ...] = ()  # a list of some of them, in any order
 
     def takes(self, value: Any) -> bool:
         """As YAML means it: True is not 1, and a list of names has no order."""
+        if self.each_of:
+            return isinstance(value, list) and set(value) <= set(self.each_of)
         if self.takes_any or (self.to is not None and not self.only):
             return True
         return any(
@@ -42,6 +46,10 @@ class ForeignKey:
             and isinstance(value, bool) == isinstance(allowed, bool)
             for allowed in self.only
         )
+
+    def is_usual(self, value: Any) -> bool:
+        """Whether nothing need be said of a value, because it is the one that rft works with."""
+        return self.to is not None or bool(self.only) and value == self.only[0]
 
     @property
     def instead(self) -> str:
@@ -51,6 +59,33 @@ class ForeignKey:
 
 def _in_order(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, list) else value
+
+
+REFERENCE = re.compile(r"(\$\{(?:oc\.select:)?)([A-Za-z_][\w.]*)")
+
+
+def localized(node: Any, block: dict[str, Any], place: str) -> Any:
+    """`node`, a block of another system's keys at `place`, or a part of it, with the references
+    that mean a key of the block itself (`${critic.optim.lr}`) made to mean it here.
+
+    All others mean keys of the config that the block is in.
+    """
+    if isinstance(node, dict):
+        return {name: localized(value, block, place) for name, value in node.items()}
+    if isinstance(node, list):
+        return [localized(value, block, place) for value in node]
+    if not isinstance(node, str):
+        return node
+
+    def inside(found: re.Match[str]) -> str:
+        there: Any = block
+        for word in found[2].split("."):
+            if not isinstance(there, dict) or word not in there:
+                return found[0]
+            there = there[word]
+        return f"{found[1]}{place}.{found[2]}"
+
+    return REFERENCE.sub(inside, node)
 
 
 def leaves(

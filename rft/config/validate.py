@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rft.config import trinity as trinity_keys
 from rft.config.derived import get
+from rft.config.foreign import localized
 from rft.config.hints import closest, nearest
 from rft.config.keys import choices, hint_at, is_optional, item_keys, known_keys, shown
 from rft.config.schema import Config
@@ -98,9 +99,20 @@ def removed(data: dict[str, Any], place: Place) -> Place:
 
 def completed(data: dict[str, Any]) -> DictConfig:
     """Data that is right, with every key of the schema and each value in its key's type."""
+    data = with_own_references(data)
     return OmegaConf.create(
         _with_interpolations(asdict(parsed(_without_interpolations(data))), data)
     )
+
+
+def with_own_references(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` where references inside a block of another system's keys mean keys of that block."""
+    trainer = data.get("trainer")
+    block = trainer.get("trainer_config") if isinstance(trainer, dict) else None
+    if not isinstance(block, dict):
+        return data
+    own = localized(block, block, "trainer.trainer_config")
+    return {**data, "trainer": {**trainer, "trainer_config": own}}
 
 
 def normalized(raw: DictConfig) -> DictConfig:
