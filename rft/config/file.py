@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft.config import ConfigError
 from rft.config import verl as verl_keys
+from rft.config import verl_words
 from rft.config.foreign import UNSET, is_empty_section, leaves
 from rft.config.trinity import KEYS, RENAMED
 from rft.ground.errors import Problem, problems_of
@@ -46,6 +47,8 @@ def read_file(arguments: list[str]) -> tuple[list[str], list[Problem]]:
     """(the command line as `registered` gives it, a problem for each key and value of the file that
     cannot be taken and that the recipe does not have).
     """
+    if verl_words.FLAG in arguments:
+        return _read_verl(arguments)
     given, rest = _file_of(arguments)
     if given is None:
         return arguments, []
@@ -55,17 +58,35 @@ def read_file(arguments: list[str]) -> tuple[list[str], list[Problem]]:
             "the two"
         )
     found = Flat(given)
-    ConfigStore.instance().store(
-        group="experiment",
-        name=RECIPE,
-        node=OmegaConf.create(found.config),
-        package="_global_",
-        provider="rft",
-    )
+    words = _stored(found.config, rest)
     if is_first() and not found.problems:
         for note in found.notes:
             print(f"rft: {given}: {note}", file=sys.stderr)
-    return [f"experiment={RECIPE}", *rest], found.problems
+    return words, found.problems
+
+
+def _read_verl(arguments: list[str]) -> tuple[list[str], list[Problem]]:
+    """As `read_file`, of a veRL command line behind its flag."""
+    theirs, rest = verl_words.split(arguments)
+    if clash := next((a for a in rest if a.startswith((FLAG, "experiment="))), None):
+        raise ConfigError(f"{verl_words.FLAG} with {clash}: each is a whole config; give one")
+    run = verl_words.read(theirs)
+    if is_first() and not run.problems:
+        for line in (*run.notes, *run.defaults):
+            print(f"rft: {line}", file=sys.stderr)
+    return _stored(run.config, rest), run.problems
+
+
+def _stored(config: dict[str, Any], rest: list[str]) -> list[str]:
+    """Words that mean `config`, and the others over it."""
+    ConfigStore.instance().store(
+        group="experiment",
+        name=RECIPE,
+        node=OmegaConf.create(config),
+        package="_global_",
+        provider="rft",
+    )
+    return [f"experiment={RECIPE}", *rest]
 
 
 def is_first() -> bool:

@@ -340,7 +340,11 @@ FREE = {  # sections whose keys are another system's: where they go, None: as th
     **{f"{_ACTOR}.megatron.{name}": f"{_M}.{name}" for name in OVERRIDES},
     **{f"{role}.megatron.{name}": None for role in (_REF, _CRITIC) for name in OVERRIDES},
 }
-PENDING = {"trainer.ppo_epochs": 1, "trainer.resume_from_path": ""}  # what they are without a key
+PENDING: dict[str, Any] = {
+    "trainer.ppo_epochs": 1,
+    "trainer.ppo_mini_batch_size": None,
+    "trainer.resume_from_path": "",
+}  # what they are without a key
 
 # --- from veRL's keys to rft's --------------------------------------------------------------------
 
@@ -354,6 +358,8 @@ class Translation:
 
     keys: Mapping[str, ForeignKey]
     prefix: str = ""
+    free: Mapping[str, str | None] = field(default_factory=lambda: FREE)
+    skipped: Mapping[str, str] = field(default_factory=dict)  # sections of hints, with the reason
     values: dict[str, Any] = field(default_factory=dict)
     said_by: dict[str, str] = field(default_factory=dict)
     hints: dict[str, list[str]] = field(default_factory=dict)
@@ -362,16 +368,23 @@ class Translation:
     def take(self, node: dict[str, Any]) -> "Translation":
         for name, value in leaves(node, self.keys.__contains__):
             value = None if value in ("None", "???") else value
-            section = next((one for one in FREE if name.startswith(f"{one}.")), None)
+            section = next((one for one in self.free if name.startswith(f"{one}.")), None)
+            hint = next((one for one in self.skipped if name.startswith(f"{one}.")), None)
             if name.endswith("_target_"):  # the name of veRL's own class for the section
                 continue
             if name in self.keys:
                 self._known(name, self.keys[name], value)
             elif section is not None:
                 self._flag(section, name, value)
-            elif not is_empty_section(name, value, (*self.keys, *(f"{one}." for one in FREE))):
+            elif hint is not None:
+                self._hint(name, value, self.skipped[hint])
+            elif not is_empty_section(name, value, (*self.keys, *self._sections)):
                 self._refuse(None, self._unknown(name))
         return self
+
+    @property
+    def _sections(self) -> list[str]:
+        return [f"{one}." for one in (*self.free, *self.skipped)]
 
     def _known(self, name: str, key: ForeignKey, value: Any) -> None:
         if value is None:
@@ -384,7 +397,7 @@ class Translation:
             self._hint(name, value, key.why)
 
     def _flag(self, section: str, name: str, value: Any) -> None:
-        to = FREE[section]
+        to = self.free[section]
         if value is None:
             return
         if to is None:
