@@ -21,9 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
-from rft.config import ConfigError
+from rft.config import ConfigError, verl_words
 from rft.config import verl as verl_keys
-from rft.config import verl_words
 from rft.config.foreign import UNSET, is_empty_section, leaves
 from rft.config.trinity import KEYS, RENAMED
 from rft.ground.errors import Problem, problems_of

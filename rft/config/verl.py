@@ -64,7 +64,9 @@ ROLE = (
 )
 CUT = "reference and critic are cut as the policy is"
 BATCH = "set it for the actor: critic and policy go through the same mini-batches"
-OLD_WORD = "veRL itself gave it up: set trainer.ppo_micro_batch_size_per_gpu"
+OLD_WORD = (
+    "veRL itself gave it up, and no result depends on it: set trainer.ppo_micro_batch_size_per_gpu"
+)
 READ = "weights are read from the Hugging Face files of model.model_path"
 LINEAR = "only the file of the model is read, without libraries of its own"
 STATE = ("model", "optimizer", "extra", "hf_model")
@@ -238,7 +240,7 @@ KEYS: dict[str, ForeignKey] = {
     f"{_MODEL}.tiled_mlp.enabled": taken("", OFFLOAD),
     f"{_MODEL}.tiled_mlp.num_shards": taken("", OFFLOAD),
     f"{_ACTOR}.strategy": ForeignKey("N8", MEGATRON, only=STRATEGIES),
-    f"{_ACTOR}.ppo_micro_batch_size": ForeignKey("N9", OLD_WORD),
+    f"{_ACTOR}.ppo_micro_batch_size": taken("N9", OLD_WORD),
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": ForeignKey(
         "N10", to="trainer.ppo_micro_batch_size_per_gpu"
     ),
@@ -291,7 +293,7 @@ KEYS: dict[str, ForeignKey] = {
 
 KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts for all
     f"{_REF}.strategy": ForeignKey("", MEGATRON, only=STRATEGIES),
-    f"{_REF}.log_prob_micro_batch_size": ForeignKey("N30", OLD_WORD),
+    f"{_REF}.log_prob_micro_batch_size": taken("N30", OLD_WORD),
     f"{_REF}.log_prob_micro_batch_size_per_gpu": taken("N31", ROLE),
     f"{_REF}.log_prob_use_dynamic_bsz": taken("N32", ROLE),
     f"{_REF}.log_prob_max_token_len_per_gpu": taken("N32", ROLE),
@@ -318,7 +320,7 @@ KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts f
     **fsdp(f"{_CRITIC}.model", "N36", "N36"),
     **megatron(_CRITIC, False),
     **checkpoint(_CRITIC, False, ""),
-    f"{_CRITIC}.ppo_micro_batch_size": ForeignKey("", OLD_WORD),
+    f"{_CRITIC}.ppo_micro_batch_size": taken("", OLD_WORD),
     f"{_CRITIC}.ppo_micro_batch_size_per_gpu": taken("N37", ROLE),
     f"{_CRITIC}.forward_micro_batch_size": taken("", ROLE),
     f"{_CRITIC}.forward_micro_batch_size_per_gpu": taken("N37", ROLE),

@@ -203,7 +203,7 @@ def _override(tree: DictConfig, word: str, run: VerlRun) -> None:
 
 
 def _resolved(tree: DictConfig, run: VerlRun) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that was given; a reference means a key of veRL's, given or not."""
+    """(dotted key, value) of all that was given; a reference means a key of veRL's."""
     raw: Any = OmegaConf.to_container(tree, resolve=False)
     whole: Any = OmegaConf.merge(OmegaConf.create(_nested(DEFAULTS)), tree)
     for name, value in leaves(raw, EVERY.__contains__):
