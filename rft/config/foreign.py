@@ -9,7 +9,7 @@ key is not set.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 UNSET = object()  # what a value that says nothing becomes
 
@@ -24,7 +24,8 @@ class ForeignKey:
     value.
 
     Without `to`, or with `only`: a value of `only`, or any, is taken, and `why` says what that
-    means, or what to use instead.
+    means, or what to use instead. `late`: it is refused after everything else, because it asks for
+    what is not here.
     """
 
     row: str
@@ -34,6 +35,7 @@ class ForeignKey:
     only: tuple[Any, ...] = ()
     takes_any: bool = False
     each_of: tuple[str, ...] = ()  # a list of some of them, in any order
+    late: bool = False
 
     def takes(self, value: Any) -> bool:
         """As YAML means it: True is not 1, and a list of names has no order."""
@@ -55,6 +57,22 @@ class ForeignKey:
     def instead(self) -> str:
         """What to say of it where it cannot be taken."""
         return self.why or f"set {self.to}"
+
+
+class Note(NamedTuple):
+    """A key or value that is called otherwise, or means something else, here; `here`: what it is,
+    empty where nothing is set.
+    """
+
+    place: str
+    theirs: Any
+    here: str
+    why: str
+
+    @property
+    def line(self) -> str:
+        said = f"it is {self.here} here" if self.here else ""
+        return f"{self.place}={self.theirs}: " + ": ".join(filter(None, (said, self.why)))
 
 
 def _in_order(value: Any) -> Any:

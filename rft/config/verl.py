@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rft.config import Config, ConfigError, converted, get, known_keys
-from rft.config.foreign import UNSET, ForeignKey, is_empty_section, leaves
+from rft.config.foreign import UNSET, ForeignKey, Note, is_empty_section, leaves
 from rft.ground.errors import Problem, refuse_all
 
 BLOCK = "trainer.trainer_config"
@@ -248,9 +248,7 @@ KEYS: dict[str, ForeignKey] = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": ForeignKey("N12", to="trainer.max_token_len_per_gpu"),
     f"{_ACTOR}.grad_clip": ForeignKey("N13", to="trainer.grad_clip"),
     f"{_ACTOR}.ppo_epochs": ForeignKey("N14", to="trainer.ppo_epochs"),
-    f"{_ACTOR}.shuffle": ForeignKey(
-        "N15", "mini-batches are taken in the order of the step", only=(False,)
-    ),
+    f"{_ACTOR}.shuffle": ForeignKey("N15", to="trainer.ppo_shuffle"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": ForeignKey("N16", to=f"{_M}.context_parallel_size"),
     f"{_ACTOR}.entropy_from_logits_with_chunking": taken("N17", TILES),
     f"{_ACTOR}.entropy_checkpointing": taken("N18", TILES),
@@ -329,9 +327,7 @@ KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts f
     f"{_CRITIC}.forward_max_token_len_per_gpu": taken("N38", ROLE),
     f"{_CRITIC}.ulysses_sequence_parallel_size": taken("N39", CUT),
     f"{_CRITIC}.ppo_epochs": ForeignKey("N39", to="trainer.ppo_epochs"),
-    f"{_CRITIC}.shuffle": ForeignKey(
-        "N39", "mini-batches are taken in the order of the step", only=(False,)
-    ),
+    f"{_CRITIC}.shuffle": ForeignKey("N39", to="trainer.ppo_shuffle"),
     f"{_CRITIC}.grad_clip": ForeignKey("N40", to="critic.grad_clip"),
     f"{_CRITIC}.cliprange_value": ForeignKey("N41", to="critic.cliprange_value"),
     "trainer.critic_warmup": ForeignKey("N46", to="trainer.critic_warmup"),
@@ -342,11 +338,7 @@ FREE = {  # sections whose keys are another system's: where they go, None: as th
     **{f"{_ACTOR}.megatron.{name}": f"{_M}.{name}" for name in OVERRIDES},
     **{f"{role}.megatron.{name}": None for role in (_REF, _CRITIC) for name in OVERRIDES},
 }
-PENDING: dict[str, Any] = {
-    "trainer.ppo_epochs": 1,
-    "trainer.ppo_mini_batch_size": None,
-    "trainer.resume_from_path": "",
-}  # what they are without a key
+PENDING = {"trainer.resume_from_path": ""}  # what it is without a key
 
 # --- from veRL's keys to rft's --------------------------------------------------------------------
 
@@ -425,9 +417,13 @@ class Translation:
         self.values[to], self.said_by[to] = wanted, self.said_by.get(to, name)
 
     @property
-    def notes(self) -> list[str]:
-        """A line for each reason."""
-        return [f"{self.prefix}{', '.join(said)}: {why}" for why, said in self.hints.items()]
+    def notes(self) -> list[Note]:
+        """One for each reason."""
+        return [
+            Note(self.prefix + ", ".join(said[:-1] + [name]), value, "", why)
+            for why, said in self.hints.items()
+            for name, _, value in [said[-1].partition("=")]
+        ]
 
     def _hint(self, name: str, value: Any, why: str) -> None:
         self.hints.setdefault(why, []).append(f"{name}={value}")

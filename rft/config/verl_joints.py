@@ -408,9 +408,9 @@ JOINTS = (
         entropy,
     ),
     Joint(
-        f"{_CORR}.rollout_is {_CORR}.rollout_is_threshold {_CORR}.rollout_rs "
-        f"{_CORR}.rollout_rs_threshold {_CORR}.bypass_mode",
-        "algorithm.rollout_correction algorithm.proximal_logprobs",
+        f"{_CORR}.bypass_mode {_CORR}.rollout_is {_CORR}.rollout_is_threshold {_CORR}.rollout_rs "
+        f"{_CORR}.rollout_rs_threshold",
+        "algorithm.proximal_logprobs algorithm.rollout_correction",
         correction,
     ),
     Joint(

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rft import config as configs
 from rft.config import Config, ConfigError, get
-from rft.config.foreign import leaves
+from rft.config.foreign import Note, leaves
 from rft.config.verl import Translation
 from rft.config.verl_joints import JOINTS, Asked
 from rft.config.verl_run import DEFAULTS, EVERY, FREE, OPEN, SKIPPED
@@ -41,14 +41,23 @@ TRAINERS = {  # its own configs, and what they set
 
 @dataclass
 class VerlRun:
-    """`config`: nested, with rft's keys only; `notes` and `defaults`: lines that are said;
-    `problems`: one for each key and value that cannot be taken, which `config` does not have.
+    """`config`: nested, with rft's keys only; `notes`: what means nothing here; `taken`: keys that
+    are left out and have veRL's default, which is not rft's; `problems`: one for each key and value
+    that cannot be taken, which `config` does not have.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    defaults: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    taken: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+
+
+def lines(run: VerlRun) -> Iterator[str]:
+    """What the start of a run says."""
+    yield from (f"rft: {note.line}" for note in run.notes)
+    if run.taken:
+        said = ", ".join(f"{one.place}={one.theirs}" for one in run.taken)
+        yield f"rft: left out, so as in veRL: {said}"
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -83,12 +92,13 @@ def read(words: list[str]) -> VerlRun:
                 if not reads & ask.given.keys():
                     reasons[to] = joint.reads.split()[0]
         except (ConfigError, TypeError, ValueError) as error:
-            run.problems.append(Problem("", _sentence(error, joint.reads)))
+            key = joint.sets.split()[0]
+            run.problems.append(Problem(key, _sentence(error, joint.reads)))
     run.problems += [one for one in said.problems if one not in run.problems]
     values |= said.values
     for to, value in values.items():
         _put(run.config, to.split("."), value)
-    run.defaults = list(_differences(values, reasons))
+    run.taken = list(_differences(values, reasons, defaults))
     run.config, wrong = configs.examined(run.config)
     run.problems += wrong
     return run
@@ -103,13 +113,15 @@ def _sentence(error: Exception, reads: str) -> str:
     return f"{', '.join(reads.split())}: one of these has a value of another type ({error})"
 
 
-def _differences(values: dict[str, Any], reasons: dict[str, str]) -> Iterator[str]:
+def _differences(
+    values: dict[str, Any], reasons: dict[str, str], defaults: dict[str, Any]
+) -> Iterator[Note]:
     """veRL's defaults of keys that were left out, where they are not rft's."""
     ours, known = Config(), set(configs.leaf_keys())
     for to, key in reasons.items():
         there = get(ours, to) if to in known else None
         if to in values and values[to] != there:
-            yield f"{key} is left out: veRL's default is {to}={values[to]} (rft's: {there})"
+            yield Note(key, defaults.get(key), f"{to}={values[to]}", f"rft's default: {there}")
 
 
 def _put(node: dict[str, Any], place: list[str], value: Any) -> None:

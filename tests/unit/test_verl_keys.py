@@ -80,6 +80,14 @@ SET: list[tuple[str, Any, str, Any]] = [  # veRL's key and value, ours and what 
             (f"{role}.optim.betas", [0.8, 0.9], f"{to}.betas", [0.8, 0.9]),
         )
     ),
+    *(
+        row
+        for role in (A, C)
+        for row in (
+            (f"{role}.ppo_epochs", 4, "trainer.ppo_epochs", 4),
+            (f"{role}.shuffle", True, "trainer.ppo_shuffle", True),
+        )
+    ),
     (f"{A}.optim.clip_grad", 0.5, "trainer.grad_clip", 0.5),
     (f"{C}.optim.clip_grad", 0.5, "critic.grad_clip", 0.5),
 ]
@@ -92,7 +100,6 @@ ONLY: list[tuple[str, Any, Any, str]] = [
     (f"{M}.fused_kernel_options.impl_backend", "torch", "cuda", "tile by tile"),
     (f"{M}.fused_kernel_options.impl_backend", "None", "cuda", "tile by tile"),
     (f"{A}.strategy", "fsdp", "deepspeed", "the trainer is Megatron"),
-    (f"{A}.shuffle", False, True, "in the order of the step"),
     (f"{A}.checkpoint.load_contents", ["optimizer", "model"], ["weights"], "a resume needs"),
     (f"{A}.checkpoint.save_contents", ["model"], "model", "a resume needs"),
     ("trainer.resume_mode", "auto", "disable", "continue_from_checkpoint=false"),
@@ -101,7 +108,6 @@ ONLY: list[tuple[str, Any, Any, str]] = [
     (f"{C}.strategy", "fsdp2", "deepspeed", "the trainer is Megatron"),
     (f"{C}.model.override_config", {}, {"rope_theta": 1e6}, "edit that of model.critic_model_path"),
     (f"{C}.model.external_lib", None, "my_lib", "without libraries"),
-    (f"{C}.shuffle", False, True, "in the order of the step"),
     (f"{C}.checkpoint.load_contents", [], ["weights"], "a resume needs"),
     (f"{C}.checkpoint.save_contents", ["extra"], ["weights"], "a resume needs"),
     *(
@@ -143,7 +149,7 @@ ONLY: list[tuple[str, Any, Any, str]] = [
 ]
 PLAIN = configs.to_config(REQUIRED)
 NAMED = {name for name, *_ in (*SET, *ONLY)}
-PENDING = ("ppo_epochs", "trainer.resume_from_path")  # of keys that another part makes
+PENDING = "trainer.resume_from_path"  # of keys that another part makes
 
 
 def merged(*given: tuple[str, Any], **trainer: Any) -> Config:
@@ -193,7 +199,7 @@ def test_accepted_or_refused(name: str, good: Any, bad: Any, message: str) -> No
 def test_a_hint_is_taken_and_said_whatever_it_is(value: Any) -> None:
     names = [name for name in KEYS if KEYS[name].takes_any]
     found, plain = merged(*((name, value) for name in names)), merged()
-    said = " ".join(verl_keys.of_block(found.trainer.trainer_config).notes)
+    said = " ".join(note.line for note in verl_keys.of_block(found.trainer.trainer_config).notes)
     assert [name for name in names if f"{name}={value}" not in said] == []
     found.trainer.trainer_config = plain.trainer.trainer_config
     assert found == plain
