@@ -1,6 +1,6 @@
 """Keys of a veRL command line that have a meaning only together: what they are here.
 
-In: veRL's config by dotted keys, with its own defaults (`Asked`). Out: rft's keys and values, by
+In: veRL's config by dotted keys, with its own defaults (`VerlKeys`). Out: rft's keys and values, by
 one of `JOINTS`, or a ConfigError that names veRL's key and the fix. Keys that say something alone
 are rows of `rft.config.verl_run` and `rft.config.verl`.
 """
@@ -19,7 +19,7 @@ _RM, _CORR = "reward_model", "algorithm.rollout_correction"
 ENGINE = "explorer.rollout_model"
 
 
-class Asked:
+class VerlKeys:
     """veRL's config, by dotted key: what was given, else veRL's default, else None."""
 
     def __init__(self, given: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Joint:
 
     reads: str
     sets: str
-    make: Callable[[Asked], Iterator[tuple[str, Any]]]
+    make: Callable[[VerlKeys], Iterator[tuple[str, Any]]]
 
 
 def whole_path(value: Any) -> Any:
@@ -99,7 +99,7 @@ def one_of(name: str, value: Any, table: dict[str, str], why: str = "") -> str:
     return table[value]
 
 
-def advantages(ask: Asked) -> Iterator[tuple[str, Any]]:
+def advantages(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     kind = one_of("algorithm.adv_estimator", ask("algorithm.adv_estimator"), ESTIMATORS)
     yield "algorithm.algorithm_type", kind
     args = {"gamma": ask("algorithm.gamma"), "lam": ask("algorithm.lam")}
@@ -111,7 +111,7 @@ def advantages(ask: Asked) -> Iterator[tuple[str, Any]]:
         yield "algorithm.advantage_fn_args", {"normalize_std": False}
 
 
-def policy_loss(ask: Asked) -> Iterator[tuple[str, Any]]:
+def policy_loss(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     name, low, high = f"{_A}.policy_loss.loss_mode", f"{_A}.clip_ratio_low", f"{_A}.clip_ratio_high"
     kind = one_of(name, ask(name), LOSSES)
     ratio = ask(f"{_A}.clip_ratio")
@@ -131,7 +131,7 @@ def policy_loss(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "algorithm.loss_agg_mode", "seq-mean-token-mean" if kind in ("gspo", "sapo") else mode
 
 
-def kl_in_loss(ask: Asked) -> Iterator[tuple[str, Any]]:
+def kl_in_loss(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     if not ask(f"{_A}.use_kl_loss"):
         yield "algorithm.kl_loss_fn", "none"
         return
@@ -140,7 +140,7 @@ def kl_in_loss(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "algorithm.kl_loss_fn_args", {"kl_coef": ask(f"{_A}.kl_loss_coef")}
 
 
-def kl_in_reward(ask: Asked) -> Iterator[tuple[str, Any]]:
+def kl_in_reward(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     if not ask("algorithm.use_kl_in_reward"):
         yield "algorithm.kl_penalty_fn", "none"
         return
@@ -153,14 +153,14 @@ def kl_in_reward(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "algorithm.kl_penalty_fn_args", args
 
 
-def entropy(ask: Asked) -> Iterator[tuple[str, Any]]:
+def entropy(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     weight = ask(f"{_A}.entropy_coeff")
     yield "algorithm.entropy_loss_fn", "default" if weight else "none"
     if weight:
         yield "algorithm.entropy_loss_fn_args", {"entropy_coef": weight}
 
 
-def correction(ask: Asked) -> Iterator[tuple[str, Any]]:
+def correction(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     section = _CORR
     yield "algorithm.proximal_logprobs", not ask(f"{_CORR}.bypass_mode")
     yield f"{section}.rollout_is", ask(f"{_CORR}.rollout_is") or "none"
@@ -177,7 +177,7 @@ def correction(ask: Asked) -> Iterator[tuple[str, Any]]:
         yield f"{section}.rollout_rs_threshold_lower", low
 
 
-def batches(ask: Asked) -> Iterator[tuple[str, Any]]:
+def batches(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     """veRL's mini-batches are of prompts; rft's of experiences."""
     tasks, each, mini = (
         ask("data.train_batch_size"),
@@ -200,7 +200,7 @@ def batches(ask: Asked) -> Iterator[tuple[str, Any]]:
         yield "trainer.ppo_mini_batch_size", mini * each
 
 
-def sampled_again(ask: Asked) -> Iterator[tuple[str, Any]]:
+def sampled_again(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     if not ask("algorithm.filter_groups.enable"):
         return
     metric = ask("algorithm.filter_groups.metric")
@@ -209,7 +209,7 @@ def sampled_again(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "data_processor.experience_pipeline.operators", operators
 
 
-def machines(ask: Asked) -> Iterator[tuple[str, Any]]:
+def machines(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     """On one machine ranks and engines take turns on its cards, as in veRL; over several each has
     its own.
     """
@@ -233,7 +233,7 @@ def machines(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield f"{ENGINE}.gpu_memory_utilization", min(share, LARGEST_SHARE)
 
 
-def logger(ask: Asked) -> Iterator[tuple[str, Any]]:
+def logger(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     said = ask("trainer.logger")
     named = [one for one in ([said] if isinstance(said, str) else said) if one != "console"]
     if len(named) > 1 or not set(named) <= set(SERVICES):
@@ -244,7 +244,7 @@ def logger(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "monitor.monitor_type", named[0] if named else "none"
 
 
-def place(ask: Asked) -> Iterator[tuple[str, Any]]:
+def place(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     """A run lies in <checkpoint_root_dir>/<project>/<name>, which is veRL's own default."""
     project, name = ask("trainer.project_name"), ask("trainer.experiment_name")
     yield "project", project
@@ -258,7 +258,7 @@ def place(ask: Asked) -> Iterator[tuple[str, Any]]:
         yield "checkpoint_root_dir", "checkpoints"
 
 
-def going_on(ask: Asked) -> Iterator[tuple[str, Any]]:
+def going_on(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     mode, path = ask("trainer.resume_mode"), ask("trainer.resume_from_path")
     modes = {"auto": "", "disable": "", "resume_path": ""}
     one_of("trainer.resume_mode", mode, modes)
@@ -269,7 +269,7 @@ def going_on(ask: Asked) -> Iterator[tuple[str, Any]]:
         yield "trainer.resume_from_path", path
 
 
-def adapter(ask: Asked) -> Iterator[tuple[str, Any]]:
+def adapter(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     rank = ask(f"{_M}.lora_rank") or ask(f"{_M}.lora.rank")
     if not rank:
         return
@@ -280,7 +280,7 @@ def adapter(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "model.lora_configs", [one]
 
 
-def parallel_sequences(ask: Asked) -> Iterator[tuple[str, Any]]:
+def parallel_sequences(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     section = f"{_A}.megatron"
     if ask(f"{_A}.strategy") != "megatron":
         return
@@ -289,7 +289,7 @@ def parallel_sequences(ask: Asked) -> Iterator[tuple[str, Any]]:
     yield "trainer.megatron.sequence_parallel", size > 1 and wanted is not False
 
 
-def prompts(ask: Asked) -> Iterator[tuple[str, Any]]:
+def prompts(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     side, are_filtered = ask("data.truncation"), ask("data.filter_overlong_prompts")
     if side not in ("error", "left") and not are_filtered:
         raise ConfigError(
@@ -306,7 +306,7 @@ def prompts(ask: Asked) -> Iterator[tuple[str, Any]]:
         yield f"model.max_{kind}_tokens", length
 
 
-def tasks(ask: Asked) -> Iterator[tuple[str, Any]]:
+def tasks(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     """Training rows and those of the evaluation, with their rewards and how they are sampled."""
     common = {
         "format": {"prompt_type": "messages", "messages_key": ask("data.prompt_key")},
@@ -341,7 +341,7 @@ def files(given: Any) -> list[str]:
     return [expanduser(str(one)) for one in (given if isinstance(given, list) else [given])]
 
 
-def reward_args(ask: Asked) -> dict[str, Any]:
+def reward_args(ask: VerlKeys) -> dict[str, Any]:
     """Of the reward `verl`: a function of the user's, or veRL's own by the row's data source."""
     if ask(f"{_RM}.enable"):
         raise ConfigError(

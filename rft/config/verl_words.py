@@ -24,7 +24,7 @@ from rft import config as configs
 from rft.config import Config, ConfigError, get
 from rft.config.foreign import Note, leaves
 from rft.config.verl import Translation
-from rft.config.verl_joints import JOINTS, Asked
+from rft.config.verl_joints import JOINTS, VerlKeys
 from rft.config.verl_run import DEFAULTS, EVERY, FREE, OPEN, SKIPPED
 from rft.ground.errors import Problem
 
@@ -76,21 +76,23 @@ def read(words: list[str]) -> VerlRun:
     tree, trainer = _tree(words, run)
     given = dict(_resolved(tree, run))
     defaults = DEFAULTS | TRAINERS[trainer]
-    ask = Asked({key: value for key, value in given.items() if value is not None}, defaults)
+    ask = VerlKeys({key: value for key, value in given.items() if value is not None}, defaults)
     theirs = {key: value for key, value in given.items() if not key.startswith(OPEN)}
     said = Translation(EVERY, free=FREE_OF_RUN, skipped=SKIPPED).take(_nested(theirs))
     left = {key: value for key, value in defaults.items() if key not in ask.given}
     filled = Translation(EVERY).take(_nested(left))
     values = {to: value for to, value in filled.values.items() if to not in said.values}
-    reasons = {to: filled.said_by[to] for to in values}
-    run.notes, run.problems = said.notes, [*run.problems, *said.problems]
+    for to, value in values.items():
+        run.taken += _left_out([filled.said_by[to]], {to: value}, defaults)
+    run.notes = said.notes
     for joint in JOINTS:
-        reads = set(joint.reads.split())
+        reads = joint.reads.split()
         try:
-            for to, value in joint.make(ask):
-                said.set(to, value, next(iter(sorted(reads & ask.given.keys())), joint.reads))
-                if not reads & ask.given.keys():
-                    reasons[to] = joint.reads.split()[0]
+            made = dict(joint.make(ask))
+            for to, value in made.items():
+                said.set(to, value, next(filter(ask.given.__contains__, reads), reads[0]))
+            missing = [name for name in reads if name not in ask.given and name in defaults]
+            run.taken += _left_out(missing, made, defaults)
         except (ConfigError, TypeError, ValueError) as error:
             key = joint.sets.split()[0]
             run.problems.append(Problem(key, _sentence(error, joint.reads)))
@@ -98,7 +100,6 @@ def read(words: list[str]) -> VerlRun:
     values |= said.values
     for to, value in values.items():
         _put(run.config, to.split("."), value)
-    run.taken = list(_differences(values, reasons, defaults))
     run.config, wrong = configs.examined(run.config)
     run.problems += wrong
     return run
@@ -113,15 +114,16 @@ def _sentence(error: Exception, reads: str) -> str:
     return f"{', '.join(reads.split())}: one of these has a value of another type ({error})"
 
 
-def _differences(
-    values: dict[str, Any], reasons: dict[str, str], defaults: dict[str, Any]
-) -> Iterator[Note]:
-    """veRL's defaults of keys that were left out, where they are not rft's."""
+def _left_out(names: list[str], values: dict[str, Any], defaults: dict[str, Any]) -> Iterator[Note]:
+    """veRL's defaults of keys that were left out, where what they say is not rft's default."""
     ours, known = Config(), set(configs.leaf_keys())
-    for to, key in reasons.items():
-        there = get(ours, to) if to in known else None
-        if to in values and values[to] != there:
-            yield Note(key, defaults.get(key), f"{to}={values[to]}", f"rft's default: {there}")
+    there = {to: get(ours, to) if to in known else None for to in values}
+    others = {to: value for to, value in values.items() if value != there[to]}
+    if names and others:
+        here = ", ".join(to if "taskset" in to else f"{to}={value}" for to, value in others.items())
+        own = ", ".join(str(there[to]) for to in others)
+        theirs = ", ".join(str(defaults[name]) for name in names)
+        yield Note(", ".join(names), theirs, here, f"rft's default: {own}")
 
 
 def _put(node: dict[str, Any], place: list[str], value: Any) -> None:
@@ -170,7 +172,7 @@ def _trainer(words: list[str], run: VerlRun) -> tuple[str, list[str]]:
             continue
         if not is_whole:
             value, at = (words[at] if at < len(words) else ""), at + 1
-        known = value.removesuffix(".yaml")
+        known = value.strip("'\"").removesuffix(".yaml")
         if flag == "--config-name" and known in TRAINERS:
             name = known
         elif flag not in ("--config-path", "--config-dir"):
@@ -217,7 +219,10 @@ def _override(tree: DictConfig, word: str, run: VerlRun) -> None:
 def _resolved(tree: DictConfig, run: VerlRun) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all that was given; a reference means a key of veRL's."""
     raw: Any = OmegaConf.to_container(tree, resolve=False)
-    whole: Any = OmegaConf.merge(OmegaConf.create(_nested(DEFAULTS)), tree)
+    has_references = "${" in str(raw)
+    whole: Any = (
+        OmegaConf.merge(OmegaConf.create(_nested(DEFAULTS)), tree) if has_references else {}
+    )
     for name, value in leaves(raw, EVERY.__contains__):
         if "${" in str(value):
             try:

@@ -79,11 +79,10 @@ def verl_table() -> str:
     }
     sections |= {name: f"taken: {why}" for name, why in verl_run.SKIPPED.items()}
     lines += [f"| | `{name}.*` | {said} |" for name, said in sections.items()]
-    lines += ["", "| veRL's default | is | rft's |", "| --- | --- | --- |"]
-    left_out = verl_words.read(["trainer.nnodes=1"]).taken
-    lines += [
-        f"| `{one.place}` | `{one.here}` | `{one.why.partition(': ')[2]}` |" for one in left_out
-    ]
+    lines += ["", "| left out | veRL's default | is | rft's default |", "| --- | --- | --- | --- |"]
+    for one in verl_words.read(["data.train_files=a", "data.val_files=b"]).taken:
+        own = one.why.partition(": ")[2]
+        lines.append(line(*(f"`{cell}`" for cell in (one.place, one.theirs, one.here, own))))
     return "\n".join(lines) + "\n"
 
 
