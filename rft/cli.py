@@ -10,6 +10,7 @@ from rft.ground.shipped import shipped
 
 USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
+       rft train --verl FILE | key=value ...                   veRL's own words: docs/verl.md
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft config --explain KEY                                what a key takes and means
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]

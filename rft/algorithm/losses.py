@@ -371,17 +371,21 @@ def token_loss(
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
     entropy_of: str = "default",
+    moved: bool = False,
 ) -> "TokenLoss":
     """A loss of `LOSSES` with its arguments, weighed by `correction`, plus kl_coef * KL(policy ||
     reference), minus entropy_coef * entropy. An adaptive coefficient is read anew at every call.
 
     The estimate of the KL is one for tokens that a policy sampled: expert rows have none.
-    `entropy_of="mix"`: nor entropy.
+    `entropy_of="mix"`: nor entropy. `moved`: `kl/old` tells how far the policy is from the one that
+    ratios are taken against, the mean of old - logprobs.
     """
     function = LOSSES[name]
 
     def bound(logprobs: "Tensor", fields: Fields) -> "Losses":
         losses, metrics = function(logprobs, fields, **arguments)
+        if moved:
+            metrics["kl/old"] = (fields.old - logprobs).detach()
         if correction is not None:
             weight, more = correction(fields)
             losses, metrics = losses * weight, metrics | more

@@ -88,8 +88,12 @@ def penalty_coef(algorithm: AlgorithmConfig) -> Coefficient:
     return _coefficient(algorithm.kl_penalty_fn_args)
 
 
-def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) -> "TokenLoss":
-    """`kl_coef`: of the KL in the loss, where somebody moves it."""
+def policy_loss(
+    algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None, several: bool = False
+) -> "TokenLoss":
+    """`kl_coef`: of the KL in the loss, where somebody moves it. `several`: a step may make more
+    than one update, and it is told how far each has moved the policy.
+    """
     has_entropy = algorithm.entropy_loss_fn != "none"
     return token_loss(
         str(algorithm.policy_loss_fn),
@@ -101,6 +105,7 @@ def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) 
         else 0.0,
         entropy_of=str(algorithm.entropy_loss_fn),
         correction=_correction(algorithm.rollout_correction),
+        moved=several and algorithm.advantage_fn is not None,
     )
 
 

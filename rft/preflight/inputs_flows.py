@@ -14,13 +14,14 @@ import msgspec
 
 from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
-from rft.data.source import names_in
+from rft.data.source import column, names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
 from rft.preflight.rules import tasksets
 from rft.preflight.rules_data import BESIDE, agents
 from rft.preflight.rules_trainer import BUFFER
 from rft.rollout import rewards, sandbox, workflows
+from rft.rollout.rewards import data_sources
 from rft.trainer.feed import is_supervised
 
 # a tag of transformers, which Jinja does not know
@@ -53,6 +54,8 @@ def flows(
         if at_start or not plugins.is_own(name)
         for said in _reward(c, key, name, taskset.reward_fn_args, at_start)
     )
+    if readable and "verl" in {taskset.default_reward_fn_type, *named["reward_fn_key"]}:
+        yield from verl_rows(key, taskset)
 
 
 def _workflow(
@@ -122,6 +125,8 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
         for needed in ("url", "model"):
             if not args.get(needed):
                 yield f"{key}.{needed}: remote_judge needs it; set it"
+    if name == "verl" and args.get("path") and at_start:
+        yield from all_of(verl_function(key, args))
     if name in TIMED:
         seconds = args.get("seconds", inspect.signature(function).parameters["seconds"].default)
         limit = c.explorer.reward_timeout
@@ -130,6 +135,45 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
                 f"{key}.seconds={seconds:g}: explorer.reward_timeout={limit:g} would end {name} "
                 "first; lower the one or raise the other"
             )
+
+
+def verl_function(key: str, args: dict[str, Any]) -> Iterator[str]:
+    named = args.get("function", "compute_score")
+    said = data_sources.problem_of(data_sources.own(args["path"], named), args.get("kwargs") or {})
+    if said:
+        yield f"{key}.function={named}: {said}; correct it"
+
+
+def verl_rows(key: str, taskset: TasksetConfig) -> Iterator[str]:
+    """What the reward `verl` needs of every row: a source with a formula, and a ground truth."""
+    args, unknown = taskset.reward_fn_args, set[str]()
+    name = args.get("source_key", "data_source")
+    for where, source in column(taskset, name, key):
+        if source is None:
+            yield f"{key}: {where} has no {name!r}, by which the reward verl scores; add it"
+            break
+        unknown |= set() if args.get("path") else set(problems_of_source(str(source)))
+    yield from (f"{key}: {said}" for said in sorted(unknown))
+    for where, model in column(taskset, "reward_model", key):
+        if not isinstance(model, dict) or model.get("ground_truth") is None:
+            yield f"{key}: {where} has no reward_model.ground_truth, with which verl compares"
+            break
+        if model.get("style") == "model" and not args.get("path"):
+            yield (
+                f"{key}: {where} has reward_model.style=model, and no model with a head of its own "
+                "scores here: give custom_reward_function.path"
+            )
+            break
+    for kind in ("images", "videos"):
+        if found := next((where for where, value in column(taskset, kind, key) if value), None):
+            yield f"{key}: {found} has {kind}: rft trains on text only, so leave those rows out"
+
+
+def problems_of_source(source: str) -> Iterator[str]:
+    try:
+        data_sources.formula(source)
+    except ValueError as error:
+        yield str(error)
 
 
 def _cell(isolate: bool, key: str, who: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ from rft.buffer.experience_file import ExperienceFile
 from rft.config import Config, TrainerConfig
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
+from rft.data.updates import UpdateRule
 from rft.ground.experience import EvalResult
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import trace
@@ -97,7 +98,7 @@ def assemble(
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
-        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss),
+        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
@@ -201,7 +202,20 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         cut_of(config.trainer),
         int(config.model.max_response_tokens or 1),
         experts(config, tokenizer) if lead else None,
+        rule_of(config),
     )
+
+
+def is_cut(config: Config) -> bool:
+    """Whether a step may make several updates."""
+    return config.trainer.ppo_epochs > 1 or config.trainer.ppo_mini_batch_size is not None
+
+
+def rule_of(config: Config) -> UpdateRule:
+    trainer = config.trainer
+    together = 2 if recipe.needs_pairs(config.algorithm) else 1
+    size = trainer.ppo_mini_batch_size
+    return UpdateRule(trainer.ppo_epochs, size, trainer.ppo_shuffle, config.seed, together)
 
 
 def cut_of(trainer: TrainerConfig) -> PackingPolicy:

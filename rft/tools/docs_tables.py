@@ -15,6 +15,8 @@ from typing import Any
 
 from rft.config import trinity as trinity_keys
 from rft.config import verl as verl_keys
+from rft.config import verl_run, verl_words
+from rft.config.foreign import ForeignKey
 from rft.config.keys import Setting, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,20 +70,34 @@ def line(*cells: str) -> str:
 
 
 def verl_table() -> str:
-    """veRL's keys, in the order of rft/config/verl.py."""
+    """veRL's keys, in the order of rft/config/verl.py and verl_run.py."""
     lines = ["| | key | is |", "| --- | --- | --- |"]
-    for name, key in verl_keys.KEYS.items():
-        taken = ", ".join(
-            f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in key.only
-        )
-        if key.to:
-            meaning = f"`{key.to}`"
-        elif taken:
-            meaning = f"only {taken.replace('``', 'empty')}: {key.why}"
-        else:
-            meaning = f"refused: {key.why}"
-        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    lines += [f"| {key.row} | `{name}` | {of_verl(key)} |" for name, key in verl_run.EVERY.items()]
+    sections = {name: f"`{to}.*`" for name, to in verl_run.FREE.items()}
+    sections |= {
+        name: f"`{to}.*`" if to else "as the policy's" for name, to in verl_keys.FREE.items()
+    }
+    sections |= {name: f"taken: {why}" for name, why in verl_run.SKIPPED.items()}
+    lines += [f"| | `{name}.*` | {said} |" for name, said in sections.items()]
+    lines += ["", "| left out | veRL's default | is | rft's default |", "| --- | --- | --- | --- |"]
+    for one in verl_words.read(["data.train_files=a", "data.val_files=b"]).taken:
+        own = one.why.partition(": ")[2]
+        lines.append(line(*(f"`{cell}`" for cell in (one.place, one.theirs, one.here, own))))
     return "\n".join(lines) + "\n"
+
+
+def of_verl(key: ForeignKey) -> str:
+    """What one of veRL's keys is here."""
+    values = [*key.only, *key.each_of]
+    taken = ", ".join(
+        f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in values
+    ).replace("``", "empty")
+    if key.to:
+        targets = ", ".join(f"`{to}`" for to in key.to.split(", "))
+        return f"{targets}, of {taken}" if key.only else targets
+    if key.takes_any:
+        return f"taken: {key.why}"
+    return f"only {taken}: {key.why}" if taken else f"refused: {key.why}"
 
 
 def trinity_table() -> str:

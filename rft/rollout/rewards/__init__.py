@@ -1,7 +1,8 @@
 """Reward functions: a response and its reference answer in, one number (or a dict of numbers) out.
 
 A reward function is `(response: str, truth: str | None, task: Task, **task.reward_args) -> float |
-dict[str, float]`; the entries of a dict are summed and become metrics. `REWARDS` is the whole
+dict[str, float]`; the entries of a dict are summed and become metrics; of a tuple (number, dict)
+the number is the reward, and the dict metrics. `REWARDS` is the whole
 table; instead of a name from it users give their own `package.module:function` or
 `path/to/file.py:function`.
 
@@ -12,10 +13,12 @@ process that it can kill.
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rft.ground.plugins import lookup
 from rft.rollout.rewards.code import code_tests
+from rft.rollout.rewards.data_sources import own, verl
 from rft.rollout.rewards.judge import remote_judge
 from rft.rollout.rewards.text import (
     accuracy,
@@ -28,7 +31,7 @@ from rft.rollout.rewards.text import (
     math_dapo,
 )
 
-RewardFunction = Callable[..., float | dict[str, float]]
+RewardFunction = Callable[..., float | dict[str, float] | tuple[float, dict[str, float]]]
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "math": math,
@@ -40,6 +43,7 @@ REWARDS: dict[str, RewardFunction] = {
     "math_dapo": math_dapo,
     "code_tests": code_tests,
     "remote_judge": remote_judge,
+    "verl": verl,
 }
 LAZY_IMPORTS = dict.fromkeys(
     ("math", "math_boxed", "math_dapo"), "math_verify"
@@ -53,9 +57,13 @@ def resolve(name: str) -> RewardFunction:
     return lookup("reward", name, REWARDS)
 
 
-def prepare(name: str) -> RewardFunction:
-    """`resolve`, and import now what the function would import at its first call."""
+def prepare(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
+    """`resolve`, and import now what the function would import at its first call with these
+    arguments.
+    """
     function = resolve(name)
+    if name == "verl" and arguments and arguments.get("path"):
+        own(arguments["path"], arguments.get("function", "compute_score"))
     if name in LAZY_IMPORTS:
         module = importlib.import_module(LAZY_IMPORTS[name])
         # a line for each response it cannot parse
