@@ -55,7 +55,8 @@ def lines(found: "Flat") -> Iterator[str]:
     yield from (f"rft: {found.path}: {note.line}" for note in found.notes)
     if found.taken:
         taken = ", ".join(f"{one.place}={one.theirs}" for one in found.taken)
-        yield f"rft: {found.path}: left out, so as in Trinity-RFT (rft's with `defaults: rft`): {taken}"
+        said = "left out, so as in Trinity-RFT (rft's with `defaults: rft`)"
+        yield f"rft: {found.path}: {said}: {taken}"
 
 
 def read_file(
