@@ -271,8 +271,10 @@ class Flat:
             why = "the queue keeps its own journal in the run's directory, which can be replayed"
             self.notes.append(Note(place, value, "", why))
             return
+        if value is None and self.is_theirs:  # there it means that a key is left out
+            return
         here, why = self._renamed(name, value)
-        if self.is_theirs and name in OTHERWISE and value is not None:
+        if self.is_theirs and name in OTHERWISE:
             known = self._resolved(place, value, name)
             other, why = OTHERWISE[name](known, self._loaded)
             here = here if other == known else other
