@@ -5,6 +5,9 @@ files in the shape of the published ones pass all checks.
 data in the places of its hub names.
 """
 
+import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,15 @@ from omegaconf import OmegaConf
 from trinity_facts import DEFAULTS
 
 from rft import config as configs
-from rft.config import Config, ModelConfig, RolloutModelConfig
+from rft import train
+from rft.config import Config, ConfigError, ModelConfig, RolloutModelConfig
+from rft.config import file as config_file
 from rft.config.file import Flat
 from rft.config.trinity_defaults import KEPT
 from rft.data.chat import load_tokenizer, render_messages
+from rft.ground.errors import Late
 from rft.rollout.engine import RolloutEngine
+from rft.tools.toy import write_model
 
 JUDGE, ADAPTER = "explorer.auxiliary_models", "model.lora_configs"
 EVERYTHING = """
@@ -240,3 +247,73 @@ def test_whether_a_model_thinks_reaches_its_template(
     ids = render_messages(tokenizer, [{"role": "user", "content": "a"}], template)
     said = "unsaid" if thinks is None else str(thinks)
     assert ids == list(tokenizer.encode(said, add_special_tokens=False))
+
+
+# --- whole files ----------------------------------------------------------------------------------
+
+PUBLISHED = sorted(Path(os.environ.get("RFT_TRINITY_FILES", "/nowhere")).glob("*.yaml"))
+OURS = [Path(__file__).parent / "flat" / "published.yaml"]
+# what a file may be refused for, beside what is not here: a service, images, a closed workflow
+ALLOWED = re.compile(r"Data-Juicer|data_juicer|image|_workflow is refused|tinker", re.IGNORECASE)
+ROW = {"question": "1 + 1?", "prompt": "1 + 1?", "answer": "2", "response": "2", "solution": "2"}
+MESSAGES = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+def columns(raw: Any) -> dict[str, Any]:
+    """A row with every column that the file names, of the kind that its name says."""
+    found: dict[str, Any] = dict(ROW)
+
+    def look(node: Any) -> None:
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            if isinstance(value, dict | list):
+                look(value)
+            elif str(key).endswith("_key") and value and "." not in str(value):
+                found[value] = MESSAGES if key == "messages_key" else "2"
+
+    look(raw)
+    return found | {"messages": MESSAGES, "message": MESSAGES}
+
+
+def local(file: Path, root: Path) -> Path:
+    """The file with local models and data in the places of names of a hub."""
+    raw: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    rows = root / "rows"
+    for split in ("train", "test", "validation"):
+        (rows / split).mkdir(parents=True, exist_ok=True)
+    row = json.dumps(columns(raw))
+    (rows / "rows.jsonl").write_text(f"{row}\n" * 400, encoding="utf-8")
+
+    def put_here(node: Any) -> None:
+        for key, value in list(node.items()) if isinstance(node, dict) else enumerate(node):
+            if isinstance(value, dict | list):
+                put_here(value)
+            elif key in ("model_path", "critic_model_path") and value:
+                node[key] = str(root / "model")
+            elif key == "checkpoint_root_dir":
+                node[key] = str(root / "runs")
+            elif key == "path" and value and "://" not in str(value):
+                node[key] = str(rows / "rows.jsonl")
+
+    put_here(raw)
+    OmegaConf.save(OmegaConf.create(raw), root / file.name)
+    return root / file.name
+
+
+@pytest.mark.parametrize("file", [*OURS, *PUBLISHED], ids=lambda file: file.stem)
+def test_a_published_file_passes_all_checks(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    write_model(
+        tmp_path / "model",
+        **dict(hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=128, context=40960),
+    )
+    words = ["--config", str(local(file, tmp_path)), "device=cpu", "cluster.gpu_per_node=null"]
+    try:
+        words, told = config_file.read_file(words)
+        raw, told = configs.drafted(words, told)
+        train.prepared_stages(raw, told)
+    except ConfigError as error:
+        wrong = [one for one in config_file.located(error).problems]
+        refused = [one for one in wrong if not (isinstance(one, Late) or ALLOWED.search(one))]
+        assert refused == [] and file not in OURS
