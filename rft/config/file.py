@@ -56,7 +56,8 @@ def lines(found: "Flat") -> Iterator[str]:
     yield from (f"rft: {found.path}: {note.line}" for note in found.notes)
     if found.taken:
         taken = ", ".join(f"{one.place}={one.theirs}" for one in found.taken)
-        yield f"rft: {found.path}: left out, so as in Trinity-RFT (rft's with `defaults: rft`): {taken}"
+        said = "left out, so as in Trinity-RFT (rft's with `defaults: rft`)"
+        yield f"rft: {found.path}: {said}: {taken}"
 
 
 def read_file(
@@ -279,8 +280,10 @@ class Flat:
             return
         if name == verl_keys.BLOCK:
             self.notes += verl_keys.of_block(value).notes
+        if value is None and self.is_theirs:  # there it means that a key is left out
+            return
         here, why = self._renamed(name, value)
-        if self.is_theirs and name in OTHERWISE and value is not None:
+        if self.is_theirs and name in OTHERWISE:
             known = self._resolved(place, value, name)
             other, why = OTHERWISE[name](known, self._loaded)
             here = here if other == known else other

@@ -137,14 +137,12 @@ BARE = {"name": "judge", "model_path": "judge"}
 
 def nested(key: str, value: Any) -> str:
     """A file of this one key, with rft's defaults; an item of a list has what it must have."""
-    section, _, word = key.rpartition(".")
-    if section == ITEM:
-        key, value = ITEM, [BARE | {word: value}]
-    elif key.startswith(f"{ITEM}."):
-        raise AssertionError(key)
+    inner = key.removeprefix(f"{ITEM}.")
     node = value
-    for word in reversed(key.split(".")):
+    for word in reversed(inner.split(".")):
         node = {word: node}
+    if inner != key:
+        node = {"explorer": {"auxiliary_models": [BARE | node]}}
     return OmegaConf.to_yaml(OmegaConf.create({"defaults": "rft"} | node))
 
 
