@@ -12,6 +12,8 @@ USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft config --explain KEY                                what a key takes and means
+       rft workflows [NAME]
+            what each workflow and reward does, and its arguments
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
        rft studio [--port N]
             a page on which a config is put together
@@ -39,6 +41,7 @@ TOOLS = {  # word: module of rft.tools
     "studio": "studio",
     "trace": "timeline",
     "view": "view",
+    "workflows": "workflows",
 }
 
 

@@ -24,6 +24,7 @@ from rft import config as configs
 from rft.config import ConfigError
 from rft.config.foreign import UNSET, is_empty_section, leaves
 from rft.config.trinity import KEYS, RENAMED
+from rft.config.trinity_flows import asked_of_environments
 from rft.ground.errors import Problem, problems_of
 
 FLAG, RECIPE = "--config", "from_file"
@@ -95,8 +96,9 @@ class Flat:
         self.path, self.notes, self._problems = path, list[str](), list[Problem]()
         self._loaded = read(path)
         self._ends = set(configs.leaf_keys())
-        raw = OmegaConf.to_container(self._loaded, resolve=False)
-        self.config, wrong = configs.examined(self._translated(raw, "", ""))  # type: ignore[arg-type]
+        raw: Any = OmegaConf.to_container(self._loaded, resolve=False)
+        asked_of_environments(raw)
+        self.config, wrong = configs.examined(self._translated(raw, "", ""))
         self.problems = [Problem(key, f"{path}: {said}") for key, said in (*self._problems, *wrong)]
 
     def _translated(self, node: dict[str, Any], prefix: str, where: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert config.algorithm.optimizer.lr_scheduler_type == "constant"
     given = config.buffer.explorer_input
     assert given.taskset is not None and given.taskset.default_workflow_type == "single_turn"
-    assert given.eval_tasksets[0].default_workflow_type == "math"
+    assert given.eval_tasksets[0].default_workflow_type == "math_think"
     assert [t.default_reward_fn_type for t in (given.taskset, *given.eval_tasksets)] == [
         "accuracy",
         "accuracy",
@@ -190,12 +190,12 @@ REFUSED = {
         "stages: [{stage_name: a, synchronizer: {max_inflight_batches: 2}}]"
     ): "stages.0.synchronizer.max_inflight_batches=2 is refused",
     (
-        "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {tools_key: tools}}]}}"
-    ): "eval_tasksets.0.format.tools_key=tools",
+        "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {image_key: image}}]}}"
+    ): "eval_tasksets.0.format.image_key=image",
     "buffer: {explorer_input: {eval_tasksets: [a.jsonl]}}": "eval_tasksets.0 is 'a.jsonl'",
     (
-        "buffer: {explorer_input: {tasksets: [{path: a, format: {tools_key: tools}}]}}"
-    ): "tasksets.0.format.tools_key=tools",
+        "buffer: {explorer_input: {tasksets: [{path: a, format: {image_key: image}}]}}"
+    ): "tasksets.0.format.image_key=image",
     (
         "algorithm: {optimizer: {warmup_style: cosine, lr_scheduler_type: linear}}"
     ): "both are algorithm.optimizer.lr_scheduler_type",

@@ -11,6 +11,7 @@ process that it can kill.
 """
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 
@@ -75,6 +76,11 @@ def resolve(name: str) -> RewardFunction:
     `file.py:function`.
     """
     return lookup("reward", name, REWARDS)
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether the reward has a parameter of this name."""
+    return argument in inspect.signature(resolve(name)).parameters
 
 
 def prepare(name: str) -> RewardFunction:

@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from math import isclose
 from typing import Any
@@ -84,7 +85,6 @@ def _verified(answer: Any, truth: Any) -> float:
 
 def accuracy_reward(response: str, truth: str | None, task: Task) -> dict[str, float]:
     """1 when the LaTeX that the response marks, `\\boxed{}` first, is the truth."""
-    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
     expected = needed(truth, task)
@@ -94,8 +94,9 @@ def accuracy_reward(response: str, truth: str | None, task: Task) -> dict[str, f
         extraction_config=[LatexExtractionConfig()],
         parsing_timeout=None,
     )
+    usual = LatexExtractionConfig().normalization_config
     marked = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(basic_latex=True, boxed="all", units=True),
+        normalization_config=replace(usual, nits=False, malformed_operators=False),
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
@@ -171,7 +172,7 @@ def bots_math_boxed_reward(
 def rm_gallery_reward(
     response: str, truth: str | None, task: Task, reward_name: str = ""
 ) -> dict[str, float]:
-    """`reward_name=math_verify_reward`: 1 when the first that is read in response and truth agree."""
+    """`reward_name=math_verify_reward`: 1 when the first thing read in truth and response agree."""
     from math_verify import parse
 
     if reward_name not in GALLERY:
