@@ -4,6 +4,7 @@ what becomes of every name of the reference.
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from test_flows import END, TOKENIZER, Scripted
 from rft import config as configs
 from rft.algorithm.advantages import Columns
 from rft.config import trinity_flows
+from rft.data.chat import render_prompt, row_tools
 from rft.ground.experience import PEERS, Completion, Experience, Sampling, Task
 from rft.preflight.inputs_flows import flows
 from rft.rollout import rewards, workflows
 from rft.rollout.context import TokenLimits
 from rft.rollout.evaluation import summarise
 from rft.rollout.reward_worker import RewardResult, judge
+from rft.rollout.workflows import Tool, ToolUse
 from rft.rollout.workflows.maths import BOXED, BOXED_THINK, THINK
 from rft.tools.workflows import lines
 
@@ -118,7 +121,9 @@ def test_math_boxed_reads_its_arguments() -> None:
     assert not any(one.action_mask), "an answer that was cut is not trained on"
     base = task("math_boxed", truth="72", workflow_args={"use_base": True}, reward="math_dapo")
     [one], context = made(base, "\\boxed{72}" + END)
-    assert "<|user|>" not in context.shown[0] and context.shown[0].endswith("User:\nwhat?\nAssistant:\n")
+    assert "<|user|>" not in context.shown[0] and context.shown[0].endswith(
+        "User:\nwhat?\nAssistant:\n"
+    )
 
 
 def test_math_eval_samples_as_its_recipe_does() -> None:
@@ -324,3 +329,59 @@ def test_rft_lists_what_each_does_and_reads() -> None:
             assert f"`{argument}`" in row or row.split("|")[3].strip() in ("there", "the same"), (
                 what
             )
+
+
+# --- tools of a task ------------------------------------------------------------------------------
+
+SERVER = {"command": sys.executable, "args": [str(Path(__file__).parent / "tool_server.py")]}
+ADD = {"type": "function", "function": {"name": "add", "description": "Sums up."}}
+
+
+def used(tools: list[dict[str, Any]], *lines: str) -> tuple[list[Experience], Scoring]:
+    args = {"mcp_servers": [SERVER], "python": False}
+    return made(task("tool_use", workflow_args=args, truth="5", tools=tools), *lines)
+
+
+def test_tools_of_an_mcp_server_are_offered_and_called() -> None:
+    calls = [{"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "fail", "arguments": {}}]
+    said = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    [one], context = used([], said + END, "5" + END)
+    assert (one.reward, one.metrics["tools/calls"], one.metrics["tools/failed"]) == (1.0, 2.0, 1.0)
+    assert "The sum of two numbers." in context.shown[0] and '"fail"' in context.shown[0]
+    assert "python" not in context.shown[0]
+    heard = context.shown[1][len(context.shown[0]) :]
+    assert "tool<|pad|>>5<|end|>" in heard and "error: Error executing tool fail" in heard
+
+
+def test_a_row_says_which_tools_are_offered() -> None:
+    class Two(ToolUse):
+        def tools(self, task: Task) -> list[Tool]:
+            return [Tool("add", "Adds.", str), Tool("fail", "Fails.", str)]
+
+    async def shown(tools: list[dict[str, Any]]) -> str:
+        context = Scoring("5" + END)
+        context.shared.limits = TokenLimits(3000, 8000)
+        await Two().run(task("own", truth="5", tools=tools), context)
+        return context.shown[0]
+
+    told = asyncio.run(shown([ADD]))
+    assert "Sums up." in told and "Adds." not in told and '"fail"' not in told
+    with pytest.raises(ValueError, match="its row has the tool 'mail', which nobody offers"):
+        asyncio.run(shown([{"name": "mail"}]))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+)
+
+
+def test_tools_of_a_row_are_shown_by_the_chat_template() -> None:
+    form = configs.FormatConfig(prompt_type="plaintext", tools_key="tools")
+    for column in ([ADD], json.dumps([ADD])):
+        of = task("single_turn", tools=row_tools({"tools": column}, form))
+        shown = TOKENIZER.decode(render_prompt(TOKENIZER, of, TEMPLATE))
+        assert shown == "what?add;"
+    assert row_tools({}, form) == row_tools({"tools": None}, form) == []
+    with pytest.raises(configs.ConfigError, match="the chat template shows none"):
+        render_prompt(TOKENIZER, of, "{{ messages[0].content }}")

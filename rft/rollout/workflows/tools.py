@@ -105,6 +105,12 @@ def python_tool(limits: Limits) -> Tool:
     )
 
 
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def of_row(task: Task, offered: dict[str, Tool]) -> dict[str, Tool]:
     """Those tools that the row names, as it describes them."""
     found = {}
@@ -173,11 +179,14 @@ class ToolUse(MultiTurn):
     served: Sequence[Tool] = ()
 
     async def episode(self, task: Task, ctx: WorkflowContext, sample: int) -> list[Experience]:
-        async with AsyncExitStack() as stack:
-            servers = task.workflow_args.get("mcp_servers", [])
-            asked = [await mcp_tools(stack, server) for server in servers]
-            self.served = [tool for tools in asked for tool in tools]
-            return await super().episode(task, ctx, sample)
+        try:
+            async with AsyncExitStack() as stack:
+                servers = task.workflow_args.get("mcp_servers", [])
+                asked = [await mcp_tools(stack, server) for server in servers]
+                self.served = [tool for tools in asked for tool in tools]
+                return await super().episode(task, ctx, sample)
+        except BaseExceptionGroup as group:  # a client's own: what went wrong in the run is inside
+            raise _innermost(group) from None
 
     def begin(self, task: Task) -> None:
         self.made = self.failed = 0
@@ -198,9 +207,8 @@ class ToolUse(MultiTurn):
         )
         if messages and messages[0]["role"] == "system":
             told = f"{messages.pop(0)['content']}\n\n{told}"
-        return msgspec.structs.replace(
-            task, prompt=[{"role": "system", "content": told}, *messages]
-        )
+        shown = [{"role": "system", "content": told}, *messages]
+        return msgspec.structs.replace(task, prompt=shown, tools=[])  # told, not by the template
 
     async def step(self, answer: str) -> Messages | None:  # type: ignore[override]
         asked = calls(answer)
