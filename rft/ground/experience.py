@@ -110,6 +110,14 @@ class Completion(Record, kw_only=True):
     stop: StopReason
     routed_experts: RoutedExperts | None = None
 
+    def chosen(self, sampling: Sampling) -> list[int]:
+        """1 for every token that the policy chose; 0 where the form that was asked for left it no
+        other: that one's log-probability is 0.
+        """
+        if not sampling.structured:
+            return [1] * len(self.tokens)
+        return [int(logprob != 0) for logprob in self.logprobs]
+
 
 class Experience(Record, kw_only=True):
     """One finished token sequence: what the trainer learns from.

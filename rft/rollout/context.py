@@ -360,7 +360,7 @@ def recorded(prompt: list[int], made: Completion, sampling: Sampling) -> Experie
         prompt_length=len(prompt),
         logprobs=made.logprobs,
         versions=made.versions,
-        action_mask=[int(sampling.temperature > 0)] * len(made.tokens),
+        action_mask=[one * (sampling.temperature > 0) for one in made.chosen(sampling)],
         temperature=sampling.temperature or 1.0,
         stop=made.stop,
         routed_experts=made.routed_experts,

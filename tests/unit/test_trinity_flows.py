@@ -12,6 +12,8 @@ import pytest
 from test_flows import END, TOKENIZER, Scripted
 
 from rft import config as configs
+from rft.agents.endpoint.chat_format import read
+from rft.agents.endpoint.sessions import Session
 from rft.algorithm.advantages import Columns
 from rft.config import trinity_flows
 from rft.data.chat import render_prompt, row_tools
@@ -22,6 +24,7 @@ from rft.rollout.context import TokenLimits
 from rft.rollout.evaluation import summarise
 from rft.rollout.reward_worker import RewardResult, judge
 from rft.rollout.workflows import Tool, ToolUse
+from rft.rollout.workflows.dialogue import Dialogue
 from rft.rollout.workflows.maths import BOXED, BOXED_THINK, THINK
 from rft.tools.workflows import lines
 
@@ -342,6 +345,7 @@ def used(tools: list[dict[str, Any]], *lines: str) -> tuple[list[Experience], Sc
     return made(task("tool_use", workflow_args=args, truth="5", tools=tools), *lines)
 
 
+@pytest.mark.verify  # two programs that import a large library
 def test_tools_of_an_mcp_server_are_offered_and_called() -> None:
     calls = [{"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "fail", "arguments": {}}]
     said = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
@@ -368,6 +372,19 @@ def test_a_row_says_which_tools_are_offered() -> None:
     assert "Sums up." in told and "Adds." not in told and '"fail"' not in told
     with pytest.raises(ValueError, match="its row has the tool 'mail', which nobody offers"):
         asyncio.run(shown([{"name": "mail"}]))
+
+
+def test_a_token_that_the_form_left_no_choice_of_is_not_trained() -> None:
+    form = Sampling(structured={"json_object": True})
+    said = Completion(tokens=[5, 6, 7], logprobs=[-1.0, 0.0, -0.5], versions=[], stop="stop")
+    assert said.chosen(form) == [1, 0, 1] and said.chosen(Sampling()) == [1, 1, 1]
+    talk = Dialogue(task("single_turn", sampling=form), [1], 0)
+    talk.say(said)
+    assert talk.whole().action_mask == talk.turns[0].action_mask == [1, 0, 1]
+    session = Session("s")
+    asked = read({"prompt": "x", "response_format": {"type": "json_object"}}, Sampling())
+    session.record(asked, None, [1], said, "", id="a", answer=None)
+    assert session.experiences()[0].action_mask == [1, 0, 1]
 
 
 TEMPLATE = (

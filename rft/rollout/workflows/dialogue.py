@@ -53,7 +53,7 @@ def experience(
     made = Experience(
         tokens=[*prompt, *completion.tokens],
         prompt_length=len(prompt),
-        action_mask=[1] * len(completion.tokens),
+        action_mask=completion.chosen(task.sampling),
         logprobs=completion.logprobs,
         versions=completion.versions,
         temperature=task.sampling.temperature,
@@ -141,7 +141,7 @@ class Dialogue:
         ]
         self.versions += moved
         self.ids += made.tokens
-        self.mask += [1] * len(made.tokens)
+        self.mask += made.chosen(self.task.sampling)
         self.logprobs += made.logprobs
         self.stop = made.stop
 
