@@ -47,8 +47,8 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert given.taskset is not None and given.taskset.default_workflow_type == "single_turn"
     assert given.eval_tasksets[0].default_workflow_type == "math_think"
     assert [t.default_reward_fn_type for t in (given.taskset, *given.eval_tasksets)] == [
-        "accuracy",
-        "accuracy",
+        "accuracy_reward",
+        "accuracy_reward",
     ]
     assert (
         given.default_reward_fn_type == "math"
