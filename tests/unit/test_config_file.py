@@ -51,7 +51,7 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
         "accuracy_reward",
     ]
     assert (
-        given.default_reward_fn_type == "math"
+        given.default_reward_fn_type == "math_reward"
         and given.eval_tasksets[0].rollout_args.temperature == 0.1
     )
     assert config.buffer.trainer_input.experience_buffer.path is None
@@ -62,7 +62,6 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
         "trainer.trainer_strategy=fsdp",
         "experience_buffer.path=sqlite:///",
         "buffer.default_workflow_type=simple_workflow",
-        "eval_tasksets.0.default_reward_fn_type=accuracy_reward",
     ):
         assert name in said, "what means something else here is said"
     assert "planted" not in said
