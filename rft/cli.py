@@ -13,6 +13,8 @@ USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft train --verl FILE | key=value ...                   veRL's own words: docs/verl.md
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft config --explain KEY                                what a key takes and means
+       rft workflows [NAME]
+            what each workflow and reward does, and its arguments
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
        rft studio [--port N]
             a page on which a config is put together
@@ -40,6 +42,7 @@ TOOLS = {  # word: module of rft.tools
     "studio": "studio",
     "trace": "timeline",
     "view": "view",
+    "workflows": "workflows",
 }
 
 

@@ -18,6 +18,9 @@ class FormatConfig(Section):
     system_prompt_key: Annotated[Str | None, "column of a system prompt for each row"] = None
     system_prompt: Annotated[Str | None, "the same for all rows"] = None
     messages_key: Annotated[Str, "messages: column of the chat messages"] = "messages"
+    tools_key: Annotated[
+        Str | None, "column of tools for the chat template: a list of objects, or that as JSON text"
+    ] = None
     workflow_key: Annotated[
         Str | None, "tasks: column that names the workflow of a row; null in it: the set's"
     ] = None
@@ -38,9 +41,6 @@ class TaskSelectorConfig(Section):
 
 @dataclass
 class RowFormatConfig(FormatConfig):
-    tools_key: Annotated[
-        Str | None, "column of tools for the chat template: a list of objects, or that as JSON text"
-    ] = None
     chosen_key: Annotated[
         Str, "dpo: the better answer, of the prompt's type, as is the worse one"
     ] = "chosen"

@@ -30,6 +30,7 @@ from rft.config import verl as verl_keys
 from rft.config.foreign import UNSET, Note, is_empty_section, leaves
 from rft.config.trinity import KEYS, RENAMED
 from rft.config.trinity_defaults import OTHERWISE, TYPE, fill
+from rft.config.trinity_flows import asked_of_environments
 from rft.ground.errors import Late, Problem, after, problems_of, refuse_all
 
 FLAG, RECIPE = "--config", "from_file"
@@ -226,6 +227,7 @@ class Flat:
         self._loaded, self.marks = read(path)
         self._ends = {*configs.leaf_keys(), *configs.item_keys()}
         raw: Any = OmegaConf.to_container(self._loaded, resolve=False)
+        asked_of_environments(raw)
         self.is_theirs = self._vocabulary(raw.pop(DEFAULTS_KEY, None))
         self.marks.stages = [str(one.get("stage_name")) for one in _stages(raw)]
         self._beside = dict[str, Any]()  # keys of which only defaults are made
@@ -278,10 +280,10 @@ class Flat:
             why = "the queue keeps its own journal in the run's directory, which can be replayed"
             self.notes.append(Note(place, value, "", why))
             return
-        if name == verl_keys.BLOCK:
-            self.notes += verl_keys.of_block(value).notes
         if value is None and self.is_theirs:  # there it means that a key is left out
             return
+        if name == verl_keys.BLOCK:
+            self.notes += verl_keys.of_block(value).notes
         here, why = self._renamed(name, value)
         if self.is_theirs and name in OTHERWISE:
             known = self._resolved(place, value, name)

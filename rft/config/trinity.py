@@ -14,6 +14,7 @@ from typing import Any
 
 from rft.config.buffer import TASKSET_KEY as TASKSET
 from rft.config.foreign import UNSET, ForeignKey
+from rft.config.trinity_flows import IMAGES, WORKFLOWS
 
 
 def opposite(value: Any) -> Any:
@@ -109,9 +110,8 @@ KEYS: dict[str, ForeignKey] = {
     "data_processor.experience_pipeline.output": ForeignKey("J9", EXPERIENCES_COME),
 }
 KEYS |= {
-    f"{TASKSET}.format.tools_key": ForeignKey(
-        "F42", f"tools of a task are {YET}: write them into the system prompt"
-    ),
+    f"{TASKSET}.format.image_key": ForeignKey("F41", IMAGES),
+    f"{TASKSET}.format.video_key": ForeignKey("F41", IMAGES),
     f"{TASKSET}.format.chosen_key": ForeignKey(
         "F43", f"tasks have no pairs of answers: {PAIRS}", only=("chosen",)
     ),
@@ -370,6 +370,7 @@ SHARED = frozenset(
         "buffer.explorer_input.taskset.format.system_prompt_key",
         "buffer.explorer_input.taskset.format.system_prompt",
         "buffer.explorer_input.taskset.format.messages_key",
+        "buffer.explorer_input.taskset.format.tools_key",
         "buffer.trainer_input.experience_buffer.format.prompt_type",
         "buffer.trainer_input.experience_buffer.format.prompt_key",
         "buffer.trainer_input.experience_buffer.format.response_key",
@@ -473,31 +474,12 @@ _DTYPES = {
 }
 for _key in (POLICY, BESIDE):
     RENAMED[f"{_key}.dtype"] = _DTYPES
-_WORKFLOWS = {
-    "simple_workflow": ("single_turn", ""),
-    "async_simple_workflow": ("single_turn", ""),
-    "math_workflow": ("math", ""),
-    "async_math_workflow": ("math", ""),
-    "math_boxed_workflow": ("single_turn", "name the reward math_boxed beside it"),
-    "rubric_judge_workflow": ("rubric_judge", ""),
-    "async_rubric_judge_workflow": ("rubric_judge", ""),
-    "math_ruler_workflow": ("ruler", ""),
-    "async_math_ruler_workflow": ("ruler", ""),
-}
-_REWARDS = {
-    "math_reward": ("math", "right answers give 1, and form gives nothing"),
-    "math_boxed_reward": ("math_boxed", "right answers give 1, and form gives nothing"),
-    "countdown_reward": ("countdown", ""),
-    "math_dapo_reward": ("math_dapo", ""),
-    "format_reward": ("format", "1 for the form, else 0"),
-    "accuracy_reward": ("accuracy", ""),
-}
-for _key in ("buffer.explorer_input", TASKSET):
-    RENAMED |= {
-        f"{_key}.default_workflow_type": _WORKFLOWS,
-        f"{_key}.default_reward_fn_type": _REWARDS,
-    }
-RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
+for _key in (
+    f"{TASKSET}.default_workflow_type",
+    "buffer.explorer_input.default_workflow_type",
+    "buffer.explorer_input.default_eval_workflow_type",
+):
+    RENAMED[_key] = WORKFLOWS
 
 # names that the reference knows: said only of one that rft does not know
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {

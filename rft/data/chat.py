@@ -17,6 +17,7 @@ Invariant: the ids are those of the template's own text, and a template whose te
 from its own prompt is refused rather than masked wrongly.
 """
 
+import json
 import re
 from typing import Any
 
@@ -42,6 +43,13 @@ def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str
         {"role": "system", "content": system},
         {"role": "user", "content": raw[config.prompt_key]},
     ]
+
+
+def row_tools(raw: dict[str, Any], config: FormatConfig) -> list[dict[str, Any]]:
+    """The tools of a row: a list of objects, or that as JSON text; none where it says nothing."""
+    given = raw.get(config.tools_key) if config.tools_key else None
+    found = json.loads(given) if isinstance(given, str) else given
+    return list(found or [])
 
 
 def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,10 +114,16 @@ def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) 
 
     `chat_template` wins over the tokenizer's own.
     """
-    if not isinstance(task.prompt, str):
-        return render_messages(tokenizer, task.prompt, chat_template)
-    if chat_template or tokenizer.chat_template:
-        return render_messages(tokenizer, [{"role": "user", "content": task.prompt}], chat_template)
+    template = chat_template or tokenizer.chat_template
+    if task.tools and "tools" not in str(template):
+        raise ConfigError(
+            f"task {task.id} has tools (format.tools_key), and the chat template shows none: give "
+            "one that does as model.chat_template_path, or use the workflow tool_use"
+        )
+    if not isinstance(task.prompt, str) or template:
+        said = [{"role": "user", "content": task.prompt}]
+        messages = said if isinstance(task.prompt, str) else task.prompt
+        return render_messages(tokenizer, messages, chat_template, task.tools or None)
     return list(tokenizer.encode(task.prompt))
 
 

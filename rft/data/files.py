@@ -51,8 +51,9 @@ class Needs:
 
 def task_needs(config: FormatConfig, key: str) -> Needs:
     """Columns of a taskset: prompt and answer, or messages."""
+    tools = {"tools_key": config.tools_key} if config.tools_key else {}
     if config.prompt_type == "messages":
-        return Needs({}, messages={"messages_key": config.messages_key})
+        return Needs({}, messages={"messages_key": config.messages_key}, tools=tools)
     if config.prompt_type != "plaintext":
         raise ConfigError(
             f"{key}.format.prompt_type is {config.prompt_type!r}: use plaintext or messages"
@@ -60,7 +61,7 @@ def task_needs(config: FormatConfig, key: str) -> Needs:
     text = {"prompt_key": config.prompt_key, "response_key": config.response_key}
     if config.system_prompt_key:
         text["system_prompt_key"] = config.system_prompt_key
-    return Needs(text)
+    return Needs(text, tools=tools)
 
 
 def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path]:

@@ -25,7 +25,7 @@ from rft.config import (
 )
 from rft.data import selectors
 from rft.data import source as task_source
-from rft.data.chat import row_prompt
+from rft.data.chat import row_prompt, row_tools
 from rft.ground import redact
 from rft.ground.errors import problems_of, refuse_all
 from rft.ground.experience import Sampling, Task, decode, encode
@@ -267,6 +267,7 @@ class Taskset(Epochs):
             workflow_args=dict(config.workflow_args),
             repeat_times=config.repeat_times or defaults.repeat_times,
             sampling=self._sampling,
+            tools=row_tools(raw, config.format),
             raw=raw,
         )
 

@@ -14,6 +14,7 @@ import msgspec
 
 from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
+from rft.config.trinity_flows import refusal
 from rft.data.source import column, names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
@@ -22,6 +23,7 @@ from rft.preflight.rules_data import BESIDE, agents
 from rft.preflight.rules_trainer import BUFFER
 from rft.rollout import rewards, sandbox, workflows
 from rft.rollout.rewards import data_sources
+from rft.rollout.rewards.trinity import GALLERY
 from rft.trainer.feed import is_supervised
 
 # a tag of transformers, which Jinja does not know
@@ -50,7 +52,7 @@ def flows(
     )
     yield from all_of(
         said
-        for name in sorted({str(taskset.default_reward_fn_type), *named["reward_fn_key"]})
+        for name in sorted({reward_name(taskset), *named["reward_fn_key"]})
         if at_start or not plugins.is_own(name)
         for said in _reward(c, key, name, taskset.reward_fn_args, at_start)
     )
@@ -61,10 +63,16 @@ def flows(
 def _workflow(
     c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
 ) -> Iterator[str]:
+    if name not in workflows.WORKFLOWS and (why := refusal(name)):
+        yield f"{key}.default_workflow_type={name}: {why}"
+        return
     flow = workflows.resolve(name)
     steps = args.get("max_step_num")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         yield f"{key}.workflow_args.max_step_num={steps}: must be a number greater than 0"
+    for needed in getattr(flow, "REQUIRED", ()):
+        if needed not in args:
+            yield f"{key}.workflow_args.{needed}: workflow {name} needs it; set it"
     if getattr(flow, "needs_judge", False):
         yield from _judge(c, key, name, str(args.get("judge", "")))
     if getattr(flow, "needs_template", False) and not has_template(c):
@@ -80,7 +88,8 @@ def _workflow(
             yield f"{key}.workflow_args.limits: {error}; known are {known}"
         else:
             at = f"{key}.workflow_args.limits.isolate"
-            yield from _cell(limits.isolate and at_start, at, f"workflow {name}")
+            runs = limits.isolate and at_start and args.get("python", True)
+            yield from _cell(bool(runs), at, f"workflow {name}")
 
 
 def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
@@ -99,12 +108,20 @@ def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
 def reward_args(c: Config, at_start: bool) -> Iterator[str]:
     """They are given to the reward by name, when the first response is scored."""
     for key, taskset, _ in tasksets(c):
-        if at_start or not plugins.is_own(str(taskset.default_reward_fn_type)):
+        if at_start or not plugins.is_own(reward_name(taskset)):
             yield from all_of(_strange_args(key, taskset))
 
 
+def reward_name(taskset: TasksetConfig) -> str:
+    """Of the workflow, where the config names none; what there is not is told elsewhere."""
+    flow, reward = str(taskset.default_workflow_type), str(taskset.default_reward_fn_type)
+    return workflows.reward_of(flow, reward) if flow in workflows.WORKFLOWS else reward
+
+
 def _strange_args(key: str, taskset: TasksetConfig) -> Iterator[str]:
-    name = str(taskset.default_reward_fn_type)
+    name = reward_name(taskset)
+    if name not in rewards.REWARDS and refusal(name):
+        return  # told as a name
     parameters = inspect.signature(rewards.resolve(name)).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
@@ -117,6 +134,9 @@ def _strange_args(key: str, taskset: TasksetConfig) -> Iterator[str]:
 
 
 def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool) -> Iterator[str]:
+    if name not in rewards.REWARDS and (why := refusal(name)):
+        yield f"{key}.default_reward_fn_type={name}: {why}"
+        return
     function, key = rewards.resolve(name), f"{key}.reward_fn_args"
     if name == "code_tests":
         isolate = bool(args.get("isolate", True)) and at_start
@@ -127,6 +147,11 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
                 yield f"{key}.{needed}: remote_judge needs it; set it"
     if name == "verl" and args.get("path") and at_start:
         yield from all_of(verl_function(key, args))
+    if name == "rm_gallery_reward" and args.get("reward_name") not in GALLERY:
+        yield (
+            f"{key}.reward_name={args.get('reward_name')}: of RM-Gallery {', '.join(GALLERY)} is "
+            "scored here; set it, or give default_reward_fn_type a function of your own"
+        )
     if name in TIMED:
         seconds = args.get("seconds", inspect.signature(function).parameters["seconds"].default)
         limit = c.explorer.reward_timeout

@@ -158,11 +158,23 @@ class WorkflowContext:
         """Token ids of the task's prompt, chat template applied. With
         model.enable_prompt_truncation one that is too long keeps its end, where the question is.
         """
-        tokens = render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
+        return self._cut(
+            render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt without a chat template, cut as that of `render`."""
+        return self._cut(list(self.shared.tokenizer.encode(text)))
+
+    def tokens(self, text: str) -> list[int]:
+        """Ids of this text alone, to stand among others."""
+        return list(self.shared.tokenizer.encode(text, add_special_tokens=False))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
         most = self.shared.limits.max_prompt_tokens
         if self.shared.model.enable_prompt_truncation and len(tokens) > most:
             told = (
-                f"the prompt of task {task.id} has {len(tokens)} tokens: cut to the last {most} "
+                f"the prompt of {self.request} has {len(tokens)} tokens: cut to the last {most} "
                 "(model.max_prompt_tokens)"
             )
             self.shared.count("prompts_cut", told)
@@ -344,7 +356,7 @@ def recorded(prompt: list[int], made: Completion, sampling: Sampling) -> Experie
         prompt_length=len(prompt),
         logprobs=made.logprobs,
         versions=made.versions,
-        action_mask=[int(sampling.temperature > 0)] * len(made.tokens),
+        action_mask=[one * (sampling.temperature > 0) for one in made.chosen(sampling)],
         temperature=sampling.temperature or 1.0,
         stop=made.stop,
         routed_experts=made.routed_experts,

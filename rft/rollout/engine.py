@@ -416,7 +416,7 @@ def environment(device_kind: str, threads: int, workers: int) -> dict[str, str]:
 def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
     """Our request as vLLM's; `room` is what the context leaves for the response."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     sampling = asked.sampling
     return SamplingParams(
@@ -433,6 +433,9 @@ def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
         stop=asked.stop,
         detokenize=bool(asked.stop),  # nobody reads the text otherwise
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=StructuredOutputsParams(**sampling.structured)
+        if sampling.structured
+        else None,
     )
 
 

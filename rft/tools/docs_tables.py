@@ -16,8 +16,8 @@ from typing import Any
 
 from rft.config import trinity as trinity_keys
 from rft.config import trinity_defaults as defaults
+from rft.config import trinity_flows, verl_run, verl_words
 from rft.config import verl as verl_keys
-from rft.config import verl_run, verl_words
 from rft.config.foreign import UNSET, ForeignKey
 from rft.config.keys import Setting, tables
 
@@ -124,6 +124,8 @@ def trinity_table() -> str:
             )
     for name, (names, why) in trinity_keys.NAMES.items():
         lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
+    lines += ["", "| workflow or reward that is refused | use instead |", "| --- | --- |"]
+    lines += [f"| {shown(name)} | {why} |" for name, why in trinity_flows.WITHOUT.items()]
     return "\n".join([*lines, "", *trinity_defaults()]) + "\n"
 
 

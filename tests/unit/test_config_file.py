@@ -47,13 +47,13 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert config.algorithm.optimizer.lr_scheduler_type == "constant"
     given = config.buffer.explorer_input
     assert given.taskset is not None and given.taskset.default_workflow_type == "single_turn"
-    assert given.eval_tasksets[0].default_workflow_type == "math"
+    assert given.eval_tasksets[0].default_workflow_type == "math_think"
     assert [t.default_reward_fn_type for t in (given.taskset, *given.eval_tasksets)] == [
-        "accuracy",
-        "accuracy",
+        "accuracy_reward",
+        "accuracy_reward",
     ]
     assert (
-        given.default_reward_fn_type == "math"
+        given.default_reward_fn_type == "math_reward"
         and given.eval_tasksets[0].rollout_args.temperature == 0.1
     )
     assert config.buffer.trainer_input.experience_buffer.path is None
@@ -64,7 +64,6 @@ def test_a_whole_file_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtu
         "trainer.trainer_strategy=fsdp",
         "experience_buffer.path=sqlite:///",
         "buffer.default_workflow_type=simple_workflow",
-        "eval_tasksets.0.default_reward_fn_type=accuracy_reward",
     ):
         assert name in said, "what means something else here is said"
     assert "planted" not in said
@@ -221,12 +220,12 @@ REFUSED = {
         "stages: [{stage_name: a, synchronizer: {max_inflight_batches: 2}}]"
     ): "stages.0.synchronizer.max_inflight_batches=2 is refused",
     (
-        "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {tools_key: tools}}]}}"
-    ): "eval_tasksets.0.format.tools_key=tools",
+        "buffer: {explorer_input: {eval_tasksets: [{path: a, format: {image_key: image}}]}}"
+    ): "eval_tasksets.0.format.image_key=image",
     "buffer: {explorer_input: {eval_tasksets: [a.jsonl]}}": "eval_tasksets.0 is 'a.jsonl'",
     (
-        "buffer: {explorer_input: {tasksets: [{path: a, format: {tools_key: tools}}]}}"
-    ): "tasksets.0.format.tools_key=tools",
+        "buffer: {explorer_input: {tasksets: [{path: a, format: {image_key: image}}]}}"
+    ): "tasksets.0.format.image_key=image",
     (
         "algorithm: {optimizer: {warmup_style: cosine, lr_scheduler_type: linear}}"
     ): "both are algorithm.optimizer.lr_scheduler_type",

@@ -382,7 +382,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "reward_fn_args.patern",
         "pattern, score",
     ),
-    (f"{TASKSET}.format.tools_key=tools", f"{TASKSET}.format.tools_key", "system prompt"),
+    (f"{TASKSET}.format.image_key=image", f"{TASKSET}.format.image_key", "images"),
     (f"{TASKSET}.format.chosen_key=a", f"{TASKSET}.format.chosen_key", "algorithm_type=dpo"),
     (
         f"{TASKSET}.format.enable_concatenated_multi_turn=true",

@@ -12,6 +12,7 @@ process that it can kill.
 """
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +31,18 @@ from rft.rollout.rewards.text import (
     math_boxed,
     math_dapo,
 )
+from rft.rollout.rewards.trinity import (
+    accuracy_reward,
+    bots_math_boxed_reward,
+    countdown_reward,
+    format_reward,
+    math_boxed_reward,
+    math_dapo_reward,
+    math_eval_reward,
+    math_reward,
+    rm_gallery_reward,
+    tool_call_reward,
+)
 
 RewardFunction = Callable[..., float | dict[str, float] | tuple[float, dict[str, float]]]
 REWARDS: dict[str, RewardFunction] = {
@@ -44,9 +57,21 @@ REWARDS: dict[str, RewardFunction] = {
     "code_tests": code_tests,
     "remote_judge": remote_judge,
     "verl": verl,
+    **{  # as Trinity-RFT scores them
+        one.__name__: one
+        for one in (
+            *(math_reward, math_boxed_reward, math_eval_reward, math_dapo_reward),
+            *(accuracy_reward, format_reward, countdown_reward, rm_gallery_reward),
+            *(tool_call_reward, bots_math_boxed_reward),
+        )
+    },
 }
 LAZY_IMPORTS = dict.fromkeys(
-    ("math", "math_boxed", "math_dapo"), "math_verify"
+    (
+        *("math", "math_boxed", "math_dapo", "math_reward", "math_eval_reward", "accuracy_reward"),
+        *("math_dapo_reward", "bots_math_boxed_reward", "rm_gallery_reward"),
+    ),
+    "math_verify",
 )  # seconds to import: only in processes that score
 
 
@@ -55,6 +80,11 @@ def resolve(name: str) -> RewardFunction:
     `file.py:function`.
     """
     return lookup("reward", name, REWARDS)
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether the reward has a parameter of this name."""
+    return argument in inspect.signature(resolve(name)).parameters
 
 
 def prepare(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:

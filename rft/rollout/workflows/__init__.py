@@ -29,17 +29,49 @@ from rft.rollout.workflows.dialogue import SingleTurn as SingleTurn
 from rft.rollout.workflows.dialogue import StepWiseReward as StepWiseReward
 from rft.rollout.workflows.dialogue import Workflow as Workflow
 from rft.rollout.workflows.dialogue import experience as experience
-from rft.rollout.workflows.judges import RubricJudge, Ruler
+from rft.rollout.workflows.judges import (
+    LearnToAsk,
+    MathRuler,
+    Rating,
+    RubricJudge,
+    Ruler,
+    TrainableRuler,
+)
+from rft.rollout.workflows.maths import (
+    BotsMathBoxed,
+    MathBoxed,
+    MathEval,
+    MathQuestion,
+    MathThink,
+    Sudoku,
+    ThinkingBudget,
+    ToolCallRow,
+    Unrewarded,
+)
 from rft.rollout.workflows.threads import called
 from rft.rollout.workflows.tools import Tool as Tool
 from rft.rollout.workflows.tools import ToolUse as ToolUse
 
+UNNAMED = "exact_match"  # the reward of a config that names none
 WORKFLOWS: dict[str, Callable[..., Any] | str] = {
     "single_turn": SingleTurn,
     "math": Math,
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
+    "math_think": MathThink,
+    "math_boxed": MathBoxed,
+    "bots_math_boxed": BotsMathBoxed,
+    "math_question": MathQuestion,
+    "math_eval": MathEval,
+    "math_ruler": MathRuler,
+    "trainable_ruler": TrainableRuler,
+    "rating": Rating,
+    "learn_to_ask": LearnToAsk,
+    "tool_call": ToolCallRow,
+    "sudoku": Sudoku,
+    "thinking_budget": ThinkingBudget,
+    "unrewarded": Unrewarded,
     "agent": "rft.agents.workflow:AgentWorkflow",  # a floor above: by path, as a user's own
 }
 
@@ -67,9 +99,17 @@ async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
     return made
 
 
+def reward_of(workflow: str, reward: str) -> str:
+    """The reward that the workflow's responses have, where the config says `reward`."""
+    flow = lookup("workflow", workflow, WORKFLOWS)
+    own = getattr(flow, "reward_unless_named", None)
+    return own if own and (reward == UNNAMED or getattr(flow, "has_own_reward", False)) else reward
+
+
 async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     """Run the task's workflow and hold it to the contract."""
     found = resolve(task.workflow)
+    task = msgspec.structs.replace(task, reward=reward_of(task.workflow, task.reward))
     made: list[Experience] = await called(
         found().run if inspect.isclass(found) else found, task, ctx
     )

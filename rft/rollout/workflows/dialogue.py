@@ -12,7 +12,7 @@ produced, a turn's go on from the ids before it, those of the environment have a
 log-probability 0, and version spans cover the model's tokens only.
 """
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -34,6 +34,8 @@ class Workflow(Protocol):
     they cannot be isolated; `needs_template = True`: it speaks in chat messages. `compares_runs =
     True`: it judges the runs against each other, so part of them is never taken. `can_repeat =
     False`: it is called once per run of the task, all at the same time, each with `repeat_times` 1.
+    `reward_unless_named`: its reward where none is named; `has_own_reward = True`: also where one
+    is. `ARGUMENTS`: the `workflow_args` that it reads, and their types.
     """
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
@@ -51,7 +53,7 @@ def experience(
     made = Experience(
         tokens=[*prompt, *completion.tokens],
         prompt_length=len(prompt),
-        action_mask=[1] * len(completion.tokens),
+        action_mask=completion.chosen(task.sampling),
         logprobs=completion.logprobs,
         versions=completion.versions,
         temperature=task.sampling.temperature,
@@ -76,6 +78,7 @@ class SingleTurn:
     """`task.repeat_times` responses to the prompt, from one request, each scored on its own."""
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        task = self.asked(task)
         made, answered = await self.answers(task, ctx)
         texts = [ctx.decode(one.tokens[one.prompt_length :]) for one in answered]
         results = await ctx.score(task, texts, [one.response_length for one in answered])
@@ -83,11 +86,18 @@ class SingleTurn:
             rewarded(one, result)
         return made
 
+    def asked(self, task: Task) -> Task:
+        """The task as the model sees it, and as it is scored."""
+        return task
+
+    def prompt(self, task: Task, ctx: WorkflowContext) -> list[int]:
+        return ctx.render(task)
+
     async def answers(
         self, task: Task, ctx: WorkflowContext
     ) -> tuple[list[Experience], list[Experience]]:
         """Every response, not scored yet, and those of them that there is something to score of."""
-        prompt = ctx.render(task)
+        prompt = self.prompt(task, ctx)
         completions = await ctx.generate(prompt, task.repeat_times, task.sampling)
         aborted = sum(completion.stop == "abort" for completion in completions)
         if aborted or len(completions) != task.repeat_times:
@@ -106,10 +116,7 @@ class Math(SingleTurn):
     compared as they stand.
     """
 
-    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
-        if task.reward == "exact_match":
-            task = msgspec.structs.replace(task, reward="math")
-        return await super().run(task, ctx)
+    reward_unless_named = "math"
 
 
 class Dialogue:
@@ -134,7 +141,7 @@ class Dialogue:
         ]
         self.versions += moved
         self.ids += made.tokens
-        self.mask += [1] * len(made.tokens)
+        self.mask += made.chosen(self.task.sampling)
         self.logprobs += made.logprobs
         self.stop = made.stop
 
@@ -143,7 +150,10 @@ class Dialogue:
 
         `ids` begin with the end of the model's turn, which it may have said itself.
         """
-        new = ids[1:] if ids and self.ids[-1] == ids[0] else ids
+        self.add(ids[1:] if ids and self.ids[-1] == ids[0] else ids)
+
+    def add(self, new: list[int]) -> None:
+        """Ids that no model chose."""
         self.ids += new
         self.mask += [0] * len(new)
         self.logprobs += [0.0] * len(new)
@@ -175,6 +185,7 @@ class MultiTurn:
 
     max_step_num = 8
     per_turn = False
+    ARGUMENTS: ClassVar[dict[str, type]] = {"max_step_num": int}
 
     def begin(self, task: Task) -> None:
         """Before the first turn."""
