@@ -89,6 +89,8 @@ class AgentSettings:
 class AgentWorkflow:
     """The workflow."""
 
+    most_experiences = None  # what an agent asks is its own business
+
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         settings = AgentSettings.of(dict(task.workflow_args))
         runs = [

@@ -88,12 +88,8 @@ KEYS: dict[str, ForeignKey] = {
     f"{_ACTOR}.use_dynamic_bsz": ForeignKey("N11", to="trainer.use_dynamic_bsz"),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": ForeignKey("N12", to="trainer.max_token_len_per_gpu"),
     f"{_ACTOR}.grad_clip": ForeignKey("N13", to="trainer.grad_clip"),
-    f"{_ACTOR}.ppo_epochs": ForeignKey(
-        "N14", "a batch is trained on once: raise buffer.total_epochs", only=(1,)
-    ),
-    f"{_ACTOR}.shuffle": ForeignKey(
-        "N15", "a batch is one update, so its order says nothing", only=(False,)
-    ),
+    f"{_ACTOR}.ppo_epochs": ForeignKey("N14", to="trainer.ppo_epochs"),
+    f"{_ACTOR}.shuffle": ForeignKey("N15", to="trainer.ppo_shuffle"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": ForeignKey(
         "N16", "set trainer.megatron.context_parallel_size", only=(1,)
     ),
@@ -199,12 +195,8 @@ KEYS |= {  # both take the microbatches of the policy, so one set of keys cuts f
     f"{_CRITIC}.ulysses_sequence_parallel_size": ForeignKey(
         "N39", "set trainer.megatron.context_parallel_size", only=(1,)
     ),
-    f"{_CRITIC}.ppo_epochs": ForeignKey(
-        "N39", "a batch is trained on once: raise buffer.total_epochs", only=(1,)
-    ),
-    f"{_CRITIC}.shuffle": ForeignKey(
-        "N39", "a batch is one update, so its order says nothing", only=(False,)
-    ),
+    f"{_CRITIC}.ppo_epochs": ForeignKey("N39", to="trainer.ppo_epochs"),
+    f"{_CRITIC}.shuffle": ForeignKey("N39", to="trainer.ppo_shuffle"),
     f"{_CRITIC}.grad_clip": ForeignKey("N40", to="critic.grad_clip"),
     f"{_CRITIC}.cliprange_value": ForeignKey("N41", to="critic.cliprange_value"),
     "trainer.critic_warmup": ForeignKey("N46", to="trainer.critic_warmup"),

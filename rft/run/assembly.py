@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import ExperienceFile
+from rft.buffer.progress import StepSize
 from rft.config import Config, TrainerConfig
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
@@ -227,9 +228,8 @@ def source(config: Config, tokenizer: Any) -> BatchSource:
     """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
     experience_buffer = config.buffer.trainer_input.experience_buffer
     if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
-        return ExperienceFile(
-            str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps
-        )
+        size = StepSize(config.buffer.batch_size, mixing.rollouts_per_step(config))
+        return ExperienceFile(str(experience_buffer.path), size, config.trainer.total_steps)
     if experience_buffer.storage_type == "file":
         return SupervisedRows(
             experience_buffer,

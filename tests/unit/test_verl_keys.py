@@ -21,6 +21,10 @@ SET: list[tuple[str, Any, str, Any]] = [  # veRL's key and value, ours and what 
     (f"{M}.use_remove_padding", False, "trainer.use_remove_padding", False),
     (f"{A}.ppo_micro_batch_size_per_gpu", 8, "trainer.ppo_micro_batch_size_per_gpu", 8),
     (f"{A}.use_dynamic_bsz", False, "trainer.use_dynamic_bsz", False),
+    (f"{A}.ppo_epochs", 4, "trainer.ppo_epochs", 4),
+    (f"{A}.shuffle", True, "trainer.ppo_shuffle", True),
+    (f"{C}.ppo_epochs", 4, "trainer.ppo_epochs", 4),
+    (f"{C}.shuffle", True, "trainer.ppo_shuffle", True),
     (f"{A}.ppo_max_token_len_per_gpu", 4096, "trainer.max_token_len_per_gpu", 4096),
     (f"{A}.grad_clip", 0.5, "trainer.grad_clip", 0.5),
     (f"{A}.checkpoint.save_contents", [*STATE, "hf_model"], "trainer.save_hf_checkpoint", "always"),
@@ -74,8 +78,6 @@ ONLY: list[tuple[str, Any, Any, str]] = [
     (f"{M}.fused_kernel_options.impl_backend", "torch", "triton", "no triton kernel"),
     (f"{A}.strategy", "megatron", "fsdp", "the trainer is Megatron"),
     (f"{A}.ppo_micro_batch_size", None, 4, "set trainer.ppo_micro_batch_size_per_gpu"),
-    (f"{A}.ppo_epochs", 1, 2, "buffer.total_epochs"),
-    (f"{A}.shuffle", False, True, "one update"),
     (f"{A}.ulysses_sequence_parallel_size", 1, 2, "trainer.megatron.context_parallel_size"),
     (f"{A}.entropy_from_logits_with_chunking", True, "yes", "tile by tile"),
     (f"{A}.entropy_checkpointing", False, 3, "tile by tile"),
@@ -95,8 +97,6 @@ ONLY: list[tuple[str, Any, Any, str]] = [
     (f"{C}.model.external_lib", None, "my_lib", "without libraries"),
     *((f"{C}.model.fsdp_config.{key}", good, bad, "") for key, good, bad in FSDP),
     (f"{C}.ulysses_sequence_parallel_size", 1, 2, "trainer.megatron.context_parallel_size"),
-    (f"{C}.ppo_epochs", 1, 2, "buffer.total_epochs"),
-    (f"{C}.shuffle", False, True, "one update"),
 ]
 
 
