@@ -16,7 +16,9 @@ from pathlib import Path
 from rft.algorithm import ALGORITHMS, mixing
 from rft.buffer.experience_file import count_steps, too_few
 from rft.buffer.progress import StepSize
+from rft.checkpoint.restore import newest_of
 from rft.config import (
+    TRAINING,
     Config,
     ConfigError,
     OperatorConfig,
@@ -280,6 +282,24 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
     c.trainer.total_steps = buffer.total_epochs * per_epoch
 
 
+# --- where a new run begins ---------------------------------------------------------------------
+
+
+def _beginning(c: Config) -> Iterator[str]:
+    """`trainer.resume_from_path`; one in an object store is looked at when it is loaded."""
+    path, key = str(c.trainer.resume_from_path), "trainer.resume_from_path"
+    if is_remote(c):
+        yield f"{key}={path}: a Tinker service keeps its own checkpoints; leave it out"
+    elif "://" not in path:
+        try:
+            newest_of(path)
+        except OSError as error:
+            yield (
+                f"{key}: {error}; give <job>/checkpoints/step_N of another run of rft, or the "
+                "directory that such checkpoints are in"
+            )
+
+
 # --- the service that trains ----------------------------------------------------------------------
 
 
@@ -328,6 +348,12 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
             reads=BUFFER,
         ),
         Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE} {SIZES}", _beside),
+        Rule(
+            "trainer.resume_from_path",
+            _beginning,
+            reads="trainer.trainer_type",
+            applies=lambda c: c.mode in TRAINING and c.trainer.resume_from_path is not None,
+        ),
         Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",

@@ -179,12 +179,12 @@ def resume(
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
     version and the losses of the steps before it.
     """
-    loop = checkpoints.load(models) or {"step": 0, "recent_losses": []}
+    loop = checkpoints.load(models) or {"step": 0}
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
-    return step, deque(loop["recent_losses"], maxlen=LOSS_WINDOW)
+    return step, deque(loop.get("recent_losses", []), maxlen=LOSS_WINDOW)
 
 
 # --- where batches come from ---------------------------------------------------------------------

@@ -107,8 +107,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"{MIX} algorithm.policy_loss_fn=ppo", "algorithm.sample_strategy=mix", "use both"),
     (f"{MIX} algorithm.advantage_fn=ppo", "advantage_fn=ppo", "use advantage_fn=grpo"),
     (
-        f"{MIX} buffer.batch_size=1 buffer.train_batch_size=9",
-        "buffer.train_batch_size=9",
+        f"{MIX} buffer.batch_size=1 buffer.train_batch_size=1",
+        "buffer.train_batch_size=1",
         "leave it out for 16",
     ),
     (f"{MIX} {BESIDE}.storage_type=queue", f"{BESIDE}.storage_type", "read from file"),
@@ -316,6 +316,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("buffer.total_epochs=0", "buffer.total_epochs", "greater than 0"),
     ("buffer.total_steps=0", "buffer.total_steps", "or left out"),
     ("buffer.train_batch_size=0", "buffer.train_batch_size", "or left out"),
+    ("trainer.resume_from_path=nowhere", "trainer.resume_from_path", "give <job>/checkpoints"),
     ("trainer.ppo_epochs=0", "trainer.ppo_epochs", "greater than 0"),
     ("trainer.ppo_mini_batch_size=0", "trainer.ppo_mini_batch_size", "or left out"),
     ("trainer.ppo_mini_batch_size=257", "trainer.ppo_mini_batch_size", "more than the"),
