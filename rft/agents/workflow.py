@@ -91,6 +91,8 @@ class AgentWorkflow:
 
     ARGUMENTS: ClassVar[dict[str, Any]] = AgentSettings.__annotations__
 
+    most_experiences = None  # what an agent asks is its own business
+
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         settings = AgentSettings.of(dict(task.workflow_args))
         runs = [

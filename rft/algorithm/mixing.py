@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rft.algorithm import credit
-from rft.config import AlgorithmConfig
+from rft.config import AlgorithmConfig, Config
 from rft.data.packing import Row
 from rft.ground.experience import Experience
 
@@ -40,6 +40,14 @@ def batch_for(algorithm: AlgorithmConfig, rollouts: int) -> int:
     while batch - expert_rows(algorithm, batch) < rollouts:
         batch += 1
     return batch
+
+
+def rollouts_per_step(config: Config) -> int | None:
+    """How many rollouts fill a step, beside its expert rows; None: groups do."""
+    if config.buffer.step_counts != "experiences":
+        return None
+    batch = int(config.buffer.train_batch_size or 1)
+    return batch - (expert_rows(config.algorithm, batch) if is_mixed(config.algorithm) else 0)
 
 
 def share(algorithm: AlgorithmConfig, step: int) -> float:

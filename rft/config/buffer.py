@@ -160,7 +160,13 @@ class TrainerInputConfig(Section):
 class BufferConfig(Section):
     batch_size: Annotated[PosInt, "tasks per step"] = 1
     train_batch_size: Annotated[
-        PosInt | None, "experiences per step; default batch_size x repeat_times"
+        PosInt | None,
+        "experiences per step, of whole groups; default: batch_size groups, of repeat_times each",
+    ] = None
+    step_counts: Annotated[
+        Literal["groups", "experiences"] | None,
+        "what fills a step: batch_size of the ones, or train_batch_size of the others; default: "
+        "experiences where train_batch_size is given",
     ] = None
     total_epochs: Annotated[PosInt, "how often all tasks are gone through"] = 1
     total_steps: Annotated[PosInt | None, "wins over total_epochs"] = None

@@ -256,6 +256,9 @@ class TrainerConfig(Section):
         Literal["last", "always", "never"], "which checkpoints are also exported for Hugging Face"
     ] = "last"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume_from_path: Annotated[
+        Str | None, "another run's checkpoint that a new run begins from: docs/checkpoints.md"
+    ] = None
     profiler: Annotated[
         Literal["torch", "nsys"] | None,
         "torch: a Chrome trace in <job>/profile, nsys: ranges for Nsight Systems",

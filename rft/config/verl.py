@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.config import Config, ConfigError, converted, get, known_keys
+from rft.config import Config, ConfigError, converted, get
 from rft.config.foreign import UNSET, ForeignKey, Note, is_empty_section, leaves
 from rft.ground.errors import Problem, refuse_all
 
@@ -34,6 +34,10 @@ def if_positive(value: Any) -> Any:
 
 def one_if_true(value: Any) -> Any:
     return 1 if value else UNSET
+
+
+def unset_if_empty(value: Any) -> Any:
+    return value or UNSET
 
 
 def always_if_exported(contents: Any) -> Any:
@@ -273,7 +277,9 @@ KEYS: dict[str, ForeignKey] = {
         "new one, and trainer.resume_from_path to go on from another's",
         only=("auto",),
     ),
-    "trainer.resume_from_path": ForeignKey("N45", to="trainer.resume_from_path"),
+    "trainer.resume_from_path": ForeignKey(
+        "N45", to="trainer.resume_from_path", convert=unset_if_empty
+    ),
     "trainer.default_hdfs_dir": ForeignKey("N47", to="trainer.checkpoint.storage"),
     "trainer.remove_previous_ckpt_in_save": ForeignKey(
         "N48", to="trainer.max_checkpoints_to_keep", convert=one_if_true
@@ -338,7 +344,6 @@ FREE = {  # sections whose keys are another system's: where they go, None: as th
     **{f"{_ACTOR}.megatron.{name}": f"{_M}.{name}" for name in OVERRIDES},
     **{f"{role}.megatron.{name}": None for role in (_REF, _CRITIC) for name in OVERRIDES},
 }
-PENDING = {"trainer.resume_from_path": ""}  # what it is without a key
 
 # --- from veRL's keys to rft's --------------------------------------------------------------------
 
@@ -402,10 +407,6 @@ class Translation:
 
     def set(self, to: str, wanted: Any, name: str) -> None:
         if wanted is UNSET:
-            return
-        if to in PENDING and to not in known_keys():
-            if wanted != PENDING[to]:
-                self._refuse(to, f"{self.prefix}{name}={wanted} is refused: not in rft yet")
             return
         before = self.values.get(to, wanted)
         if before != wanted:

@@ -185,6 +185,8 @@ def _fill_rows(config: Config) -> None:
     algorithm, buffer = config.algorithm, config.buffer
     if ALGORITHMS[algorithm.algorithm_type].schema == "dpo":
         algorithm.repeat_times = 2  # a pair is two experiences, whatever was asked for (B2)
+    if buffer.step_counts is None:
+        buffer.step_counts = "groups" if buffer.train_batch_size is None else "experiences"
     if buffer.train_batch_size is None:
         rollouts = buffer.batch_size * int(algorithm.repeat_times or 1)
         mixed = (

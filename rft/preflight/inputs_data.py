@@ -14,8 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from rft.algorithm import ALGORITHMS, mixing
-from rft.buffer.experience_file import count_groups
+from rft.buffer.experience_file import count_steps, too_few
+from rft.buffer.progress import StepSize
+from rft.checkpoint.restore import newest_of
 from rft.config import (
+    TRAINING,
     Config,
     ConfigError,
     OperatorConfig,
@@ -48,6 +51,7 @@ from rft.preflight.rules_data import (
     has_buffer,
 )
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
+from rft.rollout import workflows
 from rft.trainer.feed import is_supervised, reads_files
 
 PACKAGE = "trinity"  # whose server is started where no command is given
@@ -203,12 +207,20 @@ def _rows(c: Config, at_start: bool) -> Iterator[str]:
 
         check_database(buffer, at_start)
     elif buffer.storage_type == "file" and c.mode == "train":
-        groups = count_groups(str(buffer.path))
-        if groups < c.buffer.batch_size:
-            yield (
-                f"{BUFFER}.path: {buffer.path} has {groups} groups, fewer than "
-                f"buffer.batch_size={c.buffer.batch_size}: lower it"
-            )
+        size = _size(c)
+        groups, steps = count_steps(str(buffer.path), size)
+        if not steps:
+            yield too_few(str(buffer.path), groups, size)
+
+
+def _makes_one(workflow: str | None, at_start: bool) -> bool:
+    """Whether a run of the workflow is known to make one experience."""
+    is_known = at_start or workflow in workflows.WORKFLOWS
+    return is_known and workflows.said(str(workflow)) == 1
+
+
+def _size(c: Config) -> StepSize:
+    return StepSize(c.buffer.batch_size, mixing.rollouts_per_step(c))
 
 
 def _schema(c: Config) -> str:
@@ -255,13 +267,37 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
                 "lower it"
             )
         per_epoch = total // buffer.batch_size
+        if (rollouts := mixing.rollouts_per_step(c)) is not None:
+            if not all(_makes_one(one.default_workflow_type, at_start) for _, one in sets):
+                return  # as many steps as their experiences fill
+            whole = buffer.total_epochs * per_epoch * buffer.batch_size
+            c.trainer.total_steps = whole // -(-rollouts // int(c.algorithm.repeat_times or 1))
+            return
     elif is_supervised(c.algorithm):
         own = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split)
         batch = rows_per_step(int(buffer.train_batch_size or 1), _schema(c))
         per_epoch = Taskset.count(own, BUFFER) // batch
     else:
-        per_epoch = count_groups(str(rows.path)) // buffer.batch_size
+        per_epoch = count_steps(str(rows.path), _size(c))[1]
     c.trainer.total_steps = buffer.total_epochs * per_epoch
+
+
+# --- where a new run begins ---------------------------------------------------------------------
+
+
+def _beginning(c: Config) -> Iterator[str]:
+    """`trainer.resume_from_path`; one in an object store is looked at when it is loaded."""
+    path, key = str(c.trainer.resume_from_path), "trainer.resume_from_path"
+    if is_remote(c):
+        yield f"{key}={path}: a Tinker service keeps its own checkpoints; leave it out"
+    elif "://" not in path:
+        try:
+            newest_of(path)
+        except OSError as error:
+            yield (
+                f"{key}: {error}; give <job>/checkpoints/step_N of another run of rft, or the "
+                "directory that such checkpoints are in"
+            )
 
 
 # --- the service that trains ----------------------------------------------------------------------
@@ -272,7 +308,7 @@ def _has_key() -> bool:
 
 
 TEMPLATES = "model.custom_chat_template model.chat_template_path"
-SIZES = f"{BATCH} buffer.batch_size"
+SIZES = f"{BATCH} buffer.batch_size buffer.step_counts algorithm.repeat_times"
 OF_SERVICE = (
     Rule(
         "trainer.trainer_type model.tinker mode",
@@ -314,6 +350,12 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
             reads=BUFFER,
         ),
         Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE} {SIZES}", _beside),
+        Rule(
+            "trainer.resume_from_path",
+            _beginning,
+            reads="trainer.trainer_type",
+            applies=lambda c: c.mode in TRAINING and c.trainer.resume_from_path is not None,
+        ),
         Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",

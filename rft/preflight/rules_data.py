@@ -9,10 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rft.agents.workflow import AgentSettings
-from rft.algorithm import mixing
+from rft.algorithm import mixing, recipe
 from rft.buffer.experience_file import SUFFIXES, is_file
 from rft.buffer.selection import ARGUMENTS, PRIORITIES
-from rft.config import Config, ExperienceBufferConfig, get, nearest
+from rft.config import TRAINING, Config, ExperienceBufferConfig, get, nearest
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import redact
 from rft.ground.errors import problems_of
@@ -142,22 +142,27 @@ def expert_rows(c: Config) -> int:
 
 
 def _batch(c: Config) -> Iterator[str]:
-    buffer, times = c.buffer, c.algorithm.repeat_times
-    step = buffer.batch_size * int(times or 1)
-    rollouts = int(buffer.train_batch_size or 1) - expert_rows(c)
-    if is_supervised(c.algorithm) or rollouts == step:
-        return
-    if mixing.is_mixed(c.algorithm):
+    """Experiences of a step, where those are counted, and of an update."""
+    buffer, size = c.buffer, c.trainer.ppo_mini_batch_size
+    batch = int(buffer.train_batch_size or 1)
+    rollouts = batch - expert_rows(c)
+    if not is_supervised(c.algorithm) and rollouts < 1:
+        step = buffer.batch_size * int(c.algorithm.repeat_times or 1)
         yield (
-            f"{BATCH}={buffer.train_batch_size}: less its expert rows it holds {rollouts} "
-            f"rollouts, and a step makes {step} (buffer.batch_size x algorithm.repeat_times); "
-            f"leave it out for {mixing.batch_for(c.algorithm, step)}, or change expert_data_ratio"
+            f"{BATCH}={batch}: less its expert rows it holds no rollouts; leave it out for "
+            f"{mixing.batch_for(c.algorithm, step)}, or change expert_data_ratio"
         )
-    else:
+    if size is None or c.mode not in TRAINING:
+        return
+    if size > batch:
         yield (
-            f"{BATCH}={buffer.train_batch_size}: a step takes "
-            f"buffer.batch_size={buffer.batch_size} tasks x algorithm.repeat_times={times} = "
-            f"{step} experiences; leave it out, or change those two"
+            f"trainer.ppo_mini_batch_size={size} is more than the {BATCH}={batch} experiences of a "
+            "batch: lower it, or leave it out for one update of the whole batch"
+        )
+    if recipe.needs_pairs(c.algorithm) and size % 2:
+        yield (
+            f"trainer.ppo_mini_batch_size={size}: a pair is two experiences, and both are of one "
+            "update; give an even number"
         )
 
 
@@ -194,9 +199,10 @@ def _beside(c: Config) -> Iterator[str]:
 
 BATCHES = (
     Rule(
-        f"{BATCH} buffer.batch_size algorithm.repeat_times {RECIPE} {STRATEGY} {TYPE}",
+        f"{BATCH} trainer.ppo_mini_batch_size buffer.batch_size algorithm.repeat_times {RECIPE} "
+        f"{STRATEGY} {TYPE}",
         _batch,
-        reads=STRATEGY_ARGS,
+        reads=f"{STRATEGY_ARGS} mode",
     ),
     Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE}", _beside),
 )

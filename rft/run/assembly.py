@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import ExperienceFile
+from rft.buffer.progress import StepSize
 from rft.config import Config, TrainerConfig
 from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, PackingPolicy
@@ -179,12 +180,12 @@ def resume(
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
     version and the losses of the steps before it.
     """
-    loop = checkpoints.load(models) or {"step": 0, "recent_losses": []}
+    loop = checkpoints.load(models) or {"step": 0}
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
-    return step, deque(loop["recent_losses"], maxlen=LOSS_WINDOW)
+    return step, deque(loop.get("recent_losses", []), maxlen=LOSS_WINDOW)
 
 
 # --- where batches come from ---------------------------------------------------------------------
@@ -228,9 +229,8 @@ def source(config: Config, tokenizer: Any) -> BatchSource:
     """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
     experience_buffer = config.buffer.trainer_input.experience_buffer
     if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
-        return ExperienceFile(
-            str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps
-        )
+        size = StepSize(config.buffer.batch_size, mixing.rollouts_per_step(config))
+        return ExperienceFile(str(experience_buffer.path), size, config.trainer.total_steps)
     if experience_buffer.storage_type == "file":
         return SupervisedRows(
             experience_buffer,

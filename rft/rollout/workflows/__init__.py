@@ -87,6 +87,23 @@ def flag(name: str, which: str, default: bool) -> bool:
     return bool(getattr(lookup("workflow", name, WORKFLOWS), which, default))
 
 
+def said(name: str) -> Any:
+    """The most experiences of one run of the workflow `name`, as it says itself, by
+    `most_experiences`: a number, None where it does not know, or a function of the task; 1 where it
+    says nothing.
+    """
+    return getattr(lookup("workflow", name, WORKFLOWS), "most_experiences", 1)
+
+
+def most(task: Task) -> int | None:
+    """The most experiences that a group of this task may have beside a baseline; None: nobody
+    knows.
+    """
+    of_run = said(task.workflow)
+    of_run = of_run(task) if callable(of_run) else of_run
+    return None if of_run is None else task.repeat_times * int(of_run)
+
+
 async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
     """What the workflow makes of one greedy response: only its reward is of use, so no token of it
     is trained on.

@@ -187,6 +187,12 @@ class MultiTurn:
     per_turn = False
     ARGUMENTS: ClassVar[dict[str, type]] = {"max_step_num": int}
 
+    @classmethod
+    def most_experiences(cls, task: Task) -> int:
+        """Of one run."""
+        limit = int(task.workflow_args.get("max_step_num", cls.max_step_num))
+        return max(limit, 1) if cls.per_turn else 1
+
     def begin(self, task: Task) -> None:
         """Before the first turn."""
 
