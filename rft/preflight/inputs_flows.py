@@ -18,9 +18,10 @@ from rft.data.source import names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
 from rft.preflight.rules import tasksets
-from rft.preflight.rules_data import BESIDE, agents
+from rft.preflight.rules_data import BESIDE, agents, environments
 from rft.preflight.rules_trainer import BUFFER
 from rft.rollout import rewards, sandbox, workflows
+from rft.rollout.environments import EnvironmentSettings, problems
 from rft.trainer.feed import is_supervised
 
 # a tag of transformers, which Jinja does not know
@@ -146,6 +147,13 @@ def import_agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
         settings = AgentSettings.of(given, key)
         yield from problems_of(settings.function) if settings.agent else ()
+
+
+def start_environments(c: Config) -> Iterator[str]:
+    """Each once, for a moment, in its own Python."""
+    has_api = bool(c.explorer.rollout_model.enable_openai_api)
+    for key, given in environments(c):
+        yield from problems(EnvironmentSettings.of(given, key), key, has_api)
 
 
 # --- chat templates -------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from rft.rollout.workflows.dialogue import SingleTurn as SingleTurn
 from rft.rollout.workflows.dialogue import StepWiseReward as StepWiseReward
 from rft.rollout.workflows.dialogue import Workflow as Workflow
 from rft.rollout.workflows.dialogue import experience as experience
+from rft.rollout.workflows.environment import EnvironmentWorkflow
 from rft.rollout.workflows.judges import RubricJudge, Ruler
 from rft.rollout.workflows.threads import called
 from rft.rollout.workflows.tools import Tool as Tool
@@ -40,6 +41,7 @@ WORKFLOWS: dict[str, Callable[..., Any] | str] = {
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
+    "environment": EnvironmentWorkflow,
     "agent": "rft.agents.workflow:AgentWorkflow",  # a floor above: by path, as a user's own
 }
 

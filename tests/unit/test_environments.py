@@ -1,0 +1,259 @@
+"""The workflow `environment`: environments of users in processes of their own, through the real
+runner and workflow, over an engine that answers as it is told.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rft.config import ConfigError, ExplorerConfig, ModelConfig
+from rft.ground.experience import Experience, Sampling, Task
+from rft.rollout import environments as module
+from rft.rollout.context import Shared, TokenLimits
+from rft.rollout.environments import EnvironmentSettings, problems
+from rft.rollout.runner import GroupCancelled, Runner
+from rft.rollout.workflows import numbered
+from tests.unit.scripted import TOKENIZER, Pool, listening
+
+HERE = Path(__file__).with_name("environments")
+GUESS, ODD = f"{HERE / 'guess.py'}:Guess", f"{HERE / 'odd.py'}:Odd"
+
+
+def task(environment: str, repeat: int = 1, raw: Any = None, **args: Any) -> Task:
+    return Task(
+        id="t/0/3",
+        taskset="t",
+        row=3,
+        prompt="6*7=",
+        workflow="environment",
+        repeat_times=repeat,
+        sampling=Sampling(temperature=0.9),
+        raw=raw or {"seed": 3},
+        workflow_args={"environment": environment, **args},
+    )
+
+
+class World:
+    """A runner over a scripted engine, and what it counted."""
+
+    def __init__(self, script: Callable[[str, int], Any], directory: Path, **config: Any) -> None:
+        settings = ExplorerConfig(**{"max_retry_times": 0, "max_timeout": 60.0, **config})
+        self.shared = Shared(settings, ModelConfig(), {}, None)
+        self.pool, self.directory = Pool(script), directory
+        self.shared.pool, self.shared.tokenizer = self.pool, TOKENIZER  # type: ignore[assignment]
+        self.shared.limits = TokenLimits(800, 1600)
+        self.shared.stop_token = TOKENIZER.eos_token_id
+        self.runner = Runner(settings, self.shared)
+
+    def run(self, *tasks: Task, beside: Callable[[], Any] | None = None) -> list[Any]:
+        """Of each what it made, or what it raised; all at the same time."""
+
+        async def whole() -> list[Any]:
+            async with (
+                asyncio.timeout(100),
+                listening(self.pool, self.directory, context=1600) as endpoint,
+            ):
+                self.shared.endpoint = endpoint
+                jobs = [self.runner.run(number, one) for number, one in enumerate(tasks)]
+                other = [beside()] if beside else []
+                found, *_ = await asyncio.gather(
+                    asyncio.gather(*jobs, return_exceptions=True), *other
+                )
+                await self.shared.environments.close()
+                return list(found)
+
+        found = asyncio.run(whole())
+        for one, made in zip(tasks, found, strict=True):
+            if isinstance(made, list):
+                numbered(one, made)
+        return found
+
+
+def bisect(prompt: str, n: int) -> str:
+    """A policy that has understood the game of guess.py."""
+    low, high, guess = 0, 9, 5
+    for said in prompt.split("<|assistant|>")[1:]:
+        guess = (low + high + 1) // 2
+        low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
+    return str(guess)
+
+
+def reward_of(made: list[Experience]) -> list[float]:
+    return [one.reward for one in made]
+
+
+def test_an_episode_is_one_experience_of_the_ids_that_were_sampled(tmp_path: Path) -> None:
+    world = World(bisect, tmp_path)
+    ((made, twin),) = world.run(task(GUESS, repeat=2))
+    text = TOKENIZER.decode(made.tokens)
+    assert text.startswith("<|user|>guess a number from 0 to 9<|end|><|assistant|>5<|end|><|user|>")
+    assert (made.reward, made.reward_outcome, made.metrics["environment/done"]) == (1.0, "ok", 1.0)
+    assert (made.sample, twin.sample, made.tokens) == (0, 1, twin.tokens), "one seed for a group"
+    turns = int(made.metrics["turns"])
+    assert turns > 1 and sum(made.action_mask) == 2 * turns, "a digit and the end, each turn"
+    sampled = [
+        token
+        for token, mask in zip(made.tokens[made.prompt_length :], made.action_mask, strict=True)
+        if mask
+    ]
+    own = [one for one in world.pool.answered if one.logprobs[0] in made.logprobs]
+    assert sampled == [token for one in own for token in one.tokens]
+    assert [p for p, m in zip(made.logprobs, made.action_mask, strict=True) if m] == [
+        p for one in own for p in one.logprobs
+    ]
+    assert {span.end - span.start for span in made.versions} == {2} and len(made.versions) == turns
+
+
+def test_turns_are_bounded_and_each_may_be_an_experience(tmp_path: Path) -> None:
+    never = World(lambda prompt, n: "x", tmp_path)
+    (made, turns) = never.run(
+        task(GUESS, max_step_num=2), task(GUESS, max_step_num=2, per_turn=True)
+    )
+    told = made[0].metrics
+    assert (made[0].reward, told["environment/done"], told["turns"]) == (0.0, 0.0, 2.0)
+    assert told["environment/unread"] == 1.0
+    assert [(one.turn, one.sample) for one in turns] == [(0, 0), (1, 0)]
+    tooled = f"{HERE / 'odd.py'}:Tooled"
+    call = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
+    world = World(lambda prompt, n: "42" if "tool<|pad|>" in prompt else call, tmp_path)
+    whole, own, spread, last = world.run(
+        task(tooled),
+        task(tooled, per_turn=True, step_rewards=True),
+        task(tooled, per_turn=True),
+        task(tooled, reward="last"),
+    )
+    text = TOKENIZER.decode(whole[0].tokens)
+    assert text.startswith("<|system|>be quick\n\nYou may call functions") and '"add"' in text
+    assert ">42<|end|><|assistant|>42<|end|>" in text, "said as a tool, no token for that role here"
+    assert (reward_of(whole), reward_of(own)) == ([1.25], [0.25, 1.0])
+    assert (reward_of(spread), reward_of(last)) == ([1.25, 1.25], [1.0])
+
+
+def test_an_environment_may_ask_the_model_itself(tmp_path: Path) -> None:
+    driver = f"{HERE / 'odd.py'}:Driver"
+    world = World(lambda prompt, n: "42", tmp_path)
+    made, silent = world.run(task(driver, repeat=2), task(driver, env_args={"asks": False}))
+    assert [(one.sample, one.reward, one.metrics["length"]) for one in made] == [
+        (0, 1.0, 2.0),
+        (1, 1.0, 2.0),
+    ]
+    assert TOKENIZER.decode(made[0].tokens) == "<|user|>6*7=<|end|><|assistant|>42<|end|>"
+    assert made[0].temperature == 0.9 and "asked the model for nothing" in str(silent)
+
+
+MANNERS = {
+    "raises": r"ZeroDivisionError: of the game \(.*odd.py:\d+\)",
+    "exits": "SystemExit: 3",
+    "dies": "its process exited with code 7",
+    "odd reset": "an observation is a text or a list of chat messages",
+    "pair": r"step must return \(observation, reward, done, info\)",
+    "text": "a reward must be a finite number, not '1.0'",
+    "nan": "a reward must be a finite number, not nan",
+    "done": "`done` of a step must be True or False, not 1",
+    "number": "an observation is a text or a list of chat messages, not 5",
+    "unprepared": "KeyError: 'no such game'",
+}
+
+
+def test_what_goes_wrong_fails_the_group_after_another_try(tmp_path: Path) -> None:
+    """Never a reward, whatever it was."""
+    world = World(lambda prompt, n: "1", tmp_path, max_retry_times=1)
+    errors = world.run(*[task(ODD, env_args={"manner": manner}) for manner in MANNERS])
+    for error, why in zip(errors, MANNERS.values(), strict=True):
+        with pytest.raises(module.EnvironmentFailed, match=why):
+            raise error
+    count = len(MANNERS)
+    assert world.runner.counts == {"retry_count": count, "failed_task_count": count}
+    assert world.runner.stats()["rollout/environment_errors"] == 2 * count
+
+
+def test_a_process_that_hangs_is_killed_and_its_other_episodes_finish(tmp_path: Path) -> None:
+    """The one that hangs fails; the next try is in a new process."""
+    world = World(lambda prompt, n: "1", tmp_path)
+    args = {"env_args": {"manner": "hangs", "notes": str(tmp_path)}, "step_timeout": 2.0}
+    hung, *others = world.run(
+        task(ODD, raw={"hang": 1}, **args), *[task(ODD, **args) for _ in range(3)]
+    )
+    assert "step took longer than 2 s (workflow_args.step_timeout)" in str(hung)
+    assert [reward_of(made) for made in others] == [[1.0]] * 3
+    stats = world.runner.stats()
+    assert stats["rollout/environment_timeouts"] == stats["rollout/environment_processes_lost"] == 1
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 1 and not psutil.pid_exists(pids[0])
+
+
+def test_a_task_that_is_given_up_leaves_no_process_behind(tmp_path: Path) -> None:
+    world = World(lambda prompt, n: "1", tmp_path)
+    hangs = task(ODD, raw={"hang": 1}, env_args={"manner": "hangs", "notes": str(tmp_path)})
+
+    async def cut_when_it_hangs() -> None:
+        while not (tmp_path / "hangs").exists():
+            await asyncio.sleep(0.02)
+        world.runner.cut(0)
+
+    (error,) = world.run(hangs, beside=cut_when_it_hangs)
+    assert isinstance(error, GroupCancelled)
+    (pid,) = (tmp_path / "pids").read_text().split()
+    assert not psutil.pid_exists(int(pid))
+
+
+def test_episodes_share_processes_up_to_a_number(tmp_path: Path) -> None:
+    world = World(lambda prompt, n: "1", tmp_path)
+    found = world.run(*[task(ODD, repeat=4, processes=2, episodes=2)] * 2)
+    pids = {one.metrics["environment/pid"] for made in found for one in made}
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
+# What is refused before the start
+
+
+def refused(**given: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        EnvironmentSettings.of(given, "k")
+    return "\n".join(raised.value.problems)
+
+
+def test_every_wrong_argument_is_named_at_once() -> None:
+    said = refused(
+        environment="gymnasum",
+        reward="mean",
+        episodes=0,
+        step_timeout=0,
+        env_args=3,
+        per_turn="yes",
+        step_rewards=True,
+        nonsense=1,
+    )
+    for key in ("environment", "reward", "episodes", "step_timeout", "env_args", "per_turn"):
+        assert f"k.{key}=" in said
+    assert "k.nonsense: the workflow environment does not take it" in said
+    assert "need k.per_turn=true" in refused(environment=GUESS, step_rewards=True)
+
+
+def found(environment: str, has_api: bool = True, **more: Any) -> list[str]:
+    settings = EnvironmentSettings.of({"environment": environment, **more})
+    return list(problems(settings, "k", has_api))
+
+
+def test_what_cannot_be_started_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (said,) = found("gymnasium")
+    assert "run `make env-gym`" in said and f"no {tmp_path}/.venv-env-gym/bin/python" in said
+    (said,) = found(f"{tmp_path}/no.py:Game")
+    assert "there is no such file" in said
+    (said,) = found(f"{HERE / 'odd.py'}:Even")
+    assert "has no class 'Even'" in said
+    (said,) = found(GUESS, env_args={"lowest": 3})
+    assert "unexpected keyword argument 'lowest'" in said
+    (said,) = found(ODD, env_args={"manner": "unprepared"})
+    assert "KeyError: 'no such game'" in said
+    assert found(f"{HERE / 'odd.py'}:Driver") == found(GUESS) == []
+    (said,) = found(f"{HERE / 'odd.py'}:Driver", has_api=False)
+    assert "explorer.rollout_model.enable_openai_api=true" in said
