@@ -52,6 +52,10 @@ class Known(NamedTuple):
 
 KNOWN = {
     "gymnasium": Known("gym_adapter.py", "Gymnasium", "gym"),
+    "reasoning_gym": Known("reasoning_gym_adapter.py", "ReasoningGym", "reasoning-gym"),
+    "verifiers": Known("verifiers_adapter.py", "Verifiers", "verifiers", drives=True),
+    "textworld": Known("textworld_adapter.py", "TextWorld", "textworld"),
+    "agentscope": Known("agentscope_adapter.py", "AgentScope", "agentscope", drives=True),
 }
 
 
@@ -224,9 +228,11 @@ class Stepped(Record, kw_only=True):
 
 
 class Driven(Record, kw_only=True):
-    """Of an episode in which the environment asked the model itself."""
+    """Of an episode in which the environment asked the model itself. `reward` None: the task's
+    reward function judges the last answer.
+    """
 
-    reward: float
+    reward: float | None
     metrics: dict[str, float] = {}
 
 

@@ -4,74 +4,22 @@ runner and workflow, over an engine that answers as it is told.
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from rft.config import ConfigError, ExplorerConfig, ModelConfig
-from rft.ground.experience import Experience, Sampling, Task
+from rft.config import ConfigError
+from rft.ground.experience import Experience
 from rft.rollout import environments as module
-from rft.rollout.context import Shared, TokenLimits
 from rft.rollout.environments import EnvironmentSettings, problems
-from rft.rollout.runner import GroupCancelled, Runner
-from rft.rollout.workflows import numbered
-from tests.unit.scripted import TOKENIZER, Pool, listening
+from rft.rollout.runner import GroupCancelled
+from tests.unit.environment_world import World, task
+from tests.unit.scripted import TOKENIZER
 
 HERE = Path(__file__).with_name("environments")
 GUESS, ODD = f"{HERE / 'guess.py'}:Guess", f"{HERE / 'odd.py'}:Odd"
-
-
-def task(environment: str, repeat: int = 1, raw: Any = None, **args: Any) -> Task:
-    return Task(
-        id="t/0/3",
-        taskset="t",
-        row=3,
-        prompt="6*7=",
-        workflow="environment",
-        repeat_times=repeat,
-        sampling=Sampling(temperature=0.9),
-        raw=raw or {"seed": 3},
-        workflow_args={"environment": environment, **args},
-    )
-
-
-class World:
-    """A runner over a scripted engine, and what it counted."""
-
-    def __init__(self, script: Callable[[str, int], Any], directory: Path, **config: Any) -> None:
-        settings = ExplorerConfig(**{"max_retry_times": 0, "max_timeout": 60.0, **config})
-        self.shared = Shared(settings, ModelConfig(), {}, None)
-        self.pool, self.directory = Pool(script), directory
-        self.shared.pool, self.shared.tokenizer = self.pool, TOKENIZER  # type: ignore[assignment]
-        self.shared.limits = TokenLimits(800, 1600)
-        self.shared.stop_token = TOKENIZER.eos_token_id
-        self.runner = Runner(settings, self.shared)
-
-    def run(self, *tasks: Task, beside: Callable[[], Any] | None = None) -> list[Any]:
-        """Of each what it made, or what it raised; all at the same time."""
-
-        async def whole() -> list[Any]:
-            async with (
-                asyncio.timeout(100),
-                listening(self.pool, self.directory, context=1600) as endpoint,
-            ):
-                self.shared.endpoint = endpoint
-                jobs = [self.runner.run(number, one) for number, one in enumerate(tasks)]
-                other = [beside()] if beside else []
-                found, *_ = await asyncio.gather(
-                    asyncio.gather(*jobs, return_exceptions=True), *other
-                )
-                await self.shared.environments.close()
-                return list(found)
-
-        found = asyncio.run(whole())
-        for one, made in zip(tasks, found, strict=True):
-            if isinstance(made, list):
-                numbered(one, made)
-        return found
 
 
 def bisect(prompt: str, n: int) -> str:

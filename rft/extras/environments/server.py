@@ -100,7 +100,9 @@ class World:
             self.driving.pop(number).cancel()
         threads, made = self.threads.pop(number, None), self.episodes.pop(number, None)
         if hasattr(made, "close"):
-            await asyncio.wrap_future(threads.submit(made.close))
+            self.threads[number] = threads
+            await self._call(number, made.close)
+            del self.threads[number]
         if threads is not None and threads is not self.only:
             threads.shutdown(wait=False)
         return None
@@ -155,7 +157,9 @@ def stepped(made: Any) -> "dict[str, Any]":
 
 
 def rewarded(told: Any) -> "dict[str, Any]":
-    """Of a whole episode: a number, or (a number, metrics)."""
+    """Of a whole episode: a number, or (a number, metrics); None: rft's reward judges."""
+    if told is None:
+        return {"reward": None}
     reward, metrics = told if isinstance(told, tuple) and len(told) == 2 else (told, {})
     metrics = {str(key): number(value) for key, value in metrics.items()}
     return {"reward": number(reward), "metrics": metrics}

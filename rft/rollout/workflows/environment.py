@@ -99,9 +99,13 @@ async def driven(
     opened = ctx.open_session(task.sampling)
     access = {**opened.access._asdict(), "sampling": msgspec.to_builtins(task.sampling)}
     told = await place.drive(task, access, settings.timeout)
-    opened.session.feedback.reward = told.reward
-    opened.session.feedback.metrics = told.metrics
-    made = opened.session.experiences(not settings.per_turn)
+    session, result = opened.session, None
+    session.feedback.reward, session.feedback.metrics = told.reward, told.metrics
+    if told.reward is None and session.calls:
+        [result] = await ctx.score(task, [session.calls[-1].text])
+        session.feedback.reward = result.reward
+        session.feedback.metrics = {**told.metrics, **result.metrics}
+    made = session.experiences(not settings.per_turn)
     if not made:
         raise ValueError(
             f"the environment of task {task.id} asked the model for nothing: give its client "
@@ -109,4 +113,7 @@ async def driven(
         )
     for one in made:
         one.sample = sample
+        if result is not None and result.outcome != "ok":
+            one.reward_outcome = result.outcome
+            one.info = {**one.info, "reward_message": result.message}
     return made
