@@ -2,8 +2,11 @@
 runner and workflow, over an engine that answers as it is told.
 """
 
+import ast
 import asyncio
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from rft.ground.experience import Experience
 from rft.rollout import environments as module
 from rft.rollout.environments import EnvironmentSettings, problems
 from rft.rollout.runner import GroupCancelled
+from rft.tools import environment
 from tests.unit.environment_world import World, task
 from tests.unit.scripted import TOKENIZER
 
@@ -205,3 +209,48 @@ def test_what_cannot_be_started_is_refused_with_what_to_do(
     assert found(f"{HERE / 'odd.py'}:Driver") == found(GUESS) == []
     (said,) = found(f"{HERE / 'odd.py'}:Driver", has_api=False)
     assert "explorer.rollout_model.enable_openai_api=true" in said
+
+
+def imported_by(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def test_adapters_import_what_their_lock_has() -> None:
+    """And nothing of ours: they run where rft is not installed."""
+    assert imported_by(module.ADAPTERS / "server.py") == set()
+    for known in module.KNOWN.values():
+        lock = (Path("requirements") / f"env-{known.venv}.txt").read_text(encoding="utf-8")
+        there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
+        assert imported_by(module.ADAPTERS / known.file) <= there
+        assert not there & {"torch", "triton"} and "nvidia" not in lock
+
+
+def test_the_tool_writes_rows_and_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert environment.main(["rows", GUESS, "-o", str(out), "--count", "2", "--seed", "8"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows == [{"prompt": "guess", "response": "", "seed": seed} for seed in (8, 9)]
+    assert environment.main(["rows", ODD, "-o", str(out)]) == 2
+    assert environment.main(["check", GUESS, "--env-args", '{"lowest": 1}']) == 2
+    said = capsys.readouterr().err
+    assert "Odd has no `rows`: write them yourself" in said and "'lowest'" in said
+
+
+def test_the_page_has_the_example_that_is_run() -> None:
+    page = Path("docs/environments.md").read_text(encoding="utf-8")
+    shown = page.split("```python\n")[1].split("```")[0]
+    assert (HERE / "guess.py").read_text(encoding="utf-8").endswith(shown)
+    for known in module.KNOWN.values():
+        lock = (Path("requirements") / f"env-{known.venv}.txt").read_text(encoding="utf-8")
+        name = known.venv.replace("gym", "gymnasium") if known.venv == "gym" else known.venv
+        version = next(
+            line.partition("==")[2]
+            for line in lock.splitlines()
+            if line.partition("==")[0].lower().replace("_", "-") == name
+        )
+        assert f"{name} {version}" in page

@@ -67,6 +67,7 @@ PARTS = {
         ),
         "verify/test_agent_framework.py",
     ),
+    "environments": full("real_environments"),
     "sync-faults": e2e("sync_faults"),
     "sync-delta": full("delta_install"),
     "faults": full("faults_in_full"),

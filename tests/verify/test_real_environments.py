@@ -66,7 +66,7 @@ def test_frozen_lake_rewards_who_crosses_it(tmp_path: Path) -> None:
     ((made, twin),) = world.run(task("gymnasium", repeat=2, **LAKE))
     assert (made.reward, made.metrics["turns"], made.metrics["environment/terminated"]) == (1, 6, 1)
     assert TOKENIZER.decode(made.tokens).count("<|user|>") == 6 and made.tokens == twin.tokens
-    drowned = World(lambda prompt, n: "<action>down</action>" if "P" in prompt else "x", tmp_path)
+    drowned = World(lambda prompt, n: "<action>left</action>", tmp_path)
     right = World(
         lambda prompt, n: "3, no: right" if prompt.count("<|user|>") > 1 else "1", tmp_path
     )
@@ -83,7 +83,7 @@ def test_frozen_lake_rewards_who_crosses_it(tmp_path: Path) -> None:
 def test_every_seed_has_a_lake_of_its_own(tmp_path: Path) -> None:
     args = {**LAKE, "env_args": {"is_slippery": False, "random_map": {"size": 3, "p": 0.7}}}
     rows = asked_once(settings("gymnasium", **args), "--rows", count=4, seed=5)
-    assert rows == [{"prompt": "FrozenLake-v1", "seed": 5 + n} for n in range(4)]
+    assert rows == [{"prompt": "FrozenLake-v1", "response": "", "seed": 5 + n} for n in range(4)]
     found = World(walker, tmp_path).run(*[task("gymnasium", raw=row, **args) for row in rows])
     assert [made.reward for (made,) in found] == [1.0] * 4
     shown = {TOKENIZER.decode(made.tokens[: made.prompt_length]) for (made,) in found}

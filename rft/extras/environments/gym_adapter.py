@@ -111,4 +111,6 @@ class Gymnasium:
 
     @classmethod
     def rows(cls, count: int, seed: int, env_id: str, **args: Any) -> "list[dict[str, Any]]":
-        return [{"prompt": env_id, "seed": seed + number} for number in range(count)]
+        return [
+            {"prompt": env_id, "response": "", "seed": seed + number} for number in range(count)
+        ]

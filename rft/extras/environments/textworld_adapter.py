@@ -44,7 +44,8 @@ class TextWorld:
         file = task["raw"].get("game_file") or self.env_id
         path = there(file) if file else self.made(int(task["seed"]))
         asked = textworld.EnvInfos(
-            *("max_score", "score", "admissible_commands", "won", "objective", "description")
+            **dict.fromkeys(("max_score", "score", "won", "objective", "description"), True),
+            admissible_commands=True,
         )
         self.env = textworld.start(str(path), request_infos=asked)
         self.state = self.env.reset()
@@ -95,7 +96,9 @@ class TextWorld:
 
     @classmethod
     def rows(cls, count: int, seed: int, **args: Any) -> "list[dict[str, Any]]":
-        return [{"prompt": "a game", "seed": seed + number} for number in range(count)]
+        return [
+            {"prompt": "a game", "response": "", "seed": seed + number} for number in range(count)
+        ]
 
 
 def there(file: str) -> Path:

@@ -7,6 +7,10 @@ class Guess:
     def __init__(self, highest=9):
         self.highest = highest
 
+    @classmethod
+    def rows(cls, count, seed, **args):
+        return [{"prompt": "guess", "response": "", "seed": seed + n} for n in range(count)]
+
     def reset(self, task):
         self.secret = random.Random(task["seed"]).randint(0, self.highest)
         return f"guess a number from 0 to {self.highest}"
