@@ -4,10 +4,10 @@ lakes that it never saw?
     python -m bench.environment [--seeds 0 1 2] [--steps N] [--shuffled]
 
 In: a tiny model of random weights, every solvable lake of 3 x 4 fields with 1 to 3 holes, some of
-them held out; gymnasium in the virtual environment of `make env-gym`. A short warm-up on random
-walks, mostly right and down, teaches the form of an answer (one letter), and nothing of holes. Out:
-the share of held-out lakes that greedy episodes cross, before and after. `--shuffled`: training is
-rewarded by coin flips instead.
+them held out; gymnasium in the virtual environment of `make env-gym`. As in the quickstart a short
+supervised warm-up goes before: one letter is an answer, and half of its moves are good ones. Out:
+the share of sampled episodes (temperature 1) that cross held-out lakes, before and after.
+`--shuffled`: training is rewarded by coin flips instead.
 """
 
 import argparse
@@ -30,7 +30,7 @@ HEIGHT, WIDTH, TURNS = 3, 4, 8
 HOLES = 3  # at most
 MOST_HELD = 64
 MOVES = {"l": (0, -1), "d": (1, 0), "r": (0, 1), "u": (-1, 0)}
-BIAS = (1, 8, 8, 1)  # of the warm-up's moves: a walk of even ones hardly ever arrives
+GOOD = 0.5  # share of the warm-up's moves that lead to the other side; the others are random
 COINS = Path(__file__).with_name("environment_coins.py")
 Lake = tuple[str, ...]
 
@@ -48,15 +48,20 @@ def lakes() -> list[Lake]:
 
 
 def is_crossed(lake: Lake) -> bool:
-    seen, todo = {(0, 0)}, [(0, 0)]
-    while todo:
-        at = todo.pop()
+    return (0, 0) in distances(lake)
+
+
+def distances(lake: Lake) -> dict[tuple[int, int], int]:
+    """Moves from each field, that is no hole, to the other side."""
+    goal = (HEIGHT - 1, WIDTH - 1)
+    found, todo = {goal: 0}, [goal]
+    for at in todo:
         for move in MOVES.values():
             there = moved(at, move)
-            if there not in seen and lake[there[0]][there[1]] != "H":
-                seen.add(there)
+            if there not in found and lake[there[0]][there[1]] != "H":
+                found[there] = found[at] + 1
                 todo.append(there)
-    return (HEIGHT - 1, WIDTH - 1) in seen
+    return found
 
 
 def moved(at: tuple[int, int], move: tuple[int, int]) -> tuple[int, int]:
@@ -73,9 +78,7 @@ def shown(lake: Lake, at: tuple[int, int]) -> str:
 
 
 def walks(all_: list[Lake], count: int, seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Dialogues of random moves. What is learned of each is its last move, which was drawn without
-    a look at where it leads.
-    """
+    """Dialogues of moves, of which the last one is learned: half of them good, half random."""
     draw = random.Random(seed)
     for _ in range(count):
         yield {"messages": _walk(draw, all_)}
@@ -86,7 +89,9 @@ def _walk(draw: random.Random, all_: list[Lake]) -> list[dict[str, str]]:
     while True:
         lake, at, messages = draw.choice(all_), (0, 0), []
         while lake[at[0]][at[1]] not in "HG":
-            (letter,) = draw.choices("ldru", BIAS)
+            letter = draw.choice("ldru")
+            if draw.random() < GOOD:
+                letter = best(draw, lake, at)
             messages += [
                 {"role": "user", "content": shown(lake, at)},
                 {"role": "assistant", "content": letter},
@@ -94,6 +99,11 @@ def _walk(draw: random.Random, all_: list[Lake]) -> list[dict[str, str]]:
             if len(messages) == 2 * turns:
                 return messages
             at = moved(at, MOVES[letter])
+
+
+def best(draw: random.Random, lake: Lake, at: tuple[int, int]) -> str:
+    far = distances(lake)
+    return draw.choice([m for m in MOVES if far.get(moved(at, MOVES[m]), 99) < far[at]])
 
 
 def write_assets(place: Path, seed: int) -> None:
@@ -129,7 +139,8 @@ def command(place: Path, name: str, seed: int, steps: int, shuffled: bool) -> li
         "taskset": f"{{name: lakes, path: {place}/train.jsonl, {form}, {flow}, workflow_args: "
         f"{args.replace('ENV', environment)}, rollout_args: {{temperature: 1.0}}}}",
         "eval_tasksets": f"[{{name: held_out, path: {place}/held_out.jsonl, {form}, {flow}, "
-        f"workflow_args: {args.replace('ENV', 'gymnasium')}, rollout_args: {{temperature: 0.0}}}}]",
+        f"workflow_args: {args.replace('ENV', 'gymnasium')}, repeat_times: 4, "
+        "rollout_args: {temperature: 1.0}}]",
     }
     return [
         *(sys.executable, "-m", "rft.train", "experiment=quickstart", "monitor=none"),
@@ -160,7 +171,7 @@ def run(seed: int, steps: int, shuffled: bool, place: Path) -> dict[str, float]:
         check=True,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
-    scores = dict(RunRecord(place / "rft" / name / "rft").series("eval/held_out/reward"))
+    scores = dict(RunRecord(place / "rft" / name / "rft").series("eval/held_out/reward/mean"))
     first, *_, last = [scores[step] for step in sorted(scores)]
     seconds = round(time.monotonic() - began, 1)
     return {"seed": seed, "before": first, "after": last, "seconds": seconds}

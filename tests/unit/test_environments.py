@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from rft.config import ConfigError
 from rft.ground.experience import Experience
+from rft.ground.process import await_end
 from rft.rollout import environments as module
 from rft.rollout.environments import EnvironmentSettings, problems
 from rft.rollout.runner import GroupCancelled
@@ -89,12 +91,14 @@ def test_turns_are_bounded_and_each_may_be_an_experience(tmp_path: Path) -> None
 def test_an_environment_may_ask_the_model_itself(tmp_path: Path) -> None:
     driver = f"{HERE / 'odd.py'}:Driver"
     world = World(lambda prompt, n: "42", tmp_path)
-    made, silent = world.run(task(driver, repeat=2), task(driver, env_args={"asks": False}))
+    made, silent = world.run(task(driver, repeat=2), task(driver, env_args={"asks": 0}))
     assert [(one.sample, one.reward, one.metrics["length"]) for one in made] == [
         (0, 1.0, 2.0),
         (1, 1.0, 2.0),
     ]
     assert TOKENIZER.decode(made[0].tokens) == "<|user|>6*7=<|end|><|assistant|>42<|end|>"
+    (turns,) = world.run(task(driver, repeat=2, per_turn=True, env_args={"asks": 2}))
+    assert [(one.sample, one.turn) for one in turns] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert made[0].temperature == 0.9 and "asked the model for nothing" in str(silent)
 
 
@@ -254,3 +258,32 @@ def test_the_page_has_the_example_that_is_run() -> None:
             if line.partition("==")[0].lower().replace("_", "-") == name
         )
         assert f"{name} {version}" in page
+
+
+def test_a_process_dies_with_an_explorer_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import asyncio
+from rft.ground.experience import Sampling, Task
+from rft.rollout.environments import Environments, EnvironmentSettings
+
+async def main():
+    settings = EnvironmentSettings(environment={ODD!r}, env_args={{"notes": {str(tmp_path)!r}}})
+    environments = Environments(print)
+    async with environments.episode(settings) as episode:
+        await episode.reset(Task(id="t", taskset="t", row=0, prompt="p", sampling=Sampling()))
+        print("there", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    explorer = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+    )
+    assert explorer.stdout is not None and b"there" in explorer.stdout.readline()
+    (pid,) = map(int, (tmp_path / "pids").read_text().split())
+    assert psutil.pid_exists(pid)
+    explorer.kill()
+    explorer.communicate()
+    assert await_end(pid, 30.0)

@@ -64,7 +64,7 @@ class Tooled:
 class Driver:
     drives = True
 
-    def __init__(self, asks=True):
+    def __init__(self, asks=1):
         self.asks = asks
 
     async def drive(self, task, access):
@@ -78,7 +78,7 @@ class Driver:
             {"Authorization": f"Bearer {access['api_key']}", "Content-Type": "application/json"},
         )
         said = ""
-        if self.asks:
+        for _ in range(self.asks):
             with urllib.request.urlopen(request, timeout=20) as answer:
                 said = json.load(answer)["choices"][0]["message"]["content"]
         return float(said == "42"), {"length": len(said)}
