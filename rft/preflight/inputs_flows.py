@@ -150,10 +150,14 @@ def import_agents(c: Config) -> Iterator[str]:
 
 
 def start_environments(c: Config) -> Iterator[str]:
-    """Each once, for a moment, in its own Python."""
+    """Each once, for a moment, in its own Python, also where several tasksets have it."""
     has_api = bool(c.explorer.rollout_model.enable_openai_api)
+    asked: list[EnvironmentSettings] = []
     for key, given in environments(c):
-        yield from problems(EnvironmentSettings.of(given, key), key, has_api)
+        settings = EnvironmentSettings.of(given, key)
+        if settings not in asked:
+            asked.append(settings)
+            yield from problems(settings, key, has_api)
 
 
 # --- chat templates -------------------------------------------------------------------------------

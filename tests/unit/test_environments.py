@@ -206,6 +206,8 @@ def test_what_cannot_be_started_is_refused_with_what_to_do(
     assert "there is no such file" in said
     (said,) = found(f"{HERE / 'odd.py'}:Even")
     assert "has no class 'Even'" in said
+    (said,) = found(f"{HERE / 'odd.py'}:Newer")
+    assert f"psutil {psutil.__version__} is of another major version than 99" in said
     (said,) = found(GUESS, env_args={"lowest": 3})
     assert "unexpected keyword argument 'lowest'" in said
     (said,) = found(ODD, env_args={"manner": "unprepared"})

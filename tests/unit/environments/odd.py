@@ -61,6 +61,10 @@ class Tooled:
         return said, 0.25, False, {}
 
 
+class Newer:
+    packages = {"psutil": ("99",)}
+
+
 class Driver:
     drives = True
 
