@@ -147,7 +147,7 @@ def command(place: Path, name: str, seed: int, steps: int, shuffled: bool) -> li
         *(f"name={name}", f"seed={seed}", f"checkpoint_root_dir={place}", "prepare=null"),
         *("finish=null", f"model.model_path={place}/model", "model.max_prompt_tokens=32"),
         *("model.max_response_tokens=2", "model.max_model_len=256"),
-        "stages.0.trainer.total_steps=120",
+        "stages.0.trainer.total_steps=500",
         "stages.0.trainer.stop_at_loss=null",
         "stages.0.buffer.train_batch_size=64",
         f"stages.0.buffer.trainer_input.experience_buffer.path={place}/walks.jsonl",
