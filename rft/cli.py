@@ -25,6 +25,7 @@ USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft ckpt ls|show|verify|diff|tag|untag|export|import ... (rft ckpt -h)
        rft buffer dump RUN_DIR -o FILE.jsonl                   (rft buffer dump -h)
        rft engines RUN_DIR [--add N | --remove NAME]           (rft engines -h)
+       rft environment check|rows NAME [ID] ...                (rft environment -h)
        rft sweep-report SWEEP_DIR                              (rft sweep-report -h)
        rft report RUN_DIR
             one page about a run, also while it is under way
@@ -37,6 +38,7 @@ TOOLS = {  # word: module of rft.tools
     "doctor": "doctor",
     "debug": "debug",
     "engines": "engines",
+    "environment": "environment",
     "sweep-report": "sweep_report",
     "report": "report",
     "studio": "studio",

@@ -25,9 +25,10 @@ from rft.config.choices import fill_choices
 from rft.extras.pipeline.output import place
 from rft.extras.pipeline.worker_process import TASKS
 from rft.preflight.rules import Refusals, Rule, tasksets
-from rft.preflight.rules_data import agents
+from rft.preflight.rules_data import agents, environments
 from rft.preflight.rules_run import APART, GIVEN, SHARED
 from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
+from rft.rollout.environments import drives
 from rft.run import cards
 from rft.run.cards import Machine
 from rft.sync import style
@@ -245,6 +246,7 @@ def _fill_agents(config: Config) -> None:
     for one in explorer.auxiliary_models:
         one.gpu_memory_utilization = one.gpu_memory_utilization or ALONE_SHARE
     wanted = config.mode == "serve" or bool(explorer.auxiliary_models) or bool(agents(config))
+    wanted = wanted or any(drives(given.get("environment")) for _, given in environments(config))
     explorer.rollout_model.enable_openai_api = explorer.rollout_model.enable_openai_api or wanted
 
 

@@ -38,7 +38,13 @@ from rft.extras.pipeline.output import inputs as raw_files
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of, refuse_all
-from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
+from rft.preflight.inputs_flows import (
+    flows,
+    import_agents,
+    reward_args,
+    start_environments,
+    templates,
+)
 from rft.preflight.inputs_models import MODEL
 from rft.preflight.rules import SETS, Rule, tasksets
 from rft.preflight.rules_data import (
@@ -327,7 +333,10 @@ OF_SERVICE = (
 
 def rules(at_start: bool) -> tuple[Rule, ...]:
     """`at_start`: those that import the user's own functions, or ask others, may do so."""
-    own = (Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),) if at_start else ()
+    own = (
+        Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),
+        Rule(f"{TASKSET}.workflow_args", start_environments, reads=SETS),
+    )
     return (
         *OF_SERVICE,
         Rule(
@@ -362,7 +371,7 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
             partial(_tasksets, at_start=at_start),
             reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES}",
         ),
-        *own,
+        *(own if at_start else ()),
         Rule(
             f"model.chat_template_path {MODEL} {TYPE}",
             templates,

@@ -19,9 +19,10 @@ from rft.data.source import column, names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
 from rft.preflight.rules import tasksets
-from rft.preflight.rules_data import BESIDE, agents
+from rft.preflight.rules_data import BESIDE, agents, environments
 from rft.preflight.rules_trainer import BUFFER
 from rft.rollout import rewards, sandbox, workflows
+from rft.rollout.environments import EnvironmentSettings, problems
 from rft.rollout.rewards import data_sources
 from rft.rollout.rewards.trinity import GALLERY
 from rft.trainer.feed import is_supervised
@@ -215,6 +216,17 @@ def import_agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
         settings = AgentSettings.of(given, key)
         yield from problems_of(settings.function) if settings.agent else ()
+
+
+def start_environments(c: Config) -> Iterator[str]:
+    """Each once, for a moment, in its own Python, also where several tasksets have it."""
+    has_api = bool(c.explorer.rollout_model.enable_openai_api)
+    asked: list[EnvironmentSettings] = []
+    for key, given in environments(c):
+        settings = EnvironmentSettings.of(given, key)
+        if settings not in asked:
+            asked.append(settings)
+            yield from problems(settings, key, has_api)
 
 
 # --- chat templates -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from rft.ground import redact
 from rft.ground.errors import problems_of
 from rft.preflight.rules import SETS, Rule, Says, shown, tasksets
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
+from rft.rollout.environments import EnvironmentSettings
 from rft.trainer.feed import is_supervised
 
 BESIDE = "buffer.trainer_input.auxiliary_buffers"
@@ -88,6 +89,20 @@ def agents(c: Config) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def environments(c: Config) -> list[tuple[str, dict[str, Any]]]:
+    """(key, workflow_args) of every taskset of which an environment has the tasks."""
+    return [
+        (f"{key}.workflow_args", dict(one.workflow_args))
+        for key, one, _ in tasksets(c)
+        if one.default_workflow_type == "environment"
+    ]
+
+
+def _environments(c: Config) -> Iterator[str]:
+    for key, given in environments(c):
+        yield from problems_of(EnvironmentSettings.of, given, key)
+
+
 def _agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
         yield from problems_of(AgentSettings.of, given, key)
@@ -130,6 +145,7 @@ TASKSETS = (
     ),
     Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling, reads=SETS),
     Rule(f"{TASKSET}.workflow_args", _agents, reads=SETS),
+    Rule(f"{TASKSET}.workflow_args", _environments, reads=SETS),
 )
 
 # --- batches --------------------------------------------------------------------------------------

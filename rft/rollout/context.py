@@ -25,6 +25,7 @@ import xxhash
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, load_tokenizer, render_follow_up, render_prompt
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
+from rft.rollout.environments import Environments
 from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import UNKNOWN, RewardResult
@@ -106,6 +107,7 @@ class Shared:
         self.counts = Counter({"prompts_too_long": 0, "prompts_cut": 0})
         self.keeps_history = config.rollout_model.enable_history
         self.agent_processes = asyncio.Semaphore(config.agent_processes)
+        self.environments = Environments(self.count)
         self.endpoint: Endpoint | None = None  # where the run has one
 
     async def load(self) -> None:
@@ -116,9 +118,10 @@ class Shared:
         await self.rewards.start()
 
     async def close(self) -> None:
-        """End the endpoint and the reward workers."""
+        """End the endpoint, the environments and the reward workers."""
         if self.endpoint is not None:
             await self.endpoint.close()
+        await self.environments.close()
         await self.rewards.close()
 
     def count(self, name: str, what: str) -> None:

@@ -587,6 +587,17 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "cannot import",
     ),
     (
+        "buffer.explorer_input.default_workflow_type=environment",
+        f"{TASKSET}.workflow_args.environment",
+        "give one of gymnasium",
+    ),
+    (
+        f"buffer.explorer_input.default_workflow_type=environment +{TASKSET}.workflow_args="
+        "{environment:gymnasium,env_id:FrozenLake-v1,python:/no}",
+        f"{TASKSET}.workflow_args.python",
+        "run `make env-gym`",
+    ),
+    (
         "explorer.rollout_model.kv_cache_gb=0",
         "explorer.rollout_model.kv_cache_gb",
         "greater than 0",

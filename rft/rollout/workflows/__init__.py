@@ -29,6 +29,7 @@ from rft.rollout.workflows.dialogue import SingleTurn as SingleTurn
 from rft.rollout.workflows.dialogue import StepWiseReward as StepWiseReward
 from rft.rollout.workflows.dialogue import Workflow as Workflow
 from rft.rollout.workflows.dialogue import experience as experience
+from rft.rollout.workflows.environment import EnvironmentWorkflow
 from rft.rollout.workflows.judges import (
     LearnToAsk,
     MathRuler,
@@ -59,6 +60,7 @@ WORKFLOWS: dict[str, Callable[..., Any] | str] = {
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
+    "environment": EnvironmentWorkflow,
     "math_think": MathThink,
     "math_boxed": MathBoxed,
     "bots_math_boxed": BotsMathBoxed,
