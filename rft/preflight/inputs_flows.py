@@ -55,6 +55,20 @@ def flows(
     )
 
 
+def asked_of_rows(taskset: TasksetConfig, at_start: bool) -> tuple[bool, bool]:
+    """Whether a prompt and an answer of every row are asked for: by the workflow, and by the reward
+    that it is scored with. What a name that there is not would read is told nobody.
+    """
+    flow, reward = str(taskset.default_workflow_type), str(taskset.default_reward_fn_type)
+    if not at_start and plugins.is_own(flow):
+        return False, False
+    if problems_of(workflows.resolve, flow):
+        return False, False
+    found = workflows.resolve(flow)
+    scores = getattr(found, "scores", False) and reward in rewards.REWARDS
+    return getattr(found, "needs_prompt", False), scores and reward not in rewards.WITHOUT_TRUTH
+
+
 def _workflow(
     c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
 ) -> Iterator[str]:
@@ -178,7 +192,7 @@ def templates(c: Config) -> Iterator[str]:
     if has_template(c):
         return
     for key, form in formats:
-        if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
+        if form.has_messages or form.system_prompt or form.system_prompt_key:
             yield (
                 f"{key}.format has chat messages, and the tokenizer of "
                 f"model.model_path={c.model.model_path} has no "

@@ -41,6 +41,7 @@ REWARDS: dict[str, RewardFunction] = {
     "code_tests": code_tests,
     "remote_judge": remote_judge,
 }
+WITHOUT_TRUTH = ("format", "code_tests", "remote_judge")  # those that can do without an answer
 LAZY_IMPORTS = dict.fromkeys(
     ("math", "math_boxed", "math_dapo"), "math_verify"
 )  # seconds to import: only in processes that score

@@ -39,6 +39,7 @@ class JudgedSingleTurn(SingleTurn, ABC):
     """
 
     needs_judge = True
+    scores = False
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         made, answered = await self.answers(task, ctx)

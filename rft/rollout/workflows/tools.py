@@ -110,6 +110,8 @@ class ToolUse(MultiTurn):
 
     needs_cell = True
     needs_template = True
+    needs_prompt = True
+    scores = True
 
     def begin(self, task: Task) -> None:
         self.made = self.failed = 0
