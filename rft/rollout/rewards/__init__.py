@@ -27,6 +27,18 @@ from rft.rollout.rewards.text import (
     math_boxed,
     math_dapo,
 )
+from rft.rollout.rewards.trinity import (
+    accuracy_reward,
+    bots_math_boxed_reward,
+    countdown_reward,
+    format_reward,
+    math_boxed_reward,
+    math_dapo_reward,
+    math_eval_reward,
+    math_reward,
+    rm_gallery_reward,
+    tool_call_reward,
+)
 
 RewardFunction = Callable[..., float | dict[str, float]]
 REWARDS: dict[str, RewardFunction] = {
@@ -40,10 +52,22 @@ REWARDS: dict[str, RewardFunction] = {
     "math_dapo": math_dapo,
     "code_tests": code_tests,
     "remote_judge": remote_judge,
+    **{  # as Trinity-RFT scores them
+        one.__name__: one
+        for one in (
+            *(math_reward, math_boxed_reward, math_eval_reward, math_dapo_reward),
+            *(accuracy_reward, format_reward, countdown_reward, rm_gallery_reward),
+            *(tool_call_reward, bots_math_boxed_reward),
+        )
+    },
 }
 WITHOUT_TRUTH = ("format", "code_tests", "remote_judge")  # those that can do without an answer
 LAZY_IMPORTS = dict.fromkeys(
-    ("math", "math_boxed", "math_dapo"), "math_verify"
+    (
+        *("math", "math_boxed", "math_dapo", "math_reward", "math_eval_reward", "accuracy_reward"),
+        *("math_dapo_reward", "bots_math_boxed_reward", "rm_gallery_reward"),
+    ),
+    "math_verify",
 )  # seconds to import: only in processes that score
 
 

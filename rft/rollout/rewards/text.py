@@ -126,14 +126,24 @@ def math_dapo(
     }
     if not overlong:
         return found
+    return found | {
+        "overlong": penalty(
+            task, response_tokens, max_response_tokens, cache_tokens, penalty_factor
+        )
+    }
+
+
+def penalty(
+    task: Task, response_tokens: int, longest: int | None, cache_tokens: int, factor: float
+) -> float:
+    """DAPO's soft penalty on the length of a response."""
     if response_tokens < 0:
         raise ValueError(
-            "math_dapo with overlong needs the number of the response's tokens: pass it to "
+            f"{task.reward} with overlong needs the number of the response's tokens: pass it to "
             "ctx.score"
         )
-    longest = max_response_tokens or task.sampling.max_tokens
-    over = response_tokens - (longest - cache_tokens)
-    return found | {"overlong": -penalty_factor * min(1.0, max(0.0, over / cache_tokens))}
+    over = response_tokens - ((longest or task.sampling.max_tokens) - cache_tokens)
+    return -factor * min(1.0, max(0.0, over / cache_tokens))
 
 
 def countdown(
@@ -152,19 +162,19 @@ def countdown(
     said = ANSWER.findall(response)
     if not said:
         return 0.0
-    tree = _parsed(said[-1].partition("=")[0])
+    tree = parsed(said[-1].partition("=")[0])
     if tree is None:
         return 0.0
     used: list[Fraction] = []
     try:
-        value = _value(tree, used)
+        value = value_of(tree, used)
     # divided by 0, or something else than numbers and operations
     except (ArithmeticError, ValueError):
         return format_score
     return score if value == target and Counter(used) == given else format_score
 
 
-def _parsed(text: str) -> ast.expr | None:
+def parsed(text: str) -> ast.expr | None:
     text = text.strip().replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         return None
@@ -174,17 +184,19 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _value(tree: ast.expr, used: list[Fraction]) -> Fraction:
+def value_of(
+    tree: ast.expr, used: list[Fraction], operations: dict[type, Any] = OPERATIONS
+) -> Fraction:
     if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
         used.append(Fraction(str(tree.value)))
         return used[-1]
-    if isinstance(tree, ast.BinOp) and type(tree.op) in OPERATIONS:
-        found: Fraction = OPERATIONS[type(tree.op)](
-            _value(tree.left, used), _value(tree.right, used)
+    if isinstance(tree, ast.BinOp) and type(tree.op) in operations:
+        found: Fraction = operations[type(tree.op)](
+            value_of(tree.left, used, operations), value_of(tree.right, used, operations)
         )
         return found
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        return -_value(tree.operand, used)
+        return -value_of(tree.operand, used, operations)
     raise ValueError(f"no arithmetic: {ast.dump(tree)}")
 
 
