@@ -8,7 +8,6 @@ from rft.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from rft.config.algorithm import OptimizerConfig as OptimizerConfig
 from rft.config.algorithm import RolloutCorrectionConfig as RolloutCorrectionConfig
 from rft.config.buffer import TASKSET_KEY as TASKSET_KEY
-from rft.config.buffer import AuxiliaryBufferConfig as AuxiliaryBufferConfig
 from rft.config.buffer import BufferConfig as BufferConfig
 from rft.config.buffer import ExperienceBufferConfig as ExperienceBufferConfig
 from rft.config.buffer import ExplorerInputConfig as ExplorerInputConfig

@@ -170,27 +170,22 @@ class ExperienceBufferConfig(Section):
     max_experience_mb: Annotated[
         PosFloat, "sql: a group with a larger experience fails, counted"
     ] = 32.0
-    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    format: RowFormatConfig = field(default_factory=RowFormatConfig)
-
-
-@dataclass
-class AuxiliaryBufferConfig(ExperienceBufferConfig):
-    """Rows beside the experiences of rollouts."""
-
     schema_type: Annotated[
-        Literal["sft", "dpo", "experience"] | None, "what the rows are; what is mixed in is sft"
+        Literal["sft", "dpo", "experience"] | None, "what it holds; default: what reads it"
     ] = None
     total_epochs: Annotated[
-        PosInt | None, "passes over the rows, then the run ends; default: without end"
+        PosInt | None,
+        "of an auxiliary buffer: passes over its rows, then the run ends; default: without end",
     ] = None
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
+    format: RowFormatConfig = field(default_factory=RowFormatConfig)
 
 
 @dataclass
 class TrainerInputConfig(Section):
     experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
     auxiliary_buffers: Annotated[
-        dict[str, AuxiliaryBufferConfig],
+        dict[str, ExperienceBufferConfig],
         "by name: rows beside rollouts, read by sample_strategy=mix",
     ] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rft.config.buffer import TASKSET_KEY as TASKSET
 from rft.config.foreign import UNSET, ForeignKey
+from rft.config.keys import tables
 
 
 def opposite(value: Any) -> Any:
@@ -123,6 +124,68 @@ KEYS |= {
         only=(False,),
     ),
     f"{TASKSET}.format.chat_template": ForeignKey("F45", to="model.custom_chat_template"),
+}
+
+# --- data: tasksets, buffers, adapters ------------------------------------------------------------
+
+QUEUE = "buffer.trainer_input.experience_buffer"
+BY_ITSELF = "Trinity-RFT sets it itself: leave it out"
+ADAPTER = "model.lora_configs"
+
+
+def unless_sequential(selector: Any) -> bool:
+    return selector not in (None, "sequential")
+
+
+for _key in (TASKSET, QUEUE):
+    KEYS |= {
+        f"{_key}.enable_progress_bar": ForeignKey(
+            "F3", "rows are read before the first step; the log says how many", takes_any=True
+        ),
+        f"{_key}.max_retry_times": ForeignKey(
+            "F11", "a database is asked again while it is busy", takes_any=True
+        ),
+        f"{_key}.max_retry_interval": ForeignKey(
+            "F11", "a database is asked again while it is busy", takes_any=True
+        ),
+        f"{_key}.index": ForeignKey("F3", "a resume finds its place by itself", only=(0,)),
+        f"{_key}.batch_size": ForeignKey("F3", BY_ITSELF, only=(0,)),
+        f"{_key}.total_steps": ForeignKey("F4", "set buffer.total_steps"),
+        f"{_key}.ray_namespace": ForeignKey("A4", "set ray_namespace"),
+        f"{_key}.format.reply_prefix": ForeignKey(
+            "F39", "an answer begins where the chat template lets it begin: write it there"
+        ),
+        f"{_key}.format.enable_thinking": ForeignKey(
+            "F45", "set model.enable_thinking, or write it into format.chat_template"
+        ),
+    }
+for _word in ("selector_type", "seed", "feature_keys", "kwargs"):
+    KEYS[f"{TASKSET}.data_selector.{_word}"] = ForeignKey(
+        "F30", to=f"{TASKSET}.task_selector.{_word}"
+    )
+KEYS |= {
+    f"{TASKSET}.is_eval": ForeignKey("F3", BY_ITSELF, only=(False,)),
+    f"{TASKSET}.total_epochs": ForeignKey("F3", "set buffer.total_epochs", only=(1,)),
+    f"{QUEUE}.tokenizer_path": ForeignKey("F3", BY_ITSELF),
+    f"{QUEUE}.capacity": ForeignKey(
+        "F22", "synchronizer.max_staleness bounds what waits for the trainer", takes_any=True
+    ),
+    f"{QUEUE}.data_selector.selector_type": ForeignKey(
+        "F30", to=f"{QUEUE}.shuffle", convert=unless_sequential, only=("sequential", "shuffle")
+    ),
+    f"{QUEUE}.data_selector.seed": ForeignKey("F30", "set seed: that of the run"),
+    f"{QUEUE}.data_selector.feature_keys": ForeignKey("F30", "rows are shuffled", only=([],)),
+    f"{QUEUE}.data_selector.kwargs": ForeignKey("F30", "rows are shuffled", only=({},)),
+    f"{ADAPTER}.name": ForeignKey(
+        "D9", "there is one adapter, and engines know it by its version", takes_any=True
+    ),
+    f"{ADAPTER}.path": ForeignKey(
+        "D9", "an adapter begins as nothing: merge the old one into model.model_path first"
+    ),
+    f"{ADAPTER}.base_model_name": ForeignKey("D9", "it is model.model_path: leave it out"),
+    f"{ADAPTER}.lora_dtype": ForeignKey("D9", "it is trainer.dtype", only=("auto",)),
+    f"{ADAPTER}.exclude_modules": ForeignKey("D9", f"set {ADAPTER}[0].target_modules"),
+    f"{ADAPTER}.is_dummy": ForeignKey("D9", BY_ITSELF, only=(False,)),
 }
 
 SHARED = frozenset(
@@ -307,7 +370,7 @@ SHARED = frozenset(
 )
 
 # key: its value there, what it is here, and what is said of it
-RENAMED: dict[str, dict[str, tuple[str, str]]] = {
+RENAMED: dict[str, dict[str, tuple[Any, str]]] = {
     "trainer.trainer_type": {"verl": ("megatron", "the trainer is Megatron")},
     "algorithm.kl_penalty_fn": {"": ("none", "")},
     "algorithm.algorithm_type": {"grpo_verl": ("grpo", "advantages are made in one place")},
@@ -342,6 +405,16 @@ for _key in ("buffer.explorer_input", TASKSET):
         f"{_key}.default_reward_fn_type": _REWARDS,
     }
 RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
+RENAMED[f"{ADAPTER}.target_modules"] = {"all-linear": (["all-linear"], "")}
+for _setting in (one for _, table in tables() for one in table if one.is_optional):
+    RENAMED[_setting.key] = {
+        **RENAMED.get(_setting.key, {}),
+        **{
+            word: (None, "YAML's nothing is `null`")
+            for word in ("None", "none")
+            if word not in re.findall(r"\w+", _setting.meaning)
+        },
+    }
 
 # names that the reference knows: said only of one that rft does not know
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {

@@ -4,9 +4,10 @@ In: a filled config, and whether this is a start. Out: what is refused. Only a s
 user's own functions and, where programs are to run, begins one empty cell.
 """
 
+import difflib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 
 from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
+from rft.config.keys import spelled
 from rft.data.source import names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
@@ -25,6 +27,7 @@ from rft.trainer.feed import is_supervised
 
 # a tag of transformers, which Jinja does not know
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+GIVEN = ("response_tokens",)  # arguments of rewards that the workflow gives
 TIMED = ("code_tests", "remote_judge")  # rewards with a limit of their own, `seconds`
 
 
@@ -40,13 +43,17 @@ def flows(
         which: names_in(taskset, which, key) if readable else set()
         for which in ("workflow_key", "reward_fn_key")
     }
-    # of a column that has no names in it the first one is told
-    yield from all_of(
-        said
+    names = [
+        name
         for name in sorted({str(taskset.default_workflow_type), *named["workflow_key"]})
         if at_start or not plugins.is_own(name)
-        for said in _workflow(c, key, name, taskset.workflow_args, at_start)
+    ]
+    # of a column that has no names in it the first one is told
+    yield from all_of(
+        said for name in names for said in _workflow(c, key, name, taskset.workflow_args, at_start)
     )
+    if not [one for name in names for one in problems_of(workflows.resolve, name)]:
+        yield from _strange(f"{key}.workflow_args", names, taskset.workflow_args)
     yield from all_of(
         said
         for name in sorted({str(taskset.default_reward_fn_type), *named["reward_fn_key"]})
@@ -94,6 +101,42 @@ def _workflow(
             yield from _cell(limits.isolate and at_start, at, f"workflow {name}")
 
 
+def _strange(key: str, names: list[str], args: dict[str, Any]) -> Iterator[str]:
+    """Arguments that none of these workflows reads, or not as they are."""
+    known: dict[str, Any] = {}
+    for name in names:
+        declared = _declared(name)
+        if declared is None:
+            return
+        known |= declared
+    yield from _arguments(key, f"workflow {' or '.join(names)}", known, args)
+
+
+def _declared(name: str) -> Mapping[str, Any] | None:
+    """What a workflow reads; None: anything. A user's own has said it where it declares ARGUMENTS
+    itself: what it inherits says nothing of what it reads.
+    """
+    flow = workflows.resolve(name)
+    own = getattr(flow, "__dict__", {}).get("ARGUMENTS")
+    return getattr(flow, "ARGUMENTS", None) if flow.__module__.startswith("rft.") else own
+
+
+def _arguments(
+    key: str, who: str, known: Mapping[str, Any], given: dict[str, Any]
+) -> Iterator[str]:
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            yield f"{key}.{name}: {who} does not take it; {hint}{takes}"
+            continue
+        try:
+            msgspec.convert(value, known[name])
+        except msgspec.ValidationError:
+            yield f"{key}.{name}={value!r}: give a value of type {spelled(known[name])}"
+
+
 def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
     models = [model.name for model in c.explorer.auxiliary_models]
     if not models:
@@ -116,15 +159,16 @@ def reward_args(c: Config, at_start: bool) -> Iterator[str]:
 
 def _strange_args(key: str, taskset: TasksetConfig) -> Iterator[str]:
     name = str(taskset.default_reward_fn_type)
-    parameters = inspect.signature(rewards.resolve(name)).parameters.values()
+    function = rewards.resolve(name)
+    parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
-    known = [one.name for one in parameters if one.default is not one.empty]
-    known = [one for one in known if one != "response_tokens"]  # given by the workflow
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    for argument in taskset.reward_fn_args:
-        if argument not in known:
-            yield f"{key}.reward_fn_args.{argument}: {name} does not take it; {takes}"
+    given = [one for one in parameters if one.default is not one.empty]
+    known = {one.name: one.annotation for one in given if one.name not in GIVEN}
+    # of the user's own, annotations may be anything
+    ours = function.__module__.startswith("rft.")
+    known = known if ours else dict.fromkeys(known, Any)
+    yield from _arguments(f"{key}.reward_fn_args", name, known, dict(taskset.reward_fn_args))
 
 
 def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool) -> Iterator[str]:
@@ -136,6 +180,14 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
         for needed in ("url", "model"):
             if not args.get(needed):
                 yield f"{key}.{needed}: remote_judge needs it; set it"
+    longest = args.get("max_response_length") or c.model.max_response_tokens
+    if args.get("enable_overlong_penalty") and longest:
+        cache = args.get("cache_length", 4096)
+        if not isinstance(cache, int) or not 0 < cache < longest:
+            yield (
+                f"{key}.cache_length={cache}: the penalty grows over the last cache_length tokens "
+                f"of max_response_length={longest}; give 1 to {longest - 1}"
+            )
     if name in TIMED:
         seconds = args.get("seconds", inspect.signature(function).parameters["seconds"].default)
         limit = c.explorer.reward_timeout

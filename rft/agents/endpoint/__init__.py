@@ -73,4 +73,6 @@ def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, EngineHandle]) -
         config.custom_chat_template,
         EnginePool(engines),
         int(config.max_model_len or 0),
+        config.max_prompt_tokens,
+        config.max_response_tokens,
     )

@@ -12,7 +12,7 @@ produced, a turn's go on from the ids before it, those of the environment have a
 log-probability 0, and version spans cover the model's tokens only.
 """
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -33,7 +33,7 @@ class Workflow(Protocol):
     start where there is none; `needs_cell = True`: it runs foreign programs, and is refused where
     they cannot be isolated; `needs_template = True`: it speaks in chat messages; `needs_prompt =
     True`: it speaks the prompt of every row; `scores = True`: the task's reward function scores its
-    answers. `compares_runs =
+    answers; `ARGUMENTS`: the `workflow_args` that it reads, and their types. `compares_runs =
     True`: it judges the runs against each other, so part of them is never taken. `can_repeat =
     False`: it is called once per run of the task, all at the same time, each with `repeat_times` 1.
     """
@@ -79,6 +79,7 @@ class SingleTurn:
 
     needs_prompt = True
     scores = True
+    ARGUMENTS: ClassVar[dict[str, type]] = {}
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         made, answered = await self.answers(task, ctx)
@@ -180,6 +181,7 @@ class MultiTurn:
 
     max_step_num = 8
     per_turn = False
+    ARGUMENTS: ClassVar[dict[str, type]] = {"max_step_num": int}
 
     def begin(self, task: Task) -> None:
         """Before the first turn."""

@@ -9,6 +9,7 @@ never a number.
 
 import json
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from rft.ground.experience import Experience, Sampling, Task
 from rft.rollout.context import WorkflowContext
@@ -40,6 +41,7 @@ class JudgedSingleTurn(SingleTurn, ABC):
 
     needs_judge = True
     scores = False
+    ARGUMENTS: ClassVar[dict[str, type]] = {"judge": str, "judge_tokens": int}
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         made, answered = await self.answers(task, ctx)
@@ -67,6 +69,11 @@ class RubricJudge(JudgedSingleTurn):
     `rubric` (or the column that `workflow_args.rubric_key` names), else `workflow_args.rubric`:
     texts, or objects with `description` and `weight`.
     """
+
+    ARGUMENTS: ClassVar[dict[str, type]] = JudgedSingleTurn.ARGUMENTS | {
+        "rubric": list,
+        "rubric_key": str,
+    }
 
     async def judge(
         self, task: Task, ctx: WorkflowContext, responses: list[str]

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -112,6 +112,7 @@ class ToolUse(MultiTurn):
     needs_template = True
     needs_prompt = True
     scores = True
+    ARGUMENTS: ClassVar[dict[str, type]] = MultiTurn.ARGUMENTS | {"limits": dict}
 
     def begin(self, task: Task) -> None:
         self.made = self.failed = 0
