@@ -183,7 +183,7 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
     longest = args.get("max_response_length") or c.model.max_response_tokens
     if args.get("enable_overlong_penalty") and longest:
         cache = args.get("cache_length", 4096)
-        if not isinstance(cache, int) or not 0 < cache < longest:
+        if isinstance(longest, int) and isinstance(cache, int) and not 0 < cache < longest:
             yield (
                 f"{key}.cache_length={cache}: the penalty grows over the last cache_length tokens "
                 f"of max_response_length={longest}; give 1 to {longest - 1}"
