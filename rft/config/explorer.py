@@ -43,6 +43,13 @@ class EngineConfig(Section):
     enforce_eager: Annotated[
         Bool | None, "without CUDA graphs; default: false on a GPU, true on a CPU"
     ] = None
+    seed: Annotated[Int | None, "of what the engines sample; default: that of the run"] = None
+    tool_call_parser: Annotated[
+        Str | None, "vLLM's name of how the model writes calls; default: as Hermes, Qwen, Llama"
+    ] = None
+    reasoning_parser: Annotated[
+        Str | None, "vLLM's name of how it writes thoughts; default: they stay in the text"
+    ] = None
     engine_args: Annotated[
         dict[str, Any], "for vLLM's AsyncEngineArgs: what rft does not set itself"
     ] = field(default_factory=dict)
@@ -87,6 +94,7 @@ class AuxiliaryModelConfig(EngineConfig):
     ] = None
     custom_chat_template: Annotated[Str | None, "Jinja; default: the model's own"] = None
     trust_remote_code: Annotated[Bool, "run code that comes with the model"] = False
+    enable_thinking: Annotated[Bool | None, "as that of model"] = None
 
 
 @dataclass

@@ -23,7 +23,8 @@ class ForeignKey:
     value.
 
     Without `to`, or with `only`: a value of `only`, or any, is taken, and `why` says what that
-    means, or what to use instead.
+    means, or what to use instead. `late`: it is refused after everything else, because it asks for
+    what is not here.
     """
 
     row: str
@@ -32,6 +33,7 @@ class ForeignKey:
     convert: Callable[[Any], Any] = unchanged
     only: tuple[Any, ...] = ()
     takes_any: bool = False
+    late: bool = False
 
     def takes(self, value: Any) -> bool:
         """As YAML means it: True is not 1, and a list of names has no order."""

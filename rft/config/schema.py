@@ -73,6 +73,9 @@ class ModelConfig(Section):
     ] = None
     custom_chat_template: Annotated[Str | None, "Jinja; default: the tokenizer's own"] = None
     chat_template_path: Annotated[Str | None, "file; wins over custom_chat_template"] = None
+    enable_thinking: Annotated[
+        Bool | None, "what templates know by this name, if a request does not say; default: nothing"
+    ] = None
     max_model_len: Annotated[PosInt | None, "default: max_prompt_tokens + max_response_tokens"] = (
         None
     )

@@ -8,12 +8,26 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 
+class Late(str):
+    """A sentence that is said after all others: no word of the config is wrong, but what it asks
+    for is not here, like a card, a service or a hub.
+    """
+
+
+def after(prefix: str, sentence: str) -> str:
+    """The sentence behind a prefix, late if it was."""
+    return type(sentence)(prefix + sentence)
+
+
 class ConfigError(ValueError):
-    """A config that cannot run; every sentence of `problems` names a key and the fix."""
+    """A config that cannot run; every sentence of `problems` names a key and the fix, and late ones
+    are the last.
+    """
 
     def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        ordered = tuple(sorted(problems, key=lambda one: isinstance(one, Late)))
+        super().__init__("\n".join(ordered))
+        self.problems = ordered
 
 
 class Problem(NamedTuple):

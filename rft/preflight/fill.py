@@ -147,7 +147,7 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
 
     return (
         Rule("cluster.ray_address", _derive_address, derives=True),
-        Rule("device mode", device, reads="cluster.ray_address", derives=True),
+        Rule("device mode", device, reads="cluster.ray_address", derives=True, late=True),
         Rule(
             "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
             "cluster.colocate explorer.rollout_model.engine_num "
@@ -155,6 +155,7 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
             numbers,
             reads="explorer.auxiliary_models cluster.ray_address",
             derives=True,
+            late=True,
         ),
         Rule(
             "trainer.num_ranks device mode cluster.colocate cluster.gpu_per_node cluster.node_num "
@@ -162,6 +163,7 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
             "explorer.auxiliary_models",
             dealt,
             reads="cluster.ray_address",
+            late=True,
         ),
         Rule("model.chat_template_path", _derive_template, derives=True),
     )

@@ -285,11 +285,13 @@ OF_SERVICE = (
         "trainer.trainer_type model.tinker mode",
         lambda c: is_remote(c) and importlib.util.find_spec("tinker") is None,
         "trainer.trainer_type=tinker needs the service's client: pip install tinker",
+        late=True,
     ),
     Rule(
         "trainer.trainer_type model.tinker mode",
         lambda c: is_remote(c) and not _has_key(),
         "trainer.trainer_type=tinker: the service wants a key; set the variable TINKER_API_KEY",
+        late=True,
     ),
 )
 

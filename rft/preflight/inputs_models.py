@@ -407,7 +407,7 @@ PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
     Rule("cluster.master_port", _master_port),
     Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
-    Rule("cluster.ray_address", _ray),
+    Rule("cluster.ray_address", _ray, late=True),
     Rule(
         "trainer.checkpoint.host_memory_gb trainer.num_ranks trainer.dtype trainer.megatron device "
         "mode cluster.node_num cluster.ray_address cluster.colocate explorer.rollout_model "
