@@ -5,10 +5,13 @@ the part that uses it receives it.
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rft import config as configs
@@ -28,10 +31,9 @@ from rft.data.chat import render_prompt
 from rft.data.supervised import SupervisedRows, check_supervised
 from rft.data.taskset import TaskDefaults, Taskset, check_taskset
 from rft.extras.pipeline import tasks as task_pipeline
-from rft.ground.experience import Sampling, Task
+from rft.ground.experience import Sampling
 from rft.preflight.rules_data import notes
 from rft.rollout import workflows
-from rft.rollout.rewards.text import math_dapo
 from rft.run import assembly
 from rft.tools.toy import character_tokenizer
 from tests.unit.scripted import Pool, policy
@@ -72,16 +74,14 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any], Any, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize(("row", "form", "prompt", "truth"), SHAPES)
-def test_a_task_is_read_from_rows_of_any_shape(
-    tmp_path: Path, row: Any, form: Any, prompt: Any, truth: str | None, suffix: str
-) -> None:
+@pytest.mark.parametrize(
+    ("shape", "suffix"),
+    [*((one, ".jsonl") for one in range(len(SHAPES))), (5, ".parquet")],
+)
+def test_a_task_is_read_from_rows_of_any_shape(tmp_path: Path, shape: int, suffix: str) -> None:
+    row, form, prompt, truth = SHAPES[shape]
     path = tmp_path / f"rows{suffix}"
     if suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     else:
         written(path, row)
@@ -120,7 +120,7 @@ def test_rows_of_a_buffer_may_be_in_a_subset(tmp_path: Path) -> None:
     )
     assert check_supervised(config, "buffer.path") == 1
     made = SupervisedRows(config, character_tokenizer(), 1, 0, 64, epochs=1).take(0).experiences[0]
-    assert character_tokenizer().decode(made.tokens).startswith("1+1=2")
+    assert "1+1=" in character_tokenizer().decode(made.tokens)
 
 
 def test_target_fields_keep_what_operators_make() -> None:
@@ -223,34 +223,46 @@ def test_a_whole_file_is_taken_and_says_what_means_less_here(
         assert words in heard
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("train_batch_size_expert: 4", "train_batch_size_expert: 5", "there are 4"),
-        (
-            "enable_phi_function: false",
-            "enable_fi_function: false",
-            "enable_fi_function is unknown",
+WRONG = (
+    {
+        "train_batch_size_expert: 4": ("train_batch_size_expert: 5", "there are 4"),
+        "schema_type: sft": ("schema_type: dpo", "expert rows are of sft"),
+        "max_prompt_tokens: 12": ("max_prompt_tokens: 60", "max_model_len"),
+        "path: ROOT/train.jsonl\n      enable": (
+            "path: ROOT/train.jsonl\n      workflow_args: {nonsense: 1}\n"
+            "      default_reward_fn_type: math_dapo\n"
+            "      reward_fn_args: {penalty_facto: 1, penalty_factor: a}\n      enable",
+            "nonsense: workflow .* it takes none",
         ),
-        ("sft_loss_agg_mode: seq-mean-token-mean", "sft_loss_agg_mode: mean", "sft_loss_agg_mode"),
-        ("schema_type: sft", "schema_type: dpo", "expert rows are of sft"),
-        ("max_prompt_tokens: 12", "max_prompt_tokens: 60", "max_model_len"),
-        ("{kl_coef: 0.0}", "{kl_coef: 0.1}", "there is no such term"),
-        ("name: sums", "name: sums\n      workflow_args: {nonsense: 1}", "it takes none"),
-        (
-            "name: sums",
-            "name: sums\n      default_reward_fn_type: math_dapo"
-            "\n      reward_fn_args: {penalty_facto: 1}",
-            "did you mean `penalty_factor`",
+        "penalty_facto": ("penalty_facto", "did you mean `penalty_factor`"),
+        "penalty_factor: a": (
+            "penalty_factor: a",
+            "penalty_factor='a': give a value of type float",
         ),
-    ],
+    },
+    {
+        "enable_phi": ("enable_fi", "enable_fi_function is unknown"),
+        "mode: seq-mean-token-mean": ("mode: mean", "sft_loss_agg_mode=mean is unknown"),
+        "{kl_coef: 0.0}": ("{kl_coef: 0.1}", "there is no such term"),
+    },
 )
-def test_what_contradicts_is_refused(
-    assets: Path, tmp_path: Path, old: str, new: str, said: str
+
+
+@pytest.mark.parametrize("faults", WRONG)
+def test_what_contradicts_is_refused_all_at_once(
+    assets: Path, tmp_path: Path, faults: dict[str, tuple[str, str]]
 ) -> None:
-    assert FILE.count(old) >= 1
-    with pytest.raises(ConfigError, match=said):
-        prepared(tmp_path, assets, FILE.replace(old, new))
+    text = FILE
+    for old, (new, _) in faults.items():
+        assert old in text
+        text = text.replace(old, new)
+    with pytest.raises(ConfigError) as refused:
+        prepared(tmp_path, assets, text)
+    for _, said in faults.values():
+        assert any(re.search(said, one) for one in refused.value.problems), (
+            said,
+            str(refused.value),
+        )
 
 
 def test_buffers_beside_an_algorithm_that_reads_none_are_said(assets: Path, tmp_path: Path) -> None:
@@ -280,7 +292,7 @@ def test_rollouts_and_expert_rows_have_ways_of_their_own_to_become_one_number() 
 
     def weights(**arguments: Any) -> list[float]:
         _, rows = mixing.rows(list(batch), mixed(**arguments), 0)
-        return [float(row.scores["loss_weight"].max()) for row in rows]
+        return [float(row.weight.max()) for row in rows]
 
     assert weights(**counts) == pytest.approx([1 / 4, 1 / 4, 1 / 8, 1 / 8])
     each = "seq-mean-token-mean"
@@ -295,16 +307,6 @@ def test_a_run_ends_with_the_passes_over_its_expert_rows(tmp_path: Path) -> None
     feeding.experts.total_steps = 2
     assert [feeding.next(step, False) is not None for step in range(3)] == [True, True, False]
     assert feeding.current is None, "nothing was leased for the step that is not"
-
-
-def test_the_penalty_on_length_is_that_of_the_paper() -> None:
-    task = Task(id="a", prompt="p", truth="4", sampling=Sampling(max_tokens=99), workflow="w")
-    given = {"enable_overlong_penalty": True, "max_response_length": 20, "cache_length": 10}
-    found = [
-        math_dapo("\\boxed{4}", "4", task, response_tokens=n, penalty_factor=2.0, **given)  # type: ignore[arg-type]
-        for n in (10, 15, 20, 30)
-    ]
-    assert [one["overlong"] for one in found] == pytest.approx([0.0, -1.0, -2.0, -2.0])
 
 
 # --- models and workflows -------------------------------------------------------------------------
