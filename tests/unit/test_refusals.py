@@ -118,8 +118,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"{BESIDE}.format.response_key",
         "has no 'label'",
     ),
-    (f"+buffer.trainer_input.auxiliary_buffers={EXPERT}", BESIDE, "use algorithm_type=mix"),
-    (f"+{BESIDE}.path=EVAL", BESIDE, "use algorithm_type=mix"),
     ("algorithm.algorithm_type=jsd", "model.teacher_model_path", "Hugging Face checkpoint"),
     (
         "model.teacher_model_path=DIR",
