@@ -104,6 +104,8 @@ def test_rows_that_a_workflow_reads_itself_need_neither_prompt_nor_answer(tmp_pa
         config.format = FormatConfig(prompt_type="plaintext")
         with pytest.raises(ConfigError, match=said):
             check_taskset(config, f"{KEY}.path", **{"answer": False, **asks})
+    config.format = FormatConfig(response_key="response")  # of any kind, for a workflow of its own
+    assert check_taskset(config, f"{KEY}.path", prompt=False, answer=False) == 1
     config.format = FormatConfig(prompt_key="game_file")  # named, so it is there
     with pytest.raises(ConfigError, match="has no 'game_file'"):
         check_taskset(config, f"{KEY}.path", prompt=False, answer=False)
