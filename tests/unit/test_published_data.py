@@ -114,6 +114,8 @@ def test_rows_that_a_workflow_reads_itself_need_neither_prompt_nor_answer(tmp_pa
 def test_rows_of_a_buffer_may_be_in_a_subset(tmp_path: Path) -> None:
     (tmp_path / "math").mkdir()
     written(tmp_path / "math" / "train.jsonl", {"ask": {"q": "1+1="}, "a": "2"})
+    (tmp_path / "code").mkdir()
+    written(tmp_path / "code" / "train.jsonl", {"ask": {"q": "3+3="}, "a": "6"})
     config = ExperienceBufferConfig(
         storage_type="file",
         path=str(tmp_path),
@@ -121,7 +123,9 @@ def test_rows_of_a_buffer_may_be_in_a_subset(tmp_path: Path) -> None:
         format=RowFormatConfig(prompt_key="ask.q", response_key="a"),
     )
     assert check_supervised(config, "buffer.path") == 1
-    made = SupervisedRows(config, character_tokenizer(), 1, 0, 64, epochs=1).take(0).experiences[0]
+    rows = SupervisedRows(config, character_tokenizer(), 1, 0, 64, epochs=1)
+    made = rows.take(0).experiences[0]
+    assert rows.num_rows == 1
     assert "1+1=" in character_tokenizer().decode(made.tokens)
 
 
