@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft.config import ConfigError
 from rft.config.foreign import UNSET, is_empty_section, leaves
-from rft.config.trinity import KEYS, RENAMED
+from rft.config.trinity import KEYS, NOTHING, RENAMED
 from rft.config.trinity_defaults import OTHERWISE, TYPE, fill
 from rft.ground.errors import Late, Problem, after, problems_of, refuse_all
 
@@ -55,7 +55,8 @@ def lines(found: "Flat") -> Iterator[str]:
     yield from (f"rft: {found.path}: {note.line}" for note in found.notes)
     if found.taken:
         taken = ", ".join(f"{one.place}={one.theirs}" for one in found.taken)
-        yield f"rft: {found.path}: left out, so as in Trinity-RFT (rft's with `defaults: rft`): {taken}"
+        said = "left out, so as in Trinity-RFT (rft's with `defaults: rft`)"
+        yield f"rft: {found.path}: {said}: {taken}"
 
 
 def read_file(
@@ -270,8 +271,10 @@ class Flat:
             why = "the queue keeps its own journal in the run's directory, which can be replayed"
             self.notes.append(Note(place, value, "", why))
             return
+        if value is None and self.is_theirs:  # there it means that a key is left out
+            return
         here, why = self._renamed(name, value)
-        if self.is_theirs and name in OTHERWISE and value is not None:
+        if self.is_theirs and name in OTHERWISE:
             known = self._resolved(place, value, name)
             other, why = OTHERWISE[name](known, self._loaded)
             here = here if other == known else other
@@ -282,9 +285,11 @@ class Flat:
             self._put(part, name, here, place)
 
     def _renamed(self, name: str, value: Any) -> tuple[Any, str]:
-        return (
-            RENAMED.get(name, {}).get(value, (value, "")) if isinstance(value, str) else (value, "")
-        )
+        if not isinstance(value, str):
+            return value, ""
+        if value in NOTHING.get(name, ()):
+            return None, "YAML's nothing is `null`"
+        return RENAMED.get(name, {}).get(value, (value, ""))
 
     def _is_backup(self, value: str, place: str) -> bool:
         """A database beside a queue: what the reference writes there is a second copy.

@@ -31,6 +31,7 @@ RECORDED = "log-probabilities of what was sampled are always recorded"
 PENALTY = (
     "a penalty changes what is sampled, and the trainer computes the log-probabilities without one"
 )
+NOT_ASKED = "no model behind an API is asked"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
 EXPERIENCES_COME = (
     "experiences come from the explorer and go to the buffer of the trainer: leave it out"
@@ -70,11 +71,6 @@ KEYS: dict[str, ForeignKey] = {
     "model.max_cpu_loras": ForeignKey("D11", "it follows from synchronizer.max_staleness"),
     "model.rope_scaling": ForeignKey("D11", MODEL_SAYS),
     "model.rope_theta": ForeignKey("D11", MODEL_SAYS),
-    "model.external_model": ForeignKey(
-        "D11",
-        "a model behind an API has no weights to train: leave it out",
-        only=({}, {"enable": False}),
-    ),
     # F: buffer
     "buffer.default_workflow_type": ForeignKey(
         "F19", to="buffer.explorer_input.default_workflow_type"
@@ -117,8 +113,12 @@ KEYS |= {
     f"{TASKSET}.format.tools_key": ForeignKey(
         "F42", f"tools of a task are {YET}: write them into the system prompt"
     ),
-    f"{TASKSET}.format.chosen_key": ForeignKey("F43", f"tasks have no pairs of answers: {PAIRS}"),
-    f"{TASKSET}.format.rejected_key": ForeignKey("F43", f"tasks have no pairs of answers: {PAIRS}"),
+    f"{TASKSET}.format.chosen_key": ForeignKey(
+        "F43", f"tasks have no pairs of answers: {PAIRS}", only=("chosen",)
+    ),
+    f"{TASKSET}.format.rejected_key": ForeignKey(
+        "F43", f"tasks have no pairs of answers: {PAIRS}", only=("rejected",)
+    ),
     f"{TASKSET}.format.enable_concatenated_multi_turn": ForeignKey(
         "F44",
         "it says which answers of supervised rows are learned, and a task has none: leave it out",
@@ -150,9 +150,6 @@ def engine(key: str) -> dict[str, ForeignKey]:
         "enable_multimodal": ForeignKey("G3", f"images are {YET}", only=(False,), late=True),
         "base_port": ForeignKey("G9", f"{API}: set explorer.proxy_port"),
         "api_key": ForeignKey("G9", f"{API}; its key is made at the start", only=("EMPTY",)),
-        "external_model_config": ForeignKey(
-            "D11", "a model behind an API has no weights to train", only=({}, {"enable": False})
-        ),
         "weight_sync_buffer_size": ForeignKey(
             "H9", "set synchronizer.bucket_bytes: of one message", only=(1024,)
         ),
@@ -189,6 +186,15 @@ KEYS |= engine(POLICY) | engine(BESIDE)
 for _word in ("temperature", "top_p", "top_k"):
     KEYS[f"{POLICY}.{_word}"] = ForeignKey("G3", EACH_SET, takes_any=True)
     KEYS[f"{BESIDE}.{_word}"] = ForeignKey("G3", "who asks the model says how to sample")
+for _key in ("model.external_model", *(f"{one}.external_model_config" for one in (POLICY, BESIDE))):
+    KEYS |= {
+        f"{_key}.enable": ForeignKey(
+            "D11", "models have engines here: leave it out", only=(False,)
+        ),
+        f"{_key}.base_url_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
+        f"{_key}.api_key_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
+        f"{_key}.model_name": ForeignKey("D11", NOT_ASKED, takes_any=True),
+    }
 for _key in (POLICY, BESIDE):
     KEYS[f"{_key}.logprobs"] = ForeignKey("G3", RECORDED, takes_any=True)
 for _word in (
@@ -495,15 +501,14 @@ for _key in ("buffer.explorer_input", TASKSET):
     }
 RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
 RENAMED[f"{ADAPTER}.target_modules"] = {"all-linear": (["all-linear"], "")}
-for _setting in (one for _, table in tables() for one in table if one.is_optional):
-    RENAMED[_setting.key] = {
-        **RENAMED.get(_setting.key, {}),
-        **{
-            word: (None, "YAML's nothing is `null`")
-            for word in ("None", "none")
-            if word not in re.findall(r"\w+", _setting.meaning)
-        },
-    }
+# what YAML reads as a text where nothing was meant; of a key that knows the word it is that word
+NOTHING: dict[str, set[str]] = {
+    one.key: {"None", "none"} - {*re.findall(r"\w+", one.meaning)}
+    for _, table in tables()
+    for one in table
+    if one.is_optional
+}
+NOTHING |= {f"{BESIDE}.{word}": {"None", "none"} for word in ("custom_chat_template", "name")}
 
 # names that the reference knows: said only of one that rft does not know
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {

@@ -248,6 +248,21 @@ def _count(value: Any, file: Any) -> tuple[Any, str]:
     return (UNSET, "found at the start") if value == 0 else (value, "")
 
 
+def _by_mode(value: Any, file: Any) -> tuple[Any, str]:
+    apart = OmegaConf.select(file, "mode", default="both") in ("train", "explore", "bench", "serve")
+    if str(value) in ("nccl", "online") and (apart or _is_service(file)):
+        return UNSET, "there it becomes checkpoint in this mode; here it follows from the mode"
+    return value, ""
+
+
+def _is_service(file: Any) -> bool:
+    return bool(OmegaConf.select(file, "model.tinker.enable", default=False))
+
+
+def _export(value: Any, file: Any) -> tuple[Any, str]:
+    return (UNSET, "a service has the weights") if _is_service(file) else (value, "")
+
+
 def _nothing(value: Any, file: Any) -> tuple[Any, str]:
     return (UNSET, "an empty text is none") if value == "" else (value, "")
 
@@ -261,6 +276,8 @@ OTHERWISE: dict[str, Callable[[Any, Any], tuple[Any, str]]] = {
     "cluster.node_num": _count,
     "buffer.train_batch_size": _count,
     "model.critic_model_path": _nothing,
+    "synchronizer.sync_method": _by_mode,
+    "trainer.save_hf_checkpoint": _export,
     "ray_namespace": _nothing,
     "checkpoint_root_dir": _nothing,
     f"{TASKSET_KEY}.name": _nothing,

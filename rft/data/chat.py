@@ -20,7 +20,7 @@ from its own prompt is refused rather than masked wrongly.
 import re
 from typing import Any
 
-from rft.config import ConfigError, FormatConfig
+from rft.config import ConfigError, FormatConfig, ModelConfig
 from rft.data.files import MISSING, at, parsed, prompt_columns
 from rft.ground.experience import Task
 
@@ -58,6 +58,18 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The model's tokenizer, with the variables that its config gives to every template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.model_path, trust_remote_code=model.trust_remote_code
+    )
+    if model.enable_thinking is not None:
+        tokenizer.template_args = {"enable_thinking": model.enable_thinking}
+    return tokenizer
+
+
 def chat_text(
     tokenizer: Any,
     messages: list[dict[str, Any]],
@@ -66,7 +78,7 @@ def chat_text(
     **template_args: Any,
 ) -> str:
     """The conversation as the template writes it; `template_args` are its own, like `tools` or
-    `enable_thinking`.
+    `enable_thinking`, and win over the model's.
     """
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
@@ -79,7 +91,7 @@ def chat_text(
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         tokenize=False,
-        **template_args,
+        **(getattr(tokenizer, "template_args", {}) | template_args),
     )
 
 
@@ -180,6 +192,7 @@ class Dialogues:
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **getattr(self.tokenizer, "template_args", {}),
         )
         spans = spans_of(made["assistant_masks"])
         if not spans:

@@ -81,7 +81,7 @@ def _workflow(
 ) -> Iterator[str]:
     flow = workflows.resolve(name)
     steps = args.get("max_step_num")
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
+    if isinstance(steps, int) and steps < 1 and hasattr(flow, "max_step_num"):
         yield f"{key}.workflow_args.max_step_num={steps}: must be a number greater than 0"
     if getattr(flow, "needs_judge", False):
         yield from _judge(c, key, name, str(args.get("judge", "")))

@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.data.chat import end_of_turn, render_follow_up, render_prompt
+from rft.data.chat import end_of_turn, load_tokenizer, render_follow_up, render_prompt
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
@@ -110,11 +110,7 @@ class Shared:
 
     async def load(self) -> None:
         """Load the tokenizer, start the reward workers."""
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            self.model.model_path, trust_remote_code=self.model.trust_remote_code
-        )
+        self.tokenizer = load_tokenizer(self.model)
         self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
         self.limits = TokenLimits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
         await self.rewards.start()

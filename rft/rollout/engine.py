@@ -107,7 +107,7 @@ class RolloutEngine(EngineWeights):
         super().__init__(name, model, rollout.tensor_parallel_size, adapters, cluster)
         self.rollout = rollout
         self.threads = threads
-        self.seed = seed
+        self.seed = seed if rollout.seed is None else rollout.seed
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0

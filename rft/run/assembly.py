@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import ExperienceFile
 from rft.config import Config, TrainerConfig
+from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
 from rft.ground.experience import EvalResult
@@ -62,7 +63,7 @@ def assemble(
     rollouts = not is_supervised(config.algorithm) and config.mode == "both"
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
-    tokenizer = tokenizer_of(config) if lead else None
+    tokenizer = load_tokenizer(config.model) if lead else None
     checkpoints = backend.build_checkpoints(mesh, models, epoch)
     publisher = backend.build_publisher(mesh, models, checkpoints, synchronizer, epoch)
     feed = build_feed(config, mesh, models, tokenizer)
@@ -254,12 +255,4 @@ def experts(config: Config, tokenizer: Any) -> BatchSource | None:
         chat_template=config.model.custom_chat_template,
         key_path=f"buffer.trainer_input.auxiliary_buffers.{name}",
         expert=True,
-    )
-
-
-def tokenizer_of(config: Config) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        config.model.model_path, trust_remote_code=config.model.trust_remote_code
     )

@@ -3,9 +3,9 @@ words mean, started by nothing; `rft config --explain KEY`: what the schema says
 
 In: the command line of `rft train`. Out: YAML on stdout that `rft train --config` takes: by default
 only the keys whose value differs from rft's own default, with `--all` every key; of a file, on
-stderr, a table of what its keys are here and of the defaults of those that it leaves out. Nothing is filled
-in and no model or data file is read, so it also works where the run will not start; `rft doctor`
-says what would stop it. Invariant: secrets are not printed.
+stderr, a table of what its keys are here and of the defaults of those that it leaves out. Nothing
+is filled in and no model or data file is read, so it also works where the run will not start; `rft
+doctor` says what would stop it. Invariant: secrets are not printed.
 """
 
 import argparse

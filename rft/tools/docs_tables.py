@@ -8,13 +8,16 @@ every feature exactly one thing is said, and no test is named that is not there.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rft.config import trinity as trinity_keys
+from rft.config import trinity_defaults as defaults
 from rft.config import verl as verl_keys
+from rft.config.foreign import UNSET
 from rft.config.keys import Setting, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,10 +109,30 @@ def trinity_table() -> str:
             )
     for name, (names, why) in trinity_keys.NAMES.items():
         lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *trinity_defaults()]) + "\n"
+
+
+def trinity_defaults() -> Iterator[str]:
+    """Every default that differs: those that a file gets, and those of which rft's is kept."""
+    yield f"| left out, with Trinity-RFT {defaults.VERSION}'s default | there | rft's own | |"
+    yield "| --- | --- | --- | --- |"
+    sets, rows = trinity_keys.TASKSET, defaults.ROWS
+    tables = ("", defaults.DEFAULTS), (f"{sets}.", defaults.SETS)
+    tables += (f"{defaults.EVALUATIONS}.", defaults.EVALUATED), (f"{rows}.", defaults.BUFFERS)
+    for prefix, table in tables:
+        for key, one in table.items():
+            theirs = one.shown or (f"`model.{one.passes}`" if one.passes else shown(one.theirs))
+            yield f"| `{prefix}{key}` | {theirs} | {one.ours or 'each set says it'} | {one.why} |"
+    yield ""
+    yield "| left out, with rft's default | there | here | why |"
+    yield "| --- | --- | --- | --- |"
+    for key, (theirs, ours, why) in defaults.KEPT.items():
+        yield f"| `{key}` | {theirs} | {ours} | {why} |"
 
 
 def shown(value: Any) -> str:
+    if value is UNSET:
+        return "left out"
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"`{text}`" if text else "empty"
 

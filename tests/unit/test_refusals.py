@@ -397,11 +397,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"{EVALS}.0.path",
         "does not exist",
     ),
-    (
-        f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]",
-        "taskset",
-        "used twice",
-    ),
     (f"{EVALS}=[{{name:a,path:EVAL,pth:b}}]", f"{EVALS}.pth", f"did you mean `{TASKSET}.path`"),
     ("buffer.trainer_input.experience_buffer.name=taskset", "taskset", "used twice"),
     (f"{QUEUE}.path=sqlite:///a.db", f"{QUEUE}.path", "storage_type=sql"),
@@ -467,7 +462,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     # workflows, rewards, plug-ins
     (
-        f"+{TASKSET}.workflow_args.max_step_num=0",
+        f"{TASKSET}.default_workflow_type=tool_use +{TASKSET}.workflow_args.max_step_num=0",
         f"{TASKSET}.workflow_args.max_step_num",
         "greater than 0",
     ),

@@ -14,7 +14,7 @@ would be shown the same of them.
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rft.ground.experience import Sampling
 
@@ -201,10 +201,11 @@ def _call(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical(message: dict[str, Any]) -> dict[str, Any]:
-    """A message (as `_message` makes it) for comparison: clients may drop space around a text, and
-    what they add is not shown.
+    """A message (as `_message` makes it) for comparison: clients may drop space around a text and
+    the thoughts of an answer, and what they add is not shown.
     """
-    return {**message, "content": message["content"].strip()}
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**kept, "content": message["content"].strip()}
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -225,11 +226,29 @@ def behind(render: Any, messages: list[dict[str, Any]], answer: int) -> str | No
 # --- replies --------------------------------------------------------------------------------------
 
 
-def answer_message(text: str, has_tools: bool, call_prefix: str) -> dict[str, Any]:
-    """The assistant's message: what it says, and with tools what it calls."""
-    calls = _called(text) if has_tools else []
+class Parsed(NamedTuple):
+    """What a parser finds in an answer; `calls`: None where it does not look for them."""
+
+    words: str
+    thoughts: str | None
+    calls: list[tuple[str, Any]] | None
+
+
+def answer_message(
+    text: str, has_tools: bool, call_prefix: str, parsed: Parsed | None = None
+) -> dict[str, Any]:
+    """The assistant's message: what it says, and with tools what it calls. `parsed`: by a parser
+    that the config names, before the rules of this module.
+    """
+    said = parsed or Parsed(text, None, None)
+    thoughts = {"reasoning_content": said.thoughts} if said.thoughts else {}
+    if said.calls is not None:
+        calls, words = said.calls, said.words.strip()
+    else:
+        calls = _called(said.words) if has_tools else []
+        words = TOOL_CALL.sub("", said.words).strip() if TOOL_CALL.search(said.words) else ""
     if not calls:
-        return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": said.words, **thoughts}
     made = [
         {
             "id": f"{call_prefix}-{number}",
@@ -238,8 +257,7 @@ def answer_message(text: str, has_tools: bool, call_prefix: str) -> dict[str, An
         }
         for number, (name, arguments) in enumerate(calls)
     ]
-    said = TOOL_CALL.sub("", text).strip() if TOOL_CALL.search(text) else ""
-    return {"role": "assistant", "content": said or None, "tool_calls": made}
+    return {"role": "assistant", "content": words or None, "tool_calls": made, **thoughts}
 
 
 def remembered(message: dict[str, Any]) -> dict[str, Any]:

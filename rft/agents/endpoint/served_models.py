@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 
-from rft.agents.endpoint.chat_format import ApiError, Asked, behind, read
+from rft.agents.endpoint.chat_format import ApiError, Asked, Parsed, behind, read
+from rft.agents.endpoint.parsers import Parser
 from rft.agents.endpoint.sessions import Continuation
-from rft.config import ConfigError, ModelConfig
+from rft.config import ConfigError
 from rft.data.chat import chat_text, end_of_turn
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.pool import EnginePool
@@ -32,6 +33,7 @@ class Model:
         template: str | None,
         pool: EnginePool,
         max_model_len: int,
+        parser: Parser | None = None,
         max_prompt: int | None = None,
         max_response: int | None = None,
     ):
@@ -41,6 +43,7 @@ class Model:
         self.template = template
         self.pool = pool
         self.max_model_len = max_model_len
+        self.parser = parser
         self.stop_token = end_of_turn(tokenizer, template)
 
     def prompt(self, asked: Asked, place: Continuation | None) -> list[int]:
@@ -122,10 +125,9 @@ class Model:
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        config.model_path, trust_remote_code=config.trust_remote_code
-    )
+    def parsed(self, tokens: list[int], asked: Asked) -> Parsed | None:
+        """An answer of a chat by the parsers that the config names; None: it names none."""
+        if self.parser is None or asked.messages is None:
+            return None
+        ended = tokens[-1:] == [self.stop_token]
+        return self.parser(tokens[:-1] if ended else tokens, asked)
