@@ -95,12 +95,16 @@ def run(raw: DictConfig) -> int:
     """Check everything, then run all stages in order and the recipe's
     closing function; returns the exit code.
     """
+    from rft.preflight.rules_data import notes
     from rft.preflight.rules_machine import warnings
     from rft.run import launch
 
     stages = started_stages(raw)
     for line in warnings(stages[0]):
         print(f"rft: warning: {line}", file=sys.stderr)
+    for stage in stages:
+        for line in notes(stage):
+            print(f"rft: {line}", file=sys.stderr)
     code = launch.run_stages(stages, checked)
     if code == 0 and stages[0].finish:
         imported(stages[0].finish)(stages)

@@ -81,9 +81,17 @@ class RolloutModelConfig(EngineConfig):
 class AuxiliaryModelConfig(EngineConfig):
     """A model beside the policy, with engines of its own and weights that never change."""
 
-    name: Annotated[Str, "what workflows and clients call it"] = MISSING
+    name: Annotated[
+        Str | None, "what workflows and clients call it; default: the last part of model_path"
+    ] = None
     model_path: Annotated[Str, "directory of a Hugging Face checkpoint"] = MISSING
-    max_model_len: Annotated[Int | None, "default: the model's own"] = None
+    max_model_len: Annotated[
+        Int | None, "default: max_prompt_tokens + max_response_tokens, or the model's own"
+    ] = None
+    max_prompt_tokens: Annotated[PosInt | None, "a longer one is refused"] = None
+    max_response_tokens: Annotated[
+        PosInt | None, "of an answer for which nobody says how long it may be"
+    ] = None
     custom_chat_template: Annotated[Str | None, "Jinja; default: the model's own"] = None
     trust_remote_code: Annotated[Bool, "run code that comes with the model"] = False
     enable_thinking: Annotated[Bool | None, "as that of model"] = None

@@ -28,7 +28,7 @@ from rft import config as configs
 from rft.config import ConfigError, verl_words
 from rft.config import verl as verl_keys
 from rft.config.foreign import UNSET, Note, is_empty_section, leaves
-from rft.config.trinity import KEYS, RENAMED
+from rft.config.trinity import KEYS, NOTHING, RENAMED
 from rft.config.trinity_defaults import OTHERWISE, TYPE, fill
 from rft.config.trinity_flows import asked_of_environments
 from rft.ground.errors import Late, Problem, after, problems_of, refuse_all
@@ -296,9 +296,11 @@ class Flat:
             self._put(part, name, here, place)
 
     def _renamed(self, name: str, value: Any) -> tuple[Any, str]:
-        return (
-            RENAMED.get(name, {}).get(value, (value, "")) if isinstance(value, str) else (value, "")
-        )
+        if not isinstance(value, str):
+            return value, ""
+        if value in NOTHING.get(name, ()):
+            return None, "YAML's nothing is `null`"
+        return RENAMED.get(name, {}).get(value, (value, ""))
 
     def _is_backup(self, value: str, place: str) -> bool:
         """A database beside a queue: what the reference writes there is a second copy.

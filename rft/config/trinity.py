@@ -14,6 +14,8 @@ from typing import Any
 
 from rft.config.buffer import TASKSET_KEY as TASKSET
 from rft.config.foreign import UNSET, ForeignKey
+from rft.config.keys import tables
+from rft.config.trinity_data import ADAPTER, DATA, ITSELF
 from rft.config.trinity_flows import IMAGES, WORKFLOWS
 
 
@@ -31,7 +33,6 @@ PENALTY = (
     "a penalty changes what is sampled, and the trainer computes the log-probabilities without one"
 )
 NOT_ASKED = "no model behind an API is asked"
-ITSELF = "Trinity-RFT sets it itself: leave it out"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
 EXPERIENCES_COME = (
     "experiences come from the explorer and go to the buffer of the trainer: leave it out"
@@ -272,6 +273,7 @@ for _key, _value in (
     *((f"cluster.trainer_{_one}", 0) for _one in ("gpu_num", "node_num", "gpu_num_per_node")),
 ):
     KEYS[_key] = ForeignKey("A4", ITSELF, only=(_value,))
+KEYS |= DATA
 
 SHARED = frozenset(
     (  # keys that both systems have, with the same meaning
@@ -480,6 +482,15 @@ for _key in (
     "buffer.explorer_input.default_eval_workflow_type",
 ):
     RENAMED[_key] = WORKFLOWS
+RENAMED[f"{ADAPTER}.target_modules"] = {"all-linear": (["all-linear"], "")}
+# what YAML reads as a text where nothing was meant; of a key that knows the word it is that word
+NOTHING: dict[str, set[str]] = {
+    one.key: {"None", "none"} - {*re.findall(r"\w+", one.meaning)}
+    for _, table in tables()
+    for one in table
+    if one.is_optional
+}
+NOTHING |= {f"{BESIDE}.{word}": {"None", "none"} for word in ("custom_chat_template", "name")}
 
 # names that the reference knows: said only of one that rft does not know
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {

@@ -22,6 +22,7 @@ import re
 from typing import Any
 
 from rft.config import ConfigError, FormatConfig, ModelConfig
+from rft.data.files import MISSING, at, parsed, prompt_columns
 from rft.ground.experience import Task
 
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
@@ -31,18 +32,23 @@ Messages = list[dict[str, Any]]
 
 
 def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str, Any]]:
-    """The prompt of a row: its messages; or its text, as
-    messages where there is a system prompt.
+    """The prompt of a row: its messages; or its text, as messages where there is a system prompt.
+    Empty where the row has none, which only a workflow that reads rows itself can use.
     """
-    if config.prompt_type == "messages":
-        return clean_messages(raw[config.messages_key])
+    found = {name: at(raw, column) for name, column in prompt_columns(config).items()}
+    said = next(((n, value) for n, value in found.items() if value not in (MISSING, None)), None)
+    name, value = said or ("", "")
+    if name == "messages_key" or isinstance(value, list):
+        value = clean_messages(parsed(value))
+    if name == "messages_key":
+        return value
     system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
-    if not system:
-        return raw[config.prompt_key]
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": raw[config.prompt_key]},
-    ]
+    if not system or not value:
+        return value
+    if isinstance(value, list):
+        own = value[0]["role"] == "system"  # a row's own wins
+        return value if own else [{"role": "system", "content": system}, *value]
+    return [{"role": "system", "content": system}, {"role": "user", "content": value}]
 
 
 def row_tools(raw: dict[str, Any], config: FormatConfig) -> list[dict[str, Any]]:
@@ -114,6 +120,11 @@ def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) 
 
     `chat_template` wins over the tokenizer's own.
     """
+    if not task.prompt:
+        raise ConfigError(
+            f"task {task.id} has no prompt, and its workflow {task.workflow} speaks one: name its "
+            f"column as format.prompt_key; the row has {', '.join(map(repr, task.raw))}"
+        )
     template = chat_template or tokenizer.chat_template
     if task.tools and "tools" not in str(template):
         raise ConfigError(

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from rft.algorithm import ALGORITHMS, mixing
 from rft.buffer.experience_file import count_steps, too_few
@@ -39,6 +40,7 @@ from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of, refuse_all
 from rft.preflight.inputs_flows import (
+    asked_of_rows,
     flows,
     import_agents,
     reward_args,
@@ -107,9 +109,14 @@ def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
         yield f"{TASKS}.operators is empty: give at least one, or leave {TASKS}.inputs out"
         return
     key, reader = reads
-    needs = row_needs(reader.format, key) if c.mode == "train" else task_needs(reader.format, key)
-    for name, column in (*needs.text.items(), *needs.messages.items()):
-        if given.target_fields and column not in given.target_fields:
+    needs = (
+        row_needs(reader.format, key, _schema(c))
+        if c.mode == "train"
+        else task_needs(reader.format, key, *asked_of_rows(cast(TasksetConfig, reader), at_start))
+    )
+    made = tasks.named_columns(given)
+    for name, column in needs.columns.items():
+        if given.target_fields and column not in (*given.target_fields, *made):
             yield (
                 f"{TASKS}.target_fields leaves {column!r} out, which {key}.format.{name} names; "
                 "add it"
@@ -246,10 +253,11 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
     to_be_made = tasks.is_pending(c)  # by the task pipeline; looked at when they are there
     for key, taskset, is_eval in tasksets(c):
         readable = (is_eval or not to_be_made) and (at_start or not is_table(taskset))
-        problems = problems_of(check_taskset, taskset, f"{key}.path") if readable else ()
+        prompt, answer = asked_of_rows(taskset, at_start)
+        check = partial(check_taskset, prompt=prompt, answer=answer)
+        problems = problems_of(check, taskset, f"{key}.path") if readable else ()
         yield from problems
-        if not problems:
-            yield from all_of(flows(c, key, taskset, readable, at_start))
+        yield from all_of(flows(c, key, taskset, readable and not problems, at_start))
 
 
 def _steps(c: Config, at_start: bool) -> Iterator[str]:
@@ -280,7 +288,7 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
             c.trainer.total_steps = whole // -(-rollouts // int(c.algorithm.repeat_times or 1))
             return
     elif is_supervised(c.algorithm):
-        own = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split)
+        own = TasksetConfig(path=str(rows.path), subset_name=rows.subset_name, split=rows.split)
         batch = rows_per_step(int(buffer.train_batch_size or 1), _schema(c))
         per_epoch = Taskset.count(own, BUFFER) // batch
     else:

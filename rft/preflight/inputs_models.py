@@ -280,7 +280,15 @@ def _auxiliary_model(key: str, one: AuxiliaryModelConfig) -> Iterator[str]:
     if problem := plans.obstacle(Dims.of(hf), one.tensor_parallel_size):
         yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"
     context = int(hf["max_position_embeddings"])
-    one.max_model_len = one.max_model_len or context
+    prompt, response = one.max_prompt_tokens, one.max_response_tokens
+    total = prompt + response if prompt and response else context
+    one.max_model_len = one.max_model_len or total
+    for name, length in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if length and length >= one.max_model_len:
+            yield (
+                f"{key}.{name}={length} leaves no room in max_model_len={one.max_model_len}: lower "
+                "the one or raise the other"
+            )
     if one.max_model_len > context:
         yield (
             f"{key}.max_model_len={one.max_model_len} exceeds the model's context of "

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rft.agents.workflow import AgentSettings
-from rft.algorithm import mixing, recipe
+from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import SUFFIXES, is_file
 from rft.buffer.selection import ARGUMENTS, PRIORITIES
 from rft.config import TRAINING, Config, ExperienceBufferConfig, get, nearest
@@ -25,6 +25,7 @@ BESIDE = "buffer.trainer_input.auxiliary_buffers"
 REPLAY, SERVICE = f"{BUFFER}.replay_buffer", "service.data_juicer"
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 BATCH = "buffer.train_batch_size"
+EVAL = "@eval"  # behind the name of an evaluation set that another part of the run has
 
 
 def has_buffer(c: Config) -> bool:
@@ -39,10 +40,14 @@ def _buffer(c: Config) -> ExperienceBufferConfig:
 # --- tasksets -------------------------------------------------------------------------------------
 
 
+def names(c: Config) -> list[str]:
+    """Of all parts but the tasksets."""
+    return [c.explorer.name, c.trainer.name, _buffer(c).name, "synchronizer"]
+
+
 def _names(c: Config) -> Iterator[str]:
-    names = [c.explorer.name, c.trainer.name, _buffer(c).name, "synchronizer"]
-    names += [str(one.name) for _, one, _ in tasksets(c)]
-    if double := next((name for name in names if names.count(name) > 1), None):
+    found = [*names(c), *(str(one.name) for _, one, _ in tasksets(c))]
+    if double := next((name for name in found if found.count(name) > 1), None):
         yield (
             f"the name `{double}` is used twice: explorer, trainer, buffer and every taskset need "
             "their own"
@@ -182,15 +187,24 @@ def _batch(c: Config) -> Iterator[str]:
         )
 
 
+def _counts(c: Config) -> Iterator[str]:
+    """A loss that mixes says the sizes of its parts: they are those of the batch."""
+    experts = expert_rows(c)
+    there = {"expert": experts, "usual": int(c.buffer.train_batch_size or 1) - experts}
+    for part, size in there.items() if mixing.is_mixed(c.algorithm) else ():
+        said = c.algorithm.policy_loss_fn_args.get(f"train_batch_size_{part}", size)
+        if said != size:
+            yield (
+                f"algorithm.policy_loss_fn_args.train_batch_size_{part}={said}: of "
+                f"{BATCH}={c.buffer.train_batch_size} there are {size}, by {STRATEGY_ARGS}."
+                "expert_data_ratio; leave it out, or change one of the two"
+            )
+
+
 def _beside(c: Config) -> Iterator[str]:
     """Rows beside rollouts are there where an algorithm mixes them in."""
     algorithm, given = c.algorithm, c.buffer.trainer_input.auxiliary_buffers
     if not mixing.is_mixed(algorithm):
-        for name in given:
-            yield (
-                f"{BESIDE}.{name}: algorithm.sample_strategy={algorithm.sample_strategy} takes no "
-                "rows beside rollouts; leave it out, or use algorithm_type=mix or mix_chord"
-            )
         return
     name = mixing.argument(algorithm, "sft_dataset_name")
     if name not in given:
@@ -201,10 +215,10 @@ def _beside(c: Config) -> Iterator[str]:
             f"{known}Set {BESIDE}.{name}.path=FILE and {BESIDE}.{name}.storage_type=file"
         )
         return
-    for unused in given.keys() - {name}:
+    if given[name].schema_type not in (None, "sft"):
         yield (
-            f"{BESIDE}.{unused}: expert rows are taken from {name}; leave it out, or set "
-            "sft_dataset_name"
+            f"{BESIDE}.{name}.schema_type={given[name].schema_type}: expert rows are of sft; leave "
+            "it out"
         )
     if given[name].storage_type != "file":
         yield (
@@ -220,8 +234,40 @@ BATCHES = (
         _batch,
         reads=f"{STRATEGY_ARGS} mode",
     ),
+    Rule(
+        f"algorithm.policy_loss_fn_args {BATCH} {STRATEGY_ARGS} {RECIPE} {STRATEGY} {TYPE}", _counts
+    ),
     Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE}", _beside),
 )
+
+
+def notes(c: Config) -> Iterator[str]:
+    """What is taken, and means something else or nothing here: a line each for the start."""
+    loss, given = c.algorithm.policy_loss_fn_args, c.buffer.trainer_input.auxiliary_buffers
+    if mixing.is_mixed(c.algorithm):
+        if counts := [name for name in mixing.COUNTS if name in loss]:
+            yield (
+                f"algorithm.policy_loss_fn_args: {', '.join(counts)} say nothing here: rollouts "
+                "and expert rows are each divided by their own counts over the whole batch"
+            )
+        read = {mixing.argument(c.algorithm, "sft_dataset_name")}
+    else:
+        read = set()
+    for name in given.keys() - read:
+        yield (
+            f"{BESIDE}.{name} is not read: algorithm.sample_strategy={c.algorithm.sample_strategy} "
+            + (f"takes expert rows from {', '.join(read)}" if read else "takes rollouts only")
+        )
+    if "loss_agg_mode" in loss and (c.algorithm.kl_loss_fn != "none"):
+        yield (
+            "algorithm.policy_loss_fn_args.loss_agg_mode is algorithm.loss_agg_mode here: the KL "
+            "and entropy terms of the loss become one number in the same way"
+        )
+    for key, one, is_eval in tasksets(c):
+        given_name, mark, _ = str(one.name).partition(EVAL)
+        if is_eval and mark:
+            yield f"{key}.name={given_name}: it is {one.name} here, as another part has that name"
+
 
 # --- the experience buffer ------------------------------------------------------------------------
 
@@ -258,7 +304,24 @@ def _no_seconds(seconds: float | None) -> bool:
     return seconds is not None and not (math.isfinite(seconds) and seconds >= 0)
 
 
+def _of_rows(c: Config) -> Iterator[str]:
+    """Keys of an auxiliary buffer, of the one that the trainer learns from."""
+    buffer, held = _buffer(c), ALGORITHMS[c.algorithm.algorithm_type]
+    kind = held.schema if held.source == "rows" else "experience"
+    if buffer.schema_type not in (None, kind):
+        yield (
+            f"{BUFFER}.schema_type={buffer.schema_type}: algorithm.algorithm_type="
+            f"{c.algorithm.algorithm_type} learns from {kind}; leave it out"
+        )
+    if buffer.total_epochs not in (None, c.buffer.total_epochs):
+        yield (
+            f"{BUFFER}.total_epochs={buffer.total_epochs} contradicts "
+            f"buffer.total_epochs={c.buffer.total_epochs}: set only the latter"
+        )
+
+
 BUFFERS = (
+    Rule(f"{BUFFER}.schema_type {BUFFER}.total_epochs {TYPE}", _of_rows, reads="buffer"),
     _of_buffer(
         f"{REPLAY}.priority_fn",
         lambda buffer: buffer.replay_buffer.priority_fn not in PRIORITIES,

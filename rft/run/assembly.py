@@ -258,12 +258,14 @@ def experts(config: Config, tokenizer: Any) -> BatchSource | None:
     if not mixing.is_mixed(config.algorithm):
         return None
     name = mixing.argument(config.algorithm, "sft_dataset_name")
+    rows = config.buffer.trainer_input.auxiliary_buffers[name]
     return SupervisedRows(
-        config.buffer.trainer_input.auxiliary_buffers[name],
+        rows,
         tokenizer,
         mixing.expert_rows(config.algorithm, int(config.buffer.train_batch_size or 1)),
         config.seed,
         int(config.model.max_model_len or 0),
+        epochs=rows.total_epochs,
         chat_template=config.model.custom_chat_template,
         key_path=f"buffer.trainer_input.auxiliary_buffers.{name}",
         expert=True,

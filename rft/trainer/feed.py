@@ -73,15 +73,18 @@ class Feed:
         """Step's input on every rank, or None on every rank: the data
         ended, or rank 0 was asked to stop.
         """
+        # asked before the others are leased: where the rows have an end, the run has
+        beside = self.experts.take(step).experiences if self.experts else []
+        is_over = stopping or (self.experts is not None and not beside)
         batch = (
             self.source.take(step)
-            if self.source and not stopping
+            if self.source and not is_over
             else Batch(step=step, experiences=[])
         )
         experiences = batch.experiences
         metrics = credit.metrics(experiences, step) if experiences else {}
-        if self.experts and experiences:
-            experiences += self.experts.take(step).experiences
+        if experiences:
+            experiences += beside
         self.current = batch if experiences else None
         told, parts = None, None
         if experiences:

@@ -132,24 +132,38 @@ def test_a_flat_file_and_overrides_are_the_same_config(assets: Path, tmp_path: P
 
 ITEM = "explorer.auxiliary_models"
 BARE = {"name": "judge", "model_path": "judge"}
+ITEMS = {  # a file of nothing but an item, by the list that has it
+    ITEM: {"explorer": {"auxiliary_models": [BARE]}},
+    "model.lora_configs": {"model": {"lora_configs": [{}]}},
+}
+
+
+def list_of(key: str) -> str:
+    """The list that has items with this key."""
+    return next((one for one in ITEMS if key.startswith(f"{one}.")), "")
+
+
+def numbered(key: str) -> str:
+    """The key of the first item."""
+    return key.replace(f"{list_of(key)}.", f"{list_of(key)}.0.") if list_of(key) else key
 
 
 def nested(key: str, value: Any) -> str:
     """A file of this one key, with rft's defaults; an item of a list has what it must have."""
-    inner = key.removeprefix(f"{ITEM}.")
+    inner = key.removeprefix(f"{list_of(key)}.")
     node = value
     for word in reversed(inner.split(".")):
         node = {word: node}
     if inner != key:
-        node = {"explorer": {"auxiliary_models": [BARE | node]}}
+        ((section, lists),) = ITEMS[list_of(key)].items()
+        node = {section: {word: [items[0] | node] for word, items in lists.items()}}
     return OmegaConf.to_yaml(OmegaConf.create({"defaults": "rft"} | node))
 
 
 def here(found: Flat, key: str) -> Any:
     """The value of rft's key; of an item the one of the first."""
-    key = key.replace(f"{ITEM}.", f"{ITEM}.0.")
     node: Any = found.config
-    for word in key.split("."):
+    for word in numbered(key).split("."):
         node = node[int(word)] if isinstance(node, list) else node[word]
     return node
 
@@ -159,6 +173,8 @@ VALUES = {  # that a key with a type of its own can hold
     "trainer.enable_preview": 0,
     "explorer.rollout_model.extra_engine_args": {"block_size": 16},
     f"{ITEM}.extra_engine_args": {"block_size": 16},
+    f"{configs.TASKSET_KEY}.data_selector.feature_keys": ["a"],
+    f"{configs.TASKSET_KEY}.data_selector.kwargs": {"m": 1},
 }
 
 
@@ -166,7 +182,7 @@ VALUES = {  # that a key with a type of its own can hold
 def test_every_key_is_taken_or_refused_and_never_ignored(tmp_path: Path, name: str) -> None:
     key = KEYS[name]
     empty = Flat(written(tmp_path, nested(name, None))).config
-    assert empty in ({}, {"explorer": {"auxiliary_models": [BARE]}}), "null is not set"
+    assert empty == ITEMS.get(list_of(name), {}), "null is not set"
     if key.to is not None:
         value = VALUES.get(name, key.only[0] if key.only else 1)
         found = Flat(written(tmp_path, nested(name, value)))
@@ -178,7 +194,7 @@ def test_every_key_is_taken_or_refused_and_never_ignored(tmp_path: Path, name: s
     for value in key.only:
         found = Flat(written(tmp_path, nested(name, value)))
         assert found.config == empty and not found.problems
-    odd, place = "something else", name.replace(f"{ITEM}.", f"{ITEM}.0.")
+    odd, place = "something else", numbered(name)
     found = Flat(written(tmp_path, nested(name, odd)))
     if key.takes_any:
         assert [note.line for note in found.notes] == [f"{place}={odd}: {key.why}"]
@@ -189,7 +205,7 @@ def test_every_key_is_taken_or_refused_and_never_ignored(tmp_path: Path, name: s
         assert isinstance(problem.sentence, Late) == key.late
 
 
-@pytest.mark.parametrize("name", [one for one in KEYS if not one.startswith(f"{ITEM}.")])
+@pytest.mark.parametrize("name", [one for one in KEYS if not list_of(one)])
 def test_the_command_line_refuses_it_with_what_to_use(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         configs.check_overrides([f"+{name}=1"])

@@ -118,8 +118,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"{BESIDE}.format.response_key",
         "has no 'label'",
     ),
-    (f"+buffer.trainer_input.auxiliary_buffers={EXPERT}", BESIDE, "use algorithm_type=mix"),
-    (f"+{BESIDE}.path=EVAL", BESIDE, "use algorithm_type=mix"),
     ("algorithm.algorithm_type=jsd", "model.teacher_model_path", "Hugging Face checkpoint"),
     (
         "model.teacher_model_path=DIR",
@@ -403,11 +401,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"{EVALS}.0.path",
         "does not exist",
     ),
-    (
-        f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]",
-        "taskset",
-        "used twice",
-    ),
     (f"{EVALS}=[{{name:a,path:EVAL,pth:b}}]", f"{EVALS}.pth", f"did you mean `{TASKSET}.path`"),
     ("buffer.trainer_input.experience_buffer.name=taskset", "taskset", "used twice"),
     (f"{QUEUE}.path=sqlite:///a.db", f"{QUEUE}.path", "storage_type=sql"),
@@ -473,7 +466,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     # workflows, rewards, plug-ins
     (
-        f"+{TASKSET}.workflow_args.max_step_num=0",
+        f"{TASKSET}.default_workflow_type=tool_use +{TASKSET}.workflow_args.max_step_num=0",
         f"{TASKSET}.workflow_args.max_step_num",
         "greater than 0",
     ),

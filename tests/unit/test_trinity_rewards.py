@@ -123,7 +123,7 @@ def test_scored_as_published(
     given = dict(args)
     tokens = given.pop("tokens", -1)
     if tokens >= 0:
-        given |= {"overlong": True, "max_response_tokens": 20, "cache_tokens": 4}
+        given |= {"enable_overlong_penalty": True, "max_response_length": 20, "cache_length": 4}
     row = {"answer": truth} if name == "tool_call_reward" else {}
     task = Task(
         id="t/0/0",

@@ -85,6 +85,8 @@ def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, EngineHandle]) -
         EnginePool(engines),
         int(config.max_model_len or 0),
         _parser(config, tokenizer),
+        config.max_prompt_tokens,
+        config.max_response_tokens,
     )
 
 

@@ -24,6 +24,8 @@ from rft.rollout.pool import EnginePool
 
 
 class Model:
+    """`max_prompt`, `max_response`: of the model's own, where its context has room for more."""
+
     def __init__(
         self,
         name: str,
@@ -32,7 +34,10 @@ class Model:
         pool: EnginePool,
         max_model_len: int,
         parser: Parser | None = None,
+        max_prompt: int | None = None,
+        max_response: int | None = None,
     ):
+        self.max_prompt, self.max_response = max_prompt, max_response
         self.name = name
         self.tokenizer = tokenizer
         self.template = template
@@ -81,11 +86,10 @@ class Model:
         n: int = 1,
         stop: tuple[str, ...] = (),
     ) -> list[Completion]:
-        """`n` answers; max_tokens=0 is as many as there is room for."""
+        """`n` answers; max_tokens=0 is the model's own, or as many as there is room for."""
         room = self.max_model_len - len(prompt)
-        sampling = msgspec.structs.replace(
-            sampling, max_tokens=min(sampling.max_tokens or room, room)
-        )
+        asked = sampling.max_tokens or self.max_response or room
+        sampling = msgspec.structs.replace(sampling, max_tokens=min(asked, room))
         request = GenerateRequest(
             request_id=request_id,
             prompt=prompt,
@@ -108,9 +112,10 @@ class Model:
         return self.text(made.tokens)
 
     def check_room(self, prompt: list[int]) -> None:
-        if self.max_model_len - len(prompt) <= 0:
+        if len(prompt) > (self.max_prompt or self.max_model_len - 1):
             raise ApiError(
-                f"This model's maximum context length is {self.max_model_len} tokens, and the "
+                f"This model's maximum {'prompt' if self.max_prompt else 'context'} length is "
+                f"{self.max_prompt or self.max_model_len} tokens, and the "
                 f"prompt has {len(prompt)}: it must "
                 "be shorter",
                 "messages",

@@ -66,6 +66,7 @@ REWARDS: dict[str, RewardFunction] = {
         )
     },
 }
+WITHOUT_TRUTH = ("format", "code_tests", "remote_judge")  # those that can do without an answer
 LAZY_IMPORTS = dict.fromkeys(
     (
         *("math", "math_boxed", "math_dapo", "math_reward", "math_eval_reward", "accuracy_reward"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from rft.ground.experience import Task
 from rft.ground.plugins import lookup
-from rft.rollout.rewards.text import last_boxed
+from rft.rollout.rewards.text import last_boxed, penalty
 
 Scored = tuple[float, dict[str, float]]
 CLIPPED = 300  # characters at the end of a response that gsm8k and math_dapo look at
@@ -58,9 +58,9 @@ def verl(
         found = formula(str(source))(response, model["ground_truth"])
     score, metrics = _parts(found)
     if overlong:
-        longest = max_response_tokens or task.sampling.max_tokens
-        over = (response_tokens - (longest - overlong)) / overlong
-        metrics["overlong"] = min(-over * penalty_factor, 0.0)
+        metrics["overlong"] = penalty(
+            task, response_tokens, max_response_tokens, overlong, penalty_factor
+        )
         score += metrics["overlong"]
     return score, metrics
 

@@ -110,40 +110,40 @@ def math_dapo(
     truth: str | None,
     task: Task,
     response_tokens: int = -1,
-    overlong: bool = False,
-    max_response_tokens: int | None = None,
-    cache_tokens: int = 4096,
+    enable_overlong_penalty: bool = False,
+    max_response_length: int | None = None,
+    cache_length: int = 4096,
     penalty_factor: float = 1.0,
 ) -> dict[str, float]:
     """1 when the final answer is the truth, else -1 (Yu et al. 2025, arXiv:2503.14476, eq. 7).
 
-    `overlong` adds their soft penalty (eq. 13) on the response's length: 0 up to max - cache
-    tokens, from there linear to -penalty_factor at max. `max_response_tokens`: default that of the
-    run.
+    `enable_overlong_penalty` adds their soft penalty (eq. 13) on the response's length: 0 up to max
+    - cache tokens, from there linear to -penalty_factor at max. `max_response_length`: default that
+    of the run.
     """
     found = {
         "accuracy": 1.0 if accuracy(response, truth, task) or math(response, truth, task) else -1.0
     }
-    if not overlong:
+    if not enable_overlong_penalty:
         return found
     return found | {
         "overlong": penalty(
-            task, response_tokens, max_response_tokens, cache_tokens, penalty_factor
+            task, response_tokens, max_response_length, cache_length, penalty_factor
         )
     }
 
 
 def penalty(
-    task: Task, response_tokens: int, longest: int | None, cache_tokens: int, factor: float
+    task: Task, response_tokens: int, longest: int | None, cache_length: int, factor: float
 ) -> float:
     """DAPO's soft penalty on the length of a response."""
     if response_tokens < 0:
         raise ValueError(
-            f"{task.reward} with overlong needs the number of the response's tokens: pass it to "
-            "ctx.score"
+            f"{task.reward} with enable_overlong_penalty needs the number of the response's "
+            "tokens: pass it to ctx.score"
         )
-    over = response_tokens - ((longest or task.sampling.max_tokens) - cache_tokens)
-    return -factor * min(1.0, max(0.0, over / cache_tokens))
+    over = response_tokens - ((longest or task.sampling.max_tokens) - cache_length)
+    return -factor * min(1.0, max(0.0, over / cache_length))
 
 
 def countdown(

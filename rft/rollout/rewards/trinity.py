@@ -137,9 +137,9 @@ def math_dapo_reward(
     truth: str | None,
     task: Task,
     response_tokens: int = -1,
-    overlong: bool = False,
-    max_response_tokens: int | None = None,
-    cache_tokens: int = 4096,
+    enable_overlong_penalty: bool = False,
+    max_response_length: int | None = None,
+    cache_length: int = 4096,
     penalty_factor: float = 1.0,
 ) -> dict[str, float]:
     """1 when the last box behind </think>, or the whole text there, is the truth, else -1; and
@@ -149,9 +149,9 @@ def math_dapo_reward(
     boxed, gold = last_boxed(behind), needed(truth, task)
     right = _equal(boxed, gold) if boxed else _equal_text(behind, gold)
     told = {"accuracy": 1.0 if right else -1.0, "format_score": 0.0}
-    if overlong:
+    if enable_overlong_penalty:
         told["format_score"] = penalty(
-            task, response_tokens, max_response_tokens, cache_tokens, penalty_factor
+            task, response_tokens, max_response_length, cache_length, penalty_factor
         )
     return told
 

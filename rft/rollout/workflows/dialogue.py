@@ -31,7 +31,9 @@ class Workflow(Protocol):
 
     A class may say `needs_judge = True`: it asks an auxiliary model, and is refused before the
     start where there is none; `needs_cell = True`: it runs foreign programs, and is refused where
-    they cannot be isolated; `needs_template = True`: it speaks in chat messages. `compares_runs =
+    they cannot be isolated; `needs_template = True`: it speaks in chat messages; `needs_prompt =
+    True`: it speaks the prompt of every row; `scores = True`: the task's reward function scores its
+    answers; `ARGUMENTS`: the `workflow_args` that it reads, and their types. `compares_runs =
     True`: it judges the runs against each other, so part of them is never taken. `can_repeat =
     False`: it is called once per run of the task, all at the same time, each with `repeat_times` 1.
     `reward_unless_named`: its reward where none is named; `has_own_reward = True`: also where one
@@ -76,6 +78,10 @@ def rewarded(made: Experience, result: RewardResult) -> Experience:
 
 class SingleTurn:
     """`task.repeat_times` responses to the prompt, from one request, each scored on its own."""
+
+    needs_prompt = True
+    scores = True
+    ARGUMENTS: ClassVar[dict[str, type]] = {}
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         task = self.asked(task)

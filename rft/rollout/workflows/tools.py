@@ -171,6 +171,8 @@ class ToolUse(MultiTurn):
 
     needs_cell = True
     needs_template = True
+    needs_prompt = True
+    scores = True
     ARGUMENTS: ClassVar[dict[str, type]] = MultiTurn.ARGUMENTS | {
         "limits": dict,
         "python": bool,
