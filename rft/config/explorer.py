@@ -75,7 +75,9 @@ class AuxiliaryModelConfig(EngineConfig):
     """A model beside the policy, with engines of its own and weights that never change."""
 
     name: Annotated[Str, "what workflows and clients call it"] = MISSING
-    model_path: Annotated[Str, "directory of a Hugging Face checkpoint"] = MISSING
+    model_path: Annotated[
+        Str, "directory of a Hugging Face checkpoint, or a hub's org/name, org/name@revision"
+    ] = MISSING
     max_model_len: Annotated[Int | None, "default: the model's own"] = None
     custom_chat_template: Annotated[Str | None, "Jinja; default: the model's own"] = None
     trust_remote_code: Annotated[Bool, "run code that comes with the model"] = False

@@ -16,6 +16,18 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
+class Outside(str):
+    """A sentence about what is outside of the config and of this machine, like a hub that does not
+    answer: it is told after all others, which its reader can mend at once.
+    """
+
+    __slots__ = ()
+
+    def begun(self, start: str) -> "Outside":
+        """The same sentence behind `start`."""
+        return Outside(start + self)
+
+
 class Problem(NamedTuple):
     """A sentence of what is refused, and the key that cannot be read for it, or an empty one."""
 
@@ -41,8 +53,10 @@ def all_of(sentences: Iterable[str]) -> Iterator[str]:
 
 
 def refuse_all(problems: Iterable[str]) -> None:
-    """Raise one ConfigError of all problems, each said once; nothing where there are none."""
-    if found := tuple(dict.fromkeys(problems)):
+    """Raise one ConfigError of all problems, each said once and those of the outside last; nothing
+    where there are none.
+    """
+    if found := sorted(dict.fromkeys(problems), key=lambda one: isinstance(one, Outside)):
         raise ConfigError(*found)
 
 

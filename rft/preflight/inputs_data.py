@@ -36,6 +36,7 @@ from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of, refuse_all
 from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
+from rft.preflight.inputs_hubs import is_unread
 from rft.preflight.inputs_models import MODEL
 from rft.preflight.rules import SETS, Rule, tasksets
 from rft.preflight.rules_data import (
@@ -118,7 +119,7 @@ def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
                 f"{key}.shuffle=true would undo the order that {TASKS}.operators make: set "
                 f"{key}.shuffle=false"
             )
-    if tasks.is_pending(c):
+    if tasks.is_pending(c) and not any(is_unread(c, one) for one in given.inputs):
         count_rows(raw_files(c), f"{TASKS}.inputs")
 
 
@@ -191,6 +192,8 @@ def _command(command: str | None) -> Iterator[str]:
 def _rows(c: Config, at_start: bool) -> Iterator[str]:
     """What the trainer learns from, where that is not made by this run's explorer."""
     buffer = c.buffer.trainer_input.experience_buffer
+    if buffer.storage_type == "file" and is_unread(c, buffer.path):
+        return
     if is_supervised(c.algorithm):
         schema, batch = _schema(c), int(c.buffer.train_batch_size or 1)
         if buffer.storage_type == "file" and not tasks.is_pending(c):
@@ -219,6 +222,8 @@ def _beside(c: Config) -> None:
     if mixing.is_mixed(c.algorithm):
         name = mixing.argument(c.algorithm, "sft_dataset_name")
         rows = c.buffer.trainer_input.auxiliary_buffers[name]
+        if is_unread(c, rows.path):
+            return
         check_supervised(rows, f"{BESIDE}.{name}.path", expert_rows(c))
 
 
@@ -228,6 +233,7 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
     to_be_made = tasks.is_pending(c)  # by the task pipeline; looked at when they are there
     for key, taskset, is_eval in tasksets(c):
         readable = (is_eval or not to_be_made) and (at_start or not is_table(taskset))
+        readable = readable and not is_unread(c, taskset.path)
         problems = problems_of(check_taskset, taskset, f"{key}.path") if readable else ()
         yield from problems
         if not problems:
@@ -245,7 +251,8 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
     per_epoch = 0
     if not reads_files(c):
         sets = [(key, one) for key, one, is_eval in tasksets(c) if not is_eval]
-        if not at_start and any(is_table(one) for _, one in sets):
+        unread = any(is_unread(c, one.path) for _, one in sets)
+        if unread or (not at_start and any(is_table(one) for _, one in sets)):
             return
         total = sum(Taskset.count(one, key) for key, one in sets)
         if sets and total < buffer.batch_size:
@@ -255,6 +262,8 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
                 "lower it"
             )
         per_epoch = total // buffer.batch_size
+    elif is_unread(c, rows.path):
+        return
     elif is_supervised(c.algorithm):
         own = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split)
         batch = rows_per_step(int(buffer.train_batch_size or 1), _schema(c))

@@ -24,6 +24,7 @@ import xxhash
 
 from rft.config import ExplorerConfig, ModelConfig
 from rft.data.chat import end_of_turn, render_follow_up, render_prompt
+from rft.ground import hubs
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
 from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
@@ -112,6 +113,7 @@ class Shared:
         """Load the tokenizer, start the reward workers."""
         from transformers import AutoTokenizer
 
+        hubs.bring(self.model.model_path, weights=False, code=self.model.trust_remote_code)
         self.tokenizer = AutoTokenizer.from_pretrained(
             self.model.model_path, trust_remote_code=self.model.trust_remote_code
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rft.agents.endpoint.registry import Registry, Store
 from rft.agents.endpoint.served_models import Model, load_tokenizer
 from rft.config import AuxiliaryModelConfig, ExplorerConfig, ModelConfig
+from rft.ground import hubs
 from rft.rollout.pool import EngineHandle, EnginePool
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class OpenAIEndpointFactory:
         """
         from rft.agents.endpoint.server import OpenAIEndpoint
 
-        name = Path(str(model.model_path)).name
+        name = hubs.title(str(model.model_path))
         policy = Model(
             name, tokenizer, model.custom_chat_template, pool, int(model.max_model_len or 0)
         )

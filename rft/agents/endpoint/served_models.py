@@ -18,6 +18,7 @@ from rft.agents.endpoint.chat_format import ApiError, Asked, behind, read
 from rft.agents.endpoint.sessions import Continuation
 from rft.config import ConfigError, ModelConfig
 from rft.data.chat import chat_text, end_of_turn
+from rft.ground import hubs
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.pool import EnginePool
 
@@ -116,6 +117,7 @@ class Model:
 def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
+    hubs.bring(config.model_path, weights=False, code=config.trust_remote_code)
     return AutoTokenizer.from_pretrained(
         config.model_path, trust_remote_code=config.trust_remote_code
     )
