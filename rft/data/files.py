@@ -27,6 +27,8 @@ from rft.data import remote
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
 SUFFIXES = (".jsonl", ".json", *TABLES)
+# what `datasets` leaves beside the data
+ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 # a cell of a .csv is what is written there: an answer may be None, NA or nothing
 AS_WRITTEN = {"csv": {"keep_default_na": False}}
 SPLITS = ("train", "test", "validation", "eval", "dev")
@@ -94,7 +96,10 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
             )
         root = root / subset
     files = sorted(
-        p for suffix in SUFFIXES for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
+        p
+        for suffix in SUFFIXES
+        for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
+        if p.name not in ABOUT
     )
     named = [p for p in files if split_of(p.relative_to(root)) == split]
     unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]

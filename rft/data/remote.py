@@ -10,6 +10,7 @@ same rows for ever, and what is in the cache is taken without a network.
 
 import dataclasses
 import fnmatch
+import functools
 import hashlib
 import os
 import re
@@ -97,42 +98,47 @@ def _chosen(name: Name, split: str, subset: str | None, key: str) -> tuple[Found
         return found, matching
     with hubs.told(found.name, f"{key}.path"):
         hubs.fetch(found, [one for one in CARDS if one in found.sizes])
-    splits = _splits(found, subset, key)
+    splits = _splits(found.name, found.folder, tuple(found.sizes), subset, key)
     if split not in splits:
         there = ", ".join(splits) or "none"
         raise ConfigError(f"{key}.split: {name} has no split {split!r}; there are {there}")
     return found, splits[split]
 
 
-def _splits(found: Found, subset: str | None, key: str) -> dict[str, list[str]]:
-    """The files of every split, as `datasets` sees them in a folder with the same names."""
+@functools.lru_cache(maxsize=16)
+def _splits(
+    name: Name, folder: Path, there: tuple[str, ...], subset: str | None, key: str
+) -> dict[str, list[str]]:
+    """The files of every split, as `datasets` sees them in a folder with the same names, which are
+    all that it sees; `folder` has the card.
+    """
     import datasets
 
     with tempfile.TemporaryDirectory() as root:
-        outline = Path(root).resolve() / found.name.repo.partition("/")[2]
-        for one in found.sizes:
+        outline = Path(root).resolve() / name.repo.partition("/")[2]
+        for one in there:
             (outline / one).parent.mkdir(parents=True, exist_ok=True)
             (outline / one).touch()
         for card in CARDS:
-            if (found.folder / card).exists():
-                shutil.copyfile(found.folder / card, outline / card)
+            if (folder / card).exists():
+                shutil.copyfile(folder / card, outline / card)
         try:
             names = datasets.get_dataset_config_names(str(outline))
             if subset not in names and (subset or len(names) > 1 and "default" not in names):
                 raise ConfigError(
-                    f"{key}.subset_name: {found.name} has no subset {subset!r}; there are "
+                    f"{key}.subset_name: {name} has no subset {subset!r}; there are "
                     f"{', '.join(names)}"
                 )
             builder = datasets.load_dataset_builder(str(outline), name=subset)
         except ConfigError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
-            why = str(error).replace(str(outline), str(found.name)).splitlines()[0]
+            why = str(error).replace(str(outline), str(name)).splitlines()[0]
             raise ConfigError(
-                f"{key}.path: {found.name} is no data set of plain files ({why}): give its data "
+                f"{key}.path: {name} is no data set of plain files ({why}): give its data "
                 "files, as hf://datasets/org/name/FILE, or download and convert them"
             ) from error
-        _check_reading(builder.config, found.name, key)
+        _check_reading(builder.config, name, key)
         return {
             str(split): [str(Path(one).relative_to(outline)) for one in chosen]
             for split, chosen in (builder.config.data_files or {}).items()

@@ -191,10 +191,17 @@ def fetch(found: Found, files: Sequence[str], cache: str | None = None) -> Path:
     held = durable.lock(lock, wait=True)
     assert held is not None, "it was waited for"
     try:
-        if not all((folder / one).exists() for one in files):
-            _download(found.name, files, cache, shown=found.missing(files) > 10**7)
+        if missing := [one for one in files if not (folder / one).exists()]:
+            size = found.missing(missing)
+            if is_large := size > 10**7:
+                said = f"{len(missing)} files, {size / 1e9:.2f} GB, into {folder}"
+                print(f"rft: fetching {found.name}: {said}", file=sys.stderr, flush=True)
+            _download(found.name, files, cache, shown=is_large)
     finally:
         os.close(held)
+    for one in files:  # a cache that others have filled may have less than it was asked for
+        if not (folder / one).exists():
+            raise FileNotFoundError(f"{one} is not there")
     return folder
 
 

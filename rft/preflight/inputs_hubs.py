@@ -16,7 +16,9 @@ from omegaconf import MISSING, OmegaConf
 from rft.config import Config, ConfigError, is_remote, job_dir
 from rft.data import remote
 from rft.data.files import SUFFIXES
+from rft.extras.pipeline.output import destination
 from rft.ground import hubs
+from rft.ground.errors import problems_of
 from rft.preflight.rules import Refusals, tasksets
 from rft.preflight.rules_data import BESIDE
 from rft.preflight.rules_trainer import BUFFER
@@ -26,7 +28,7 @@ READ_AT_ONCE = 256 * 2**20  # bytes of data that are fetched to be told of toget
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPath:
     """Of a path of data in the config: `holder[at]`, or its attribute."""
 
     key: str
@@ -50,8 +52,12 @@ def noted(configs: list[Config]) -> dict[str, str]:
     """The commits with which the runs of these stages began, which may have one model together."""
     found: dict[str, str] = {}
     for config in configs:
-        if config.name != MISSING and (path := job_dir(config) / "resolved.yaml").is_file():
-            found |= OmegaConf.to_object(OmegaConf.load(path)).get("commits") or {}
+        if config.name == MISSING:
+            continue
+        job = job_dir(config)
+        for place in (job, job / "explorers" / config.explorer.name):
+            if (path := place / "resolved.yaml").is_file():
+                found |= dict(OmegaConf.load(path).get("commits") or {})  # type: ignore[union-attr]
     return found
 
 
@@ -119,16 +125,19 @@ def _data(c: Config, refusals: Refusals, pins: Mapping[str, str]) -> dict[str, s
     return large
 
 
-def data(c: Config) -> Iterator[Place]:
-    """Every path of data files that this run reads."""
+def data(c: Config) -> Iterator[DataPath]:
+    """Every path of data files that this run reads, and does not make."""
+    if problems_of(destination, c):  # told by a rule
+        return
+    _, made = destination(c) or ("", None)
     for key, taskset, _ in tasksets(c):
-        if taskset.storage_type == "file":
-            yield Place(key, taskset, split=taskset.split, subset=taskset.subset_name)
+        if taskset is not made and taskset.storage_type == "file":
+            yield DataPath(key, taskset, split=taskset.split, subset=taskset.subset_name)
     given, beside = c.buffer.trainer_input.experience_buffer, c.buffer.trainer_input
-    buffers = [(BUFFER, given)] if given.storage_type == "file" else []
+    buffers = [(BUFFER, given)] if given.storage_type == "file" and given is not made else []
     buffers += [(f"{BESIDE}.{name}", one) for name, one in beside.auxiliary_buffers.items()]
     for key, rows in buffers:
-        yield Place(key, rows, split=rows.split)
+        yield DataPath(key, rows, split=rows.split)
     inputs = c.data_processor.task_pipeline.inputs
     for number in range(len(inputs)):
-        yield Place("data_processor.task_pipeline.inputs", inputs, number)
+        yield DataPath("data_processor.task_pipeline.inputs", inputs, number)

@@ -184,7 +184,13 @@ def test_what_a_hub_does_not_give_is_told_last_and_with_what_to_do(
     hub.repository("someone/pickled").push(
         {"config.json": (assets / "model" / "config.json").read_bytes(), "model.bin": b""}
     )
+    odd = {"scripted.py": b"raise SystemExit(9)", "train.jsonl": sums(0, 9)}
+    hub.repository("datasets/someone/scripted").push(odd)
+    apart = b"---\nconfigs:\n- config_name: a\n  data_files: '*.csv'\n  sep: '|'\n---\n"
+    hub.repository("datasets/someone/apart").push({"README.md": apart, "train.csv": b"a|b\n1|2"})
     for words, told in {
+        f"{TASKS}.path=someone/scripted": r"no data set of plain files \(.*scripts .* scripted.py",
+        f"{TASKS}.path=someone/apart": r"apart@\w+ has its files read with sep='\|'",
         f"{TASKS}.split=test": r"split: .* no split .test.; there are train, held_out",
         f"{TASKS}.subset_name=odd": r"subset_name: .* no subset 'odd'; there are plain",
         f"{TASKS}.path={DATA}@v9": r"v9 has no such revision; there are main, v1: write",
