@@ -20,6 +20,7 @@ import msgspec
 from rft.buffer.delivery import StoredGroup
 from rft.buffer.progress import StepSize
 from rft.config import ConfigError
+from rft.data import remote
 from rft.data.files import StatelessSource
 from rft.ground import durable
 from rft.ground.experience import Batch, Experience, decode
@@ -39,7 +40,7 @@ _group_of = msgspec.json.Decoder(_Group)
 
 def is_file(path: str | None) -> bool:
     """Whether a queue's `path` names such a file, and not the directory of its journal."""
-    return path is not None and path.endswith(SUFFIXES)
+    return path is not None and path.partition("#")[0].endswith(SUFFIXES)
 
 
 def lines_of(part: StoredGroup) -> bytes:
@@ -107,6 +108,10 @@ def read(path: str | Path, key: str = KEY) -> Iterator[list[Experience]]:
     """The groups of a file, in its order; raises ConfigError with file and line for one that cannot
     be trained on.
     """
+    if source := remote.source_of(str(path), SUFFIXES):
+        for one in remote.files(source, "train", None, key.removesuffix(".path")):
+            yield from read(one, key)
+        return
     if not Path(path).is_file():
         raise ConfigError(
             f"{key}: {path} is no file: give the .jsonl that a run or `rft buffer dump` wrote"

@@ -90,9 +90,13 @@ class RolloutArgs(Section):
 class TasksetConfig(Section):
     name: Annotated[Str | None, "of its metrics; default: made of its place in the config"] = None
     storage_type: Annotated[Str, "file | sql: a table of an SQLite file"] = "file"
-    path: Annotated[Str, ".jsonl, .parquet, or a directory of them; sql: the SQLite file"] = MISSING
-    subset_name: Annotated[Str | None, "a directory in path; sql: the table"] = None
-    split: Annotated[Str, "which part of a directory of data files"] = "train"
+    path: Annotated[
+        Str, "file, directory, a hub's org/name@revision, URL: docs/data.md; sql: the SQLite file"
+    ] = MISSING
+    subset_name: Annotated[
+        Str | None, "a directory in path, or what a hub's data set calls it; sql: the table"
+    ] = None
+    split: Annotated[Str, "which part of a directory or of a data set"] = "train"
     shuffle: Annotated[Bool, "training sets only; the order depends on (seed, epoch)"] = True
     task_selector: TaskSelectorConfig = field(default_factory=TaskSelectorConfig)
     repeat_times: Annotated[Int | None, "evaluation: answers per task; default: 1"] = None

@@ -125,7 +125,7 @@ OWNED = {
     ),
     **_each(
         "revision code_revision tokenizer_revision download_dir",
-        "a model is a directory here: set model.model_path to the one of that revision",
+        "write it behind the name: model.model_path=org/name@REVISION",
     ),
     **_each("master_addr master_port nnodes node_rank", "an engine is on one machine"),
     **_each("runner convert pooler_config mm_encoder_only", "engines generate, and nothing else"),

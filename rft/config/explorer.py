@@ -84,7 +84,9 @@ class AuxiliaryModelConfig(EngineConfig):
     name: Annotated[
         Str | None, "what workflows and clients call it; default: the last part of model_path"
     ] = None
-    model_path: Annotated[Str, "directory of a Hugging Face checkpoint"] = MISSING
+    model_path: Annotated[
+        Str, "directory of a Hugging Face checkpoint, or a hub's org/name, org/name@revision"
+    ] = MISSING
     max_model_len: Annotated[
         Int | None, "default: max_prompt_tokens + max_response_tokens, or the model's own"
     ] = None

@@ -61,7 +61,9 @@ class TinkerConfig(Section):
 
 @dataclass
 class ModelConfig(Section):
-    model_path: Annotated[Str, "directory of a Hugging Face checkpoint"] = MISSING
+    model_path: Annotated[
+        Str, "directory of a Hugging Face checkpoint, or a hub's org/name, org/name@revision"
+    ] = MISSING
     ref_model_path: Annotated[
         Str | None, "what a KL term compares with; default: model_path, as it was at the start"
     ] = None
@@ -417,6 +419,9 @@ class Config(Section):
     service: ServiceConfig = field(default_factory=ServiceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    commits: Annotated[
+        dict[str, Str], "set by rft: what names of a hub meant when the run began; it keeps to them"
+    ] = field(default_factory=dict)
     plugin_dirs: Annotated[
         list[Str], "every *.py there registers parts; default: $RFT_PLUGIN_DIRS"
     ] = field(default_factory=list)

@@ -23,6 +23,7 @@ from typing import Any
 
 from rft.config import ConfigError, FormatConfig, ModelConfig
 from rft.data.files import MISSING, at, parsed, prompt_columns
+from rft.ground import hubs
 from rft.ground.experience import Task
 
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
@@ -70,6 +71,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """The model's tokenizer, with the variables that its config gives to every template."""
     from transformers import AutoTokenizer
 
+    hubs.bring(model.model_path, weights=False, code=model.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(
         model.model_path, trust_remote_code=model.trust_remote_code
     )

@@ -1,13 +1,12 @@
 """Data files of tasksets and supervised rows: which ones a config means, whether every row is
 usable, and the rows.
 
-In: a path (a .jsonl, .json or .parquet file, or a directory of them), split, subset and format.
-`check_rows` streams the files before anything expensive starts and refuses the first bad row;
-`load_rows` gives random access to the rows. Local files only: nothing is ever fetched from a hub,
-with or without HF_HUB_OFFLINE=1 (set it to keep other libraries quiet too). JSON rows are read in
-place, exactly as written: the JSON reader of `datasets` turns answers that look like dates into
-datetimes and adds empty fields. Parquet, which has types, goes through `datasets` (it keeps its
-Arrow copy in HF_DATASETS_CACHE).
+In: a path (a .jsonl, .json, .csv, .parquet or .arrow file, a directory of them, or what
+`rft.data.remote` makes such files of), split, subset and format. `check_rows` streams the files
+before anything expensive starts and refuses the first bad row; `load_rows` gives random access to
+the rows, in the order of the files. JSON rows are read in place, exactly as written: the JSON
+reader of `datasets` turns answers that look like dates into datetimes and adds empty fields. What
+has columns goes through `datasets` (its memory-mapped Arrow copy is in HF_DATASETS_CACHE).
 
 Every refusal is a `ConfigError` that names the config key, the file and line, and the fix.
 """
@@ -24,8 +23,14 @@ from typing import Any
 import msgspec
 
 from rft.config import ConfigError, FormatConfig
+from rft.data import remote
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
+SUFFIXES = (".jsonl", ".json", *TABLES)
+# what `datasets` leaves beside the data
+ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# a cell of a .csv is what is written there: an answer may be None, NA or nothing
+AS_WRITTEN = {"csv": {"keep_default_na": False}}
 SPLITS = ("train", "test", "validation", "eval", "dev")
 _row_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
@@ -125,13 +130,15 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
     """The files that `path` means: itself, or those in the directory that belong to the split,
     sorted by name.
     """
+    if source := remote.source_of(path, SUFFIXES):
+        return _of_one_kind(remote.files(source, split, subset, key), path, split, key)
     root = Path(path)
     if not root.exists():
         near = difflib.get_close_matches(root.name, [p.name for p in root.parent.glob("*")], 1)
         hint = f"; did you mean {root.parent / near[0]}?" if near else ""
         raise ConfigError(
-            f"{key}.path: {path} does not exist{hint} (a local file or directory; "
-            "rft downloads nothing)"
+            f"{key}.path: {path} does not exist{hint}; give a file, a directory, org/name of a "
+            "hub's data set, or a URL"
         )
     if root.is_file():
         if root.suffix not in SUFFIXES:
@@ -147,7 +154,10 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
             )
         root = root / subset
     files = sorted(
-        p for suffix in SUFFIXES for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
+        p
+        for suffix in SUFFIXES
+        for p in [*root.glob(f"*{suffix}"), *root.glob(f"*/*{suffix}")]
+        if p.name not in ABOUT
     )
     named = [p for p in files if split_of(p.relative_to(root)) == split]
     unnamed = [p for p in files if split_of(p.relative_to(root)) is None and p.parent == root]
@@ -158,10 +168,19 @@ def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path
             f"{key}.split: no {', '.join(SUFFIXES)} file of split {split!r} in {root}; "
             f"data files: {there}"
         )
+    return _of_one_kind(found, str(root), split, key)
+
+
+def _of_one_kind(found: list[Path], where: str, split: str, key: str) -> list[Path]:
     if len({p.suffix for p in found}) > 1:
         raise ConfigError(
-            f"{key}.path: {root} mixes file types for split {split!r}: "
+            f"{key}.path: {where} mixes file types for split {split!r}: "
             f"{[p.name for p in found]}; keep one"
+        )
+    if found[0].suffix not in SUFFIXES:
+        raise ConfigError(
+            f"{key}.path: {found[0].name} of {where} is no {', '.join(SUFFIXES)} file: convert it "
+            "to JSON lines"
         )
     return found
 
@@ -207,8 +226,8 @@ class JsonRows(Sequence[dict[str, Any]]):
 
 def load_rows(files: list[Path], key: str) -> Sequence[dict[str, Any]]:
     """All rows, by number; not in memory, except for .json arrays."""
-    if files[0].suffix == ".parquet":
-        return load_parquet(files, key)
+    if files[0].suffix in TABLES:
+        return load_table(files, key)
     if any(is_array(file) for file in files):
         rows = [
             json.loads(file.read_text("utf-8")) if is_array(file) else list(JsonRows([file]))
@@ -224,14 +243,16 @@ def is_array(file: Path) -> bool:
         return file.suffix == ".json" and data.read(1) == b"["
 
 
-def load_parquet(files: list[Path], key: str) -> Any:
+def load_table(files: list[Path], key: str) -> Any:
     """A memory-mapped `datasets.Dataset`."""
     import datasets
 
     datasets.disable_progress_bars()
-    names = [str(file) for file in files]
+    names, kind = [str(file) for file in files], TABLES[files[0].suffix]
     try:
-        return datasets.load_dataset("parquet", data_files={"train": names}, split="train")
+        return datasets.load_dataset(
+            kind, data_files={"train": names}, split="train", **AS_WRITTEN.get(kind, {})
+        )
     except datasets.exceptions.DatasetGenerationError as error:
         raise ConfigError(
             f"{key}.path: `datasets` cannot read {names} together: {error.__cause__ or error}. "
@@ -245,6 +266,8 @@ def check_rows(files: list[Path], needs: Needs, key: str) -> int:
     for file in files:
         if file.suffix == ".parquet":
             count += check_parquet(file, needs, key)
+        elif file.suffix in TABLES:
+            count += check_table(file, needs, key)
         else:
             for where, row in json_rows(file, key):
                 check_row(row, where, needs, key)
@@ -429,20 +452,38 @@ def check_parquet(file: Path, needs: Needs, key: str) -> int:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             check_schema(parquet.schema_arrow, file, needs, key)
             there = set(parquet.schema_arrow.names)
-            columns = {one if one in there else one.split(".")[0] for one in needs.all.values()}
-            wanted = sorted(columns & there)
-            number = 0
-            for batch in parquet.iter_batches(columns=wanted) if wanted else ():
-                for row in batch.to_pylist():
-                    number += 1
-                    encoded = {
-                        column: msgspec.Raw(msgspec.json.encode(value))
-                        for column, value in row.items()
-                    }
-                    check_row(encoded, f"{file} row {number}", needs, key)
+            wanted = read_columns(needs, there)
+            _check_batches(parquet.iter_batches(columns=wanted) if wanted else (), file, needs, key)
             return int(parquet.metadata.num_rows)
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{key}.path: {file} is not a parquet file ({error})") from error
+
+
+def read_columns(needs: Needs, there: set[str]) -> list[str]:
+    """Of those that are looked at, whole ones also where something inside is meant."""
+    columns = {one if one in there else one.split(".")[0] for one in needs.all.values()}
+    return sorted(columns & there)
+
+
+def check_table(file: Path, needs: Needs, key: str) -> int:
+    """A file that has its columns in rows."""
+    rows = load_table([file], key)
+    check_schema(rows.features.arrow_schema, file, needs, key)
+    wanted = read_columns(needs, set(rows.column_names))
+    batches = rows.select_columns(wanted).with_format("arrow").iter(1000) if wanted else ()
+    _check_batches(batches, file, needs, key)
+    return len(rows)
+
+
+def _check_batches(batches: Iterable[Any], file: Path, needs: Needs, key: str) -> None:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            encoded = {
+                column: msgspec.Raw(msgspec.json.encode(value)) for column, value in row.items()
+            }
+            check_row(encoded, f"{file} row {number}", needs, key)
 
 
 def check_schema(schema: Any, file: Path, needs: Needs, key: str) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from rft.config import ConfigError, FormatConfig, TasksetConfig
 from rft.data.files import (
     MISSING,
+    TABLES,
     at,
     check_row,
     check_rows,
@@ -24,6 +25,7 @@ from rft.data.files import (
     data_files,
     json_rows,
     load_rows,
+    load_table,
     task_needs,
 )
 
@@ -89,8 +91,8 @@ def column(config: TasksetConfig, name: str, key: str) -> Iterator[tuple[str, An
         )
         return
     for file in files_of(config, key):
-        if file.suffix == ".parquet":
-            yield from _of_parquet(file, name)
+        if file.suffix in TABLES:
+            yield from _of_table(file, name, key)
         else:
             yield from (
                 (where, msgspec.json.decode(row[name]) if name in row else None)
@@ -98,15 +100,13 @@ def column(config: TasksetConfig, name: str, key: str) -> Iterator[tuple[str, An
             )
 
 
-def _of_parquet(file: Path, name: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as parquet:
-        if name not in parquet.schema_arrow.names:
-            yield str(file), None
-            return
-        for value in parquet.read(columns=[name]).column(name).to_pylist():
-            yield str(file), value
+def _of_table(file: Path, name: str, key: str) -> Iterator[tuple[str, Any]]:
+    rows = load_table([file], key)
+    if name not in rows.column_names:
+        yield str(file), None
+        return
+    for batch in rows.select_columns([name]).with_format("arrow").iter(1000):
+        yield from ((str(file), value) for value in batch.column(name).to_pylist())
 
 
 def features(config: TasksetConfig, key: str) -> list[list[float]]:

@@ -12,6 +12,7 @@ from rft.config import Config, Draft
 from rft.ground.errors import after, refuse_all
 from rft.preflight import (
     inputs_data,
+    inputs_hubs,
     inputs_models,
     rules_data,
     rules_machine,
@@ -79,17 +80,31 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
     """Fill and check all stages, and refuse everything that cannot work at once, after what could
     not even be read; `at_start` as in `check`.
     """
-    told = {}
+    told, later = {}, {}
+    pins = inputs_hubs.noted([draft.config for draft in drafts]) if at_start else {}
     for number, draft in enumerate(drafts):
         refusals = Refusals([of_taskset(key) for key in draft.refused])
         if at_start:
             refusals.ask(rules_machine.GIVEN, draft.config)
         fill_config(draft.config, refusals, asks_ray=at_start)
+        later[number] = inputs_hubs.look_up(draft.config, refusals, pins, at_start)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()
+    if not any(told.values()) and not any(draft.problems for draft in drafts):
+        told = {number: _large(drafts[number].config, later[number]) for number in told}
     everywhere = set.intersection(*map(set, told.values()))
     problems = [problem.sentence for draft in drafts for problem in draft.problems]
     for number, sentences in told.items():
         stage = f"{drafts[number].config.stage_name}: "
         problems += [one if one in everywhere else after(stage, one) for one in sentences]
     refuse_all(problems)
+
+
+def _large(config: Config, commits: dict[str, str]) -> list[str]:
+    """What is refused of data that is only fetched when nothing else is."""
+    if not commits:
+        return []
+    refusals = Refusals()
+    config.commits |= commits
+    refusals.ask((*inputs_data.rules(at_start=True), *rules_trainer.STEPS), config)
+    return refusals.sentences()

@@ -47,6 +47,7 @@ from rft.preflight.inputs_flows import (
     start_environments,
     templates,
 )
+from rft.preflight.inputs_hubs import is_unread
 from rft.preflight.inputs_models import MODEL
 from rft.preflight.rules import SETS, Rule, tasksets
 from rft.preflight.rules_data import (
@@ -135,7 +136,7 @@ def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
                 f"{key}.shuffle=true would undo the order that {TASKS}.operators make: set "
                 f"{key}.shuffle=false"
             )
-    if tasks.is_pending(c):
+    if tasks.is_pending(c) and not any(is_unread(c, one) for one in given.inputs):
         count_rows(raw_files(c), f"{TASKS}.inputs")
 
 
@@ -208,6 +209,8 @@ def _command(command: str | None) -> Iterator[str]:
 def _rows(c: Config, at_start: bool) -> Iterator[str]:
     """What the trainer learns from, where that is not made by this run's explorer."""
     buffer = c.buffer.trainer_input.experience_buffer
+    if buffer.storage_type == "file" and is_unread(c, buffer.path):
+        return
     if is_supervised(c.algorithm):
         schema, batch = _schema(c), int(c.buffer.train_batch_size or 1)
         if buffer.storage_type == "file" and not tasks.is_pending(c):
@@ -244,6 +247,8 @@ def _beside(c: Config) -> None:
     if mixing.is_mixed(c.algorithm):
         name = mixing.argument(c.algorithm, "sft_dataset_name")
         rows = c.buffer.trainer_input.auxiliary_buffers[name]
+        if is_unread(c, rows.path):
+            return
         check_supervised(rows, f"{BESIDE}.{name}.path", expert_rows(c))
 
 
@@ -255,6 +260,7 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
         readable = (is_eval or not to_be_made) and (at_start or not is_table(taskset))
         prompt, answer = asked_of_rows(taskset, at_start)
         check = partial(check_taskset, prompt=prompt, answer=answer)
+        readable = readable and not is_unread(c, taskset.path)
         problems = problems_of(check, taskset, f"{key}.path") if readable else ()
         yield from problems
         yield from all_of(flows(c, key, taskset, readable and not problems, at_start))
@@ -271,7 +277,8 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
     per_epoch = 0
     if not reads_files(c):
         sets = [(key, one) for key, one, is_eval in tasksets(c) if not is_eval]
-        if not at_start and any(is_table(one) for _, one in sets):
+        unread = any(is_unread(c, one.path) for _, one in sets)
+        if unread or (not at_start and any(is_table(one) for _, one in sets)):
             return
         total = sum(Taskset.count(one, key) for key, one in sets)
         if sets and total < buffer.batch_size:
@@ -287,6 +294,8 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
             whole = buffer.total_epochs * per_epoch * buffer.batch_size
             c.trainer.total_steps = whole // -(-rollouts // int(c.algorithm.repeat_times or 1))
             return
+    elif is_unread(c, rows.path):
+        return
     elif is_supervised(c.algorithm):
         own = TasksetConfig(path=str(rows.path), subset_name=rows.subset_name, split=rows.split)
         batch = rows_per_step(int(buffer.train_batch_size or 1), _schema(c))

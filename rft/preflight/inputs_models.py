@@ -20,7 +20,7 @@ from rft.algorithm import recipe
 from rft.checkpoint.stager import slot_size
 from rft.config import AuxiliaryModelConfig, Config, ConfigError, get, is_remote, job_dir
 from rft.config.layout import HELD, check_layout, lora_of, stored_bytes, sync_of
-from rft.ground import host_memory
+from rft.ground import host_memory, hubs
 from rft.ground.adapters import Lora, adapter_names
 from rft.ground.errors import all_of, problems_of
 from rft.ground.names import Dims, architecture_of, hf_names, is_expert, read_hf_config
@@ -55,7 +55,8 @@ def _lora(c: Config) -> Lora | None:
 
 
 def _has_weights(path: str) -> bool:
-    return any(Path(path).glob("*.safetensors"))
+    """Those of a hub have been seen there, and come when everything is checked."""
+    return hubs.is_snapshot(path) or any(Path(path).glob("*.safetensors"))
 
 
 def _policy(c: Config) -> Iterator[str]:

@@ -358,7 +358,7 @@ def _tinker(c: Config) -> Iterator[str]:
     if not given.base_model:
         yield (
             "model.tinker.base_model is not set: give the service's name of the model, like "
-            "Qwen/Qwen3-8B; model.model_path is the local directory of its tokenizer and "
+            "Qwen/Qwen3-8B; model.model_path is the directory, or hub name, of its tokenizer and "
             "config.json"
         )
     if given.base_url is not None and not given.base_url.startswith(("http://", "https://")):

@@ -25,6 +25,7 @@ import psutil
 import xxhash
 
 from rft.config import EngineConfig, ModelConfig
+from rft.ground import hubs
 from rft.ground.device import freeze_loaded, thread_environment
 from rft.ground.experience import (
     Completion,
@@ -124,6 +125,7 @@ class RolloutEngine(EngineWeights):
         """
         began = time.monotonic()
         os.environ.update(environment(self.device_kind, self.threads, self.workers))
+        hubs.bring(self.model.model_path, code=self.model.trust_remote_code)
         import vllm
 
         self.llm = self._started()

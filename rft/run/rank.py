@@ -30,7 +30,7 @@ from rft.ground.process import ShortExit, die_with_parent
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import logs, trace
 from rft.run.backends import TrainBackend, backend_of
-from rft.run.stages import write_result
+from rft.run.stages import bring_models, write_result
 from rft.trainer import control
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def main(path: str, terminal: int | None = None) -> int:
     rank = Rank(backend_of(config, device))
     try:
         plugins.load(config.plugin_dirs)
+        bring_models(config)
         run(rank)
     except Exception as error:
         log.error("rank %d failed while %s\n%s", number, rank.phase, traceback.format_exc())

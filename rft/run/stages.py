@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from rft.config import TRAINING, Config, ConfigError, job_dir
+from rft.config import TRAINING, Config, ConfigError, is_remote, job_dir
 from rft.extras.pipeline import tasks
+from rft.ground import hubs
 from rft.ground.errors import refuse_all
 
 RESULT = "result.json"  # in the job's directory
@@ -93,6 +94,8 @@ def ready(stages: list[Config], index: int, check: Callable[[Config], None]) -> 
     `check` refuses a config that cannot run (`rft.preflight`).
     """
 
+    for stage in stages[index:]:  # not only when its turn comes
+        bring_models(stage, everywhere=not stage.cluster.ray_address)
     config = with_model(stages, index)
     if tasks.is_pending(config):
         try:
@@ -101,6 +104,19 @@ def ready(stages: list[Config], index: int, check: Callable[[Config], None]) -> 
             raise StageFailed(error.code, str(error)) from error
         check(config)
     return config
+
+
+def bring_models(config: Config, everywhere: bool = False) -> None:
+    """Have the models of the trainer on this node, those of a hub once they are needed;
+    `everywhere`: all parts are here, so those of the engines as well.
+    """
+    model = config.model
+    paths = {model.ref_model_path, model.teacher_model_path, model.critic_model_path}
+    code = {path: model.trust_remote_code for path in paths | {model.model_path} if path}
+    for one in config.explorer.auxiliary_models if everywhere else ():
+        code[one.model_path] = one.trust_remote_code
+    for path, wanted in code.items():
+        hubs.bring(path, path != model.model_path or not is_remote(config), wanted)
 
 
 def with_model(stages: list[Config], index: int) -> Config:

@@ -160,6 +160,7 @@ def signals_as_events(events: Events, numbers: Iterable[signal.Signals] = STOPS)
 def start_table(config: Config) -> Iterator[str]:
     """For whoever started the run: who computes on what, and what was chosen for it, with why."""
     yield from cards.table(config, cards.here())
+    yield from (f"  {name} is {commit}" for name, commit in config.commits.items())
     yield from start_lines(config)
     if config.mode == "both" and config.synchronizer.sync_method == STREAM:
         yield f"  {transport.told(config)}"

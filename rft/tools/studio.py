@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from rft import config as configs
 from rft import preflight
 from rft.config import TRAINING, Config, ConfigError
+from rft.ground import hubs
 from rft.ground.errors import refuse_all
 from rft.tools import config as config_tool
 from rft.tools import fit, local_page, studio_fields
@@ -135,6 +136,9 @@ def planned(raw: DictConfig, config: Config | None) -> Iterator[tuple[str, str, 
     if config is None:
         return
     yield "only at the start", LEFT_OUT, True
+    if hubs.name_of(config.model.model_path, "model"):
+        yield "model", f"{config.model.model_path} of a hub, which only a start asks", True
+        return
     wanted = fit.plan(config)
     yield (
         "model",

@@ -18,6 +18,7 @@ from rft.agents.endpoint.registry import Registry, Store
 from rft.agents.endpoint.served_models import Model
 from rft.config import AuxiliaryModelConfig, EngineConfig, ExplorerConfig, ModelConfig
 from rft.data.chat import load_tokenizer
+from rft.ground import hubs
 from rft.rollout.pool import EngineHandle, EnginePool
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class OpenAIEndpointFactory:
         """
         from rft.agents.endpoint.server import OpenAIEndpoint
 
-        name = Path(str(model.model_path)).name
+        name = hubs.title(str(model.model_path))
         policy = Model(
             name,
             tokenizer,

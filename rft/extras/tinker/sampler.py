@@ -18,6 +18,7 @@ from typing import Any
 
 from rft.config import ModelConfig
 from rft.extras.tinker.service import Service, end_tokens, in_a_line
+from rft.ground import hubs
 from rft.ground.experience import Completion, GenerateRequest, VersionSpan, decode, encode
 from rft.ground.rounds import (
     BROKEN,
@@ -39,6 +40,7 @@ class SamplerEngine:
         self.name = name
         self.model = model
         self.max_model_len = max_model_len
+        hubs.bring(model.model_path, weights=False, code=model.trust_remote_code)
         self.ends = end_tokens(model.model_path)
         self.requests = self.tokens = 0
         self._service: Service | None = None
