@@ -38,7 +38,7 @@ EXPERIENCES_COME = (
     "experiences come from the explorer and go to the buffer of the trainer: leave it out"
 )
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
-EACH_SET = "every taskset has it that does not give it in its rollout_args"
+EACH_SET = f"each taskset that leaves it out has it, as {TASKSET}.rollout_args.{{}} here"
 PAIRS = "set algorithm.algorithm_type=dpo and buffer.trainer_input.experience_buffer.path"
 
 KEYS: dict[str, ForeignKey] = {
@@ -63,9 +63,6 @@ KEYS: dict[str, ForeignKey] = {
     "monitor.enable_ray_timeline": ForeignKey("C6", to="monitor.trace"),
     "monitor.detailed_stats": ForeignKey("C9", to="monitor.detailed"),
     # D: model
-    "model.temperature": ForeignKey("D11", EACH_SET, takes_any=True),
-    "model.top_p": ForeignKey("D11", EACH_SET, takes_any=True),
-    "model.top_k": ForeignKey("D11", EACH_SET, takes_any=True),
     "model.logprobs": ForeignKey("D11", RECORDED, takes_any=True),
     "model.repetition_penalty": ForeignKey("D11", PENALTY, only=(1.0, 1)),
     "model.fully_sharded_loras": ForeignKey("D11", "adapters are whole in engines", only=(False,)),
@@ -184,7 +181,8 @@ def engine(key: str) -> dict[str, ForeignKey]:
 
 KEYS |= engine(POLICY) | engine(BESIDE)
 for _word in ("temperature", "top_p", "top_k"):
-    KEYS[f"{POLICY}.{_word}"] = ForeignKey("G3", EACH_SET, takes_any=True)
+    KEYS[f"model.{_word}"] = ForeignKey("D11", EACH_SET.format(_word), takes_any=True)
+    KEYS[f"{POLICY}.{_word}"] = ForeignKey("G3", EACH_SET.format(_word), takes_any=True)
     KEYS[f"{BESIDE}.{_word}"] = ForeignKey("G3", "who asks the model says how to sample")
 for _key in ("model.external_model", *(f"{one}.external_model_config" for one in (POLICY, BESIDE))):
     KEYS |= {

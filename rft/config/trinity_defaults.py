@@ -29,6 +29,12 @@ ANEW = ("algorithm", "buffer", "data_processor", "explorer", "trainer")
 ROLLOUT = "explorer.rollout_model"
 RETRIES = 2  # explorer.max_retry_times, there and here
 
+VERL_KEEPS = (
+    "max_actor_ckpt_to_keep",
+    "max_critic_ckpt_to_keep",
+    "remove_previous_ckpt_in_save",
+)
+
 Get = Callable[[str], Any]  # what the file says of a key, or None
 Found = tuple[str, Any, str, str]  # key, value there, rft's own default, why the file has it
 
@@ -58,6 +64,12 @@ def of_type(names: dict[str, Any], unless: str = "") -> Callable[[Get], Any]:
         return UNSET if unless and get(unless) is not None else names.get(kind, UNSET)
 
     return value
+
+
+def unless(value: Any, *keys: str) -> Callable[[Get], Any]:
+    """A default that gives way to veRL's names of the key, in trainer.trainer_config."""
+    names = [f"trainer.trainer_config.{key}" for key in keys]
+    return lambda get: UNSET if any(get(name) is not None for name in names) else value
 
 
 def _parallel(get: Get) -> Any:
@@ -121,7 +133,12 @@ DEFAULTS: dict[str, Default] = {
         "groups without a spread are trained on unless the file says a threshold",
         "null of dapo",
     ),
-    "algorithm.optimizer.min_lr_ratio": Default(0.01, "0.0", "the floor of a falling rate"),
+    "algorithm.optimizer.min_lr_ratio": Default(
+        unless(0.01, "actor_rollout_ref.actor.optim.min_lr_ratio"),
+        "0.0",
+        "the floor of a falling rate",
+        "0.01",
+    ),
     "model.enable_prompt_truncation": Default(
         True, "false", "a long prompt keeps its end; here it trains nothing"
     ),
@@ -142,7 +159,15 @@ DEFAULTS: dict[str, Default] = {
         _serve_port, "0: any free one", "clients of mode=serve know it", "8010 of mode=serve"
     ),
     "synchronizer.sync_timeout": Default(3600, "600", "seconds of one round"),
-    "trainer.max_checkpoints_to_keep": Default(0, "2", "all are kept"),
+    "trainer.max_checkpoints_to_keep": Default(
+        unless(0, *(f"trainer.{one}" for one in VERL_KEEPS)), "2", "all are kept", "0"
+    ),
+    "trainer.save_hf_checkpoint": Default(
+        lambda get: "never" if get("model.tinker.enable") else UNSET,
+        "last",
+        "a service has the weights",
+        "never of a service",
+    ),
     "trainer.dtype": Default(
         _trainer_dtype,
         "by the device: bf16 on a GPU",
@@ -250,7 +275,7 @@ def _count(value: Any, file: Any) -> tuple[Any, str]:
 
 def _by_mode(value: Any, file: Any) -> tuple[Any, str]:
     apart = OmegaConf.select(file, "mode", default="both") in ("train", "explore", "bench", "serve")
-    if str(value) in ("nccl", "online") and (apart or _is_service(file)):
+    if _is_service(file) or (apart and str(value) in ("nccl", "online")):
         return UNSET, "there it becomes checkpoint in this mode; here it follows from the mode"
     return value, ""
 
@@ -260,7 +285,7 @@ def _is_service(file: Any) -> bool:
 
 
 def _export(value: Any, file: Any) -> tuple[Any, str]:
-    return (UNSET, "a service has the weights") if _is_service(file) else (value, "")
+    return ("never", "a service has the weights") if _is_service(file) else (value, "")
 
 
 def _nothing(value: Any, file: Any) -> tuple[Any, str]:

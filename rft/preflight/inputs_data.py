@@ -38,7 +38,7 @@ from rft.extras.pipeline.output import destination
 from rft.extras.pipeline.output import inputs as raw_files
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import plugins
-from rft.ground.errors import all_of, problems_of, refuse_all
+from rft.ground.errors import Late, all_of, problems_of, refuse_all
 from rft.preflight.inputs_flows import (
     asked_of_rows,
     flows,
@@ -175,10 +175,11 @@ def _reachable(c: Config, user: str, at_start: bool) -> Iterator[str]:
         try:
             asyncio.run(_ask(given.server_url))
         except JuicerError as error:
-            raise ConfigError(
+            said = (
                 f"{SERVICE}.server_url: no Data-Juicer service answers: {error}; start it, or set "
                 f"{SERVICE}.auto_start=true"
-            ) from error
+            )
+            raise ConfigError(Late(said)) from error
 
 
 async def _ask(url: str) -> None:

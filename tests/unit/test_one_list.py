@@ -94,7 +94,7 @@ def test_problems_of_stages_and_rules_are_one_list(assets: Path, tmp_path: Path)
 def test_a_file_its_overrides_and_the_rules_are_one_list(assets: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     text = "trainer: {num_ranks: x, param_offload: true}\ncluster: {ray_address: auto}\n"
-    file.write_text(PLAIN + text, encoding="utf-8")
+    file.write_text("defaults: rft\n" + PLAIN + text, encoding="utf-8")
     given = words(assets, tmp_path, "log.level=info")[1:]
     told = problems(["--config", str(file), *given])
     assert [said.startswith(str(file)) for said in told] == [True, True, False, False]

@@ -17,12 +17,15 @@ from trinity_facts import DEFAULTS
 
 from rft import config as configs
 from rft import train
+from rft.agents.endpoint.chat_format import Asked, answer_message
+from rft.agents.endpoint.parsers import Parser
 from rft.config import Config, ConfigError, ModelConfig, RolloutModelConfig
 from rft.config import file as config_file
 from rft.config.file import Flat
 from rft.config.trinity_defaults import KEPT
 from rft.data.chat import load_tokenizer, render_messages
 from rft.ground.errors import Late
+from rft.ground.experience import Sampling
 from rft.rollout.engine import RolloutEngine
 from rft.tools.toy import write_model
 
@@ -247,6 +250,19 @@ def test_whether_a_model_thinks_reaches_its_template(
     ids = render_messages(tokenizer, [{"role": "user", "content": "a"}], template)
     said = "unsaid" if thinks is None else str(thinks)
     assert ids == list(tokenizer.encode(said, add_special_tokens=False))
+
+
+@pytest.mark.verify
+def test_calls_are_read_by_vllms_own_parser(assets: Path) -> None:
+    """Importing vLLM takes ten seconds."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    asked = Asked("m", Sampling(), [{"role": "user", "content": "a"}], tools=[tool])
+    tokenizer = load_tokenizer(ModelConfig(model_path=str(assets / "model")))
+    ids = tokenizer.encode("[add(a=1)]", add_special_tokens=False)
+    parsed = Parser(tokenizer, "pythonic", None)(ids, asked)
+    (call,) = answer_message("[add(a=1)]", True, "call", parsed)["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert "tool_calls" not in answer_message("[add(a=1)]", True, "call"), "by rft's own rules"
 
 
 # --- whole files ----------------------------------------------------------------------------------
