@@ -21,6 +21,7 @@ import re
 from typing import Any
 
 from rft.config import ConfigError, FormatConfig
+from rft.data import formats
 from rft.ground.experience import Task
 
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
@@ -33,7 +34,7 @@ def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str
     """The prompt of a row: its messages; or its text, as
     messages where there is a system prompt.
     """
-    if config.prompt_type == "messages":
+    if formats.has_messages(config):
         return clean_messages(raw[config.messages_key])
     system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
     if not system:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from rft.config import ConfigError, FormatConfig
+from rft.data import formats
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLITS = ("train", "test", "validation", "eval", "dev")
@@ -51,12 +52,8 @@ class Needs:
 
 def task_needs(config: FormatConfig, key: str) -> Needs:
     """Columns of a taskset: prompt and answer, or messages."""
-    if config.prompt_type == "messages":
+    if formats.of(config, key).base == "messages":
         return Needs({}, messages={"messages_key": config.messages_key})
-    if config.prompt_type != "plaintext":
-        raise ConfigError(
-            f"{key}.format.prompt_type is {config.prompt_type!r}: use plaintext or messages"
-        )
     text = {"prompt_key": config.prompt_key, "response_key": config.response_key}
     if config.system_prompt_key:
         text["system_prompt_key"] = config.system_prompt_key
@@ -194,6 +191,27 @@ def check_rows(files: list[Path], needs: Needs, key: str) -> int:
     if count == 0:
         raise ConfigError(f"{key}.path: no rows in {', '.join(map(str, files))}: the file is empty")
     return count
+
+
+def check_formed(files: list[Path], needs: Needs, key: str, config: FormatConfig) -> int:
+    """The same, where a plug-in makes the columns that are needed."""
+    if not formats.of(config, key).translates:
+        return check_rows(files, needs, key)
+    count_rows(files, key)
+    where = ", ".join(map(str, files))
+    return check_made(
+        formats.translated(load_rows(files, key), config, key, where), where, needs, key
+    )
+
+
+def check_made(rows: Sequence[dict[str, Any]], where: str, needs: Needs, key: str) -> int:
+    """Refuse the first row that cannot be used, of rows that are not read from JSON lines."""
+    for number, row in enumerate(rows):
+        told = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in row.items()}
+        check_row(told, f"{where} row {number + 1}", needs, key)
+    if not len(rows):
+        raise ConfigError(f"{key}.path: no rows in {where}: the table is empty")
+    return len(rows)
 
 
 def count_rows(files: list[Path], key: str) -> int:

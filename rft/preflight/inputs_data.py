@@ -23,6 +23,7 @@ from rft.config import (
     TasksetConfig,
     is_remote,
 )
+from rft.data import formats
 from rft.data.files import count_rows, task_needs
 from rft.data.source import is_table
 from rft.data.supervised import check_supervised, row_needs, rows_per_step
@@ -99,7 +100,11 @@ def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
     key, reader = reads
     needs = row_needs(reader.format, key) if c.mode == "train" else task_needs(reader.format, key)
     for name, column in (*needs.text.items(), *needs.messages.items()):
-        if given.target_fields and column not in given.target_fields:
+        if (
+            given.target_fields
+            and column not in given.target_fields
+            and not formats.of(reader.format).translates
+        ):
             yield (
                 f"{TASKS}.target_fields leaves {column!r} out, which {key}.format.{name} names; "
                 "add it"
