@@ -13,7 +13,9 @@ without it.
 import argparse
 import os
 import random
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,8 @@ TABLE = ROOT / "tests" / "coverage" / "made_by.tsv"
 PLANTED = Path(__file__).with_name("planted")
 HEAVY = ("numpy", "torch", "hydra", "omegaconf", "pydantic", "msgspec", "transformers", "yaml")
 PASSED, FAILED = 0, 1  # exit codes of pytest
+HANGS_S = 60  # a test that waits for what a mutant never gives fails; after twice as long by force
+OUTCOMES = {PASSED: "LIVES", FAILED: "dies", -signal.SIGKILL: "dies"}
 
 
 class Maker(NamedTuple):
@@ -59,7 +63,13 @@ def outcome(tests: list[str], spec: str, log: Path) -> int:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    limit = threading.Timer(2 * HANGS_S, os.kill, (child, signal.SIGKILL)) if spec else None
+    if limit:
+        limit.start()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if limit:
+        limit.cancel()
+    return code
 
 
 def planted_run(tests: list[str], spec: str) -> int:
@@ -72,6 +82,7 @@ def planted_run(tests: list[str], spec: str) -> int:
     import sitecustomize  # noqa: F401
 
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "verify or not verify", "--tb=line"]
+    options += ["--timeout", str(HANGS_S)] if spec else []
     return int(pytest.main([*options, *(str(ROOT / test) for test in tests)]))
 
 
@@ -90,7 +101,7 @@ def tried(chosen: list[Maker], log: Path) -> dict[str, str]:
             found[one.row] = "FAILS by itself"
         else:
             code = outcome([one.test], f"{one.function}={one.instead}", log)
-            found[one.row] = {PASSED: "LIVES", FAILED: "dies"}.get(code, f"NOT RUN, code {code}")
+            found[one.row] = OUTCOMES.get(code, f"NOT RUN, code {code}")
         spent = time.monotonic() - begun
         print(f"{one.row:<5} {found[one.row]:<16} {spent:6.1f} s  {one.function} -> {one.instead}")
     return found
