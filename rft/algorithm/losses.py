@@ -12,8 +12,9 @@ A is the advantage, pi the policy, old the policy that its ratio r = exp(logprob
 against (`Fields.old`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import log
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rft.algorithm.fields import Fields
@@ -381,6 +382,7 @@ def token_loss(
     correction: Correction | None = None,
     entropy_of: str = "default",
     moved: bool = False,
+    kl_args: Mapping[str, Any] = MappingProxyType({}),
 ) -> "TokenLoss":
     """A loss of `LOSSES` with its arguments, weighed by `correction`, plus kl_coef * KL(policy ||
     reference), minus entropy_coef * entropy. An adaptive coefficient is read anew at every call.
@@ -400,7 +402,7 @@ def token_loss(
             losses, metrics = losses * weight, metrics | more
         if kl != "none":
             assert fields.reference is not None
-            term = estimate(kl, logprobs, fields.reference, fields.old)
+            term = estimate(kl, logprobs, fields.reference, fields.old, **kl_args)
             losses = losses + float(kl_coef) * _of_rollouts(term, fields)
             metrics["kl/reference"] = term
         if fields.entropy is not None:

@@ -33,8 +33,9 @@ token, or its product (`sequence`) or geometric mean (`geometric`) over a respon
                                                         geometric: masked IS, MIS
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.fields import Fields
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) still has a finite square in fp32
 KL_LIMIT, RATIO_LIMIT = 10.0, 2.0
-ESTIMATORS = ("none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
 KL_COEF = 0.001  # where `kl_coef` is not given
 STRIDE = 0.2  # of an adaptive coefficient
 WEIGHTS = ("none", "token", "sequence")
@@ -105,26 +105,55 @@ class Coefficient:
             self.value *= 1 + error * min(1.0, responses / self.horizon)
 
 
-def estimate(name: str, logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+def none(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    """No such term; nothing asks for its values."""
+    return logprobs.new_zeros(logprobs.shape)
+
+
+def k1(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    return logprobs - reference
+
+
+def k2(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    return (logprobs - reference) ** 2 / 2
+
+
+def k3(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    d = limited(logprobs - reference)
+    return (-d).exp() + d - 1
+
+
+def low_var_kl(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    return k3(logprobs, reference, old).clamp(-KL_LIMIT, KL_LIMIT)
+
+
+def absolute(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    return (logprobs - reference).abs()
+
+
+def corrected_k3(logprobs: "Tensor", reference: "Tensor", old: "Tensor") -> "Tensor":
+    ratio = (logprobs - old).clamp(max=LOG_RATIO_LIMIT).exp().clamp(0, RATIO_LIMIT)
+    return ratio * k3(logprobs, reference, old)
+
+
+ESTIMATORS: dict[str, "Callable[..., Tensor]"] = {
+    "none": none,
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": low_var_kl,
+    "abs": absolute,
+    "corrected_k3": corrected_k3,
+}
+
+
+def estimate(
+    name: str, logprobs: "Tensor", reference: "Tensor", old: "Tensor", **arguments: Any
+) -> "Tensor":
     """KL per token [T] by the estimator `name`; `old` is the
     policy that the ratio is taken against.
     """
-    d = logprobs - reference
-    if name == "k1":
-        return d
-    if name == "k2":
-        return d**2 / 2
-    if name == "abs":
-        return d.abs()
-    d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3 = (-d).exp() + d - 1
-    if name == "k3":
-        return k3
-    if name == "low_var_kl":
-        return k3.clamp(-KL_LIMIT, KL_LIMIT)
-    if name == "corrected_k3":
-        return (logprobs - old).clamp(max=LOG_RATIO_LIMIT).exp().clamp(0, RATIO_LIMIT) * k3
-    raise ValueError(f"{name}: no estimator of the KL; known: {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name](logprobs, reference, old, **arguments)
 
 
 @dataclass(frozen=True)

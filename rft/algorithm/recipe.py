@@ -5,10 +5,8 @@ The names in the config decide, and nothing else: a critic is there because the 
 values, a reference because some term compares with it. Importing this loads no torch.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from rft.algorithm import ALGORITHMS, mixing
 from rft.algorithm.advantages import ADVANTAGES
@@ -17,6 +15,8 @@ from rft.algorithm.pairs import BETA
 from rft.algorithm.ratios import ESTIMATORS, KL_COEF, MASKS, WEIGHTS, Coefficient, Correction
 from rft.algorithm.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage
 from rft.config import AlgorithmConfig, RolloutCorrectionConfig, nearest
+from rft.config.arguments import Options, missing, options, wrong_value
+from rft.data.packing import AGGREGATIONS
 from rft.ground.errors import refuse_all
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 ENTROPY = ("default", "mix", "none")
 MIXED_LOSSES = ("mix", "mix_chord")
-KL_OPTIONS = {"kl_coef": KL_COEF, "adaptive": False, "target_kl": None, "horizon": None}
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
@@ -81,11 +80,20 @@ def is_corrected(wanted: RolloutCorrectionConfig) -> bool:
 
 
 def loss_coef(algorithm: AlgorithmConfig) -> Coefficient:
-    return _coefficient(algorithm.kl_loss_fn_args)
+    return _coefficient(**of_coefficient(algorithm.kl_loss_fn_args))
 
 
 def penalty_coef(algorithm: AlgorithmConfig) -> Coefficient:
-    return _coefficient(algorithm.kl_penalty_fn_args)
+    return _coefficient(**of_coefficient(algorithm.kl_penalty_fn_args))
+
+
+def of_coefficient(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in options(_coefficient)}
+
+
+def of_estimator(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that the function itself takes, beside those of its coefficient."""
+    return {name: value for name, value in given.items() if name not in options(_coefficient)}
 
 
 def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -112,10 +120,9 @@ def policy_loss(
         str(algorithm.policy_loss_fn),
         loss_arguments(algorithm),
         kl=str(algorithm.kl_loss_fn),
+        kl_args=of_estimator(algorithm.kl_loss_fn_args),
         kl_coef=kl_coef or loss_coef(algorithm),
-        entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0))
-        if has_entropy
-        else 0.0,
+        entropy_coef=_entropy(**algorithm.entropy_loss_fn_args) if has_entropy else 0.0,
         entropy_of=str(algorithm.entropy_loss_fn),
         correction=_correction(algorithm.rollout_correction),
         moved=several and algorithm.advantage_fn is not None,
@@ -139,6 +146,7 @@ def _names(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.advantage_fn is not None:
         known = (*ADVANTAGES, *TOKEN_ADVANTAGES)
         yield from _among("algorithm.advantage_fn", algorithm.advantage_fn, known)
+    yield from _among("algorithm.loss_agg_mode", str(algorithm.loss_agg_mode), AGGREGATIONS)
     wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield from _among(f"{key}.rollout_is", wanted.rollout_is, WEIGHTS)
     yield from _among(f"{key}.rollout_rs", wanted.rollout_rs, MASKS)
@@ -151,14 +159,16 @@ def _arguments(algorithm: AlgorithmConfig) -> Iterator[str]:
         if (name := str(getattr(algorithm, key))) in functions:
             of_loss = key == "policy_loss_fn"
             given = loss_arguments(algorithm) if of_loss else algorithm.advantage_fn_args
-            yield from _known(f"{key}_args", given, *_options(functions[name]))
+            yield from _known(f"{key}_args", given, options(functions[name]))
     for term in ("kl_loss", "kl_penalty", "entropy_loss"):
-        arguments = getattr(algorithm, f"{term}_fn_args")
-        options = {"entropy_coef": 0.0} if term == "entropy_loss" else KL_OPTIONS
-        wrong = list(_known(f"{term}_fn_args", arguments, options))
+        arguments, name = getattr(algorithm, f"{term}_fn_args"), getattr(algorithm, f"{term}_fn")
+        if term == "entropy_loss":
+            known = options(_entropy)
+        else:
+            known = options(_coefficient) | options(ESTIMATORS.get(str(name), ESTIMATORS["none"]))
+        wrong = list(_known(f"{term}_fn_args", arguments, known))
         yield from wrong
-        is_none = getattr(algorithm, f"{term}_fn") == "none"
-        if any(arguments.values()) and not wrong and is_none:  # one of weight 0 is none
+        if any(arguments.values()) and not wrong and name == "none":  # one of weight 0 is none
             yield (
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no "
                 "such term; name its function, or "
@@ -338,13 +348,20 @@ def _correction(wanted: RolloutCorrectionConfig) -> Correction | None:
     return Correction(wanted.rollout_is, cap, wanted.rollout_rs, lower, upper, veto)
 
 
-def _coefficient(given: dict[str, Any]) -> Coefficient:
-    value = float(given.get("kl_coef", KL_COEF))
-    return (
-        Coefficient(value, float(given["target_kl"]), float(given["horizon"]))
-        if given.get("adaptive")
-        else Coefficient(value)
-    )
+def _coefficient(
+    kl_coef: float = KL_COEF,
+    adaptive: bool = False,
+    target_kl: float | None = None,
+    horizon: float | None = None,
+) -> Coefficient:
+    """What an estimate of the KL is multiplied by, whichever function makes it."""
+    if adaptive and target_kl is not None and horizon is not None:
+        return Coefficient(float(kl_coef), float(target_kl), float(horizon))
+    return Coefficient(float(kl_coef))
+
+
+def _entropy(entropy_coef: float = 0.0) -> float:
+    return float(entropy_coef)
 
 
 def _of_tokens(algorithm: AlgorithmConfig) -> TokenAdvantage | None:
@@ -356,49 +373,12 @@ def _among(key: str, value: str, choices: Iterable[str]) -> Iterator[str]:
         yield (nearest(value, choices, key))
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    )
-
-
-def _known(
-    key: str,
-    given: dict[str, Any],
-    options: dict[str, Any],
-    choices: dict[str, tuple[str, ...]] = {},  # noqa: B006
-) -> Iterator[str]:
-    """`options`: names and their defaults, whose kind a value must have; `choices`: the words that
-    an option may be.
-    """
+def _known(key: str, given: dict[str, Any], known: Options) -> Iterator[str]:
     for name, value in given.items():
-        if name not in options:
-            known = f"known: {', '.join(options)}" if options else "it takes none"
-            yield f"algorithm.{key}.{name} is unknown; {known}"
-            continue
-        default, whole = options[name], f"algorithm.{key}.{name}"
-        if name in choices:
-            yield from _among(whole, str(value), choices[name])
-        elif isinstance(default, bool) and not isinstance(value, bool):
-            yield (f"{whole}={value}: give true or false")
-        elif (
-            isinstance(default, int | float | None)
-            and not isinstance(default, bool)
-            and not _is_number(value)
-        ):
-            yield (f"{whole}={value}: give a number, like {default or 1}")
-
-
-def _options(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Arguments of `function` that a config may set: those with a default, and of those that are
-    words, which there are.
-    """
-    found = [
-        one
-        for one in inspect.signature(function).parameters.values()
-        if one.default is not one.empty
-    ]
-    words = {
-        one.name: get_args(one.annotation) for one in found if get_origin(one.annotation) is Literal
-    }
-    return {one.name: one.default for one in found}, words
+        if name not in known:
+            takes = f"known: {', '.join(known)}" if known else "it takes none"
+            yield f"algorithm.{key}.{name} is unknown; {takes}"
+        else:
+            yield from wrong_value(f"algorithm.{key}.{name}", value, known[name])
+    for name in missing(given, known):
+        yield f"algorithm.{key}.{name} is not set: {key.removesuffix('_args')} needs it"

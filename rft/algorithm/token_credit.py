@@ -56,7 +56,7 @@ def credited(
     given = {}
     if kind is not None and kind.measured is not None:
         given = _spread(part if has_scores else [], kind.measured, counts, summed)
-    penalties = [_penalty(packed, algorithm.kl_penalty_fn) for packed in part] if has_scores else []
+    penalties = [_penalty(packed, algorithm) for packed in part] if has_scores else []
     # A step in which nothing is trained has no rows, and so no rewards; its collectives are made
     # all the same.
     rewards = [
@@ -178,8 +178,9 @@ def _of_responses(
     return spread
 
 
-def _penalty(packed: Packed, name: str) -> np.ndarray:
+def _penalty(packed: Packed, algorithm: AlgorithmConfig) -> np.ndarray:
     """KL of the old policy from the reference, per trained token."""
+    name, arguments = algorithm.kl_penalty_fn, recipe.of_estimator(algorithm.kl_penalty_fn_args)
     if name == "none":
         return np.zeros(packed.length)
     import torch
@@ -188,7 +189,7 @@ def _penalty(packed: Packed, name: str) -> np.ndarray:
     given = [
         torch.from_numpy(np.where(packed.weight != 0, values, 0.0)) for values in (old, reference)
     ]
-    found: np.ndarray = estimate(name, *given, given[0]).numpy()
+    found: np.ndarray = estimate(name, *given, given[0], **arguments).numpy()
     return found
 
 

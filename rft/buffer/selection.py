@@ -31,9 +31,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 from rft.buffer.progress import Evicted, Group, Leased, Progress, StepSize
+from rft.config.arguments import Options, options
 from rft.config.buffer import ReplayBufferConfig
 from rft.config.explorer import OverRolloutConfig
 
@@ -41,15 +42,26 @@ DECAY, SIGMA, USE_COUNT_LIMIT = 2.0, 0.0, 3
 CONTROLLED = "linear_decay_use_count_control_randomization"
 
 
+class Priority(Protocol):
+    """Which groups come first, and for how long they stay."""
+
+    def priority(self, version: float, uses: int, seed: str) -> float:
+        """Of a group that was sampled by `version` and trained on so often: a function of these
+        alone, for a resumed run asks again. `seed` is the group's.
+        """
+
+    def stays(self, uses: int) -> bool:
+        """Whether a group that was used so often may be used again."""
+
+
 @dataclass(frozen=True)
 class LinearDecay:
     decay: float = DECAY
 
-    def priority(self, version: float, uses: int, _seed: str) -> float:
+    def priority(self, version: float, uses: int, seed: str) -> float:
         return version - self.decay * uses
 
     def stays(self, uses: int) -> bool:
-        """Whether a group that was used so often may be used again."""
         return True
 
 
@@ -67,15 +79,10 @@ class LinearDecayUseCountControl(LinearDecay):
         return self.use_count_limit <= 0 or uses < self.use_count_limit
 
 
-PRIORITIES: dict[str, Callable[..., LinearDecay]] = {
+PRIORITIES: dict[str, Callable[..., Priority]] = {
     "linear_decay": LinearDecay,
     CONTROLLED: LinearDecayUseCountControl,
     "decay_limit_randomization": LinearDecayUseCountControl,
-}
-ARGUMENTS: dict[str, dict[str, type]] = {
-    "linear_decay": {"decay": float},
-    CONTROLLED: {"decay": float, "use_count_limit": int, "sigma": float},
-    "decay_limit_randomization": {"decay": float, "use_count_limit": int, "sigma": float},
 }
 
 
@@ -83,7 +90,8 @@ class Replay:
     """The order and the life of groups under one config."""
 
     def __init__(self, config: ReplayBufferConfig, seed: int) -> None:
-        self.function = PRIORITIES[config.priority_fn](**arguments(config.priority_fn_args))
+        make = PRIORITIES[config.priority_fn]
+        self.function = make(**numbers(config.priority_fn_args, options(make)))
         self.cooldown = config.reuse_cooldown_time
         self.capacity = config.capacity
         self.seed = seed
@@ -122,10 +130,11 @@ class Replay:
         return sorted(groups, key=lambda group: (self.priority(group), group.number))[:over]
 
 
-def arguments(given: dict[str, Any]) -> dict[str, Any]:
+def numbers(given: dict[str, Any], known: Options) -> dict[str, Any]:
     """Names are checked before the run; numbers may have come as text."""
+    kinds = {name: type(one.default) for name, one in known.items()}
     return {
-        name: int(value) if name == "use_count_limit" else float(value)
+        name: kinds[name](value) if kinds.get(name) in (int, float) else value
         for name, value in given.items()
     }
 

@@ -38,12 +38,6 @@ class FormatConfig(Section):
     reward_fn_key: Annotated[Str | None, "tasks: the same for its reward"] = None
 
     @property
-    def has_messages(self) -> bool:
-        if self.prompt_type is None:
-            return not (self.prompt_key or self.response_key)
-        return self.prompt_type == "messages"
-
-    @property
     def prompt_column(self) -> str:
         return self.prompt_key or "prompt"
 

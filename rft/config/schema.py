@@ -343,8 +343,7 @@ class SynchronizerConfig(Section):
 @dataclass
 class MonitorConfig(Section):
     monitor_type: Annotated[
-        Literal["tensorboard", "wandb", "mlflow", "none"],
-        "where metrics go; metrics.jsonl is always there",
+        Str, "tensorboard | wandb | mlflow | none: where metrics go; metrics.jsonl is always there"
     ] = "tensorboard"
     monitor_args: Annotated[dict[str, Any], "the service's own: docs/observe.md"] = field(
         default_factory=dict

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from rft.config import ConfigError, FormatConfig
-from rft.data import remote
+from rft.data import formats, remote
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}  # builders of `datasets`
 SUFFIXES = (".jsonl", ".json", *TABLES)
@@ -68,31 +68,25 @@ def task_needs(config: FormatConfig, key: str, prompt: bool = True, answer: bool
     `prompt`, `answer`: whether the workflow and the reward read them; a column that the config
     names is there in any case.
     """
-    check_prompt_type(config, key)
+    form = formats.of(config, key)
     tools = {"tools_key": config.tools_key} if config.tools_key else {}
-    if config.prompt_type == "messages":
+    if config.prompt_type is not None and form.base == "messages":
         return Needs({}, messages={"messages_key": config.messages_key}, tools=tools)
     text = {"system_prompt_key": config.system_prompt_key} if config.system_prompt_key else {}
     values: dict[str, str] = {}
-    if config.response_key or (answer and not config.has_messages):
+    if config.response_key or (answer and form.base == "plaintext"):
         (text if answer else values)["response_key"] = config.response_column
     prompts = prompt_columns(config) if config.prompt_key or prompt else {}
     return Needs(text, prompts=prompts, values=values, tools=tools)
 
 
-def check_prompt_type(config: FormatConfig, key: str) -> None:
-    if config.prompt_type not in (None, "plaintext", "messages"):
-        raise ConfigError(
-            f"{key}.format.prompt_type is {config.prompt_type!r}: use plaintext or messages"
-        )
-
-
 def prompt_columns(config: FormatConfig) -> dict[str, str]:
     """Where a task's prompt is, by the key that names the column: in the first that a row has."""
-    if config.prompt_type == "messages":
+    has_messages = formats.has_messages(config)
+    if config.prompt_type is not None and has_messages:
         return {"messages_key": config.messages_key}
     text = {"prompt_key": config.prompt_column}
-    return {"messages_key": config.messages_key} | text if config.has_messages else text
+    return {"messages_key": config.messages_key} | text if has_messages else text
 
 
 MISSING = object()
@@ -275,6 +269,27 @@ def check_rows(files: list[Path], needs: Needs, key: str) -> int:
     if count == 0:
         raise ConfigError(f"{key}.path: no rows in {', '.join(map(str, files))}: the file is empty")
     return count
+
+
+def check_formed(files: list[Path], needs: Needs, key: str, config: FormatConfig) -> int:
+    """The same, where a plug-in makes the columns that are needed."""
+    if not formats.of(config, key).translates:
+        return check_rows(files, needs, key)
+    count_rows(files, key)
+    where = ", ".join(map(str, files))
+    return check_made(
+        formats.translated(load_rows(files, key), config, key, where), where, needs, key
+    )
+
+
+def check_made(rows: Sequence[dict[str, Any]], where: str, needs: Needs, key: str) -> int:
+    """Refuse the first row that cannot be used, of rows that are not read from JSON lines."""
+    for number, row in enumerate(rows):
+        told = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in row.items()}
+        check_row(told, f"{where} row {number + 1}", needs, key)
+    if not len(rows):
+        raise ConfigError(f"{key}.path: no rows in {where}: the table is empty")
+    return len(rows)
 
 
 def count_rows(files: list[Path], key: str) -> int:

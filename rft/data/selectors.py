@@ -18,24 +18,17 @@ draws, as long as everything that was told is told again (`recall`).
 import random
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rft.config import TaskSelectorConfig, nearest
+from rft.config import TaskSelectorConfig, arguments, nearest
 from rft.ground.errors import refuse_all
 
 LEARNING = "difficulty_based"
-SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard", LEARNING)
-OPTIONS: dict[str, Any] = {
-    "target_reward": 1.0,
-    "tau": 1.0,
-    "m": 16,
-    "lamb": 0.2,
-    "rho": 0.2,
-    "do_sample": False,
-}
+RANGES = (("lamb", 0, 1), ("rho", 0, 1), ("tau", 0, 1e9), ("m", 1e-9, 1e9))  # of its options
 
 
 def check_selector(config: TaskSelectorConfig, key: str) -> None:
@@ -57,24 +50,29 @@ def _problems(config: TaskSelectorConfig, key: str) -> Iterator[str]:
             f"{at}.feature_keys: difficulty_based takes none, one pass rate, or two (weak and "
             "strong model)"
         )
-    if config.feature_keys and kind not in ("offline_easy2hard", LEARNING):
+    selector = SELECTORS[kind or "sequential"]
+    if config.feature_keys and not selector.takes_features:
         yield (
             f"{at}.feature_keys: {kind} does not look at the rows; set "
             "selector_type=offline_easy2hard"
         )
-    known = OPTIONS if kind == LEARNING else {}
+    known = arguments.options(selector.function)
     for name, value in config.kwargs.items():
-        if name not in known:
+        if not arguments.takes(selector.function, name):
             yield (
                 f"{at}.kwargs.{name}: {kind} does not take it; it takes "
                 f"{', '.join(known) or 'none'}"
             )
-        elif not isinstance(value, int | float):
-            yield (f"{at}.kwargs.{name}={value!r}: give a number")
-    options = OPTIONS | {n: v for n, v in config.kwargs.items() if isinstance(v, int | float)}
-    for name, low, high in (("lamb", 0, 1), ("rho", 0, 1), ("tau", 0, 1e9), ("m", 1e-9, 1e9)):
-        if not low <= options[name] <= high:
-            yield (f"{at}.kwargs.{name}={options[name]}: give a number from {low:g} to {high:g}")
+        elif kind == LEARNING and not isinstance(value, int | float):
+            yield f"{at}.kwargs.{name}={value!r}: give a number"
+        elif kind != LEARNING and name in known:
+            yield from arguments.wrong_value(f"{at}.kwargs.{name}", value, known[name])
+    for name in arguments.missing(config.kwargs, known):
+        yield f"{at}.kwargs.{name} is not set: {kind} needs it"
+    for name, low, high in RANGES if kind == LEARNING else ():
+        value = config.kwargs.get(name, low)
+        if isinstance(value, int | float) and not low <= value <= high:
+            yield f"{at}.kwargs.{name}={value}: give a number from {low:g} to {high:g}"
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:
@@ -101,14 +99,46 @@ def easy_to_hard(features: Sequence[Sequence[float]]) -> list[int]:
     return sorted(range(len(features)), key=lambda row: tuple(-value for value in features[row]))
 
 
-def always(order: list[int], epoch: int) -> list[int]:
-    return order
+@dataclass(frozen=True)
+class Rows:
+    """What a selector is made of: how many rows there are, the batches that are drawn of them, how
+    many of those may be under way beyond the one that is drawn (`lag`), and the columns of numbers
+    that the config names, row by row.
+    """
+
+    count: int
+    batch_size: int
+    seed: int
+    lag: int = 1
+    features: Sequence[Sequence[float]] = ()
 
 
-class FixedOrder:
-    """`order(epoch)`: the rows of a whole epoch."""
+class RowOrder:
+    """What says which row comes next; one that learns is told of tasks, and overrides what follows
+    `row`.
+    """
 
     learns = False
+
+    def row(self, epoch: int, index: int, draw: int) -> int:
+        """Of the task at `index` of `epoch`, which is task `draw` of all epochs."""
+        raise NotImplementedError
+
+    def is_waiting(self, draw: int) -> bool:
+        """Whether this draw depends on a task that still runs."""
+        return False
+
+    def tell(self, draw: int, row: int, value: float | None) -> None:
+        """The mean reward of a task, or None: it failed."""
+
+    def recall(self, told: list[tuple[int, int, float]], running: list[int]) -> None:
+        """Begin anew with all that was ever told as (draw, row, value), and the draws that have
+        still to be told of.
+        """
+
+
+class FixedOrder(RowOrder):
+    """`order(epoch)`: the rows of a whole epoch."""
 
     def __init__(self, order: Callable[[int], list[int]]):
         self._make = order
@@ -120,7 +150,7 @@ class FixedOrder:
         return self._order[index]
 
 
-class DifficultyBased:
+class DifficultyBased(RowOrder):
     """A Beta(alpha, beta) belief about every row's chance of success; rows whose mean is near
     `target_reward` are preferred.
 
@@ -138,19 +168,20 @@ class DifficultyBased:
 
     def __init__(
         self,
-        rows: int,
-        batch_size: int,
-        seed: int,
-        lag: int,
-        features: Sequence[Sequence[float]] = (),
-        **options: Any,
+        rows: Rows,
+        target_reward: float = 1.0,
+        tau: float = 1.0,
+        m: float = 16,
+        lamb: float = 0.2,
+        rho: float = 0.2,
+        do_sample: float = False,
     ):
-        self.batch_size, self.seed, self.lag = batch_size, seed, lag
-        self.features = np.array(features, dtype=np.float64) if len(features) else None
-        self.target, self.tau, self.trials, self.fade, self.rho, self.do_sample = (
-            OPTIONS | options
-        ).values()
-        self.rows = rows
+        self.batch_size, self.seed, self.lag = rows.batch_size, rows.seed, rows.lag
+        known = len(rows.features)
+        self.features = np.array(rows.features, dtype=np.float64) if known else None
+        self.target, self.tau, self.trials = target_reward, tau, m
+        self.fade, self.rho, self.do_sample = lamb, rho, do_sample
+        self.rows = rows.count
         self.recall([], [])
 
     def recall(self, told: list[tuple[int, int, float]], running: list[int]) -> None:
@@ -248,6 +279,50 @@ class DifficultyBased:
         return [int(row) for row in order[: self.batch_size]]
 
 
+def as_they_stand(rows: Rows) -> RowOrder:
+    return FixedOrder(partial(always, list(range(rows.count))))
+
+
+def permuted(rows: Rows) -> RowOrder:
+    return FixedOrder(partial(shuffled, rows.count, rows.seed))
+
+
+def at_random(rows: Rows) -> RowOrder:
+    return FixedOrder(partial(drawn, rows.count, rows.seed, batch_size=rows.batch_size))
+
+
+def easiest_first(rows: Rows) -> RowOrder:
+    return FixedOrder(partial(always, easy_to_hard(rows.features)))
+
+
+def always(order: list[int], epoch: int) -> list[int]:
+    return order
+
+
+@dataclass(frozen=True)
+class Selector:
+    """`function(rows, **kwargs)` makes a `RowOrder`. `repeats`: a row may come twice in an
+    epoch.
+    """
+
+    function: Callable[..., RowOrder]
+    takes_features: bool = True
+    repeats: bool = True
+
+
+SELECTORS = {
+    "sequential": Selector(as_they_stand, takes_features=False, repeats=False),
+    "shuffle": Selector(permuted, takes_features=False, repeats=False),
+    "random": Selector(at_random, takes_features=False),
+    "offline_easy2hard": Selector(easiest_first, repeats=False),
+    LEARNING: Selector(DifficultyBased),
+}
+
+
+def repeats(config: TaskSelectorConfig) -> bool:
+    return config.selector_type is not None and SELECTORS[config.selector_type].repeats
+
+
 def build(
     config: TaskSelectorConfig,
     shuffle: bool,
@@ -256,17 +331,9 @@ def build(
     seed: int,
     lag: int,
     features: Callable[[], list[list[float]]],
-) -> FixedOrder | DifficultyBased:
+) -> RowOrder:
     """`features` reads the columns that the config names; only called where they are needed."""
     kind = config.selector_type or ("shuffle" if shuffle else "sequential")
     seed = seed if config.seed is None else config.seed
-    if kind == LEARNING:
-        known = features() if config.feature_keys else ()
-        return DifficultyBased(rows, batch_size, seed, lag, known, **config.kwargs)
-    if kind == "offline_easy2hard":
-        return FixedOrder(partial(always, easy_to_hard(features())))
-    if kind == "random":
-        return FixedOrder(partial(drawn, rows, seed, batch_size=batch_size))
-    return FixedOrder(
-        partial(shuffled, rows, seed) if kind == "shuffle" else partial(always, list(range(rows)))
-    )
+    found = features() if config.feature_keys else ()
+    return SELECTORS[kind].function(Rows(rows, batch_size, seed, lag, found), **config.kwargs)

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from rft.config import ConfigError, FormatConfig, TasksetConfig
+from rft.data import formats
 from rft.data.files import (
     MISSING,
     TABLES,
     at,
-    check_row,
-    check_rows,
+    check_formed,
+    check_made,
     count_rows,
     data_files,
     json_rows,
@@ -48,7 +49,8 @@ def is_table(config: TasksetConfig) -> bool:
 
 def load(config: TasksetConfig, key: str) -> Sequence[dict[str, Any]]:
     check_storage(config, key)
-    return SqlRows(config, key) if is_table(config) else load_rows(files_of(config, key), key)
+    rows = SqlRows(config, key) if is_table(config) else load_rows(files_of(config, key), key)
+    return formats.translated(rows, config.format, key, str(config.path))
 
 
 def count(config: TasksetConfig, key: str) -> int:
@@ -64,14 +66,10 @@ def check(config: TasksetConfig, key: str, prompt: bool = True, answer: bool = T
     check_storage(config, key)
     needs = task_needs(config.format, key, prompt, answer)
     if config.storage_type == "file":
-        return check_rows(files_of(config, key), needs, key)
+        return check_formed(files_of(config, key), needs, key, config.format)
     rows = SqlRows(config, key)
-    for number, row in enumerate(rows):
-        told = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in row.items()}
-        check_row(told, f"{rows.where} row {number + 1}", needs, key)
-    if not len(rows):
-        raise ConfigError(f"{key}.path: no rows in {rows.where}: the table is empty")
-    return len(rows)
+    made = formats.translated(rows, config.format, key, str(config.path))
+    return check_made(made, rows.where, needs, key)
 
 
 def truth(row: dict[str, Any], config: FormatConfig) -> str | None:
@@ -157,7 +155,7 @@ class SqlRows(Sequence[dict[str, Any]]):
 
     def __init__(self, config: TasksetConfig, key: str):
         self.path = str(config.path).removeprefix("sqlite:///")
-        self.messages = config.format.messages_key if config.format.has_messages else None
+        self.messages = config.format.messages_key if formats.has_messages(config.format) else None
         self._connection: sqlite3.Connection | None = None
         if not Path(self.path).is_file():
             raise ConfigError(

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
+from rft.data import formats
 from rft.data.chat import Dialogues, Messages, Spans, clean_messages, row_prompt
 from rft.data.files import (
     Needs,
     StatelessSource,
     at,
-    check_prompt_type,
-    check_rows,
+    check_formed,
     data_files,
     load_rows,
     parsed,
@@ -67,8 +67,7 @@ class Sequence:
 def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
     """The columns of a row, after a look whether this format has a meaning for `schema`."""
     form = f"{key}.format"
-    check_prompt_type(config, key)
-    messages = config.has_messages
+    messages = formats.of(config, key).base == "messages"
     if config.enable_concatenated_multi_turn and not (messages and schema == "sft"):
         raise ConfigError(
             f"{form}.enable_concatenated_multi_turn=true is for sft "
@@ -124,7 +123,7 @@ class Reader:
                 self._answered(raw, at(raw, column))
                 for column in (keys.chosen_key, keys.rejected_key)
             ]
-        if keys.has_messages:
+        if formats.has_messages(keys):
             messages, tools = clean_messages(parsed(raw[keys.messages_key])), self._tools(raw)
             learn = (
                 self.dialogues.every_answer
@@ -136,7 +135,7 @@ class Reader:
 
     def _answered(self, raw: dict[str, Any], answer: Any) -> Sequence:
         """The row's prompt with this answer behind it: a text, a message, or several messages."""
-        if self.config.has_messages:
+        if formats.has_messages(self.config):
             prompt = clean_messages(parsed(raw[self.config.messages_key]))
             return self._dialogue(prompt, clean_messages(parsed(answer)), self._tools(raw))
         said = row_prompt(raw, self.config)
@@ -197,9 +196,8 @@ def check_supervised(
     odd = odd if train_batch_size % PER_ROW[schema] else []
     try:
         needs = row_needs(config.format, key, schema)
-        rows = check_rows(
-            data_files(config.path, config.split, config.subset_name, key), needs, key
-        )
+        files = data_files(config.path, config.split, config.subset_name, key)
+        rows = check_formed(files, needs, key, config.format)
     except ConfigError as error:
         raise ConfigError(*error.problems, *odd) from None
     refuse_all(odd)
@@ -238,8 +236,9 @@ class SupervisedRows(StatelessSource):
     ) -> None:
         if config.path is None:
             raise ConfigError(f"{key_path}.path: storage_type=file needs the path of the rows")
-        rows = load_rows(
-            data_files(config.path, config.split, config.subset_name, key_path), key_path
+        files = data_files(config.path, config.split, config.subset_name, key_path)
+        rows = formats.translated(
+            load_rows(files, key_path), config.format, key_path, str(config.path)
         )
         self.name = config.name
         self.shuffle = config.shuffle

@@ -10,6 +10,7 @@ task comes next; `seek(cursor)` in a new process goes on exactly there; a select
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -161,15 +162,23 @@ class Taskset(Epochs):
             )
         self._sampling = self._make_sampling(key_path)
         self._epoch, self._index = 0, 0
-        self._selector = selectors.build(
+        self._make_selector = partial(
+            selectors.build,
             config.task_selector if train else TaskSelectorConfig(),
             train and config.shuffle,
             len(self._rows),
             batch_size,
             seed,
             lag,
-            lambda: task_source.features(config, key_path),
+            partial(task_source.features, config, key_path),
         )
+
+    @cached_property
+    def _selector(self) -> selectors.RowOrder:
+        """Made where it is used, not where it is sent from: a plug-in's is known there by its name
+        only.
+        """
+        return self._make_selector()
 
     @staticmethod
     def count(config: TasksetConfig, key_path: str = TASKSET_KEY) -> int:
@@ -215,24 +224,18 @@ class Taskset(Epochs):
 
     def is_waiting(self) -> bool:
         """Whether the next task depends on one that still runs."""
-        return isinstance(self._selector, selectors.DifficultyBased) and self._selector.is_waiting(
-            self._draw()
-        )
+        return self._selector.is_waiting(self._draw())
 
     def tell(self, task: Task, value: float | None) -> None:
         """The mean reward of a task, or None when it failed."""
-        if isinstance(self._selector, selectors.DifficultyBased):
-            self._selector.tell(task.draw, task.row, value)
+        self._selector.tell(task.draw, task.row, value)
 
     def recall(self, told: list[list[Any]], running: list[Task]) -> None:
         """Of earlier processes: [taskset, draw, row, value] of every task, and the tasks that have
         to run again.
         """
-        if isinstance(self._selector, selectors.DifficultyBased):
-            ours = [(draw, row, value) for name, draw, row, value in told if name == self.name]
-            self._selector.recall(
-                ours, [task.draw for task in running if task.taskset == self.name]
-            )
+        ours = [(draw, row, value) for name, draw, row, value in told if name == self.name]
+        self._selector.recall(ours, [task.draw for task in running if task.taskset == self.name])
 
     def _make_sampling(self, key_path: str) -> Sampling:
         args = self.config.rollout_args
@@ -255,7 +258,7 @@ class Taskset(Epochs):
         config, defaults, raw = self.config, self.defaults, self._rows[row]
         truth = task_source.truth(raw, config.format)
         # a row may come twice in an epoch
-        again = config.task_selector.selector_type in ("random", selectors.LEARNING)
+        again = selectors.repeats(config.task_selector)
         workflow, reward = (
             raw.get(key) if key else None
             for key in (config.format.workflow_key, config.format.reward_fn_key)

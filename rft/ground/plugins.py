@@ -30,34 +30,54 @@ TABLES = {  # kind: where its table lies; imported with the first of its kind
     "advantage": "rft.algorithm.advantages:ADVANTAGES",
     "token_advantage": "rft.algorithm.token_advantages:TOKEN_ADVANTAGES",
     "policy_loss": "rft.algorithm.losses:LOSSES",
+    "algorithm": "rft.algorithm:ALGORITHMS",
+    "kl": "rft.algorithm.ratios:ESTIMATORS",
+    "sample_strategy": "rft.algorithm.strategies:SAMPLE_STRATEGIES",
+    "monitor": "rft.monitor.sinks:SERVICES",
+    "selector": "rft.data.selectors:SELECTORS",
+    "priority": "rft.buffer.selection:PRIORITIES",
+    "row_format": "rft.data.formats:ROW_FORMATS",
     "experience_operator": "rft.extras.pipeline.operators:EXPERIENCE_OPERATORS",
     "task_operator": "rft.extras.pipeline.operators:TASK_OPERATORS",
 }
 RECORDS = {
     "advantage": "Advantage",
     "token_advantage": "TokenAdvantage",
+    "selector": "Selector",
+    "row_format": "RowFormat",
 }  # beside the table; what a function becomes there
+DATA = {"algorithm": "Algorithm"}  # beside the table; what an entry has to be
+METHODS = {  # of a class, that it must have
+    "monitor": ("log", "table", "histograms", "close"),
+    "priority": ("priority", "stays"),
+    "experience_operator": ("process",),
+    "task_operator": ("process",),
+}
+_origins: dict[tuple[str, str], str] = {}  # the files of what was registered
 T = TypeVar("T")
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
-    """`@register("reward", "short")` above a function or a
-    class: that name in a config means it.
+    """`@register("reward", "short")` above a function or a class, or
+    called with a record of the table: that name in a config means it.
     """
     if kind not in TABLES:
         raise ConfigError(
             f"a plug-in registers {name!r} as {kind!r}: known are {', '.join(TABLES)}"
         )
 
+    origin = str(sys._getframe(1).f_globals.get("__file__"))
+
     def enter(what: T) -> T:
-        table = table_of(kind)
+        table, made = table_of(kind), entry(kind, name, what)
         known = table.get(name)
-        if known is not None and _place(known) != _place(what):
+        if known is not None and _place(known) != _place(made):
+            there = _origins.get((kind, name), TABLES[kind].partition(":")[0])
             raise ConfigError(
-                f"{kind} {name!r} is registered twice, in {_place(known)[0]} and in "
-                f"{_place(what)[0]}: give one another name"
+                f"{kind} {name!r} is registered twice, in {there} and in {origin}: give one "
+                "another name"
             )
-        table[name] = entry(kind, what)
+        table[name], _origins[kind, name] = made, origin
         return what
 
     return enter
@@ -69,14 +89,23 @@ def table_of(kind: str) -> dict[str, Any]:
     return table
 
 
-def entry(kind: str, what: Any) -> Any:
+def entry(kind: str, name: str, what: Any) -> Any:
     """What the table holds: a record with defaults around a plain
     function, where its entries are records.
     """
-    if kind not in RECORDS:
+    wanted = RECORDS.get(kind) or DATA.get(kind)
+    record = wanted and getattr(importlib.import_module(TABLES[kind].partition(":")[0]), wanted)
+    if record and isinstance(what, record):
         return what
-    record = getattr(importlib.import_module(TABLES[kind].partition(":")[0]), RECORDS[kind])
-    return what if isinstance(what, record) else record(what)
+    if kind in DATA or not callable(what):
+        raise ConfigError(
+            f"{kind} {name!r} is registered as {type(what).__name__}: register "
+            f"{wanted if kind in DATA else 'a function or a class'}"
+        )
+    lacking = [one for one in METHODS.get(kind, ()) if not hasattr(what, one)]
+    if isinstance(what, type) and lacking:
+        raise ConfigError(f"{kind} {name!r} has no method {lacking[0]!r}: give it one")
+    return record(what) if record else what
 
 
 def load(directories: Iterable[str] = ()) -> list[str]:
@@ -171,6 +200,8 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
 def _place(what: Any) -> tuple[str, str]:
     """Where a function or class was written; the same file imported again says the same."""
     what = getattr(what, "function", what)  # of a record
+    if not callable(what):
+        return type(what).__module__, repr(what)
     module = sys.modules.get(what.__module__)
     code = getattr(what, "__code__", None)
     file = code.co_filename if code else getattr(module, "__file__", None)

@@ -29,7 +29,6 @@ from rft.config import ConfigError
 from rft.monitor.run_record import RunRecord
 
 log = logging.getLogger(__name__)
-ARGS = ("uri", "username", "password")
 DEFAULT_URI = "http://localhost:5000"
 REPLY_S = 20.0
 CLOSE_S = 30.0  # for what is still to be sent when the run ends
@@ -44,15 +43,13 @@ class TrackingError(RuntimeError):
 class Server:
     """One tracking server.
 
-    `args`: monitor_args; what is not there comes from MLflow's own variables.
+    What is not given comes from MLflow's own variables.
     """
 
-    def __init__(self, args: dict[str, Any]):
-        self.uri = str(
-            args.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
-        ).rstrip("/")
-        user = args.get("username") or os.environ.get("MLFLOW_TRACKING_USERNAME")
-        password = args.get("password") or os.environ.get("MLFLOW_TRACKING_PASSWORD")
+    def __init__(self, uri: str | None, username: str | None, password: str | None):
+        self.uri = str(uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI).rstrip("/")
+        user = username or os.environ.get("MLFLOW_TRACKING_USERNAME")
+        password = password or os.environ.get("MLFLOW_TRACKING_PASSWORD")
         self.headers = {"Content-Type": "application/json"}
         if user and password:
             self.headers["Authorization"] = (
@@ -84,9 +81,16 @@ class MLflow:
     """The sink. A resumed job goes on with its run."""
 
     def __init__(
-        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
+        self,
+        job_dir: Path,
+        project: str,
+        name: str,
+        resume_step: int,
+        uri: str | None = None,
+        username: str | None = None,
+        password: str | None = None,
     ) -> None:
-        self._server = Server(args)
+        self._server = Server(uri, username, password)
         self._lost = 0
         self._orders: queue.SimpleQueue[tuple[str, Any, str] | None] = queue.SimpleQueue()
         try:

@@ -14,21 +14,20 @@ service's client and no file or log.
 import difflib
 import hashlib
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
-from rft.config import ConfigError, MonitorConfig
+from rft.config import ConfigError, MonitorConfig, arguments
 from rft.ground import redact
 from rft.ground.protocols import MetricSink
 from rft.monitor.console import Console
 from rft.monitor.metrics import with_other_names
-from rft.monitor.mlflow import ARGS as MLFLOW_ARGS
 from rft.monitor.mlflow import MLflow
 from rft.monitor.run_record import RunFiles, RunRecord
 
-WANDB_ARGS = ("mode", "base_url", "api_key", "entity", "group", "tags")
+Mode = Literal["offline", "online", "disabled"]
 
 
 class Monitor:
@@ -68,9 +67,7 @@ class TensorBoard:
     resumed step are purged by the reader.
     """
 
-    def __init__(
-        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
-    ) -> None:
+    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int) -> None:
         module = _needs("torch.utils.tensorboard", "tensorboard", "tensorboard")
         purge_step = resume_step + 1 if resume_step > 0 else 0
         self._summary = _needs("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard")
@@ -102,13 +99,23 @@ class Wandb:
     """A Weights & Biases run under `<job>/wandb`, offline unless `monitor_args.mode=online`."""
 
     def __init__(
-        self, job_dir: Path, project: str, name: str, resume_step: int, args: dict[str, Any]
+        self,
+        job_dir: Path,
+        project: str,
+        name: str,
+        resume_step: int,
+        mode: Mode = "offline",
+        base_url: str | None = None,
+        api_key: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] | None = None,
     ) -> None:
         wandb = self._wandb = _needs("wandb", "wandb", "rft[monitor]")
-        mode = args.get("mode", "offline")
-        if mode not in ("offline", "online", "disabled"):
-            raise ConfigError(f"monitor.monitor_args.mode={mode}: use offline, online or disabled")
-        secret = {key: args[key] for key in ("base_url", "api_key") if args.get(key)}
+        if mode not in get_args(Mode):
+            raise ConfigError(f"monitor.monitor_args.mode={mode}: use {', '.join(get_args(Mode))}")
+        secret = {k: v for k, v in (("base_url", base_url), ("api_key", api_key)) if v}
+        of_run = {"entity": entity, "group": group, "tags": tags}
         # Meta data would hold the command line, and with it a key that was given there.
         settings = wandb.Settings(
             silent=mode != "online", console="off", x_disable_meta="api_key" in secret, **secret
@@ -124,7 +131,7 @@ class Wandb:
             # a resumed job is the same run
             id=hashlib.sha256(str(job_dir.resolve()).encode()).hexdigest()[:16],
             resume="allow" if mode == "online" else None,
-            **{key: args[key] for key in ("entity", "group", "tags") if key in args},
+            **{key: value for key, value in of_run.items() if value is not None},
         )
         # ours, so an evaluation may be logged after its step
         self._run.define_metric("*", step_metric="step")
@@ -148,12 +155,25 @@ class Wandb:
         self._wandb.teardown()  # waits for its own process, which may still have lines to write
 
 
-# the sink, and the keys of monitor_args that it takes
-SERVICES: dict[str, tuple[type[TensorBoard | Wandb | MLflow] | None, tuple[str, ...]]] = {
-    "tensorboard": (TensorBoard, ()),
-    "wandb": (Wandb, WANDB_ARGS),
-    "mlflow": (MLflow, MLFLOW_ARGS),
-    "none": (None, ()),
+class Nowhere:
+    """Nobody but the console and the job's own files."""
+
+    def __init__(self, job_dir: Path, project: str, name: str, resume_step: int) -> None: ...
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+
+    def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None: ...
+
+    def histograms(self, values: dict[str, list[float]], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+SERVICES: dict[str, Callable[..., MetricSink]] = {  # more arguments: the keys of monitor_args
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "none": Nowhere,
 }
 
 
@@ -176,15 +196,12 @@ def build(
         raise ConfigError(
             f"monitor.monitor_type={config.monitor_type}: {hint}known are {', '.join(SERVICES)}"
         )
-    job_dir, (service, known) = Path(job_dir), SERVICES[config.monitor_type]
-    sinks: list[MetricSink] = []
-    if service is not None:  # first: it may be refused, and then nothing else has been touched
-        _refuse_unknown(config.monitor_args, known)
-        sinks.append(service(job_dir, project, name, resume_step, dict(config.monitor_args)))
-    sinks.append(RunFiles(job_dir, resume_step))
-    return Monitor(
-        [Console(name, total_steps, max(resume_step, 0), stream), *sinks], config.other_names
-    )
+    job_dir, service = Path(job_dir), SERVICES[config.monitor_type]
+    _refuse_unknown(config.monitor_args, service)
+    # first: it may be refused, and then nothing else has been touched
+    sink = service(job_dir, project, name, resume_step, **config.monitor_args)
+    console = Console(name, total_steps, max(resume_step, 0), stream)
+    return Monitor([console, sink, RunFiles(job_dir, resume_step)], config.other_names)
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -212,9 +229,10 @@ def _needs(module: str, package: str, install: str) -> ModuleType:
         ) from error
 
 
-def _refuse_unknown(args: dict[str, Any], known: Sequence[str]) -> None:
+def _refuse_unknown(args: dict[str, Any], service: Callable[..., MetricSink]) -> None:
+    known = arguments.options(service)
     for key in args:
-        if key not in known:
+        if not arguments.takes(service, key):
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ConfigError(

@@ -27,6 +27,7 @@ from rft.config import (
     TasksetConfig,
     is_remote,
 )
+from rft.data import formats
 from rft.data.files import count_rows, task_needs
 from rft.data.source import is_table
 from rft.data.supervised import check_supervised, row_needs, rows_per_step
@@ -117,7 +118,8 @@ def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
     )
     made = tasks.named_columns(given)
     for name, column in needs.columns.items():
-        if given.target_fields and column not in (*given.target_fields, *made):
+        is_there = column in (*given.target_fields, *made) or formats.of(reader.format).translates
+        if given.target_fields and not is_there:
             yield (
                 f"{TASKS}.target_fields leaves {column!r} out, which {key}.format.{name} names; "
                 "add it"

@@ -17,6 +17,7 @@ from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
 from rft.config.keys import spelled
 from rft.config.trinity_flows import refusal
+from rft.data import formats
 from rft.data.source import column, names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
@@ -312,7 +313,7 @@ def templates(c: Config) -> Iterator[str]:
     given = c.buffer.trainer_input
     beside = given.auxiliary_buffers.items()
     buffers = [(f"{BESIDE}.{name}", rows) for name, rows in beside]
-    formats: list[tuple[str, Any]] = [(key, one.format) for key, one, _ in tasksets(c)]
+    read: list[tuple[str, Any]] = [(key, one.format) for key, one, _ in tasksets(c)]
     if template := c.model.custom_chat_template:
         yield from _parsed(f"model.{of_model}", template)
     for key, rows in [(BUFFER, given.experience_buffer), *buffers]:
@@ -321,11 +322,11 @@ def templates(c: Config) -> Iterator[str]:
         elif rows.storage_type == "file" and (
             rows is not given.experience_buffer or is_supervised(c.algorithm)
         ):
-            formats.append((key, rows.format))
+            read.append((key, rows.format))
     if has_template(c):
         return
-    for key, form in formats:
-        if form.has_messages or form.system_prompt or form.system_prompt_key:
+    for key, form in read:
+        if formats.has_messages(form) or form.system_prompt or form.system_prompt_key:
             yield (
                 f"{key}.format has chat messages, and the tokenizer of "
                 f"model.model_path={c.model.model_path} has no "

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from rft.agents.workflow import AgentSettings
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import SUFFIXES, is_file
-from rft.buffer.selection import ARGUMENTS, PRIORITIES
-from rft.config import TRAINING, Config, ExperienceBufferConfig, get, nearest
+from rft.buffer.selection import PRIORITIES, LinearDecay, LinearDecayUseCountControl
+from rft.config import TRAINING, Config, ExperienceBufferConfig, arguments, get, nearest
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import redact
 from rft.ground.errors import problems_of
@@ -274,21 +274,27 @@ def notes(c: Config) -> Iterator[str]:
 
 def _priority(c: Config) -> Iterator[str]:
     replay = _buffer(c).replay_buffer
-    known = ARGUMENTS[replay.priority_fn]
-    for name, value in replay.priority_fn_args.items() if has_buffer(c) else ():
-        if name not in known:
+    if not has_buffer(c):
+        return
+    make, given = PRIORITIES[replay.priority_fn], replay.priority_fn_args
+    known = arguments.options(make)
+    for name, value in given.items():
+        key = f"{REPLAY}.priority_fn_args.{name}"
+        if not arguments.takes(make, name):
             yield (
-                f"{REPLAY}.priority_fn_args.{name}: {replay.priority_fn} does not take it; it "
-                f"takes {', '.join(known)}"
+                f"{key}: {replay.priority_fn} does not take it; it "
+                f"takes {', '.join(known) or 'none'}"
             )
-        elif (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or (name != "use_count_limit" and value < 0)
-            or (name == "use_count_limit" and value != int(value))
+        elif name not in known:
+            continue
+        elif make not in (LinearDecay, LinearDecayUseCountControl):
+            yield from arguments.wrong_value(key, value, known[name])
+        elif any(arguments.wrong_value(key, value, known[name])) or (
+            value != int(value) if name == "use_count_limit" else value < 0
         ):
-            yield f"{REPLAY}.priority_fn_args.{name}={value}: give a number, 0 or more"
+            yield f"{key}={value}: give a number, 0 or more"
+    for name in arguments.missing(given, known):
+        yield f"{REPLAY}.priority_fn_args.{name} is not set: {replay.priority_fn} needs it"
 
 
 def _of_buffer(keys: str, test: Callable[[ExperienceBufferConfig], Any], says: Says) -> Rule:

@@ -7,11 +7,11 @@ itself.
 import ipaddress
 import re
 from collections.abc import Callable, Iterator
+from typing import get_args
 
-from rft.config import Config, engine_arguments, get, nearest
-from rft.monitor import mlflow
-from rft.monitor.sinks import WANDB_ARGS
-from rft.preflight.rules import Rule
+from rft.config import Config, arguments, engine_arguments, get, nearest
+from rft.monitor.sinks import SERVICES, Mode
+from rft.preflight.rules import Rule, among
 from rft.preflight.rules_data import BUFFER, REPLAY, has_buffer
 from rft.preflight.rules_trainer import TYPE
 from rft.sync import style
@@ -22,8 +22,6 @@ APART = ("train", "explore", "serve")
 AUXILIARY = "explorer.auxiliary_models"
 NAME = re.compile(r"[\w.@-]{1,64}")  # it stands in addresses
 FORBIDDEN = re.compile(r"[\x00-\x1f\\*?\"<>|]")
-MONITOR_ARGS = {"tensorboard": (), "wandb": WANDB_ARGS, "mlflow": mlflow.ARGS}
-WANDB_MODES = ("offline", "online", "disabled")
 SHARED, MOST_SHARED = 0.5, 0.6  # of a card's memory, for an engine beside a trainer
 COLOCATED = {  # what taking turns needs of other keys, and why
     "mode": ("both", "only a run with trainer and engines has something to share"),
@@ -290,13 +288,21 @@ def _monitor(c: Config) -> Iterator[str]:
     now.
     """
     kind, args = c.monitor.monitor_type, c.monitor.monitor_args
-    known = MONITOR_ARGS.get(kind)
-    for name in args if known is not None else ():
-        if name not in known:
+    known, modes = arguments.options(SERVICES[kind]), get_args(Mode)
+    for name, value in args.items():
+        if not arguments.takes(SERVICES[kind], name):
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             yield f"monitor.monitor_args.{name}: monitor_type={kind} does not take it; {takes}"
-    if kind == "wandb" and args.get("mode", "offline") not in WANDB_MODES:
-        yield f"monitor.monitor_args.mode={args['mode']}: use {', '.join(WANDB_MODES)}"
+        elif kind == "wandb" and name == "mode":
+            if value not in modes:
+                yield f"monitor.monitor_args.mode={value}: use {', '.join(modes)}"
+        elif name in known:
+            yield from arguments.wrong_value(f"monitor.monitor_args.{name}", value, known[name])
+    for name in arguments.missing(args, known):
+        yield f"monitor.monitor_args.{name} is not set: monitor_type={kind} needs it"
 
 
-MONITOR = (Rule("monitor.monitor_args monitor.monitor_type", _monitor),)
+MONITOR = (
+    among("monitor.monitor_type", SERVICES),
+    Rule("monitor.monitor_args monitor.monitor_type", _monitor),
+)

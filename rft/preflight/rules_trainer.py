@@ -11,21 +11,16 @@ from typing import Any
 
 import fsspec
 
-from rft.algorithm import ALGORITHMS, mixing, recipe
+from rft.algorithm import ALGORITHMS, recipe
 from rft.algorithm.advantages import ADVANTAGES
-from rft.config import Config, OptimizerConfig, get, is_remote, nearest
+from rft.algorithm.strategies import SAMPLE_STRATEGIES
+from rft.config import Config, OptimizerConfig, arguments, get, is_remote, nearest
 from rft.megatron import schedule
 from rft.preflight.rules import SETS, Rule, among, tasksets
 from rft.trainer.feed import is_supervised
 
 TYPE, RECIPE = "algorithm.algorithm_type", "algorithm.advantage_fn"
 STRATEGY, STRATEGY_ARGS = "algorithm.sample_strategy", "algorithm.sample_strategy_args"
-STRATEGIES = {
-    "default": (),
-    "warmup": (),
-    "staleness_control": ("max_staleness",),
-    "mix": tuple(mixing.DEFAULTS),
-}
 BUFFER = "buffer.trainer_input.experience_buffer"
 TINKER = "tinker"
 THERE = "the model is at the service, which cuts and keeps it as it likes"
@@ -106,12 +101,15 @@ def _few(c: Config) -> Iterator[str]:
 
 def _strategy_args(c: Config) -> Iterator[str]:
     strategy, given = str(c.algorithm.sample_strategy), c.algorithm.sample_strategy_args
-    known = STRATEGIES[strategy]
-    if strange := given.keys() - set(known):
-        yield (
-            f"{STRATEGY_ARGS}.{min(strange)} is unknown to sample_strategy={strategy}; "
-            + (f"known: {', '.join(known)}" if known else "it takes none")
-        )
+    known = arguments.options(SAMPLE_STRATEGIES[strategy])
+    for name, value in given.items():
+        if name not in known:
+            yield (
+                f"{STRATEGY_ARGS}.{name} is unknown to sample_strategy={strategy}; "
+                + (f"known: {', '.join(known)}" if known else "it takes none")
+            )
+        elif strategy != "staleness_control":
+            yield from arguments.wrong_value(f"{STRATEGY_ARGS}.{name}", value, known[name])
     limit = given.get("max_staleness")
     if strategy == "staleness_control" and (
         not isinstance(limit, int) or isinstance(limit, bool) or limit < 0
@@ -120,17 +118,21 @@ def _strategy_args(c: Config) -> Iterator[str]:
             f"{STRATEGY_ARGS}.max_staleness={limit}: staleness_control needs a "
             "whole number of versions, 0 or more"
         )
+    elif missing := arguments.missing(given, known):
+        yield f"{STRATEGY_ARGS}.{missing[0]} is not set: sample_strategy={strategy} needs it"
 
 
 ALGORITHM_GIVEN = (among(TYPE, ALGORITHMS),)  # asked before it fills the rest in
 ALGORITHM = (
     Rule(f"algorithm.repeat_times {TYPE}", _few, reads=RECIPE),
-    among(STRATEGY, STRATEGIES, TYPE),
+    among(STRATEGY, SAMPLE_STRATEGIES, TYPE),
     Rule(f"{STRATEGY_ARGS} {STRATEGY} {TYPE}", _strategy_args),
     Rule(
         f"{STRATEGY} {TYPE}",
-        lambda c: c.algorithm.sample_strategy == "staleness_control" and is_supervised(c.algorithm),
-        "algorithm.sample_strategy=staleness_control with "
+        lambda c: (
+            is_supervised(c.algorithm) and c.algorithm.sample_strategy not in ("default", "warmup")
+        ),
+        "algorithm.sample_strategy={algorithm.sample_strategy} with "
         "algorithm_type={algorithm.algorithm_type}: rows have no age; leave it out",
     ),
     Rule(

@@ -24,7 +24,8 @@ from rft.config.keys import Setting, tables
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, COVERAGE = ROOT / "docs", ROOT / "tests" / "coverage"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-STATES = ("done", "mapped", "refused")
+STATES = ("done", "partly", "mapped", "refused")
+BESIDE = ("rows.tsv", "made_by.tsv", "weaknesses.tsv")  # other tables than what became of a row
 SECTIONS = {
     "A": "Configuration",
     "B": "Algorithm",
@@ -174,11 +175,41 @@ def standings() -> list[Standing]:
     """What the tables beside rows.tsv say, one table after the other."""
     found = []
     for table in sorted(COVERAGE.glob("*.tsv")):
-        if table.name != "rows.tsv":
+        if table.name not in BESIDE:
             for line in table.read_text(encoding="utf-8").splitlines():
                 row, state, how, tests = line.split("\t")
                 found.append(Standing(row, state, how, tuple(tests.split())))
     return found
+
+
+def made_by() -> dict[str, tuple[str, str]]:
+    """Row: the function that makes it, and the test that fails without it."""
+    lines = (COVERAGE / "made_by.tsv").read_text(encoding="utf-8").splitlines()
+    return {row: (function, test) for row, function, _, test in (one.split("\t") for one in lines)}
+
+
+def weaknesses() -> list[tuple[str, str, str]]:
+    """Number, what is wrong in the reference, and the test that shows that rft has it not."""
+    lines = (COVERAGE / "weaknesses.tsv").read_text(encoding="utf-8").splitlines()
+    return [tuple(line.split("\t")) for line in lines]  # type: ignore[misc]
+
+
+def weaknesses_table() -> list[str]:
+    given = weaknesses()
+    shown = sum("::" in test for *_, test in given)
+    return [
+        "### W: Weaknesses of the reference",
+        "",
+        f"{shown} of {len(given)} have a test that shows them absent.",
+        "",
+        "| | weakness there | absent here by |",
+        "| --- | --- | --- |",
+        *(
+            line(row, what, f"`{test.removeprefix('tests/')}`" if "::" in test else test)
+            for row, what, test in given
+        ),
+        "",
+    ]
 
 
 def coverage_table() -> str:
@@ -187,19 +218,23 @@ def coverage_table() -> str:
     said = {standing.row: standing for standing in standings()}
     counts = Counter(standing.state for standing in said.values())
     told = ", ".join(f"{counts[state]} {state}" for state in STATES)
+    makers = made_by()
     lines = [f"{len(named)} features: {told}, {len(named) - len(said)} missing.", ""]
+    lines += [f"{len(makers)} of them name the function that makes them and die without it.", ""]
     for letter, rows in groupby(named, key=lambda row: row[0]):
         lines += [
             f"### {letter}: {SECTIONS[letter]}",
             "",
-            "| | feature | is | how, or why not | shown by |",
+            "| | feature | is | how, or why not | made by | shown by |",
         ]
-        lines.append("| --- | --- | --- | --- | --- |")
+        lines.append("| --- | --- | --- | --- | --- | --- |")
         for row in rows:
             standing = said.get(row, Standing(row, "missing", "", ()))
             tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in standing.tests)
-            lines.append(line(row, named[row], standing.state, standing.how, tests))
+            function = f"`{makers[row][0]}`" if row in makers else ""
+            lines.append(line(row, named[row], standing.state, standing.how, function, tests))
         lines.append("")
+    lines += weaknesses_table()
     return "\n".join(lines)
 
 

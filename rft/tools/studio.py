@@ -1,12 +1,13 @@
-"""`rft studio [--port 8501]`: a page on which a config is put together; it says at every change
-what would be refused, and why.
+"""`rft studio [--port 8501] [plugin=DIRECTORY ...]`: a page on which a config is put together; it
+says at every change what would be refused, and why.
 
     page ── recipe, values ──► examine
             ──► the file for `rft train --config`, problems by key, GPUs, memory
 
 In: what the browser sends. Out: the page, its fields, and for a set of values what `rft train`,
 `rft config` and `rft doctor` would say of them. Nothing is started, imported, asked or written, and
-a recipe's `prepare` function is not called. Invariant: what the page calls ready is a file that
+a recipe's `prepare` function is not called; plug-ins are those that were named when the server was
+started, never of a request. Invariant: what the page calls ready is a file that
 `rft train --config` takes, but for what it says is looked at only at a start.
 """
 
@@ -23,8 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from rft import config as configs
 from rft import preflight
 from rft.config import TRAINING, Config, ConfigError
-from rft.ground import hubs
-from rft.ground.errors import refuse_all
+from rft.ground import hubs, plugins
+from rft.ground.errors import refuse, refuse_all
 from rft.tools import config as config_tool
 from rft.tools import fit, local_page, studio_fields
 
@@ -41,7 +42,22 @@ def main(argv: list[str]) -> int:
         prog="rft studio", description="Put a config together in the browser."
     )
     parser.add_argument("--port", type=int, default=8501, help="0: any free one (default: 8501)")
-    return local_page.serve("rft studio", parser.parse_args(argv).port, PAGE, ANSWERS)
+    parser.add_argument(
+        "plugins", nargs="*", metavar="plugin=DIRECTORY", help="plug-ins whose names are offered"
+    )
+    given = parser.parse_args(argv)
+    try:
+        plugins.load([directory_of(word) for word in given.plugins])
+    except ConfigError as error:
+        return refuse(error)
+    return local_page.serve("rft studio", given.port, PAGE, ANSWERS)
+
+
+def directory_of(word: str) -> str:
+    key, _, directory = word.partition("=")
+    if key != "plugin" or not directory:
+        raise ConfigError(f"{word}: give plugin=DIRECTORY, once for each")
+    return directory
 
 
 def described() -> dict[str, Any]:
@@ -93,7 +109,8 @@ def recipe(name: str) -> DictConfig:
     """What experiment=<name> composes; callers change a copy."""
     if name not in RECIPES:
         raise ConfigError(configs.nearest(name, RECIPES, "experiment"))
-    return configs.compose([f"experiment={name}"])
+    known = plugins.named()
+    return configs.compose([f"experiment={name}", *([f"plugin_dirs={known}"] if known else [])])
 
 
 def put(raw: DictConfig, key: str, text: str) -> None:

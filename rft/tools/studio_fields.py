@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rft.algorithm import ALGORITHMS
 from rft.config.keys import Setting, tables
-from rft.rollout import rewards, workflows
+from rft.ground import plugins
 
 BASIC, IMPORTANT = "Basic", "Important"
 PARTS = {  # of the expert mode: what a key begins with
@@ -59,6 +58,21 @@ BEGINNER = {
         "checkpoint_root_dir",
     ),
 }
+KINDS = {  # keys that end so name entries of these tables
+    "algorithm_type": ("algorithm",),
+    "advantage_fn": ("advantage", "token_advantage"),
+    "policy_loss_fn": ("policy_loss",),
+    "sample_strategy": ("sample_strategy",),
+    "kl_loss_fn": ("kl",),
+    "kl_penalty_fn": ("kl",),
+    "monitor_type": ("monitor",),
+    "selector_type": ("selector",),
+    "priority_fn": ("priority",),
+    "prompt_type": ("row_format",),
+    "reward_fn_type": ("reward",),
+    "workflow_type": ("workflow",),
+}
+ONLY_NAMED = ("algorithm.algorithm_type", "monitor.monitor_type")  # nothing else will do
 NOT_SET_HERE = ("stage_name", "prepare", "finish")  # a recipe's own business
 VISIBLE = (  # (keys that begin so, are of use where this key, is one of these)
     ("critic.", "algorithm.algorithm_type", ("ppo",)),
@@ -127,19 +141,21 @@ def part_of(key: str) -> str:
 def choices(setting: Setting) -> tuple[str, ...]:
     if setting.type == "bool":
         return ("true", "false")
-    if setting.key == "algorithm.algorithm_type":
-        return tuple(ALGORITHMS)
+    if setting.key in ONLY_NAMED:
+        return named(setting.key)
     return (
         ("null", *setting.choices) if setting.is_optional and setting.choices else setting.choices
     )
 
 
 def suggested(key: str) -> tuple[str, ...]:
-    if key.endswith("prompt_type"):
-        return ("plaintext", "messages")
-    if key.endswith("reward_fn_type"):
-        return tuple(rewards.REWARDS)
-    return tuple(workflows.WORKFLOWS) if key.endswith("workflow_type") else ()
+    return () if key in ONLY_NAMED else named(key)
+
+
+def named(key: str) -> tuple[str, ...]:
+    """The entries of its tables: rft's own, and those of plug-ins that this process has loaded."""
+    kinds = next((kinds for end, kinds in KINDS.items() if key.endswith(end)), ())
+    return tuple(name for kind in kinds for name in plugins.table_of(kind))
 
 
 def is_visible(key: str, values: dict[str, Any]) -> bool:

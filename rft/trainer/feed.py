@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
+from rft.algorithm.strategies import SAMPLE_STRATEGIES
 from rft.config import AlgorithmConfig, Config
 from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row
 from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
@@ -154,16 +155,9 @@ class Feed:
         return (metrics | dropped | judged.metrics, judged.groups), rows
 
     def _fresh(self, batch: Batch) -> tuple[list[Experience], dict[str, float]]:
-        """`sample_strategy=staleness_control` leaves out experiences with
-        a token of a version that is too old.
-        """
-        if self.algorithm.sample_strategy != "staleness_control":
-            return batch.experiences, {}
-        oldest = batch.step - int(self.algorithm.sample_strategy_args["max_staleness"])
-        fresh = [
-            e for e in batch.experiences if e.oldest_version is None or e.oldest_version >= oldest
-        ]
-        return fresh, {"sample/dropped_stale": float(len(batch.experiences) - len(fresh))}
+        """What `sample_strategy` leaves of a batch."""
+        kept = SAMPLE_STRATEGIES[self.algorithm.sample_strategy or "default"]
+        return kept(batch.experiences, batch.step, **self.algorithm.sample_strategy_args)
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from rft.tools import docs_tables
+from tests.verify import mutants
+from tests.verify.planted.sitecustomize import planted
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDINGS = docs_tables.standings()
@@ -54,6 +56,34 @@ def problems(standing: docs_tables.Standing) -> Iterator[str]:
             yield f"{file} does not exist"
         elif name not in names_in(file):
             yield f"{file} has no {name}"
+
+
+def test_functions_and_tests_of_mutants_are_there() -> None:
+    """`tests/verify/mutants.py` runs them; here, that a renamed one is noticed at once."""
+    states, wrong = {standing.row: standing.state for standing in STANDINGS}, []
+    for one in mutants.makers():
+        module, _, qualname = one.function.partition(":")
+        source = ROOT / f"{module.replace('.', '/')}.py"
+        source = source if source.is_file() else source.with_suffix("") / "__init__.py"
+        try:
+            planted(source.read_text(encoding="utf-8"), qualname, one.instead)
+        except (OSError, SyntaxError, LookupError) as error:
+            wrong.append(f"{one.row}: {one.function}: {error}")
+        standing = docs_tables.Standing(one.row, states.get(one.row, ""), "how", (one.test,))
+        wrong += [f"{one.row}: {problem}" for problem in problems(standing)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_weakness_has_its_test_or_says_that_it_has_none() -> None:
+    given = docs_tables.weaknesses()
+    assert [row for row, *_ in given] == [f"W{number:02}" for number in range(1, 62)]
+    wrong = [
+        f"{row}: {problem}"
+        for row, what, test in given
+        if test != "no test"
+        for problem in problems(docs_tables.Standing(row, "done", what, (test,)))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_page_is_that_of_the_tables() -> None:

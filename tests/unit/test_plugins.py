@@ -102,6 +102,19 @@ def test_reward_workers_know_them(directory: Path) -> None:
             'from rft.ground.plugins import register\n@register("rewards", "a")\ndef f(): ...',
             "as 'rewards': known are workflow, reward",
         ),
+        (
+            'from rft.ground.plugins import register\nregister("algorithm", "a")({})',
+            "algorithm 'a' is registered as dict: register Algorithm",
+        ),
+        (
+            "from rft.algorithm import Algorithm\nfrom rft.ground.plugins import register\n"
+            'register("algorithm", "grpo")(Algorithm("rollouts", "ppo", "grpo", "token-mean", 2))',
+            "algorithm 'grpo' is registered twice, in rft.algorithm and in .*other.py",
+        ),
+        (
+            'from rft.ground.plugins import register\n@register("monitor", "a")\nclass A: ...',
+            "monitor 'a' has no method 'log'",
+        ),
         ("import no_such_module", "other.py cannot be imported: ModuleNotFoundError"),
         ("def f(:", "other.py cannot be imported: SyntaxError"),
     ],

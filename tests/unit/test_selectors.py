@@ -24,7 +24,7 @@ from rft.config import (
     TasksetConfig,
 )
 from rft.data import selectors
-from rft.data.selectors import DifficultyBased
+from rft.data.selectors import DifficultyBased, Rows
 from rft.data.taskset import Mixture, TaskDefaults, Taskset
 from rft.ground.experience import Experience, Task, decode
 from rft.ground.protocols import ActorHandle
@@ -102,7 +102,7 @@ def test_the_belief_is_the_counts_that_were_told() -> None:
     """By hand: 10 trials each; what was believed fades by a half, towards Beta(1, 1), when new
     trials of the row come.
     """
-    made = DifficultyBased(4, 2, seed=0, lag=0, m=10, lamb=0.5)
+    made = DifficultyBased(Rows(4, 2, 0, 0), m=10, lamb=0.5)
     made.row(0, 0, 0), made.row(0, 1, 1)
     made.tell(0, 2, 0.8)
     made.tell(1, 3, 7.0)  # a reward above 1 is a success, no more
@@ -124,18 +124,18 @@ def test_rows_that_were_not_drawn_learn_from_their_features() -> None:
     expected at 0.5 too.
     """
     features = [[0.1, 0.5], [0.2, 0.6], [0.4, 0.6]]
-    made = DifficultyBased(3, 2, 0, 0, features, m=10, rho=0.2, lamb=0.0)
+    made = DifficultyBased(Rows(3, 2, 0, 0, features), m=10, rho=0.2, lamb=0.0)
     made._update([(0, 0, 0.3), (1, 1, 0.4)])
     np.testing.assert_allclose((made.alpha[2], made.beta[2]), (1 + 2 * 0.5, 1 + 2 * 0.5))
     np.testing.assert_allclose(made.alpha[0], 1 + 0.2 * 10 * 0.3 + 0.8 * 10 * 0.3)
 
 
 def test_it_draws_what_is_near_the_target() -> None:
-    made = DifficultyBased(6, 2, 0, 0, tau=0.0, target_reward=0.5, m=100)
+    made = DifficultyBased(Rows(6, 2, 0, 0), tau=0.0, target_reward=0.5, m=100)
     for row, value in enumerate((0.0, 0.1, 0.45, 0.55, 0.9, 1.0)):
         made._update([(row, row, value)])
     assert sorted(made._draw(9)) == [2, 3]
-    soft = DifficultyBased(6, 2, 0, 0, tau=0.05, target_reward=0.5, m=100)
+    soft = DifficultyBased(Rows(6, 2, 0, 0), tau=0.05, target_reward=0.5, m=100)
     soft.alpha, soft.beta = made.alpha, made.beta
     often = Counter(row for batch in range(400) for row in soft._draw(batch))
     assert min(often[2], often[3]) > 5 * max(often[0], often[5])

@@ -79,6 +79,7 @@ PARTS = {
     "kills": full("quickstart_killed"),
     "quickstart": full("quickstart"),
     "docs": tests("verify/test_docs_commands_run.py", more=PAGES),
+    "mutants": full("mutants"),
     "install": tests("verify/test_installed.py", more=PACKAGE),
     "cluster": full("slurm", "ray_launch", "torchrun_nodes", "kubernetes"),
     "browser": full("studio_browser", "observed_run", "mlflow"),
