@@ -69,6 +69,15 @@ $(CPU)/%: requirements/%.txt | $(CPU)/.installed
 	mv $@.tmp $@
 	@touch $@
 
+# Environments (docs/environments.md) have virtual environments of their own: `make env-gym`, with the lock requirements/env-gym.txt.
+ENVIRONMENTS := $(patsubst requirements/%.txt,%,$(wildcard requirements/env-*.txt))
+$(ENVIRONMENTS): %: .venv-%/.installed
+
+.venv-env-%/.installed: requirements/env-%.txt
+	$(call venv,$(@D),3.12 or 3.11)
+	$(@D)/bin/python $(PIP) -r $<
+	@touch $@
+
 quickstart: setup
 	$(SET)/bin/python -m rft.train experiment=quickstart $(if $(DEVICE),device=$(DEVICE)) $(ARGS)
 
@@ -80,7 +89,7 @@ test: lint $(NEWEST)
 	$(RUN) -m pytest -m "not verify" $(or $(ARGS),--ignore=tests/unit --ignore=tests/dist)
 
 # Part by part (`PART=faults` for one); what passed for the same sources is not run again.
-verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv
+verify: $(NEWEST) $(CPU)/kubernetes-schemas $(CPU)/agents $(CPU)/uv $(ENVIRONMENTS)
 	$(RUN) $(if $(ARGS),-m pytest $(ARGS),tests/verify/parts.py $(PART))
 
 lint: $(CPU)/.installed
@@ -106,4 +115,4 @@ gpu: setup
 	$(SET)/bin/python -m bench.gpu $(ARGS)
 
 clean:
-	rm -rf $(CPU) $(GPU) runs outputs multirun
+	rm -rf $(CPU) $(GPU) .venv-env-* runs outputs multirun

@@ -10,8 +10,11 @@ from rft.ground.shipped import shipped
 
 USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft train --config FILE [section.key=value ...]
+       rft train --verl FILE | key=value ...                   veRL's own words: docs/verl.md
        rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]
        rft config --explain KEY                                what a key takes and means
+       rft workflows [NAME]
+            what each workflow and reward does, and its arguments
        rft doctor [experiment=NAME | --config FILE] [section.key=value ...]
        rft studio [--port N]
             a page on which a config is put together
@@ -22,6 +25,7 @@ USAGE = f"""usage: rft train experiment=NAME [section.key=value ...]
        rft ckpt ls|show|verify|diff|tag|untag|export|import ... (rft ckpt -h)
        rft buffer dump RUN_DIR -o FILE.jsonl                   (rft buffer dump -h)
        rft engines RUN_DIR [--add N | --remove NAME]           (rft engines -h)
+       rft environment check|rows NAME [ID] ...                (rft environment -h)
        rft sweep-report SWEEP_DIR                              (rft sweep-report -h)
        rft report RUN_DIR
             one page about a run, also while it is under way
@@ -34,11 +38,13 @@ TOOLS = {  # word: module of rft.tools
     "doctor": "doctor",
     "debug": "debug",
     "engines": "engines",
+    "environment": "environment",
     "sweep-report": "sweep_report",
     "report": "report",
     "studio": "studio",
     "trace": "timeline",
     "view": "view",
+    "workflows": "workflows",
 }
 
 

@@ -9,7 +9,7 @@ again.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def main() -> None:
         else:
             sys.argv[1:] = readable(sys.argv[1:])
     except ConfigError as error:
-        sys.exit(refuse(error))
+        sys.exit(refuse(config_file.located(error)))
     try:
         composed()
     except KeyboardInterrupt:  # before the supervisor listens: nothing has been started
@@ -67,7 +67,7 @@ def readable(arguments: list[str]) -> list[str]:
     raw, told = configs.drafted(words, told)
     told += configs.idle_overrides(raw, [word for word in words if not word.startswith("-")])
     if told and config_file.is_first():
-        prepared_stages(raw, told)
+        started_stages(raw, told)
     refuse_all(problem.sentence for problem in told)
     return words
 
@@ -87,7 +87,7 @@ def composed(raw: DictConfig) -> float | None:
     try:
         code = outer.join(raw, started_stages, checked) if outer.launched() else run(raw)
     except ConfigError as error:
-        code = refuse(error)
+        code = refuse(config_file.located(error))
     sys.exit(code)
 
 
@@ -95,32 +95,38 @@ def run(raw: DictConfig) -> int:
     """Check everything, then run all stages in order and the recipe's
     closing function; returns the exit code.
     """
+    from rft.preflight.rules_data import notes
     from rft.preflight.rules_machine import warnings
     from rft.run import launch
 
     stages = started_stages(raw)
     for line in warnings(stages[0]):
         print(f"rft: warning: {line}", file=sys.stderr)
+    for stage in stages:
+        for line in notes(stage):
+            print(f"rft: {line}", file=sys.stderr)
     code = launch.run_stages(stages, checked)
     if code == 0 and stages[0].finish:
         imported(stages[0].finish)(stages)
     return code
 
 
-def started_stages(raw: DictConfig) -> list[Config]:
-    """Stages that can start on this machine."""
+def started_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Config]:
+    """Stages that can start on this machine; `told` as below."""
     from rft.preflight.rules_machine import missing_here
 
-    stages = prepared_stages(raw)
-    refuse_all(missing_here(stages))
-    return stages
+    return prepared_stages(raw, told, missing_here)
 
 
-def prepared_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Config]:
+def prepared_stages(
+    raw: DictConfig,
+    told: Sequence[Problem] = (),
+    lacks: Callable[[list[Config]], Iterable[str]] = lambda stages: (),
+) -> list[Config]:
     """Stage configs, filled and checked; the recipe's `prepare` has written what they point to.
 
-    `told`: what cannot be read of the config, and is left out of `raw`. Raises ConfigError with it
-    and with everything else that is wrong.
+    `told`: what cannot be read of the config, and is left out of `raw`; `lacks`: what the machine
+    has not. Raises ConfigError with these and with everything else that is wrong.
     """
     from rft import preflight
     from rft.run import stages as handing_over
@@ -141,7 +147,7 @@ def prepared_stages(raw: DictConfig, told: Sequence[Problem] = ()) -> list[Confi
     problems += problems_of(preflight.prepare, drafts)
     if not any(key.startswith(HANDED) for draft in drafts for key in draft.refused):
         problems += problems_of(handing_over.check, stages)
-    refuse_all(problems)
+    refuse_all((*problems, *lacks(stages)))
     return stages
 
 

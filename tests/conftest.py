@@ -12,6 +12,15 @@ import pytest
 SMALL = {"hidden": 48, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--way",
+        choices=("sockets", "nccl"),
+        default="sockets",
+        help="how weights travel in tests of whole engines: a CPU's own, or what stands for NCCL",
+    )
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models: every family, tied and untied, one of them in several files."""

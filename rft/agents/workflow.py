@@ -16,7 +16,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rft.agents.agent_process import run_command, run_function
 from rft.ground.errors import refuse_all
@@ -87,7 +87,11 @@ class AgentSettings:
 
 
 class AgentWorkflow:
-    """The workflow."""
+    """A program of yours, or a function, speaks to the model over OpenAI's API."""
+
+    ARGUMENTS: ClassVar[dict[str, Any]] = AgentSettings.__annotations__
+
+    most_experiences = None  # what an agent asks is its own business
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
         settings = AgentSettings.of(dict(task.workflow_args))

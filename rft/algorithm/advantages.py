@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rft.ground.experience import Experience
+from rft.ground.experience import PEERS, Experience
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Columns:
     def of(cls, experiences: Sequence[Experience], seed: int = 0) -> "Columns":
         return cls(
             rewards=np.array([total_reward(e) for e in experiences], dtype=np.float64),
-            groups=np.array([e.group for e in experiences], dtype=np.int64),
+            groups=_peers(experiences),
             samples=np.array([e.sample for e in experiences], dtype=np.int64),
             turns=np.array([e.turn for e in experiences], dtype=np.int64),
             logprobs=np.array([_mean_logprob(e) for e in experiences], dtype=np.float64),
@@ -59,6 +59,17 @@ class Columns:
     def members(self) -> list[np.ndarray]:
         """The places of each group's experiences, groups in ascending order."""
         return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]
+
+
+def _peers(experiences: Sequence[Experience]) -> np.ndarray:
+    """The group of each; of those that have peers of their own in it, a number behind all."""
+    groups = np.array([e.group for e in experiences], dtype=np.int64)
+    kinds = sorted({str(e.info[PEERS]) for e in experiences if PEERS in e.info})
+    behind = groups.max(initial=0) + 1
+    for at, e in enumerate(experiences):
+        if PEERS in e.info:
+            groups[at] += behind * (1 + kinds.index(str(e.info[PEERS])))
+    return groups
 
 
 @dataclass(frozen=True)

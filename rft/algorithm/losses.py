@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from rft.algorithm.fields import Losses, TokenLoss
 
 ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]
+AggMode = Literal[
+    "", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
 Weight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
 
 
@@ -274,6 +277,8 @@ def mix(
     clip_range_low: float | None = None,
     clip_range_high: float | None = None,
     clip_ratio_c: float = 3.0,
+    sft_loss_agg_mode: AggMode = "",
+    grpo_loss_agg_mode: AggMode = "",
 ) -> "Losses":
     """Rollouts and expert rows in one step: the clipped surrogate on the ones, maximum likelihood
     on the others.
@@ -282,7 +287,8 @@ def mix(
     (arXiv:2508.11408, eq. 5).
 
     `mu` is in the advantages already (`rft.algorithm.mixing`): those of rollouts are 1 - mu times
-    theirs, which the surrogate is proportional to, and those of expert rows are mu.
+    theirs, which the surrogate is proportional to, and those of expert rows are mu. The same holds
+    of the two `*_loss_agg_mode`, which default to algorithm.loss_agg_mode: they are in the weights.
     """
     return _mixed(
         logprobs,
@@ -302,17 +308,20 @@ def mix_chord(
     mu_decay_steps: int = 0,
     mu_peak: float = 0.1,
     mu_valley: float = 0.1,
-    phi: bool = True,
+    enable_phi_function: bool = True,
     cutoff_prob: float = 1.0,
     clip_range: float = 0.2,
     clip_range_low: float | None = None,
     clip_range_high: float | None = None,
     clip_ratio_c: float = 3.0,
+    sft_loss_agg_mode: AggMode = "",
+    grpo_loss_agg_mode: AggMode = "",
 ) -> "Losses":
-    """As `mix`, with mu of a schedule and, with `phi`, expert tokens weighed by p (1 - p) (CHORD,
-    arXiv:2508.11408, section 3).
+    """As `mix`, with mu of a schedule and, with `enable_phi_function`, expert tokens weighed by
+    p (1 - p) (CHORD, arXiv:2508.11408, section 3).
     """
-    taught = sft_phi(logprobs, fields, cutoff_prob)[0] if phi else sft(logprobs, fields)[0]
+    is_weighed = enable_phi_function
+    taught = sft_phi(logprobs, fields, cutoff_prob)[0] if is_weighed else sft(logprobs, fields)[0]
     return _mixed(
         logprobs, fields, taught, clip_range, clip_range_low, clip_range_high, clip_ratio_c
     )
@@ -371,17 +380,21 @@ def token_loss(
     entropy_coef: float = 0.0,
     correction: Correction | None = None,
     entropy_of: str = "default",
+    moved: bool = False,
 ) -> "TokenLoss":
     """A loss of `LOSSES` with its arguments, weighed by `correction`, plus kl_coef * KL(policy ||
     reference), minus entropy_coef * entropy. An adaptive coefficient is read anew at every call.
 
     The estimate of the KL is one for tokens that a policy sampled: expert rows have none.
-    `entropy_of="mix"`: nor entropy.
+    `entropy_of="mix"`: nor entropy. `moved`: `kl/old` tells how far the policy is from the one that
+    ratios are taken against, the mean of old - logprobs.
     """
     function = LOSSES[name]
 
     def bound(logprobs: "Tensor", fields: Fields) -> "Losses":
         losses, metrics = function(logprobs, fields, **arguments)
+        if moved:
+            metrics["kl/old"] = (fields.old - logprobs).detach()
         if correction is not None:
             weight, more = correction(fields)
             losses, metrics = losses * weight, metrics | more

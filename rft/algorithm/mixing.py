@@ -13,11 +13,22 @@ from typing import Any
 import numpy as np
 
 from rft.algorithm import credit
-from rft.config import AlgorithmConfig
+from rft.config import AlgorithmConfig, Config
 from rft.data.packing import Row
 from rft.ground.experience import Experience
 
 DEFAULTS: dict[str, Any] = {"expert_data_ratio": 0.5, "sft_dataset_name": "sft_dataset"}
+
+
+# of a loss in other systems, which divide each microbatch by them; here the counts are of the batch
+COUNTS = (
+    "use_dynamic_bsz",
+    "ppo_mini_batch_size",
+    "ppo_micro_batch_size_per_gpu",
+    "ngpus_trainer",
+    "train_batch_size_usual",
+    "train_batch_size_expert",
+)
 
 
 def is_mixed(algorithm: AlgorithmConfig) -> bool:
@@ -42,6 +53,14 @@ def batch_for(algorithm: AlgorithmConfig, rollouts: int) -> int:
     return batch
 
 
+def rollouts_per_step(config: Config) -> int | None:
+    """How many rollouts fill a step, beside its expert rows; None: groups do."""
+    if config.buffer.step_counts != "experiences":
+        return None
+    batch = int(config.buffer.train_batch_size or 1)
+    return batch - (expert_rows(config.algorithm, batch) if is_mixed(config.algorithm) else 0)
+
+
 def share(algorithm: AlgorithmConfig, step: int) -> float:
     """mu of the step that trains on policy version `step`.
 
@@ -64,13 +83,17 @@ def rows(
     experiences: list[Experience], algorithm: AlgorithmConfig, step: int, longest: int = 1
 ) -> tuple[credit.CreditedStep, list[Row]]:
     """Rollouts first, then expert rows; `longest` as in `credit.rows`."""
-    mu, mode = share(algorithm, step), str(algorithm.loss_agg_mode)
+    mu, given = share(algorithm, step), algorithm.policy_loss_fn_args
+    mode, of_experts = (
+        str(given.get(f"{kind}_loss_agg_mode") or algorithm.loss_agg_mode)
+        for kind in ("grpo", "sft")
+    )
     rollouts, experts = split(experiences)
     judged = credit.judge(rollouts, algorithm.advantage_fn, algorithm.advantage_fn_args, step)
     found = credit.rows(replace(judged, advantages=(1 - mu) * judged.advantages), mode, longest)
     taught = credit.CreditedStep(experts, np.full(len(experts), mu))
     whole = [_marked(row, 0.0) for row in found] + [
-        _marked(row, 1.0) for row in credit.rows(taught, mode, longest)
+        _marked(row, 1.0) for row in credit.rows(taught, of_experts, longest)
     ]
     both = np.concatenate([judged.advantages, taught.advantages])
     return replace(judged, experiences=judged.experiences + experts, advantages=both), whole

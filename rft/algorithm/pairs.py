@@ -8,7 +8,7 @@ step. Invariant: the margin is that of the whole pair, the same on every rank, s
 not depend on which microbatch, data-parallel rank or context slice holds which response.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,19 +27,26 @@ Summed = Callable[[list[float]], list[float]]
 
 
 def credited(
-    part: list[Packed], beta: float, counts: bool, summed: Summed
+    part: list[Packed],
+    beta: float,
+    counts: bool,
+    summed: Summed,
+    members: Sequence[int] | None = None,
 ) -> tuple[list[Packed], dict[str, float]]:
     """`counts`: whether this rank's rows are counted (others may hold the same); `summed` adds up
-    over all ranks.
+    over all ranks. `members`: ascending, the rows of the step that are here; default: all.
     """
     scored = [packed for packed in part if "reference" in packed.scores]
     own = {row: ratio for packed in scored for row, ratio in _ratios(packed)} if counts else {}
-    (total,) = summed([float(len(own))])
-    ratios = np.zeros(int(total))
-    ratios[list(own)] = list(own.values())
+    if members is None:
+        (total,) = summed([float(len(own))])
+        members = range(int(total))
+    place = {row: at for at, row in enumerate(members)}
+    ratios = np.zeros(len(members))
+    ratios[[place[row] for row in own]] = list(own.values())
     ratios = np.array(summed(ratios.tolist()))
     chosen, rejected = ratios[0::2], ratios[1::2]
-    margins = np.repeat(chosen - rejected, 2)
+    margins = dict(zip(members, np.repeat(chosen - rejected, 2).tolist(), strict=True))
     metrics = _metrics(beta * chosen, beta * rejected) if len(chosen) else {}
     return [
         _with(packed, margins) if "reference" in packed.scores else packed for packed in part
@@ -60,7 +67,7 @@ def _sequences(packed: Packed) -> list[tuple[int, int, int]]:
     return list(zip(packed.rows.tolist(), bounds[:-1], bounds[1:], strict=True))
 
 
-def _with(packed: Packed, margins: np.ndarray) -> Packed:
+def _with(packed: Packed, margins: Mapping[int, float]) -> Packed:
     sign, margin = np.zeros((2, packed.length), dtype=np.float32)
     for row, start, stop in _sequences(packed):
         sign[start:stop] = -1.0 if row % 2 else 1.0
@@ -90,9 +97,9 @@ def dpo(
     over the rejected one, of the weights at the start of the step. It is known before the loss, so
     the two may lie in different microbatches and on different ranks. What is returned is the loss
     at those weights, spread over the tokens, plus its exact derivative times how far each
-    log-probability has moved from there (by nothing but rounding, as a step is one update): value
-    and gradient are the pair's. `advantage` is 1 on the chosen and -1 on the rejected response;
-    weights are 1 / responses.
+    log-probability has moved from there (by nothing but rounding: the margin is made anew before
+    every update): value and gradient are the pair's. `advantage` is 1 on the chosen and -1 on the
+    rejected response; weights are 1 / responses.
     """
     import torch
     from torch.nn.functional import logsigmoid

@@ -88,12 +88,29 @@ def penalty_coef(algorithm: AlgorithmConfig) -> Coefficient:
     return _coefficient(algorithm.kl_penalty_fn_args)
 
 
-def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) -> "TokenLoss":
-    """`kl_coef`: of the KL in the loss, where somebody moves it."""
+def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Those that the loss itself takes: neither loss_agg_mode, which is a key of its own, nor the
+    counts of a loss that mixes.
+    """
+    elsewhere = {"loss_agg_mode", *(mixing.COUNTS if _mixes(algorithm) else ())}
+    given = algorithm.policy_loss_fn_args.items()
+    return {name: value for name, value in given if name not in elsewhere}
+
+
+def _mixes(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.policy_loss_fn in MIXED_LOSSES
+
+
+def policy_loss(
+    algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None, several: bool = False
+) -> "TokenLoss":
+    """`kl_coef`: of the KL in the loss, where somebody moves it. `several`: a step may make more
+    than one update, and it is told how far each has moved the policy.
+    """
     has_entropy = algorithm.entropy_loss_fn != "none"
     return token_loss(
         str(algorithm.policy_loss_fn),
-        algorithm.policy_loss_fn_args,
+        loss_arguments(algorithm),
         kl=str(algorithm.kl_loss_fn),
         kl_coef=kl_coef or loss_coef(algorithm),
         entropy_coef=float(algorithm.entropy_loss_fn_args.get("entropy_coef", 0.0))
@@ -101,6 +118,7 @@ def policy_loss(algorithm: AlgorithmConfig, kl_coef: Coefficient | None = None) 
         else 0.0,
         entropy_of=str(algorithm.entropy_loss_fn),
         correction=_correction(algorithm.rollout_correction),
+        moved=several and algorithm.advantage_fn is not None,
     )
 
 
@@ -131,14 +149,16 @@ def _arguments(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantages = {name: found.function for name, found in (ADVANTAGES | TOKEN_ADVANTAGES).items()}
     for key, functions in (("advantage_fn", advantages), ("policy_loss_fn", LOSSES)):
         if (name := str(getattr(algorithm, key))) in functions:
-            given = getattr(algorithm, f"{key}_args")
+            of_loss = key == "policy_loss_fn"
+            given = loss_arguments(algorithm) if of_loss else algorithm.advantage_fn_args
             yield from _known(f"{key}_args", given, *_options(functions[name]))
     for term in ("kl_loss", "kl_penalty", "entropy_loss"):
         arguments = getattr(algorithm, f"{term}_fn_args")
         options = {"entropy_coef": 0.0} if term == "entropy_loss" else KL_OPTIONS
         wrong = list(_known(f"{term}_fn_args", arguments, options))
         yield from wrong
-        if arguments and not wrong and getattr(algorithm, f"{term}_fn") == "none":
+        is_none = getattr(algorithm, f"{term}_fn") == "none"
+        if any(arguments.values()) and not wrong and is_none:  # one of weight 0 is none
             yield (
                 f"algorithm.{term}_fn_args={arguments} with algorithm.{term}_fn=none: there is no "
                 "such term; name its function, or "
@@ -149,6 +169,12 @@ def _arguments(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _together(algorithm: AlgorithmConfig, can_compare: bool) -> Iterator[str]:
     """`can_compare`: all arguments are of the kind that their functions take."""
     yield from _check_rows(algorithm)
+    mode = algorithm.policy_loss_fn_args.get("loss_agg_mode", algorithm.loss_agg_mode)
+    if mode != algorithm.loss_agg_mode:
+        yield (
+            f"algorithm.policy_loss_fn_args.loss_agg_mode={mode} contradicts "
+            f"algorithm.loss_agg_mode={algorithm.loss_agg_mode}, which is the same: set only one"
+        )
     if can_compare:
         yield from _check_mixing(algorithm)
         yield from _check_adaptive("kl_loss_fn_args", algorithm.kl_loss_fn_args)
@@ -270,7 +296,7 @@ def _check_mixing(algorithm: AlgorithmConfig) -> Iterator[str]:
     are known before any token is scored.
     """
     mixed = mixing.is_mixed(algorithm)
-    if mixed != (algorithm.policy_loss_fn in MIXED_LOSSES):
+    if mixed != _mixes(algorithm):
         yield (
             f"algorithm.sample_strategy={algorithm.sample_strategy} with "
             f"policy_loss_fn={algorithm.policy_loss_fn}: expert rows "

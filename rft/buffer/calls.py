@@ -22,7 +22,10 @@ GATHER_S = 0.02  # of about one step of an engine, which ends several groups
 
 class BatchingBuffer(Protocol):
     async def admit_some(
-        self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]
+        self,
+        explorer: str,
+        tasks: list[tuple[bytes, dict[str, Any]]],
+        most: list[int | None] | None = None,
     ) -> list[int]: ...
     async def put(self, group: int, experiences: bytes, told: list[Any] | None = None) -> None: ...
 
@@ -33,10 +36,14 @@ class BatchedCalls:
     """
 
     async def admit(
-        self: BatchingBuffer, explorer: str, task: bytes, cursor: dict[str, Any]
+        self: BatchingBuffer,
+        explorer: str,
+        task: bytes,
+        cursor: dict[str, Any],
+        most: int | None = None,
     ) -> int | None:
         """`admit_some` of one: the number of its group. None: the run needs no more."""
-        return next(iter(await self.admit_some(explorer, [(task, cursor)])), None)
+        return next(iter(await self.admit_some(explorer, [(task, cursor)], [most])), None)
 
     async def put_some(
         self: BatchingBuffer, puts: list[tuple[int, bytes, list[Any] | None]]

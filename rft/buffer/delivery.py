@@ -45,6 +45,7 @@ class Facts(msgspec.Struct):
 
     reward: float = 0.0
     versions: list[VersionSpan] = []
+    info: dict[str, msgspec.Raw] = {}
 
 
 _facts = msgspec.msgpack.Decoder(list[Facts])
@@ -57,6 +58,11 @@ def facts_of(experiences: bytes) -> list[Facts]:
 
 def oldest_version(rows: list[Facts]) -> int | None:
     return min((span.version for row in rows for span in row.versions), default=None)
+
+
+def trained(rows: list[Facts]) -> int:
+    """How many of them a step trains on: all but those that others are only compared with."""
+    return sum("baseline" not in row.info for row in rows)
 
 
 def bad_reward(rows: list[Facts]) -> str:

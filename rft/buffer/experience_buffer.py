@@ -27,11 +27,11 @@ from typing import Any
 
 from rft.buffer import progress as records
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of, oldest_version
+from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of, oldest_version, trained
 from rft.buffer.experience_file import Copy, is_file
 from rft.buffer.journal import JournalError
 from rft.buffer.ledger import Ledger
-from rft.buffer.progress import Evicted, Group, JournalRecord
+from rft.buffer.progress import Evicted, Group, JournalRecord, StepSize
 from rft.buffer.selection import BatchSelection, OverRollout, Replay
 from rft.config import ExperienceBufferConfig
 from rft.config.explorer import OverRolloutConfig
@@ -56,6 +56,7 @@ class ExperienceBuffer(BatchedCalls):
     """The one buffer of a run.
 
     `max_staleness=None`: no slot limit; `total_steps=None`: until the input is done.
+    `experiences_per_step`: what fills a step, in place of `tasks_per_step` groups.
     """
 
     def __init__(
@@ -68,19 +69,20 @@ class ExperienceBuffer(BatchedCalls):
         total_steps: int | None,
         seed: int = 0,
         over_rollout: OverRolloutConfig | None = None,
+        experiences_per_step: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.timeout = config.max_read_timeout
-        self.tasks_per_step = tasks_per_step
+        self.size = StepSize(tasks_per_step, experiences_per_step)
         self.repeat_times = repeat_times
         self.max_staleness = max_staleness
         self.total_steps = total_steps
         self._ledger = Ledger(directory, segment_bytes)
         self._progress = self._ledger.progress
-        self._over = OverRollout(over_rollout or OverRolloutConfig(), tasks_per_step)
+        self._over = OverRollout(over_rollout or OverRolloutConfig(), self.size)
         self._published: int | None = None  # unknown until a trainer says where it begins
-        self._stored_before = 0  # groups stored when that version was published
+        self._done_before = 0  # groups or experiences stored when that version was published
         self._attached: set[str] = set()
         self._stopped = ""  # why no more batches are given out
         self._stop_is_failure = False
@@ -89,9 +91,7 @@ class ExperienceBuffer(BatchedCalls):
         self._attempt = 0  # trainers attached to this process
         self._counts: Counter[str] = Counter()
         replay = Replay(config.replay_buffer, seed) if config.replay_buffer.enable else None
-        self._selection = BatchSelection(
-            self._progress, tasks_per_step, max_staleness, replay, clock
-        )
+        self._selection = BatchSelection(self._progress, self.size, max_staleness, replay, clock)
         self._copy = Copy(str(config.path), self._ledger.stored()) if is_file(config.path) else None
         self._copying = asyncio.Lock()  # a group's lines stay together
         self._waits = Waiters()
@@ -122,13 +122,16 @@ class ExperienceBuffer(BatchedCalls):
         }
 
     async def admit_some(
-        self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]
+        self,
+        explorer: str,
+        tasks: list[tuple[bytes, dict[str, Any]]],
+        most: list[int | None] | None = None,
     ) -> list[int]:
         """Wait for a slot and begin groups for the first of these tasks, as many as may begin;
         returns their numbers.
 
-        Empty: the run needs no more. Each task comes with the taskset's cursor behind it. Calls are
-        served in their order.
+        Empty: the run needs no more. Each task comes with the taskset's cursor behind it. `most`:
+        how many experiences each may become; None: nobody knows. Calls are served in their order.
         """
         async with self._admission, self._waits.changed:
             if not await self._waits.wait(
@@ -139,11 +142,17 @@ class ExperienceBuffer(BatchedCalls):
                     f"the trainer published no version after {self._published} ({self._where()})"
                 )
             numbers, now = [], self._now()
-            for task, cursor in takewhile(lambda _: self._may_admit(), tasks):
+            asked = zip(tasks, most or [None] * len(tasks), strict=True)
+            for (task, cursor), made in takewhile(lambda _: self._may_admit(), asked):
                 numbers.append(self._progress.next_group)
                 self._append(
                     records.Issued(
-                        group=numbers[-1], explorer=explorer, task=task, cursor=cursor, **now
+                        group=numbers[-1],
+                        explorer=explorer,
+                        task=task,
+                        cursor=cursor,
+                        most=made,
+                        **now,
                     )
                 )
         await self._settle()
@@ -155,10 +164,10 @@ class ExperienceBuffer(BatchedCalls):
         def is_free() -> bool:
             if self.max_staleness is None or group not in self._progress.waiting:
                 return True
-            slots = (self.max_staleness + 1) * self.tasks_per_step
-            return (
-                self._published is not None and self._progress.ahead(group, self._published) < slots
-            )
+            if self._published is None:
+                return False
+            ahead = self._progress.steps_ahead(self._published, self.size, before=group)
+            return ahead <= self.max_staleness
 
         async with self._waits.changed:
             if not await self._waits.wait(is_free, self.timeout):
@@ -194,7 +203,11 @@ class ExperienceBuffer(BatchedCalls):
             timeline = self._progress.waiting[group].run_epoch
             self._append(
                 records.Stored(
-                    group=group, experiences=experiences, version=oldest_version(rows), told=told
+                    group=group,
+                    experiences=experiences,
+                    version=oldest_version(rows),
+                    told=told,
+                    size=trained(rows),
                 )
             )
             self._evict(self._selection.surplus())
@@ -238,7 +251,7 @@ class ExperienceBuffer(BatchedCalls):
         """
         self._progress.check_resume(step)
         self._attempt += 1
-        self._published, self._stored_before = step, self._progress.num_stored
+        self._published, self._done_before = step, self._progress.done(self.size)
         # a plain stop was meant for the trainer before
         self._stopped = self._stopped if self._stop_is_failure else ""
         await self._record(records.Resumed(step=step, run_epoch=run_epoch))
@@ -317,16 +330,16 @@ class ExperienceBuffer(BatchedCalls):
             )
             return
         if self._published is None or version > self._published:
-            self._published, self._stored_before = version, self._progress.num_stored
+            self._published, self._done_before = version, self._progress.done(self.size)
         await self._waits.notify()
 
     async def wants_weights(self, interval: int) -> bool:
         """Whether the explorers ask for a newer version (`Progress.asks`); asked by the trainer
         after a step.
         """
-        published, before = self._published, self._stored_before
+        published, before = self._published, self._done_before
         return published is not None and self._progress.asks(
-            published, before, interval, self.tasks_per_step, self.max_staleness
+            published, before, interval, self.size, self.max_staleness
         )
 
     # Checkpoints
@@ -370,7 +383,7 @@ class ExperienceBuffer(BatchedCalls):
             "run_epoch": progress.run_epoch,
             "published": self._published,
             "input_done": self._is_input_done(),
-            "slots": progress.slots(self._published, self.tasks_per_step, self.max_staleness)
+            "slots": progress.slots(self._published, self.size, self.max_staleness)
             if limited
             else None,
             "journal_bytes": journal.size,
@@ -434,14 +447,14 @@ class ExperienceBuffer(BatchedCalls):
     def _may_admit(self) -> bool:
         if (
             self.total_steps is not None
-            and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0
+            and self._progress.missing(self.total_steps, self.size) <= 0
         ):
             return False
         if self.max_staleness is None:
             return True
         return (
             self._published is not None
-            and self._progress.slots(self._published, self.tasks_per_step, self.max_staleness) > 0
+            and self._progress.steps_ahead(self._published, self.size) <= self.max_staleness
         )
 
     def _is_supplied(self) -> bool:
@@ -451,7 +464,7 @@ class ExperienceBuffer(BatchedCalls):
         return (
             self.total_steps is not None
             and not self._progress.has_running()
-            and self._progress.missing(self.total_steps, self.tasks_per_step) <= 0
+            and self._progress.missing(self.total_steps, self.size) <= 0
         )
 
     def _is_input_done(self) -> bool:
@@ -509,7 +522,7 @@ class ExperienceBuffer(BatchedCalls):
             return is_over() or found is not None
 
         def wanted() -> list[Group]:
-            return self._progress.wanted(step, self.tasks_per_step, self.max_staleness)
+            return self._progress.wanted(step, self.size, self.max_staleness)
 
         await waits.wait(lambda: is_ready() or over.has_enough(wanted()), self.timeout, wake)
         if (
@@ -538,8 +551,9 @@ class ExperienceBuffer(BatchedCalls):
                 f"is the explorer alive? ({self._where()})"
             )
         self._counts["incomplete_batches"] += 1
+        what = "groups" if self.size.experiences is None else "experiences"
         told = (
-            f"{len(groups)} of {self.tasks_per_step} groups after "
+            f"{self.size.are(groups)} of {self.size.units} {what} after "
             f"{self.timeout:g} s ({self._where()})"
         )
         logger.warning("step %d takes %s", step, told)

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rft.buffer.delivery import StoredGroup
+from rft.buffer.progress import StepSize
 from rft.config import ConfigError
 from rft.data import remote
 from rft.data.files import StatelessSource
@@ -152,33 +153,53 @@ def _experience(line: bytes, where: str) -> Experience:
     return found
 
 
-def count_groups(path: str | Path) -> int:
-    """Also checks every line."""
-    return sum(1 for _ in read(path))
+def batches(groups: list[list[Experience]], size: StepSize) -> list[list[list[Experience]]]:
+    """The groups of every step of one pass, in their order; those behind the last full step belong
+    to none.
+    """
+    found: list[list[list[Experience]]] = []
+    step, units = [], 0
+    for group in groups:
+        step.append(group)
+        made = sum("baseline" not in experience.info for experience in group)
+        units += 1 if size.experiences is None else max(made, 1)
+        if units >= size.units:
+            found.append(step)
+            step, units = [], 0
+    return found
+
+
+def count_steps(path: str | Path, size: StepSize) -> tuple[int, int]:
+    """(groups, full steps of a pass); also checks every line."""
+    groups = list(read(path))
+    return len(groups), len(batches(groups, size))
 
 
 class ExperienceFile(StatelessSource):
-    """`feed.BatchSource`: the file's groups, `tasks_per_step` a step, again from the first one when
-    `total_steps` asks for more.
+    """`feed.BatchSource`: the file's groups, those of a step after the other, again from the first
+    one when `total_steps` asks for more.
     """
 
-    def __init__(self, path: str, tasks_per_step: int, total_steps: int | None) -> None:
-        self.groups = list(read(path))
-        self.tasks_per_step = tasks_per_step
-        self.steps_per_epoch = len(self.groups) // tasks_per_step
+    def __init__(self, path: str, size: StepSize, total_steps: int | None) -> None:
+        groups = list(read(path))
+        self.batches = batches(groups, size)
         self.total_steps = total_steps
-        if self.steps_per_epoch == 0:
-            raise ConfigError(
-                f"{KEY}: {path} has {len(self.groups)} groups, "
-                f"fewer than buffer.batch_size={tasks_per_step}: lower it"
-            )
+        if not self.batches:
+            raise ConfigError(too_few(path, len(groups), size))
 
     def take(self, step: int) -> Batch:
         """The batch of `step`, which depends on nothing else; empty when the run is over."""
         if self.total_steps is not None and step >= self.total_steps:
             return Batch(step=step, experiences=[])
-        index = step % self.steps_per_epoch
-        groups = self.groups[index * self.tasks_per_step : (index + 1) * self.tasks_per_step]
+        groups = self.batches[step % len(self.batches)]
         return Batch(
             step=step, experiences=[experience for group in groups for experience in group]
         )
+
+
+def too_few(path: str | Path, groups: int, size: StepSize) -> str:
+    if size.experiences is None:
+        what = f"buffer.batch_size={size.groups}"
+    else:
+        what = f"a step takes of experiences (buffer.train_batch_size), which is {size.experiences}"
+    return f"{KEY}: {path} has {groups} groups, fewer than {what}: lower it"

@@ -9,10 +9,12 @@ free, which groups a step takes, what an explorer has to run again, where its ta
 
 Step k (counted from 0) trains policy version k into k + 1. Groups are numbered as they are admitted
 and steps take them in that order. A group is active from issue until a version that contains its
-step is published; at most `(max_staleness + 1) * tasks_per_step` are active. A new group can
-therefore only end up in a step that is at most `max_staleness` after the version published when it
-started. After a restart the same bound decides when an unfinished group may start again (`ahead`),
-because it starts anew on the version that is published then.
+step is published. A new one may start while those before it fill at most `max_staleness` steps from
+the published version on (`steps_ahead`), whatever the unfinished ones turn out to hold: they count
+as the most that they may have. It can therefore only end up in a step that is at most
+`max_staleness` after the version published when it started, and nothing before it always lets it
+start. After a restart the same bound decides when an unfinished group may start again, because it
+starts anew on the version that is published then. What fills a step is `StepSize`.
 
 Invariants: a group is leased at most once, for good (a resume replays the lease, it never
 regroups); a group is either failed, evicted or in exactly one lease or still waiting, so none is
@@ -20,7 +22,7 @@ lost and none is trained twice. A replay buffer loosens this for the groups that
 kept: these alone may be in a later lease too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,7 @@ class Issued(Record, tag="issued", kw_only=True):
     cursor: dict[str, Any]
     version: int | None = None  # published at the start; None where staleness is not limited
     run_epoch: int = 0
+    most: int | None = None  # experiences that it may have; None: nobody knows
 
 
 class Attached(Record, tag="attached", kw_only=True):
@@ -66,6 +69,7 @@ class Stored(Record, tag="stored", kw_only=True):
     experiences: bytes
     version: int | None = None  # the oldest that sampled any token of it
     told: list[Any] | None = None
+    size: int = 0  # experiences that are trained on
 
 
 class GroupFailed(Record, tag="failed", kw_only=True):
@@ -127,6 +131,7 @@ class Folded(Record, tag="folded", kw_only=True):
     num_stored: int
     num_failed: int
     num_evicted: int = 0
+    num_experiences: int = 0
     told: dict[str, list[list[Any]]] = {}
 
 
@@ -166,6 +171,56 @@ class Group:
     model_version: int | None = None  # the oldest that sampled any token of it
     uses: int = 0
     leased_at: float = 0.0
+    most: int | None = None
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What fills a step: so many groups, whatever they hold; or, with `experiences`, the first
+    groups that have as many together.
+
+    A group is never parted, so it fills one step at most: it counts no more than a whole one, and
+    as that where nobody knows how many experiences it may have.
+    """
+
+    groups: int
+    experiences: int | None = None
+
+    @property
+    def units(self) -> int:
+        return self.groups if self.experiences is None else self.experiences
+
+    def of(self, group: Group) -> int:
+        """What it counts: a finished group what it has, another the most that it may have."""
+        if self.experiences is None:
+            return 1
+        known = max(group.size, 1) if group.stored else group.most
+        return self.experiences if known is None else min(known, self.experiences)
+
+    def are(self, groups: Iterable[Group]) -> int:
+        return sum(map(self.of, groups))
+
+    def first(self, groups: Iterable[Group]) -> list[Group]:
+        """The fewest of them, in their order, that may fill a step; all, if they do not."""
+        found, units = [], 0
+        for group in groups:
+            if units >= self.units:
+                break
+            found.append(group)
+            units += self.of(group)
+        return found
+
+    def formed(self, groups: Collection[Group]) -> int:
+        """How many steps these fill, one after the other, at most."""
+        if self.experiences is None:
+            return len(groups) // self.groups
+        steps = units = 0
+        for group in groups:
+            units += self.of(group)
+            if units >= self.units:
+                steps, units = steps + 1, 0
+        return steps
 
 
 def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
@@ -175,6 +230,18 @@ def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
         and group.version is not None
         and step - group.version >= max_staleness
     )
+
+
+def due(
+    groups: Iterable[Group], step: int, size: StepSize, max_staleness: int | None
+) -> list[Group]:
+    """`Progress.wanted` of groups that wait, in admission order."""
+    found, units = [], 0
+    for group in groups:
+        if units < size.units or is_due(group, step, max_staleness):
+            found.append(group)
+            units += size.of(group)
+    return found
 
 
 @dataclass
@@ -191,9 +258,11 @@ class Lease:
     uses: list[int] = field(default_factory=list)
 
     @property
-    def num_first(self) -> int:
+    def first(self) -> list[Group]:
         """Groups that are trained on for the first time."""
-        return self.uses.count(1) if self.uses else len(self.groups)
+        if not self.uses:
+            return self.groups
+        return [group for group, uses in zip(self.groups, self.uses, strict=True) if uses == 1]
 
 
 @dataclass
@@ -216,6 +285,7 @@ class Progress:
     num_stored: int = 0
     num_failed: int = 0
     num_evicted: int = 0
+    num_experiences: int = 0  # of all groups that were stored
     # by explorer, for all of the run: small
     told: dict[str, list[list[Any]]] = field(default_factory=dict)
 
@@ -226,7 +296,12 @@ class Progress:
         match record:
             case Issued():
                 self.waiting[record.group] = Group(
-                    record.group, record.explorer, record.task, record.version, record.run_epoch
+                    record.group,
+                    record.explorer,
+                    record.task,
+                    record.version,
+                    record.run_epoch,
+                    most=record.most,
                 )
                 self.next_group = max(self.next_group, record.group + 1)
                 self.cursors[record.explorer] = record.cursor
@@ -236,7 +311,9 @@ class Progress:
                 group.model_version = (
                     record.version if record.version is not None else group.version
                 )
+                group.size = record.size
                 self.num_stored += 1
+                self.num_experiences += record.size
                 if record.told is not None:
                     self.told.setdefault(group.explorer, []).append(record.told)
             case GroupFailed():
@@ -284,62 +361,63 @@ class Progress:
 
     # Admission
 
-    def active(self, published: int) -> int:
-        """Groups issued, not failed and not covered by the published version."""
-        return len(self.waiting) + self._uncovered(published)
-
-    def slots(self, published: int, tasks_per_step: int, max_staleness: int) -> int:
-        """How many groups may start now; negative after a resume to an older version."""
-        return (max_staleness + 1) * tasks_per_step - self.active(published)
-
-    def ahead(self, group: int, published: int) -> int:
-        """Active groups in front of a waiting one; it may start
-        when they are fewer than all slots.
+    def steps_ahead(self, published: int, size: StepSize, before: int | None = None) -> int:
+        """Steps from `published` on that are taken, or filled by the groups that wait; `before`: by
+        those in front of this one.
         """
-        return sum(number < group for number in self.waiting) + self._uncovered(published)
+        waiting: Collection[Group] = self.waiting.values()
+        if before is not None:
+            waiting = [group for group in waiting if group.number < before]
+        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        if any(lease.uses for lease in leases):  # not in the order of admission
+            again = sum(size.are(lease.first) for lease in leases)
+            return (again + size.are(waiting)) // size.units
+        return len(leases) + size.formed(waiting)
 
-    def _uncovered(self, published: int) -> int:
-        steps = range(published, self.next_step)
-        return sum(self.leases[step].num_first for step in steps if step in self.leases)
-
-    def missing(self, total_steps: int, tasks_per_step: int) -> int:
-        """How many more groups the steps before `total_steps` need,
-        if none of those that wait fails.
+    def slots(self, published: int, size: StepSize, max_staleness: int) -> int:
+        """How many groups, or experiences, are missing until no group may start; negative after a
+        resume to an older version.
         """
-        return (total_steps - self.next_step) * tasks_per_step - len(self.waiting)
+        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        taken = sum(size.are(lease.first) if lease.uses else size.units for lease in leases)
+        return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
+
+    def missing(self, total_steps: int, size: StepSize) -> int:
+        """How many of the steps before `total_steps` are not filled yet, if none of the groups that
+        wait fails or holds fewer than it may.
+        """
+        return total_steps - self.next_step - size.formed(self.waiting.values())
+
+    def done(self, size: StepSize) -> int:
+        """Groups, or experiences, that were stored, in all of the run."""
+        return self.num_stored if size.experiences is None else self.num_experiences
 
     def asks(
         self,
         published: int,
-        stored_before: int,
+        done_before: int,
         interval: int,
-        tasks_per_step: int,
+        size: StepSize,
         max_staleness: int | None,
     ) -> bool:
         """Whether explorers want a version after `published`: they have finished `interval` steps'
-        worth of groups since, or all that they may start with it. `stored_before`: `num_stored`
-        when it was published.
+        worth of groups since, or all that they may start with it. `done_before`: `done` when it was
+        published.
         """
-        if self.num_stored - stored_before >= interval * tasks_per_step:
+        if self.done(size) - done_before >= interval * size.units:
             return True
-        no_slots = (
-            max_staleness is not None and self.slots(published, tasks_per_step, max_staleness) <= 0
-        )
+        no_slots = max_staleness is not None and self.steps_ahead(published, size) > max_staleness
         return no_slots and not self.has_running()
 
     # Steps
 
-    def wanted(self, step: int, tasks_per_step: int, max_staleness: int | None) -> list[Group]:
+    def wanted(self, step: int, size: StepSize, max_staleness: int | None) -> list[Group]:
         """The groups that `step` has to take: the next ones in admission order.
 
-        More than `tasks_per_step` only when an earlier step was incomplete: then those that the
-        next step could only train too late come along.
+        More than fill it only when an earlier step was incomplete: then those that the next step
+        could only train too late come along.
         """
-        return [
-            group
-            for index, group in enumerate(self.waiting.values())
-            if index < tasks_per_step or is_due(group, step, max_staleness)
-        ]
+        return due(self.waiting.values(), step, size, max_staleness)
 
     def has_running(self) -> bool:
         return any(not group.stored for group in self.waiting.values())
@@ -397,9 +475,15 @@ class Progress:
                 cursor={},
                 version=group.version,
                 run_epoch=group.run_epoch,
+                most=group.most,
             )
             if group.stored:
-                yield Stored(group=group.number, experiences=b"", version=group.model_version)
+                yield Stored(
+                    group=group.number,
+                    experiences=b"",
+                    version=group.model_version,
+                    size=group.size,
+                )
         for step, lease in sorted(self.leases.items()):
             yield Leased(
                 step=step,

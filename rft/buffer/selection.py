@@ -5,7 +5,7 @@ without its slowest groups (`explorer.over_rollout`), which ones those are, with
             ──► the others are cut: their explorers cancel them, and put what is finished of them
                 or abandon them; the step takes the rest
 
-In: the progress, how many groups a step takes, how stale they may become, and a replay buffer where
+In: the progress, what fills a step, how stale they may become, and a replay buffer where
 there is one. Out: the groups of a step, or that it has to wait; what has to leave the queue;
 whether enough of the wanted groups are there, and what each explorer has to cancel. Invariants:
 without a replay buffer groups are taken in the order of their admission, so none becomes staler
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from rft.buffer.progress import Evicted, Group, Leased, Progress
+from rft.buffer.progress import Evicted, Group, Leased, Progress, StepSize
 from rft.config.buffer import ReplayBufferConfig
 from rft.config.explorer import OverRolloutConfig
 
@@ -136,13 +136,13 @@ class BatchSelection:
     def __init__(
         self,
         progress: Progress,
-        tasks_per_step: int,
+        size: StepSize,
         max_staleness: int | None,
         replay: Replay | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.progress = progress
-        self.tasks_per_step = tasks_per_step
+        self.size = size
         self.max_staleness = max_staleness
         self.replay = replay
         self.clock = clock
@@ -156,11 +156,11 @@ class BatchSelection:
         if self.replay is not None:
             return self._by_priority(self.replay, input_done, abandoned)
         if abandoned:
-            return self.progress.stored()[: self.tasks_per_step]
-        groups = self.progress.wanted(step, self.tasks_per_step, self.max_staleness)
+            return self.size.first(self.progress.stored())
+        groups = self.progress.wanted(step, self.size, self.max_staleness)
         if not all(group.stored for group in groups):
             return None
-        return groups if len(groups) >= self.tasks_per_step or input_done else None
+        return groups if self.size.are(groups) >= self.size.units or input_done else None
 
     def _by_priority(self, replay: Replay, input_done: bool, abandoned: bool) -> list[Group] | None:
         """What was used before never makes a run longer than its input."""
@@ -169,14 +169,14 @@ class BatchSelection:
         if not fresh and not comes:
             return []
         found = self.here()
-        return found if len(found) == self.tasks_per_step or not comes else None
+        return found if self.size.are(found) >= self.size.units or not comes else None
 
     def here(self) -> list[Group]:
-        """What a step could take at once: at most its number of groups, maybe fewer."""
+        """What a step could take at once: what fills it, maybe less."""
         if self.replay is None:
-            return self.progress.stored()[: self.tasks_per_step]
+            return self.size.first(self.progress.stored())
         groups = [*self.progress.stored(), *self.progress.pool.values()]
-        return self.replay.order(groups, self.clock())[: self.tasks_per_step]
+        return self.size.first(self.replay.order(groups, self.clock()))
 
     def wake(self) -> float | None:
         """In how many seconds a group has cooled down, which nobody tells."""
@@ -230,14 +230,16 @@ class BatchSelection:
 
 
 class OverRollout:
-    def __init__(self, config: OverRolloutConfig, tasks_per_step: int):
+    def __init__(self, config: OverRolloutConfig, size: StepSize):
         self.is_on = config.ratio > 0
-        self.minimum = ceil(round((1 - config.ratio) * tasks_per_step, 9))  # 0.7 x 10 is 7
+        self.size = size
+        self.minimum = ceil(round((1 - config.ratio) * size.units, 9))  # 0.7 x 10 is 7
         self.wait_s = config.wait_after_min
         self._untold: dict[str, list[Group]] = {}  # by explorer
 
     def has_enough(self, wanted: list[Group]) -> bool:
-        return self.is_on and sum(group.stored for group in wanted) >= self.minimum
+        there = (group for group in wanted if group.stored)
+        return self.is_on and self.size.are(there) >= self.minimum
 
     def cut(self, wanted: list[Group]) -> list[Group]:
         """Those that are not there; their explorers are told next."""

@@ -35,6 +35,7 @@ from sqlalchemy import Connection
 from rft.buffer import sql_steps as steps
 from rft.buffer.calls import BatchedCalls, Waiters
 from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of
+from rft.buffer.progress import StepSize
 from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, connect, create
 from rft.config import ExperienceBufferConfig
@@ -70,6 +71,7 @@ class SqlBuffer(BatchedCalls):
         repeat_times: int,
         max_staleness: int | None,
         total_steps: int | None,
+        experiences_per_step: int | None = None,
     ) -> None:
         self.timeout = config.max_read_timeout
         self.lease_s = config.lease_s
@@ -80,7 +82,8 @@ class SqlBuffer(BatchedCalls):
         self._tables = Tables(config.name)
         self._engine = connect(str(config.path))
         create(self._engine, self._tables)
-        self._steps = steps.Steps(self._tables, tasks_per_step, max_staleness, config.lease_s)
+        size = StepSize(tasks_per_step, experiences_per_step)
+        self._steps = steps.Steps(self._tables, size, max_staleness, config.lease_s)
         self._pool = ThreadPoolExecutor(
             1 if self._engine.dialect.name == "sqlite" else 4, thread_name_prefix="buffer"
         )
@@ -88,7 +91,7 @@ class SqlBuffer(BatchedCalls):
         self._trainer: tuple[str, int] | None = None  # attached to this process, and its run epoch
         self._attempt = 0
         self._published: int | None = None  # what this process's engines serve
-        self._stored_before = 0
+        self._done_before = 0
         self._stopped = ""
         self._stop_is_failure = False
         self._input_done = False
@@ -123,7 +126,10 @@ class SqlBuffer(BatchedCalls):
         return found
 
     async def admit_some(
-        self, explorer: str, tasks: list[tuple[bytes, dict[str, Any]]]
+        self,
+        explorer: str,
+        tasks: list[tuple[bytes, dict[str, Any]]],
+        most: list[int | None] | None = None,
     ) -> list[int]:
         """As `ExperienceBuffer.admit_some`. All explorers share the slots."""
         me = f"{self.owner}/{explorer}"
@@ -132,7 +138,7 @@ class SqlBuffer(BatchedCalls):
             self._steps.lock_buffer(db)
             self._check_explorer(db, me)
             numbers: list[int] = []
-            for task, cursor in tasks:
+            for (task, cursor), made in zip(tasks, most or [None] * len(tasks), strict=True):
                 free = self._steps.may_admit(
                     db, f"{self.owner}/trainer", self._published, self.total_steps
                 )
@@ -140,7 +146,7 @@ class SqlBuffer(BatchedCalls):
                     return WAIT if free is WAIT and not numbers else numbers
                 numbers.append(
                     self._steps.issue(
-                        db, me, task, encode(cursor), self._version_now(), self._epoch(db)
+                        db, me, task, encode(cursor), self._version_now(), self._epoch(db), made
                     )
                 )
             return numbers
@@ -244,7 +250,7 @@ class SqlBuffer(BatchedCalls):
 
         def attach(db: Connection) -> dict[str, Any]:
             self._steps.attach_trainer(db, me, step, run_epoch)
-            self._stored_before = self._steps.count(db)["stored"]
+            self._done_before = self._steps.stored_units(db)
             return self._steps.position(db, me)
 
         found = await self._do(attach)
@@ -324,7 +330,7 @@ class SqlBuffer(BatchedCalls):
             return
         if self._published is None or version > self._published:
             self._published = version
-            self._stored_before = (await self._do(self._steps.count))["stored"]
+            self._done_before = await self._do(self._steps.stored_units)
         await self._notify()
 
     async def wants_weights(self, interval: int) -> bool:
@@ -338,7 +344,7 @@ class SqlBuffer(BatchedCalls):
                 db,
                 f"{self.owner}/trainer",
                 int(self._published or 0),
-                self._stored_before,
+                self._done_before,
                 interval,
             )
         )

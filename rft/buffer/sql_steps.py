@@ -13,8 +13,9 @@ from typing import Any
 import sqlalchemy as sql
 from sqlalchemy import Connection
 
-from rft.buffer.delivery import Facts, StoredGroup, oldest_version
+from rft.buffer.delivery import Facts, StoredGroup, oldest_version, trained
 from rft.buffer.journal import JournalError
+from rft.buffer.progress import Group, StepSize, due
 from rft.buffer.sql_tables import OPEN, Tables, blobs, now
 from rft.ground import redact
 from rft.ground.experience import decode, encode
@@ -38,7 +39,7 @@ def failure(error: sql.exc.SQLAlchemyError) -> JournalError:
 @dataclass(frozen=True)
 class Steps:
     tables: Tables
-    tasks_per_step: int
+    size: StepSize
     max_staleness: int | None
     lease_s: float
 
@@ -103,17 +104,15 @@ class Steps:
         self, db: Connection, trainer: str, published: int | None, total_steps: int | None
     ) -> bool | object | None:
         """True, or WAIT, or None: the steps that are left have all that they need."""
-        waiting = self._waiting(db)
-        if total_steps is not None and (
-            total_steps - self.next_step(db, trainer)
-        ) * self.tasks_per_step <= sum(waiting):
-            return WAIT if waiting[1] else None
+        steps, running = self._formed(db)
+        if total_steps is not None and total_steps - self.next_step(db, trainer) <= steps:
+            return WAIT if running else None
         if self.max_staleness is None:
             return True
         if published is None:
             return WAIT
-        active = sum(waiting) + self._uncovered(db, trainer, published)
-        return True if active < (self.max_staleness + 1) * self.tasks_per_step else WAIT
+        ahead = steps + self._uncovered(db, trainer, published)
+        return True if ahead <= self.max_staleness else WAIT
 
     def issue(
         self,
@@ -123,6 +122,7 @@ class Steps:
         cursor: bytes,
         version: int | None,
         run_epoch: int,
+        most: int | None = None,
     ) -> int:
         buffers, groups, explorers = self.tables.buffers, self.tables.groups, self.tables.explorers
         here = buffers.c.name == self.tables.name
@@ -135,6 +135,7 @@ class Steps:
                 task=task,
                 version=version,
                 run_epoch=run_epoch,
+                most=most,
                 state="running",
             )
         )
@@ -155,11 +156,8 @@ class Steps:
             return True
         if published is None:
             return False
-        ahead = self._waiting(db, before=group)
-        return (
-            sum(ahead) + self._uncovered(db, trainer, published)
-            < (self.max_staleness + 1) * self.tasks_per_step
-        )
+        steps, _ = self._formed(db, before=group)
+        return steps + self._uncovered(db, trainer, published) <= self.max_staleness
 
     def restart(
         self, db: Connection, explorer: str, group: int, version: int | None, run_epoch: int
@@ -209,6 +207,7 @@ class Steps:
             "state": "stored",
             "task": b"",
             "size": len(rows),
+            "trained": trained(facts),
             "model_version": oldest_version(facts),
             "stored_at": now(db),
         }
@@ -312,44 +311,50 @@ class Steps:
             )
         ordered = self.max_staleness is not None and not incomplete and not input_done
         found = self._ordered(db, step) if ordered else self._stored(db)
-        is_complete = len(found) >= self.tasks_per_step and all(
-            state == "stored" for _, state in found
-        )
-        if is_complete or (incomplete and found):
-            return [number for number, _ in found]
+        numbers, is_stored = [group.number for group in found], all(g.stored for g in found)
+        if (is_stored and self.size.are(found) >= self.size.units) or (incomplete and found):
+            return numbers
         if incomplete or not is_over:
             return WAIT
-        is_stored = all(state == "stored" for _, state in found)
-        return [number for number, _ in found] if is_stored else WAIT
+        return numbers if is_stored else WAIT
 
-    def _stored(self, db: Connection) -> list[tuple[int, str]]:
+    def _stored(self, db: Connection) -> list[Group]:
         """The oldest stored groups that no other transaction is about to take."""
         groups = self.tables.groups
-        query = sql.select(groups.c.number, groups.c.state).where(
-            groups.c.state == "stored", groups.c.trainer.is_(None)
-        )
-        query = (
-            query.order_by(groups.c.number)
-            .limit(self.tasks_per_step)
-            .with_for_update(skip_locked=True)
-        )
-        return [(row.number, row.state) for row in db.execute(query)]
+        is_free = (groups.c.state == "stored") & groups.c.trainer.is_(None)
+        # a group counts one at least
+        query = self._facts(is_free).limit(self.size.units).with_for_update(skip_locked=True)
+        return self.size.first(self._groups(db, query))
 
-    def _ordered(self, db: Connection, step: int) -> list[tuple[int, str]]:
+    def _ordered(self, db: Connection, step: int) -> list[Group]:
         """The next groups in admission order, stored or not, and those that the next step would
         train too late.
         """
-        groups = self.tables.groups
-        query = sql.select(groups.c.number, groups.c.state, groups.c.version).where(
-            self._is_awaited(db)
+        query = self._facts(self._is_awaited(db)).with_for_update()
+        return due(self._groups(db, query), step, self.size, int(self.max_staleness or 0))
+
+    def _facts(self, chosen: sql.ColumnElement[bool]) -> "sql.Select[Any]":
+        """What `StepSize` wants to know of groups, in admission order."""
+        columns = self.tables.groups.c
+        query = sql.select(
+            columns.number, columns.state, columns.version, columns.trained, columns.most
         )
-        rows = db.execute(query.order_by(groups.c.number).with_for_update()).all()
-        limit = int(self.max_staleness or 0)
+        return query.where(chosen).order_by(columns.number)
+
+    @staticmethod
+    def _groups(db: Connection, query: "sql.Select[Any]") -> list[Group]:
         return [
-            (row.number, row.state)
-            for index, row in enumerate(rows)
-            if index < self.tasks_per_step
-            or (row.version is not None and step - row.version >= limit)
+            Group(
+                row.number,
+                "",
+                b"",
+                row.version,
+                0,
+                stored=row.state == "stored",
+                most=row.most,
+                size=row.trained or 0,
+            )
+            for row in db.execute(query)
         ]
 
     def take(
@@ -447,18 +452,22 @@ class Steps:
         )
 
     def asks(
-        self, db: Connection, trainer: str, published: int, stored_before: int, interval: int
+        self, db: Connection, trainer: str, published: int, done_before: int, interval: int
     ) -> bool:
         """As `Progress.asks`."""
-        if self.count(db)["stored"] - stored_before >= interval * self.tasks_per_step:
+        if self.stored_units(db) - done_before >= interval * self.size.units:
             return True
-        stored, running = self._waiting(db)
+        steps, running = self._formed(db)
         if self.max_staleness is None or running:
             return False
-        return (
-            stored + self._uncovered(db, trainer, published)
-            >= (self.max_staleness + 1) * self.tasks_per_step
-        )
+        return steps + self._uncovered(db, trainer, published) > self.max_staleness
+
+    def stored_units(self, db: Connection) -> int:
+        """As `Progress.done`."""
+        if self.size.experiences is None:
+            return self.count(db)["stored"]
+        total = sql.func.coalesce(sql.func.sum(self.tables.groups.c.trained), 0)
+        return int(db.execute(sql.select(total)).scalar_one())
 
     # All
 
@@ -500,13 +509,23 @@ class Steps:
         """Groups that no step has taken: stored, and those that an explorer that lives works on."""
         groups = self.tables.groups
         query = sql.select(groups.c.state, sql.func.count().label("number")).where(
-            self._is_awaited(db)
+            self._in_front(db, before)
         )
-        if before is not None:
-            query = query.where(groups.c.number < before)
         found = {row.state: int(row.number) for row in db.execute(query.group_by(groups.c.state))}
         stored = found.pop("stored", 0)
         return stored, sum(found.values())
+
+    def _formed(self, db: Connection, before: int | None = None) -> tuple[int, int]:
+        """Steps that these fill, and how many of the groups are not stored."""
+        if self.size.experiences is None:
+            stored, running = self._waiting(db, before)
+            return (stored + running) // self.size.groups, running
+        groups = self._groups(db, self._facts(self._in_front(db, before)))
+        return self.size.formed(groups), sum(not group.stored for group in groups)
+
+    def _in_front(self, db: Connection, before: int | None) -> sql.ColumnElement[bool]:
+        awaited = self._is_awaited(db)
+        return awaited if before is None else awaited & (self.tables.groups.c.number < before)
 
     def _is_awaited(self, db: Connection) -> sql.ColumnElement[bool]:
         groups, explorers = self.tables.groups, self.tables.explorers
@@ -517,9 +536,10 @@ class Steps:
         return is_open & ((groups.c.state == "stored") | groups.c.explorer.in_(alive))
 
     def _uncovered(self, db: Connection, trainer: str, published: int) -> int:
-        groups = self.tables.groups
+        """Steps that were taken and that the published version does not contain."""
+        leases = self.tables.leases
         query = sql.select(sql.func.count()).where(
-            groups.c.trainer == trainer, groups.c.step >= published
+            leases.c.trainer == trainer, leases.c.step >= published
         )
         return int(db.execute(query).scalar_one())
 

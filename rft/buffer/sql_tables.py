@@ -42,7 +42,7 @@ from rft.ground import redact
 from rft.ground.errors import refuse_all
 from rft.ground.experience import encode
 
-SCHEMA = 1
+SCHEMA = 2
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 LOCK_WAIT_S = 60.0  # for SQLite's one write lock, and to connect
@@ -80,8 +80,7 @@ class Tables:
             Column("run_epoch", Integer),
             Column("state", text, nullable=False),
             Column("reason", text),
-            Column("size", Integer),
-            Column("model_version", Integer),
+            *(Column(name, Integer) for name in ("size", "trained", "most", "model_version")),
             Column("stored_at", Float),
             Column("trainer", text),
             Column("step", Integer),

@@ -50,14 +50,18 @@ def buffer_of(
     total_steps: int | None,
     seed: int,
     over_rollout: OverRolloutConfig | None = None,
+    experiences_per_step: int | None = None,
 ) -> tuple[type, tuple[Any, ...]]:
     """`owner` names the run to others that share the buffer."""
     sizes = (tasks_per_step, repeat_times, max_staleness, total_steps)
     if config.storage_type == "sql":
         from rft.buffer.sql_buffer import SqlBuffer
 
-        return SqlBuffer, (config, owner, *sizes)
-    return ExperienceBuffer, (config, journal_of(config, job), *sizes, seed, over_rollout)
+        return SqlBuffer, (config, owner, *sizes, experiences_per_step)
+    return ExperienceBuffer, (
+        *(config, journal_of(config, job), *sizes, seed, over_rollout),
+        experiences_per_step,
+    )
 
 
 def read_experiences(source: Path) -> Iterator[Experience]:

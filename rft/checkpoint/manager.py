@@ -160,10 +160,14 @@ class CheckpointManager:
     def load(self, policy: Snapshotable) -> dict[str, Any] | None:
         """Restore the newest good checkpoint; its loop state, or None when there never was one.
 
-        See `rft.checkpoint.restore`.
+        A job without any begins from `trainer.resume_from_path`, at that step, and with nothing
+        else of the loop it is from. See `rft.checkpoint.restore`.
         """
         restore.prepare(self.storage, self.ranks)
-        loop = restore.load(self.storage, self.ranks, policy, self.about.get("layout"))
+        layout, path = self.about.get("layout"), self.trainer.resume_from_path
+        loop = restore.load(self.storage, self.ranks, policy, layout)
+        if loop is None and path:
+            return {"step": restore.adopt(path, self.ranks, policy, layout)["step"]}
         if loop is None:
             return None
         self.newest = self.requested = loop["step"]

@@ -31,7 +31,7 @@ from rft.checkpoint.reader import (
     patiently,
 )
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
+from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, open_storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -105,6 +105,57 @@ def load(
             return loop
         path = following
     return _nothing(storage, candidates.rejected, ranks, patience_s)
+
+
+def adopt(
+    where: str,
+    ranks: "Collective",
+    policy: Snapshotable,
+    layout: Any,
+    patience_s: float = PATIENCE_S,
+) -> dict[str, Any]:
+    """Loop state of another job's checkpoint, which this one begins from: that directory, or the
+    newest of those below `where`. Nothing is ever set aside there.
+
+    Raises Mismatch or RestoreRefused, the same on every rank.
+    """
+    storage = open_storage(place_of(where)[0])
+    path = _by_first(ranks, partial(newest_of, where))
+    part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
+    said = ranks.gather(msgspec.to_builtins(part))
+    _by_first(ranks, partial(_refuse_all_but_good, said))
+    policy.restore(small)
+    if ranks.rank == 0:
+        log.info("begun from %s/%s", storage.where, path)
+    return loop
+
+
+def _refuse_all_but_good(said: list[Any]) -> None:
+    for rank, part in enumerate(msgspec.convert(said, list[ReadReport])):
+        if part.mismatch:
+            raise Mismatch(part.mismatch)
+        if why := part.unreachable or part.damage:
+            raise RestoreRefused(_refusal(rank, part.host, why))
+
+
+def place_of(where: str) -> tuple[str, str]:
+    """(root, name) of one committed directory; without a name: the newest one is meant."""
+    root, _, name = where.rstrip("/").rpartition("/")
+    return (root or ".", name) if catalog.step_of(name) is not None else (where, "")
+
+
+def newest_of(where: str) -> str:
+    """The path below its root of the checkpoint that `where` names. Raises FileNotFoundError."""
+    root, name = place_of(where)
+    storage = open_storage(root)
+    found = [path for path in committed(storage) if path == name or not name]
+    if not found:
+        raise FileNotFoundError(f"{where} holds no complete checkpoint")
+    try:
+        entries = [(catalog.read_manifest(storage, path), path) for path in found]
+    except ValueError as error:
+        raise FileNotFoundError(str(error)) from error
+    return max((manifest.epoch, manifest.step, path) for manifest, path in entries)[2]
 
 
 def _by_first(ranks: "Collective", act: Callable[[], Found]) -> Found:

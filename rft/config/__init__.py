@@ -44,6 +44,7 @@ from rft.config.explorer import EngineConfig as EngineConfig
 from rft.config.explorer import ExplorerConfig as ExplorerConfig
 from rft.config.explorer import RolloutModelConfig as RolloutModelConfig
 from rft.config.hints import nearest as nearest
+from rft.config.keys import item_keys as item_keys
 from rft.config.keys import known_keys as known_keys
 from rft.config.keys import leaf_keys as leaf_keys
 from rft.config.schema import CardsConfig as CardsConfig

@@ -12,16 +12,44 @@ TASKSET_KEY = "buffer.explorer_input.taskset"
 
 @dataclass
 class FormatConfig(Section):
-    prompt_type: Annotated[Str, "plaintext | messages"] = "messages"
-    prompt_key: Annotated[Str, "plaintext: column of the prompt"] = "prompt"
-    response_key: Annotated[Str, "column of the answer, for rewards or to learn"] = "response"
+    prompt_type: Annotated[
+        Str | None,
+        "plaintext | messages; default: plaintext where prompt_key or response_key is given, else "
+        "messages, and for tasks what the rows have",
+    ] = None
+    prompt_key: Annotated[
+        Str | None,
+        "plaintext: column of the prompt, which tasks may also have as messages; a.b: in another "
+        "column; default: prompt",
+    ] = None
+    response_key: Annotated[
+        Str | None,
+        "column of the answer, for rewards or to learn; a.b: in another column; default: response",
+    ] = None
     system_prompt_key: Annotated[Str | None, "column of a system prompt for each row"] = None
     system_prompt: Annotated[Str | None, "the same for all rows"] = None
     messages_key: Annotated[Str, "messages: column of the chat messages"] = "messages"
+    tools_key: Annotated[
+        Str | None, "column of tools for the chat template: a list of objects, or that as JSON text"
+    ] = None
     workflow_key: Annotated[
         Str | None, "tasks: column that names the workflow of a row; null in it: the set's"
     ] = None
     reward_fn_key: Annotated[Str | None, "tasks: the same for its reward"] = None
+
+    @property
+    def has_messages(self) -> bool:
+        if self.prompt_type is None:
+            return not (self.prompt_key or self.response_key)
+        return self.prompt_type == "messages"
+
+    @property
+    def prompt_column(self) -> str:
+        return self.prompt_key or "prompt"
+
+    @property
+    def response_column(self) -> str:
+        return self.response_key or "response"
 
 
 @dataclass
@@ -38,9 +66,6 @@ class TaskSelectorConfig(Section):
 
 @dataclass
 class RowFormatConfig(FormatConfig):
-    tools_key: Annotated[
-        Str | None, "column of tools for the chat template: a list of objects, or that as JSON text"
-    ] = None
     chosen_key: Annotated[
         Str, "dpo: the better answer, of the prompt's type, as is the worse one"
     ] = "chosen"
@@ -137,6 +162,7 @@ class ExperienceBufferConfig(Section):
         Str | None,
         "queue: the journal's directory, or X.jsonl for a copy | sql: URL | file: the data",
     ] = None
+    subset_name: Annotated[Str | None, "file: a directory in path"] = None
     split: Annotated[Str, "which part of a directory of data files"] = "train"
     shuffle: Annotated[Bool, "supervised rows; experiences keep their order"] = True
     max_read_timeout: Annotated[
@@ -148,6 +174,13 @@ class ExperienceBufferConfig(Section):
     max_experience_mb: Annotated[
         PosFloat, "sql: a group with a larger experience fails, counted"
     ] = 32.0
+    schema_type: Annotated[
+        Literal["sft", "dpo", "experience"] | None, "what it holds; default: what reads it"
+    ] = None
+    total_epochs: Annotated[
+        PosInt | None,
+        "of an auxiliary buffer: passes over its rows, then the run ends; default: without end",
+    ] = None
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     format: RowFormatConfig = field(default_factory=RowFormatConfig)
 
@@ -156,7 +189,8 @@ class ExperienceBufferConfig(Section):
 class TrainerInputConfig(Section):
     experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
     auxiliary_buffers: Annotated[
-        dict[str, ExperienceBufferConfig], "by name: rows beside rollouts"
+        dict[str, ExperienceBufferConfig],
+        "by name: rows beside rollouts, read by sample_strategy=mix",
     ] = field(default_factory=dict)
 
 
@@ -164,7 +198,13 @@ class TrainerInputConfig(Section):
 class BufferConfig(Section):
     batch_size: Annotated[PosInt, "tasks per step"] = 1
     train_batch_size: Annotated[
-        PosInt | None, "experiences per step; default batch_size x repeat_times"
+        PosInt | None,
+        "experiences per step, of whole groups; default: batch_size groups, of repeat_times each",
+    ] = None
+    step_counts: Annotated[
+        Literal["groups", "experiences"] | None,
+        "what fills a step: batch_size of the ones, or train_batch_size of the others; default: "
+        "experiences where train_batch_size is given",
     ] = None
     total_epochs: Annotated[PosInt, "how often all tasks are gone through"] = 1
     total_steps: Annotated[PosInt | None, "wins over total_epochs"] = None

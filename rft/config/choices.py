@@ -143,7 +143,10 @@ def groups_in_flight(config: Config) -> int | None:
     staleness = config.synchronizer.max_staleness
     if config.mode != "both" or staleness is None:
         return None
-    return (staleness + 1) * config.buffer.batch_size
+    buffer, groups = config.buffer, config.buffer.batch_size
+    if buffer.step_counts == "experiences" and buffer.train_batch_size:
+        groups = -(-buffer.train_batch_size // _repeats(config))
+    return (staleness + 1) * groups
 
 
 def _sequences(config: Config, key: str, engine: EngineConfig) -> Choice:

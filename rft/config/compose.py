@@ -34,6 +34,7 @@ from rft.config.validate import (
     parsed,
     removed,
     unknown,
+    with_own_references,
 )
 from rft.ground import redact
 from rft.ground.errors import ConfigError, Problem, refuse_all
@@ -273,7 +274,9 @@ def _of_stage(problem: Problem) -> Problem:
 
 def _draft(full: DictConfig, told: Sequence[Problem] = ()) -> Draft:
     """Interpolations are resolved as far as they can be."""
-    data: dict[str, Any] = OmegaConf.to_container(full, resolve=False)  # type: ignore[assignment]
+    given: Any = OmegaConf.to_container(full, resolve=False)
+    data = with_own_references(given)
+    full = OmegaConf.create(data) if data is not given else full
     texts = {".".join(map(str, place)): (place, text) for place, text in _texts(data)}
     missing = sorted(key for key, (_, text) in texts.items() if text == MISSING)
     problems = [Problem(key, f"{key} is not set: give it a value") for key in missing]

@@ -34,9 +34,10 @@ class TaskPipelineConfig(Section):
         default_factory=list
     )
     num_process: Annotated[PosInt, "worker processes"] = 4
-    target_fields: Annotated[list[Str], "columns that the output keeps; empty: all"] = field(
-        default_factory=list
-    )
+    target_fields: Annotated[
+        list[Str],
+        "columns that the output keeps, beside those that arguments of operators name; empty: all",
+    ] = field(default_factory=list)
     output: TaskOutputConfig = field(default_factory=TaskOutputConfig)
     top_k: Annotated[TopRows, "rows that the output keeps, the first ones; -1: all"] = -1
     timeout: Annotated[

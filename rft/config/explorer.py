@@ -43,6 +43,13 @@ class EngineConfig(Section):
     enforce_eager: Annotated[
         Bool | None, "without CUDA graphs; default: false on a GPU, true on a CPU"
     ] = None
+    seed: Annotated[Int | None, "of what the engines sample; default: that of the run"] = None
+    tool_call_parser: Annotated[
+        Str | None, "vLLM's name of how the model writes calls; default: as Hermes, Qwen, Llama"
+    ] = None
+    reasoning_parser: Annotated[
+        Str | None, "vLLM's name of how it writes thoughts; default: they stay in the text"
+    ] = None
     engine_args: Annotated[
         dict[str, Any], "for vLLM's AsyncEngineArgs: what rft does not set itself"
     ] = field(default_factory=dict)
@@ -74,13 +81,22 @@ class RolloutModelConfig(EngineConfig):
 class AuxiliaryModelConfig(EngineConfig):
     """A model beside the policy, with engines of its own and weights that never change."""
 
-    name: Annotated[Str, "what workflows and clients call it"] = MISSING
+    name: Annotated[
+        Str | None, "what workflows and clients call it; default: the last part of model_path"
+    ] = None
     model_path: Annotated[
         Str, "directory of a Hugging Face checkpoint, or a hub's org/name, org/name@revision"
     ] = MISSING
-    max_model_len: Annotated[Int | None, "default: the model's own"] = None
+    max_model_len: Annotated[
+        Int | None, "default: max_prompt_tokens + max_response_tokens, or the model's own"
+    ] = None
+    max_prompt_tokens: Annotated[PosInt | None, "a longer one is refused"] = None
+    max_response_tokens: Annotated[
+        PosInt | None, "of an answer for which nobody says how long it may be"
+    ] = None
     custom_chat_template: Annotated[Str | None, "Jinja; default: the model's own"] = None
     trust_remote_code: Annotated[Bool, "run code that comes with the model"] = False
+    enable_thinking: Annotated[Bool | None, "as that of model"] = None
 
 
 @dataclass

@@ -6,9 +6,10 @@ reason why there is none and what to use instead. Invariants: no key is ignored;
 key is not set.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 UNSET = object()  # what a value that says nothing becomes
 
@@ -23,7 +24,8 @@ class ForeignKey:
     value.
 
     Without `to`, or with `only`: a value of `only`, or any, is taken, and `why` says what that
-    means, or what to use instead.
+    means, or what to use instead. `late`: it is refused after everything else, because it asks for
+    what is not here.
     """
 
     row: str
@@ -32,9 +34,13 @@ class ForeignKey:
     convert: Callable[[Any], Any] = unchanged
     only: tuple[Any, ...] = ()
     takes_any: bool = False
+    each_of: tuple[str, ...] = ()  # a list of some of them, in any order
+    late: bool = False
 
     def takes(self, value: Any) -> bool:
         """As YAML means it: True is not 1, and a list of names has no order."""
+        if self.each_of:
+            return isinstance(value, list) and set(value) <= set(self.each_of)
         if self.takes_any or (self.to is not None and not self.only):
             return True
         return any(
@@ -43,14 +49,61 @@ class ForeignKey:
             for allowed in self.only
         )
 
+    def is_usual(self, value: Any) -> bool:
+        """Whether nothing need be said of a value, because it is the one that rft works with."""
+        return self.to is not None or bool(self.only) and value == self.only[0]
+
     @property
     def instead(self) -> str:
         """What to say of it where it cannot be taken."""
         return self.why or f"set {self.to}"
 
 
+class Note(NamedTuple):
+    """A key or value that is called otherwise, or means something else, here; `here`: what it is,
+    empty where nothing is set.
+    """
+
+    place: str
+    theirs: Any
+    here: str
+    why: str
+
+    @property
+    def line(self) -> str:
+        said = f"it is {self.here} here" if self.here else ""
+        return f"{self.place}={self.theirs}: " + ": ".join(filter(None, (said, self.why)))
+
+
 def _in_order(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, list) else value
+
+
+REFERENCE = re.compile(r"(\$\{(?:oc\.select:)?)([A-Za-z_][\w.]*)")
+
+
+def localized(node: Any, block: dict[str, Any], place: str) -> Any:
+    """`node`, a block of another system's keys at `place`, or a part of it, with the references
+    that mean a key of the block itself (`${critic.optim.lr}`) made to mean it here.
+
+    All others mean keys of the config that the block is in.
+    """
+    if isinstance(node, dict):
+        return {name: localized(value, block, place) for name, value in node.items()}
+    if isinstance(node, list):
+        return [localized(value, block, place) for value in node]
+    if not isinstance(node, str):
+        return node
+
+    def inside(found: re.Match[str]) -> str:
+        there: Any = block
+        for word in found[2].split("."):
+            if not isinstance(there, dict) or word not in there:
+                return found[0]
+            there = there[word]
+        return f"{found[1]}{place}.{found[2]}"
+
+    return REFERENCE.sub(inside, node)
 
 
 def leaves(

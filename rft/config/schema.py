@@ -75,6 +75,9 @@ class ModelConfig(Section):
     ] = None
     custom_chat_template: Annotated[Str | None, "Jinja; default: the tokenizer's own"] = None
     chat_template_path: Annotated[Str | None, "file; wins over custom_chat_template"] = None
+    enable_thinking: Annotated[
+        Bool | None, "what templates know by this name, if a request does not say; default: nothing"
+    ] = None
     max_model_len: Annotated[PosInt | None, "default: max_prompt_tokens + max_response_tokens"] = (
         None
     )
@@ -225,6 +228,13 @@ class TrainerConfig(Section):
     recompute_modules: Annotated[
         list[Str] | None, "selective: core_attn, mlp, layernorm, moe ...; default: core_attn"
     ] = None
+    ppo_epochs: Annotated[PosInt, "how often a batch is trained on: docs/algorithms.md"] = 1
+    ppo_mini_batch_size: Annotated[
+        PosInt | None, "experiences of one optimizer update, at most; default: the whole batch"
+    ] = None
+    ppo_shuffle: Annotated[
+        Bool, "mini-batches are dealt anew in every epoch; false: they follow the batch's order"
+    ] = False
     use_dynamic_bsz: Annotated[Bool, "microbatches of so many tokens; false: of so many rows"] = (
         True
     )
@@ -248,6 +258,9 @@ class TrainerConfig(Section):
         Literal["last", "always", "never"], "which checkpoints are also exported for Hugging Face"
     ] = "last"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume_from_path: Annotated[
+        Str | None, "another run's checkpoint that a new run begins from: docs/checkpoints.md"
+    ] = None
     profiler: Annotated[
         Literal["torch", "nsys"] | None,
         "torch: a Chrome trace in <job>/profile, nsys: ranges for Nsight Systems",

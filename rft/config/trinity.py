@@ -14,6 +14,9 @@ from typing import Any
 
 from rft.config.buffer import TASKSET_KEY as TASKSET
 from rft.config.foreign import UNSET, ForeignKey
+from rft.config.keys import tables
+from rft.config.trinity_data import ADAPTER, DATA, ITSELF
+from rft.config.trinity_flows import IMAGES, WORKFLOWS
 
 
 def opposite(value: Any) -> Any:
@@ -25,12 +28,17 @@ def none_if_false(value: Any) -> Any:
 
 
 YET = "not in rft yet"
+RECORDED = "log-probabilities of what was sampled are always recorded"
+PENALTY = (
+    "a penalty changes what is sampled, and the trainer computes the log-probabilities without one"
+)
+NOT_ASKED = "no model behind an API is asked"
 OFFLOAD = "nothing is offloaded: use more ranks, or trainer.recompute_granularity"
 EXPERIENCES_COME = (
     "experiences come from the explorer and go to the buffer of the trainer: leave it out"
 )
 MODEL_SAYS = "the model is what its config.json says: edit that of model.model_path"
-SAMPLING = f"it is a key of each taskset: set {TASKSET}.rollout_args"
+EACH_SET = "every taskset has it that does not give it in its rollout_args"
 PAIRS = "set algorithm.algorithm_type=dpo and buffer.trainer_input.experience_buffer.path"
 
 KEYS: dict[str, ForeignKey] = {
@@ -55,22 +63,15 @@ KEYS: dict[str, ForeignKey] = {
     "monitor.enable_ray_timeline": ForeignKey("C6", to="monitor.trace"),
     "monitor.detailed_stats": ForeignKey("C9", to="monitor.detailed"),
     # D: model
-    "model.temperature": ForeignKey("D11", f"{SAMPLING}.temperature"),
-    "model.top_p": ForeignKey("D11", f"{SAMPLING}.top_p"),
-    "model.top_k": ForeignKey("D11", f"{SAMPLING}.top_k"),
-    "model.logprobs": ForeignKey(
-        "D11", "log-probabilities of what was sampled are always recorded", only=(0,)
-    ),
-    "model.enable_thinking": ForeignKey(
-        "D11", "the chat template decides: give one as model.chat_template_path", only=(False,)
-    ),
+    "model.temperature": ForeignKey("D11", EACH_SET, takes_any=True),
+    "model.top_p": ForeignKey("D11", EACH_SET, takes_any=True),
+    "model.top_k": ForeignKey("D11", EACH_SET, takes_any=True),
+    "model.logprobs": ForeignKey("D11", RECORDED, takes_any=True),
+    "model.repetition_penalty": ForeignKey("D11", PENALTY, only=(1.0, 1)),
+    "model.fully_sharded_loras": ForeignKey("D11", "adapters are whole in engines", only=(False,)),
+    "model.max_cpu_loras": ForeignKey("D11", "it follows from synchronizer.max_staleness"),
     "model.rope_scaling": ForeignKey("D11", MODEL_SAYS),
     "model.rope_theta": ForeignKey("D11", MODEL_SAYS),
-    "model.external_model": ForeignKey(
-        "D11",
-        "a model behind an API has no weights to train: leave it out",
-        only=({}, {"enable": False}),
-    ),
     # F: buffer
     "buffer.default_workflow_type": ForeignKey(
         "F19", to="buffer.explorer_input.default_workflow_type"
@@ -78,11 +79,9 @@ KEYS: dict[str, ForeignKey] = {
     "buffer.default_reward_fn_type": ForeignKey(
         "F19", to="buffer.explorer_input.default_reward_fn_type"
     ),
-    f"{TASKSET}.rollout_args.logprobs": ForeignKey(
-        "F18", "log-probabilities of what was sampled are always recorded", only=(0,)
-    ),
+    f"{TASKSET}.rollout_args.logprobs": ForeignKey("F18", RECORDED, takes_any=True),
     f"{TASKSET}.rollout_args.n": ForeignKey(
-        "F18", "set algorithm.repeat_times, or repeat_times of an evaluation set", only=(1,)
+        "F18", "repeat_times says how many answers a task gets, there too", takes_any=True
     ),
     # H: synchronizer
     "synchronizer.explorer_sync_interval": ForeignKey("H4", to="synchronizer.sync_interval"),
@@ -112,11 +111,14 @@ KEYS: dict[str, ForeignKey] = {
     "data_processor.experience_pipeline.output": ForeignKey("J9", EXPERIENCES_COME),
 }
 KEYS |= {
-    f"{TASKSET}.format.tools_key": ForeignKey(
-        "F42", f"tools of a task are {YET}: write them into the system prompt"
+    f"{TASKSET}.format.image_key": ForeignKey("F41", IMAGES),
+    f"{TASKSET}.format.video_key": ForeignKey("F41", IMAGES),
+    f"{TASKSET}.format.chosen_key": ForeignKey(
+        "F43", f"tasks have no pairs of answers: {PAIRS}", only=("chosen",)
     ),
-    f"{TASKSET}.format.chosen_key": ForeignKey("F43", f"tasks have no pairs of answers: {PAIRS}"),
-    f"{TASKSET}.format.rejected_key": ForeignKey("F43", f"tasks have no pairs of answers: {PAIRS}"),
+    f"{TASKSET}.format.rejected_key": ForeignKey(
+        "F43", f"tasks have no pairs of answers: {PAIRS}", only=("rejected",)
+    ),
     f"{TASKSET}.format.enable_concatenated_multi_turn": ForeignKey(
         "F44",
         "it says which answers of supervised rows are learned, and a task has none: leave it out",
@@ -124,6 +126,154 @@ KEYS |= {
     ),
     f"{TASKSET}.format.chat_template": ForeignKey("F45", to="model.custom_chat_template"),
 }
+
+# --- engines: those of the policy, and those of each auxiliary model ------------------------------
+
+POLICY, BESIDE = "explorer.rollout_model", "explorer.auxiliary_models"
+NODES = "an engine is on one machine: leave it out"
+API = "an endpoint in front of all engines answers OpenAI's API: docs/agents.md"
+
+
+def engine(key: str) -> dict[str, ForeignKey]:
+    """Rows that both have."""
+    args = f"{key}.engine_args"
+    rows = {
+        "use_v1": ForeignKey("G3", "vLLM has one engine, which is its V1", only=(True,)),
+        "enable_chunked_prefill": ForeignKey("G3", to=f"{args}.enable_chunked_prefill"),
+        "enable_log_requests": ForeignKey("G3", to=f"{args}.enable_log_requests"),
+        "extra_engine_args": ForeignKey("G3", to=args),
+        "enable_auto_tool_choice": ForeignKey(
+            "G9", "calls are parsed wherever a request has tools", only=(True, False)
+        ),
+        "repetition_penalty": ForeignKey("G3", PENALTY, only=(1.0, 1)),
+        "ignore_eos": ForeignKey("G3", "an answer ends where the model ends it", only=(False,)),
+        "enable_multimodal": ForeignKey("G3", f"images are {YET}", only=(False,), late=True),
+        "base_port": ForeignKey("G9", f"{API}: set explorer.proxy_port"),
+        "api_key": ForeignKey("G9", f"{API}; its key is made at the start", only=("EMPTY",)),
+        "weight_sync_buffer_size": ForeignKey(
+            "H9", "set synchronizer.bucket_bytes: of one message", only=(1024,)
+        ),
+        "data_parallel_size": ForeignKey("G3", "set engine_num: engines are copies", only=(1,)),
+        "pipeline_parallel_size": ForeignKey("G3", "set tensor_parallel_size", only=(1,)),
+        "enable_expert_parallel": ForeignKey(
+            "G3", "experts are cut by tensor_parallel_size", only=(False,)
+        ),
+        "rope_scaling": ForeignKey("D11", MODEL_SAYS),
+        "rope_theta": ForeignKey("D11", MODEL_SAYS),
+        "nnodes": ForeignKey("G3", NODES, only=(1,)),
+        "node_rank": ForeignKey("G3", NODES, only=(0,)),
+        "enable_return_routed_experts": ForeignKey("B11", ITSELF, only=(False,)),
+    }
+    for word, value in (
+        ("gpu_per_engine", 0),
+        ("bundle_indices", ""),
+        ("engine_id", 0),
+        ("ray_namespace", None),
+        ("ray_actor_name", None),
+        ("sync_method", None),
+        ("checkpoint_job_dir", None),
+        ("cuda_visible_devices", None),
+        ("enable_lora", False),
+        ("enable_runtime_lora_updating", False),
+        ("lora_modules", None),
+        ("lora_kwargs", {}),
+    ):
+        rows[word] = ForeignKey("G3", ITSELF, only=(value,))
+    return {f"{key}.{word}": row for word, row in rows.items()}
+
+
+KEYS |= engine(POLICY) | engine(BESIDE)
+for _word in ("temperature", "top_p", "top_k"):
+    KEYS[f"{POLICY}.{_word}"] = ForeignKey("G3", EACH_SET, takes_any=True)
+    KEYS[f"{BESIDE}.{_word}"] = ForeignKey("G3", "who asks the model says how to sample")
+for _key in ("model.external_model", *(f"{one}.external_model_config" for one in (POLICY, BESIDE))):
+    KEYS |= {
+        f"{_key}.enable": ForeignKey(
+            "D11", "models have engines here: leave it out", only=(False,)
+        ),
+        f"{_key}.base_url_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
+        f"{_key}.api_key_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
+        f"{_key}.model_name": ForeignKey("D11", NOT_ASKED, takes_any=True),
+    }
+for _key in (POLICY, BESIDE):
+    KEYS[f"{_key}.logprobs"] = ForeignKey("G3", RECORDED, takes_any=True)
+for _word in (
+    "enable_thinking",
+    "max_model_len",
+    "max_prompt_tokens",
+    "max_response_tokens",
+    "min_response_tokens",
+    "enable_prompt_truncation",
+    "trust_remote_code",
+):
+    KEYS[f"{POLICY}.{_word}"] = ForeignKey("G3", to=f"model.{_word}")
+KEYS |= {
+    f"{POLICY}.model_path": ForeignKey("G3", to="model.model_path"),
+    f"{POLICY}.name": ForeignKey("G3", "the policy's name at its API is its model's"),
+    f"{POLICY}.chat_template": ForeignKey("G3", to="model.custom_chat_template"),
+    f"{BESIDE}.chat_template": ForeignKey("G3", to=f"{BESIDE}.custom_chat_template"),
+    f"{BESIDE}.enable_openai_api": ForeignKey("G9", API, only=(True, False)),
+    f"{BESIDE}.enable_history": ForeignKey("G9", "nothing of it is trained on", only=(False,)),
+    # explorer, cluster, trainer and what Trinity sets itself
+    "explorer.max_repeat_times_per_runner": ForeignKey(
+        "G2", "a group's runs are under way at the same time, whatever runs them", takes_any=True
+    ),
+    "explorer.concurrent_mode": ForeignKey(
+        "G2",
+        "a group's runs are under way at the same time; a workflow's object belongs to one run",
+        only=("sequential", "asynchronous", "multi-threading"),
+    ),
+    "explorer.runner_num": ForeignKey("G2", "set explorer.runner_per_model"),
+    "explorer.runner_prepare_concurrency": ForeignKey("G2", "runners are tasks", only=(8,)),
+    "explorer.runner_prepare_max_retries": ForeignKey("G2", "runners are tasks", only=(2,)),
+    "explorer.service_status_check_interval": ForeignKey(
+        "G9", "a dead engine is seen at once, and started again", takes_any=True
+    ),
+    "explorer.min_running_model_num": ForeignKey(
+        "G9", "requests wait while no engine runs", only=(1,)
+    ),
+    "explorer.db_url": ForeignKey("G9", "requests are kept in the run's directory: docs/agents.md"),
+    "explorer.dynamic_timeout.warmup_min_steps": ForeignKey(
+        "G7", "it begins after the first step's worth of tasks", only=(1,)
+    ),
+    "explorer.max_inflight_batches": ForeignKey(
+        "H10", "set synchronizer.max_staleness: so many versions may rollouts be behind", only=(2,)
+    ),
+    "trainer.ppo_max_token_len_per_gpu": ForeignKey(
+        "I13", "veRL's name of it", to="trainer.max_token_len_per_gpu"
+    ),
+    "trainer.fix_actor_microbatch_loss_scale": ForeignKey(
+        "I13", "microbatches are weighed by their tokens, so cuts change no loss", only=(False,)
+    ),
+    "trainer.trainer_config_path": ForeignKey(
+        "I20", "write the block of that file below trainer.trainer_config", only=("",)
+    ),
+    "trainer.trust_remote_code": ForeignKey("D11", to="model.trust_remote_code"),
+    "ignore_validator_suggestions": ForeignKey(
+        "A4", "what does not fit is refused, and nothing is suggested", only=(True, False)
+    ),
+    "synchronizer.group_name": ForeignKey("H4", ITSELF, only=("rollout_weight_sync",)),
+    "synchronizer.wait_for_checkpoint": ForeignKey(
+        "H4", "a version is published when it is whole", only=(True, False)
+    ),
+}
+for _key, _value in (
+    ("checkpoint_job_dir", ""),
+    ("monitor.cache_dir", ""),
+    ("log.save_dir", ""),
+    ("synchronizer.explorer_world_size", None),
+    ("synchronizer.ray_namespace", ""),
+    ("buffer.explorer_output", None),
+    ("buffer.tokenizer_path", None),
+    ("buffer.cache_dir", None),
+    *(
+        (f"cluster.{_one}_gpu_num", 0)
+        for _one in ("total", "rollout", "auxiliary_model", "explorer")
+    ),
+    *((f"cluster.trainer_{_one}", 0) for _one in ("gpu_num", "node_num", "gpu_num_per_node")),
+):
+    KEYS[_key] = ForeignKey("A4", ITSELF, only=(_value,))
+KEYS |= DATA
 
 SHARED = frozenset(
     (  # keys that both systems have, with the same meaning
@@ -222,6 +372,7 @@ SHARED = frozenset(
         "buffer.explorer_input.taskset.format.system_prompt_key",
         "buffer.explorer_input.taskset.format.system_prompt",
         "buffer.explorer_input.taskset.format.messages_key",
+        "buffer.explorer_input.taskset.format.tools_key",
         "buffer.trainer_input.experience_buffer.format.prompt_type",
         "buffer.trainer_input.experience_buffer.format.prompt_key",
         "buffer.trainer_input.experience_buffer.format.response_key",
@@ -307,7 +458,7 @@ SHARED = frozenset(
 )
 
 # key: its value there, what it is here, and what is said of it
-RENAMED: dict[str, dict[str, tuple[str, str]]] = {
+RENAMED: dict[str, dict[str, tuple[Any, str]]] = {
     "trainer.trainer_type": {"verl": ("megatron", "the trainer is Megatron")},
     "algorithm.kl_penalty_fn": {"": ("none", "")},
     "algorithm.algorithm_type": {"grpo_verl": ("grpo", "advantages are made in one place")},
@@ -317,31 +468,29 @@ RENAMED: dict[str, dict[str, tuple[str, str]]] = {
         "asymre_verl": ("asymre", ""),
     },
 }
-_WORKFLOWS = {
-    "simple_workflow": ("single_turn", ""),
-    "async_simple_workflow": ("single_turn", ""),
-    "math_workflow": ("math", ""),
-    "async_math_workflow": ("math", ""),
-    "math_boxed_workflow": ("single_turn", "name the reward math_boxed beside it"),
-    "rubric_judge_workflow": ("rubric_judge", ""),
-    "async_rubric_judge_workflow": ("rubric_judge", ""),
-    "math_ruler_workflow": ("ruler", ""),
-    "async_math_ruler_workflow": ("ruler", ""),
+_DTYPES = {
+    "bfloat16": ("bf16", ""),
+    "float32": ("fp32", ""),
+    "float": ("fp32", ""),
+    "auto": (UNSET, "engines have the type of the weights that the trainer sends"),
 }
-_REWARDS = {
-    "math_reward": ("math", "right answers give 1, and form gives nothing"),
-    "math_boxed_reward": ("math_boxed", "right answers give 1, and form gives nothing"),
-    "countdown_reward": ("countdown", ""),
-    "math_dapo_reward": ("math_dapo", ""),
-    "format_reward": ("format", "1 for the form, else 0"),
-    "accuracy_reward": ("accuracy", ""),
+for _key in (POLICY, BESIDE):
+    RENAMED[f"{_key}.dtype"] = _DTYPES
+for _key in (
+    f"{TASKSET}.default_workflow_type",
+    "buffer.explorer_input.default_workflow_type",
+    "buffer.explorer_input.default_eval_workflow_type",
+):
+    RENAMED[_key] = WORKFLOWS
+RENAMED[f"{ADAPTER}.target_modules"] = {"all-linear": (["all-linear"], "")}
+# what YAML reads as a text where nothing was meant; of a key that knows the word it is that word
+NOTHING: dict[str, set[str]] = {
+    one.key: {"None", "none"} - {*re.findall(r"\w+", one.meaning)}
+    for _, table in tables()
+    for one in table
+    if one.is_optional
 }
-for _key in ("buffer.explorer_input", TASKSET):
-    RENAMED |= {
-        f"{_key}.default_workflow_type": _WORKFLOWS,
-        f"{_key}.default_reward_fn_type": _REWARDS,
-    }
-RENAMED["buffer.explorer_input.default_eval_workflow_type"] = _WORKFLOWS
+NOTHING |= {f"{BESIDE}.{word}": {"None", "none"} for word in ("custom_chat_template", "name")}
 
 # names that the reference knows: said only of one that rft does not know
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -360,6 +509,8 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {
         "engines are vLLM's, or a Tinker service's",
     ),
     "trainer.trainer_type": (("verl",), "the trainer is Megatron"),
+    f"{POLICY}.dtype": (("float16", "half"), "there is no trainer of float16: set bfloat16"),
+    f"{BESIDE}.dtype": (("float16", "half"), f"it is {YET}: set bfloat16"),
 }
 
 

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rft.config import trinity as trinity_keys
 from rft.config.derived import get
+from rft.config.foreign import localized
 from rft.config.hints import closest, nearest
 from rft.config.keys import choices, hint_at, is_optional, item_keys, known_keys, shown
 from rft.config.schema import Config
@@ -98,9 +99,20 @@ def removed(data: dict[str, Any], place: Place) -> Place:
 
 def completed(data: dict[str, Any]) -> DictConfig:
     """Data that is right, with every key of the schema and each value in its key's type."""
+    data = with_own_references(data)
     return OmegaConf.create(
         _with_interpolations(asdict(parsed(_without_interpolations(data))), data)
     )
+
+
+def with_own_references(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` where references inside a block of another system's keys mean keys of that block."""
+    trainer = data.get("trainer")
+    block = trainer.get("trainer_config") if isinstance(trainer, dict) else None
+    if not isinstance(block, dict):
+        return data
+    own = localized(block, block, "trainer.trainer_config")
+    return {**data, "trainer": {**trainer, "trainer_config": own}}
 
 
 def normalized(raw: DictConfig) -> DictConfig:
@@ -117,17 +129,25 @@ def meant(key: str) -> str | None:
     name = trinity_keys.canonical(key)
     if trinity_keys.instead(name) is not None:
         return trinity_keys.KEYS[name].to if name in trinity_keys.KEYS else None
-    return closest(name, [*known_keys(), *item_keys()])
+    found = _nearest(name)
+    return trinity_keys.KEYS[found].to if found in trinity_keys.KEYS else found
 
 
-def unknown(key: str) -> str:
-    """What to say of a key that the schema does not have."""
+def unknown(key: str, place: str | None = None) -> str:
+    """What to say of a key that the schema does not have; `place`: its path where it stands, if
+    that has numbers of items.
+    """
     if (other := trinity_keys.instead(key)) is not None:
-        return f"{key} is no key of rft: {other}"
-    hint = meant(key)
-    return f"unknown key `{key}`" + (
-        f"; did you mean `{hint}`?" if hint else "; see docs/configure.md"
-    )
+        return f"{place or key} is no key of rft: {other}"
+    hint, said = _nearest(trinity_keys.canonical(key)), f"unknown key `{place or key}`"
+    if hint in trinity_keys.KEYS:
+        return f"{said}; did you mean `{hint}`? Of that: {trinity_keys.KEYS[hint].instead}"
+    return said + (f"; did you mean `{hint}`?" if hint else "; see docs/configure.md")
+
+
+def _nearest(name: str) -> str | None:
+    """The key of either vocabulary that is spelt most like this one."""
+    return closest(name, [*known_keys(), *item_keys(), *trinity_keys.KEYS])
 
 
 def _errors(data: dict[str, Any]) -> Iterator[Any]:

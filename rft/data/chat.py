@@ -17,10 +17,13 @@ Invariant: the ids are those of the template's own text, and a template whose te
 from its own prompt is refused rather than masked wrongly.
 """
 
+import json
 import re
 from typing import Any
 
-from rft.config import ConfigError, FormatConfig
+from rft.config import ConfigError, FormatConfig, ModelConfig
+from rft.data.files import MISSING, at, parsed, prompt_columns
+from rft.ground import hubs
 from rft.ground.experience import Task
 
 _ANSWER = "[[answer]]"  # stands for an assistant's words when the end of its turn is looked up
@@ -30,18 +33,30 @@ Messages = list[dict[str, Any]]
 
 
 def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str, Any]]:
-    """The prompt of a row: its messages; or its text, as
-    messages where there is a system prompt.
+    """The prompt of a row: its messages; or its text, as messages where there is a system prompt.
+    Empty where the row has none, which only a workflow that reads rows itself can use.
     """
-    if config.prompt_type == "messages":
-        return clean_messages(raw[config.messages_key])
+    found = {name: at(raw, column) for name, column in prompt_columns(config).items()}
+    said = next(((n, value) for n, value in found.items() if value not in (MISSING, None)), None)
+    name, value = said or ("", "")
+    if name == "messages_key" or isinstance(value, list):
+        value = clean_messages(parsed(value))
+    if name == "messages_key":
+        return value
     system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
-    if not system:
-        return raw[config.prompt_key]
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": raw[config.prompt_key]},
-    ]
+    if not system or not value:
+        return value
+    if isinstance(value, list):
+        own = value[0]["role"] == "system"  # a row's own wins
+        return value if own else [{"role": "system", "content": system}, *value]
+    return [{"role": "system", "content": system}, {"role": "user", "content": value}]
+
+
+def row_tools(raw: dict[str, Any], config: FormatConfig) -> list[dict[str, Any]]:
+    """The tools of a row: a list of objects, or that as JSON text; none where it says nothing."""
+    given = raw.get(config.tools_key) if config.tools_key else None
+    found = json.loads(given) if isinstance(given, str) else given
+    return list(found or [])
 
 
 def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,6 +67,19 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The model's tokenizer, with the variables that its config gives to every template."""
+    from transformers import AutoTokenizer
+
+    hubs.bring(model.model_path, weights=False, code=model.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.model_path, trust_remote_code=model.trust_remote_code
+    )
+    if model.enable_thinking is not None:
+        tokenizer.template_args = {"enable_thinking": model.enable_thinking}
+    return tokenizer
+
+
 def chat_text(
     tokenizer: Any,
     messages: list[dict[str, Any]],
@@ -60,7 +88,7 @@ def chat_text(
     **template_args: Any,
 ) -> str:
     """The conversation as the template writes it; `template_args` are its own, like `tools` or
-    `enable_thinking`.
+    `enable_thinking`, and win over the model's.
     """
     if not (chat_template or tokenizer.chat_template):
         raise ConfigError(
@@ -73,7 +101,7 @@ def chat_text(
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         tokenize=False,
-        **template_args,
+        **(getattr(tokenizer, "template_args", {}) | template_args),
     )
 
 
@@ -94,10 +122,21 @@ def render_prompt(tokenizer: Any, task: Task, chat_template: str | None = None) 
 
     `chat_template` wins over the tokenizer's own.
     """
-    if not isinstance(task.prompt, str):
-        return render_messages(tokenizer, task.prompt, chat_template)
-    if chat_template or tokenizer.chat_template:
-        return render_messages(tokenizer, [{"role": "user", "content": task.prompt}], chat_template)
+    if not task.prompt:
+        raise ConfigError(
+            f"task {task.id} has no prompt, and its workflow {task.workflow} speaks one: name its "
+            f"column as format.prompt_key; the row has {', '.join(map(repr, task.raw))}"
+        )
+    template = chat_template or tokenizer.chat_template
+    if task.tools and "tools" not in str(template):
+        raise ConfigError(
+            f"task {task.id} has tools (format.tools_key), and the chat template shows none: give "
+            "one that does as model.chat_template_path, or use the workflow tool_use"
+        )
+    if not isinstance(task.prompt, str) or template:
+        said = [{"role": "user", "content": task.prompt}]
+        messages = said if isinstance(task.prompt, str) else task.prompt
+        return render_messages(tokenizer, messages, chat_template, task.tools or None)
     return list(tokenizer.encode(task.prompt))
 
 
@@ -169,6 +208,7 @@ class Dialogues:
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **getattr(self.tokenizer, "template_args", {}),
         )
         spans = spans_of(made["assistant_masks"])
         if not spans:

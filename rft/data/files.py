@@ -47,25 +47,83 @@ class Needs:
     answers: dict[str, str] = field(default_factory=dict)
     # "tools_key" -> "tools": a list of objects, or nothing
     tools: dict[str, str] = field(default_factory=dict)
+    # of a task: the first of these columns that a row has is text, or a list of chat messages
+    prompts: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)  # whatever they hold
 
     @property
     def columns(self) -> dict[str, str]:
         """Those that every row must have."""
-        return self.text | self.messages | self.answers
+        return self.text | self.messages | self.answers | self.values
+
+    @property
+    def all(self) -> dict[str, str]:
+        """Those that are looked at."""
+        return self.columns | self.prompts | self.tools
 
 
-def task_needs(config: FormatConfig, key: str) -> Needs:
-    """Columns of a taskset: prompt and answer, or messages."""
+def task_needs(config: FormatConfig, key: str, prompt: bool = True, answer: bool = True) -> Needs:
+    """Columns of a taskset: prompt and answer, or messages.
+
+    `prompt`, `answer`: whether the workflow and the reward read them; a column that the config
+    names is there in any case.
+    """
+    check_prompt_type(config, key)
+    tools = {"tools_key": config.tools_key} if config.tools_key else {}
     if config.prompt_type == "messages":
-        return Needs({}, messages={"messages_key": config.messages_key})
-    if config.prompt_type != "plaintext":
+        return Needs({}, messages={"messages_key": config.messages_key}, tools=tools)
+    text = {"system_prompt_key": config.system_prompt_key} if config.system_prompt_key else {}
+    values: dict[str, str] = {}
+    if config.response_key or (answer and not config.has_messages):
+        (text if answer else values)["response_key"] = config.response_column
+    prompts = prompt_columns(config) if config.prompt_key or prompt else {}
+    return Needs(text, prompts=prompts, values=values, tools=tools)
+
+
+def check_prompt_type(config: FormatConfig, key: str) -> None:
+    if config.prompt_type not in (None, "plaintext", "messages"):
         raise ConfigError(
             f"{key}.format.prompt_type is {config.prompt_type!r}: use plaintext or messages"
         )
-    text = {"prompt_key": config.prompt_key, "response_key": config.response_key}
-    if config.system_prompt_key:
-        text["system_prompt_key"] = config.system_prompt_key
-    return Needs(text)
+
+
+def prompt_columns(config: FormatConfig) -> dict[str, str]:
+    """Where a task's prompt is, by the key that names the column: in the first that a row has."""
+    if config.prompt_type == "messages":
+        return {"messages_key": config.messages_key}
+    text = {"prompt_key": config.prompt_column}
+    return {"messages_key": config.messages_key} | text if config.has_messages else text
+
+
+MISSING = object()
+
+
+def at(row: Any, column: str) -> Any:
+    """What stands in a column, or inside one (`reward_model.ground_truth`, `choices.0`); MISSING
+    where nothing does.
+    """
+    if column in row:
+        return row[column]
+    found: Any = row
+    for word in column.split("."):
+        if isinstance(found, list) and word.isdecimal() and int(word) < len(found):
+            found = found[int(word)]
+        elif isinstance(found, dict) and word in found:
+            found = found[word]
+        else:
+            return MISSING
+    return found
+
+
+def encoded(row: dict[str, msgspec.Raw], column: str) -> bytes | None:
+    """`at` of a row whose columns are still encoded."""
+    if column in row:
+        return bytes(row[column])
+    first, *inside = column.split(".")
+    if not inside or first not in row:
+        return None
+    found = at({first: msgspec.json.decode(row[first])}, column)
+    return None if found is MISSING else msgspec.json.encode(found)
 
 
 def data_files(path: str, split: str, subset: str | None, key: str) -> list[Path]:
@@ -283,28 +341,65 @@ def array_rows(file: Path, key: str) -> Iterator[tuple[str, dict[str, msgspec.Ra
 
 
 def check_row(row: dict[str, msgspec.Raw], where: str, needs: Needs, key: str) -> None:
+    found = {name: encoded(row, column) for name, column in needs.all.items()}
     for name, column in needs.columns.items():
-        if column not in row:
+        if found[name] is None:
             refuse_column(name, column, row, where, key)
     for name, column in needs.text.items():
-        first = bytes(row[column])[:1]
-        number = name == "response_key" and (first.isdigit() or first == b"-")
-        if first != b'"' and not number:
+        value = bytes(found[name] or b"")
+        number = name == "response_key" and (value[:1].isdigit() or value[:1] == b"-")
+        if value[:1] != b'"' and not number:
             raise ConfigError(
                 f"{key}.format.{name}: {where} "
-                f"has {bytes(row[column])[:40].decode(errors='replace')} as {column!r}, "
+                f"has {value[:40].decode(errors='replace')} as {column!r}, "
                 "which must be text"
             )
     for name, column in (needs.messages | needs.answers).items():
-        problem = messages_problem(bytes(row[column]), name in needs.answers)
+        problem = messages_problem(bytes(found[name] or b""), name in needs.answers)
         if problem:
             raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
+    if needs.prompts:
+        check_prompt(needs.prompts, found, row, where, key)
     for name, column in needs.tools.items():
         if column in row and not is_list_of_tools(bytes(row[column])):
             raise ConfigError(
                 f"{key}.format.{name}: {where}: "
                 f"{column!r} must be a list of tools, each an object, or that as JSON text"
             )
+
+
+def check_prompt(
+    columns: dict[str, str],
+    found: dict[str, bytes | None],
+    row: Iterable[str],
+    where: str,
+    key: str,
+) -> None:
+    """The first of `columns` that the row has is text, or a list of chat messages."""
+    there = [name for name in columns if found[name] is not None]
+    if not there:
+        refuse_prompt(columns, row, where, key)
+    # Arrow writes null where another row has a column
+    name = next((one for one in there if found[one] != b"null"), there[-1])
+    value, column = bytes(found[name] or b""), columns[name]
+    if name == "prompt_key" and value[:1] == b'"':
+        return
+    problem = messages_problem(value, False)
+    if problem and name == "prompt_key":
+        raise ConfigError(
+            f"{key}.format.{name}: {where} has {value[:40].decode(errors='replace')} as "
+            f"{column!r}, which must be text, or a list of chat messages"
+        )
+    if problem:
+        raise ConfigError(f"{key}.format.{name}: {where}: {column!r} {problem}")
+
+
+def refuse_prompt(columns: dict[str, str], there: Iterable[str], where: str, key: str) -> None:
+    """None of the columns is there: the one is told whose name is nearest to what is."""
+    keys = list(there)
+    near = [name for name, one in columns.items() if difflib.get_close_matches(one, keys, 1)]
+    name = [*near, *reversed(columns)][0]
+    refuse_column(name, columns[name], keys, where, key)
 
 
 def messages_problem(raw: bytes, ends_with_assistant: bool) -> str | None:
@@ -357,20 +452,24 @@ def check_parquet(file: Path, needs: Needs, key: str) -> int:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             check_schema(parquet.schema_arrow, file, needs, key)
             there = set(parquet.schema_arrow.names)
-            wanted = [
-                column for column in (needs.columns | needs.tools).values() if column in there
-            ]
+            wanted = read_columns(needs, there)
             _check_batches(parquet.iter_batches(columns=wanted) if wanted else (), file, needs, key)
             return int(parquet.metadata.num_rows)
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{key}.path: {file} is not a parquet file ({error})") from error
 
 
+def read_columns(needs: Needs, there: set[str]) -> list[str]:
+    """Of those that are looked at, whole ones also where something inside is meant."""
+    columns = {one if one in there else one.split(".")[0] for one in needs.all.values()}
+    return sorted(columns & there)
+
+
 def check_table(file: Path, needs: Needs, key: str) -> int:
     """A file that has its columns in rows."""
     rows = load_table([file], key)
     check_schema(rows.features.arrow_schema, file, needs, key)
-    wanted = [one for one in (needs.columns | needs.tools).values() if one in rows.column_names]
+    wanted = read_columns(needs, set(rows.column_names))
     batches = rows.select_columns(wanted).with_format("arrow").iter(1000) if wanted else ()
     _check_batches(batches, file, needs, key)
     return len(rows)
@@ -391,15 +490,21 @@ def check_schema(schema: Any, file: Path, needs: Needs, key: str) -> None:
     import pyarrow.types as types
 
     columns = {field.name: field.type for field in schema}
-    for name, column in needs.columns.items():
+    there = {n: c for n, c in needs.prompts.items() if {c, c.partition(".")[0]} & columns.keys()}
+    if needs.prompts and not there:
+        refuse_prompt(needs.prompts, columns, str(file), key)
+    for name, column in (needs.columns | there).items():
+        if column not in columns and column.partition(".")[0] in columns:
+            continue  # inside another column: each value is looked at
         if column not in columns:
             refuse_column(name, column, columns, str(file), key)
         kind = columns[column]
         text = types.is_string(kind) or types.is_large_string(kind)
         number = name == "response_key" and (types.is_integer(kind) or types.is_floating(kind))
         messages = types.is_list(kind) or types.is_large_list(kind)
-        if not (text or (number if name in needs.text else messages)):
-            kinds = "text" if name in needs.text else "a list of messages"
+        if name not in needs.values and not (text or (number if name in needs.text else messages)):
+            is_text = name in needs.text or name == "prompt_key"
+            kinds = "text" if is_text else "a list of messages"
             raise ConfigError(
                 f"{key}.format.{name}: column {column!r} of {file} is {kind}, but must be {kinds}"
             )

@@ -165,16 +165,33 @@ def pack(
     without rows gets microbatches of padding only, which compute nothing and keep the collectives
     aligned.
     """
-    lengths, limit = [len(row.tokens) for row in rows], max(1, max_tokens - max_tokens % multiple)
-    parts = (
-        assign(lengths, dp, limit, cost)
-        if cut == BY_TOKENS
-        else divide(lengths, dp, limit, cut, cost)
-    )
+    bins = bins_of([len(row.tokens) for row in rows], dp, max_tokens, multiple, cost, cut)
+    return packed_of(rows, bins, multiple, cut)
+
+
+def bins_of(
+    lengths: list[int],
+    dp: int,
+    max_tokens: int,
+    multiple: int,
+    cost: Cost = Cost(),
+    cut: PackingPolicy = BY_TOKENS,
+) -> list[list[list[int]]]:
+    """[rank][microbatch] -> row numbers, as `pack` cuts rows of these lengths."""
+    limit = max(1, max_tokens - max_tokens % multiple)
+    if cut == BY_TOKENS:
+        return assign(lengths, dp, limit, cost)
+    return divide(lengths, dp, limit, cut, cost)
+
+
+def packed_of(
+    rows: list[Row], bins: list[list[list[int]]], multiple: int, cut: PackingPolicy = BY_TOKENS
+) -> list[list[Packed]]:
+    """The rows of each of `bins` as one microbatch."""
     scores = tuple(rows[0].scores) if rows else ()
     return [
         [_join(_picked(rows, bin_, cut.pad), bin_, multiple, scores) for bin_ in part]
-        for part in parts
+        for part in bins
     ]
 
 
@@ -227,11 +244,11 @@ def divide(
         _refine(filled, value, one, limit)
         place = {row: at for at, row in enumerate(longest_first)}
         ranks = [sorted(rank, key=place.__getitem__) for rank in filled]
-    parts = [_chunks(rank, lengths, max_tokens, cut) for rank in ranks]
+    parts = [chunks(rank, lengths, max_tokens, cut) for rank in ranks]
     return [part + [[] for _ in range(max(map(len, parts)) - len(part))] for part in parts]
 
 
-def _chunks(
+def chunks(
     rows: list[int], lengths: list[int], max_tokens: int, cut: PackingPolicy
 ) -> list[list[int]]:
     """`rows` in this order, each microbatch as full as it may be; a

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rft.ground import durable, hubs, redact
-from rft.ground.errors import ConfigError, Outside
+from rft.ground.errors import ConfigError, Late
 from rft.ground.hubs import Found, Name
 
 CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
@@ -197,7 +197,7 @@ def _fetched(source: Address, key: str) -> Path:
     except (OSError, aiohttp.ClientError, ValueError) as error:
         why = redact.text(" ".join(str(error).split()))[:160] or type(error).__name__
         raise ConfigError(
-            Outside(
+            Late(
                 f"{key}.path: {redact.text(source.address)} cannot be fetched ({why}): see to the "
                 "address and the network, or give a local file"
             )

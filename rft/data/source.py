@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 
-from rft.config import ConfigError, TasksetConfig
+from rft.config import ConfigError, FormatConfig, TasksetConfig
 from rft.data.files import (
+    MISSING,
     TABLES,
+    at,
     check_row,
     check_rows,
     count_rows,
@@ -55,10 +57,12 @@ def count(config: TasksetConfig, key: str) -> int:
     return len(SqlRows(config, key)) if is_table(config) else count_rows(files_of(config, key), key)
 
 
-def check(config: TasksetConfig, key: str) -> int:
-    """Refuse the first row that cannot be used; returns the number of rows."""
+def check(config: TasksetConfig, key: str, prompt: bool = True, answer: bool = True) -> int:
+    """Refuse the first row that cannot be used; returns the number of rows. `prompt`, `answer`: as
+    in `task_needs`.
+    """
     check_storage(config, key)
-    needs = task_needs(config.format, key)
+    needs = task_needs(config.format, key, prompt, answer)
     if config.storage_type == "file":
         return check_rows(files_of(config, key), needs, key)
     rows = SqlRows(config, key)
@@ -68,6 +72,14 @@ def check(config: TasksetConfig, key: str) -> int:
     if not len(rows):
         raise ConfigError(f"{key}.path: no rows in {rows.where}: the table is empty")
     return len(rows)
+
+
+def truth(row: dict[str, Any], config: FormatConfig) -> str | None:
+    """The answer of a row as text; objects, lists and flags as JSON."""
+    value = at(row, config.response_column)
+    if value is MISSING or value is None:
+        return None
+    return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
 
 
 def column(config: TasksetConfig, name: str, key: str) -> Iterator[tuple[str, Any]]:
@@ -145,9 +157,7 @@ class SqlRows(Sequence[dict[str, Any]]):
 
     def __init__(self, config: TasksetConfig, key: str):
         self.path = str(config.path).removeprefix("sqlite:///")
-        self.messages = (
-            config.format.messages_key if config.format.prompt_type == "messages" else None
-        )
+        self.messages = config.format.messages_key if config.format.has_messages else None
         self._connection: sqlite3.Connection | None = None
         if not Path(self.path).is_file():
             raise ConfigError(

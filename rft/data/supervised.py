@@ -27,7 +27,16 @@ from typing import Any
 
 from rft.config import ConfigError, ExperienceBufferConfig, RowFormatConfig
 from rft.data.chat import Dialogues, Messages, Spans, clean_messages, row_prompt
-from rft.data.files import Needs, StatelessSource, check_rows, data_files, load_rows, parsed
+from rft.data.files import (
+    Needs,
+    StatelessSource,
+    at,
+    check_prompt_type,
+    check_rows,
+    data_files,
+    load_rows,
+    parsed,
+)
 from rft.data.selectors import shuffled
 from rft.ground.errors import refuse_all
 from rft.ground.experience import Batch, Experience
@@ -58,11 +67,8 @@ class Sequence:
 def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
     """The columns of a row, after a look whether this format has a meaning for `schema`."""
     form = f"{key}.format"
-    if config.prompt_type not in ("plaintext", "messages"):
-        raise ConfigError(
-            f"{form}.prompt_type is {config.prompt_type!r}: use plaintext or messages"
-        )
-    messages = config.prompt_type == "messages"
+    check_prompt_type(config, key)
+    messages = config.has_messages
     if config.enable_concatenated_multi_turn and not (messages and schema == "sft"):
         raise ConfigError(
             f"{form}.enable_concatenated_multi_turn=true is for sft "
@@ -74,7 +80,7 @@ def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
                 f"{form}: cpt learns plain text: "
                 "set prompt_type=plaintext, without system_prompt(_key) and tools_key"
             )
-        return Needs({"prompt_key": config.prompt_key})
+        return Needs({"prompt_key": config.prompt_column})
     tools = {"tools_key": config.tools_key} if config.tools_key else {}
     pair = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     if messages:
@@ -82,8 +88,8 @@ def row_needs(config: RowFormatConfig, key: str, schema: str = "sft") -> Needs:
         if schema == "dpo":
             return Needs({}, prompt, pair, tools)
         return Needs({}, answers=prompt, tools=tools)
-    text = {"prompt_key": config.prompt_key} | (
-        pair if schema == "dpo" else {"response_key": config.response_key}
+    text = {"prompt_key": config.prompt_column} | (
+        pair if schema == "dpo" else {"response_key": config.response_column}
     )
     if config.system_prompt_key:
         text["system_prompt_key"] = config.system_prompt_key
@@ -110,14 +116,15 @@ class Reader:
         to learn and becomes no sequence.
         """
         if self.schema == "cpt":
-            ids = list(self.tokenizer.encode(raw[self.config.prompt_key]))
+            ids = list(self.tokenizer.encode(at(raw, self.config.prompt_column)))
             return [sequence(ids, [(1, len(ids))])] if len(ids) > 1 else []
         keys = self.config
         if self.schema == "dpo":
             return [
-                self._answered(raw, raw[column]) for column in (keys.chosen_key, keys.rejected_key)
+                self._answered(raw, at(raw, column))
+                for column in (keys.chosen_key, keys.rejected_key)
             ]
-        if keys.prompt_type == "messages":
+        if keys.has_messages:
             messages, tools = clean_messages(parsed(raw[keys.messages_key])), self._tools(raw)
             learn = (
                 self.dialogues.every_answer
@@ -125,11 +132,11 @@ class Reader:
                 else self.dialogues.last_answer
             )
             return [sequence(*learn(messages, tools))]
-        return [self._answered(raw, raw[keys.response_key])]
+        return [self._answered(raw, at(raw, keys.response_column))]
 
     def _answered(self, raw: dict[str, Any], answer: Any) -> Sequence:
         """The row's prompt with this answer behind it: a text, a message, or several messages."""
-        if self.config.prompt_type == "messages":
+        if self.config.has_messages:
             prompt = clean_messages(parsed(raw[self.config.messages_key]))
             return self._dialogue(prompt, clean_messages(parsed(answer)), self._tools(raw))
         said = row_prompt(raw, self.config)
@@ -190,7 +197,9 @@ def check_supervised(
     odd = odd if train_batch_size % PER_ROW[schema] else []
     try:
         needs = row_needs(config.format, key, schema)
-        rows = check_rows(data_files(config.path, config.split, None, key), needs, key)
+        rows = check_rows(
+            data_files(config.path, config.split, config.subset_name, key), needs, key
+        )
     except ConfigError as error:
         raise ConfigError(*error.problems, *odd) from None
     refuse_all(odd)
@@ -229,7 +238,9 @@ class SupervisedRows(StatelessSource):
     ) -> None:
         if config.path is None:
             raise ConfigError(f"{key_path}.path: storage_type=file needs the path of the rows")
-        rows = load_rows(data_files(config.path, config.split, None, key_path), key_path)
+        rows = load_rows(
+            data_files(config.path, config.split, config.subset_name, key_path), key_path
+        )
         self.name = config.name
         self.shuffle = config.shuffle
         self.seed = seed

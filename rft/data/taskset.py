@@ -25,7 +25,7 @@ from rft.config import (
 )
 from rft.data import selectors
 from rft.data import source as task_source
-from rft.data.chat import row_prompt
+from rft.data.chat import row_prompt, row_tools
 from rft.ground import redact
 from rft.ground.errors import problems_of, refuse_all
 from rft.ground.experience import Sampling, Task, decode, encode
@@ -69,18 +69,25 @@ def eval_defaults(config: ExplorerInputConfig, model: ModelConfig) -> TaskDefaul
     )
 
 
-def check_taskset(config: TasksetConfig, key_path: str, batch_size: int = 1) -> int:
+def check_taskset(
+    config: TasksetConfig,
+    key_path: str,
+    batch_size: int = 1,
+    prompt: bool = True,
+    answer: bool = True,
+) -> int:
     """Refuse a taskset that cannot be read, before anything starts; returns its number of rows.
     Raises ConfigError for its files or their first wrong row, and for all that its selector does
     not take.
 
     `key_path` is the config key of its path, e.g. `buffer.explorer_input.taskset.path`;
-    `batch_size` the rows that it must have at least (1 for evaluation).
+    `batch_size` the rows that it must have at least (1 for evaluation). `prompt`, `answer`: whether
+    something reads those of a row.
     """
     key = key_path.removesuffix(".path")
     of_selector = problems_of(selectors.check_selector, config.task_selector, key)
     try:
-        rows = task_source.check(config, key)
+        rows = task_source.check(config, key, prompt, answer)
     except ConfigError as error:
         raise ConfigError(*error.problems, *of_selector) from None
     refuse_all(of_selector)
@@ -246,7 +253,7 @@ class Taskset(Epochs):
 
     def _task(self, row: int, draw: int) -> Task:
         config, defaults, raw = self.config, self.defaults, self._rows[row]
-        truth = raw.get(config.format.response_key)
+        truth = task_source.truth(raw, config.format)
         # a row may come twice in an epoch
         again = config.task_selector.selector_type in ("random", selectors.LEARNING)
         workflow, reward = (
@@ -260,13 +267,14 @@ class Taskset(Epochs):
             epoch=self._epoch,
             draw=draw,
             prompt=row_prompt(raw, config.format),
-            truth=None if truth is None else str(truth),
+            truth=truth,
             workflow=workflow or config.default_workflow_type or defaults.workflow,
             reward=reward or config.default_reward_fn_type or defaults.reward,
             reward_args=dict(config.reward_fn_args),
             workflow_args=dict(config.workflow_args),
             repeat_times=config.repeat_times or defaults.repeat_times,
             sampling=self._sampling,
+            tools=row_tools(raw, config.format),
             raw=raw,
         )
 

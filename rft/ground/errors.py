@@ -8,24 +8,26 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 
-class ConfigError(ValueError):
-    """A config that cannot run; every sentence of `problems` names a key and the fix."""
-
-    def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
-class Outside(str):
-    """A sentence about what is outside of the config and of this machine, like a hub that does not
-    answer: it is told after all others, which its reader can mend at once.
+class Late(str):
+    """A sentence that is said after all others: no word of the config is wrong, but what it asks
+    for is not here, like a card, a service or a hub.
     """
 
-    __slots__ = ()
 
-    def begun(self, start: str) -> "Outside":
-        """The same sentence behind `start`."""
-        return Outside(start + self)
+def after(prefix: str, sentence: str) -> str:
+    """The sentence behind a prefix, late if it was."""
+    return type(sentence)(prefix + sentence)
+
+
+class ConfigError(ValueError):
+    """A config that cannot run; every sentence of `problems` names a key and the fix, and late ones
+    are the last.
+    """
+
+    def __init__(self, *problems: str):
+        ordered = tuple(sorted(problems, key=lambda one: isinstance(one, Late)))
+        super().__init__("\n".join(ordered))
+        self.problems = ordered
 
 
 class Problem(NamedTuple):
@@ -53,10 +55,8 @@ def all_of(sentences: Iterable[str]) -> Iterator[str]:
 
 
 def refuse_all(problems: Iterable[str]) -> None:
-    """Raise one ConfigError of all problems, each said once and those of the outside last; nothing
-    where there are none.
-    """
-    if found := sorted(dict.fromkeys(problems), key=lambda one: isinstance(one, Outside)):
+    """Raise one ConfigError of all problems, each said once; nothing where there are none."""
+    if found := tuple(dict.fromkeys(problems)):
         raise ConfigError(*found)
 
 

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 StopReason = Literal["stop", "length", "abort", "prompt_too_long"]
+# of `Experience.info`: in a group, only those that say the same are compared with each other
+PEERS = "peers"
 T = TypeVar("T")
 
 
@@ -41,6 +43,9 @@ class Sampling(Record, kw_only=True):
     max_tokens: int = 16
     min_tokens: int = 0
     seed: int | None = None
+    # what a response must look like, by vLLM's names: {"json": schema}, {"json_object": true},
+    # {"regex": ...}, {"choice": [...]}, {"grammar": ...}, {"structural_tag": ...}
+    structured: dict[str, Any] = {}
 
 
 class Task(Record, kw_only=True):
@@ -59,6 +64,7 @@ class Task(Record, kw_only=True):
     workflow_args: dict[str, Any] = {}
     repeat_times: int = 1
     sampling: Sampling
+    tools: list[dict[str, Any]] = []  # what the model is shown that it may call, for the template
     raw: dict[str, Any] = {}  # the whole row, for the user's own workflow or reward
 
 
@@ -103,6 +109,14 @@ class Completion(Record, kw_only=True):
     versions: list[VersionSpan]
     stop: StopReason
     routed_experts: RoutedExperts | None = None
+
+    def chosen(self, sampling: Sampling) -> list[int]:
+        """1 for every token that the policy chose; 0 where the form that was asked for left it no
+        other: that one's log-probability is 0.
+        """
+        if not sampling.structured:
+            return [1] * len(self.tokens)
+        return [int(logprob != 0) for logprob in self.logprobs]
 
 
 class Experience(Record, kw_only=True):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rft.ground import durable
-from rft.ground.errors import ConfigError, Outside
+from rft.ground.errors import ConfigError, Late
 
 Kind = Literal["model", "dataset"]
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -310,7 +310,7 @@ _TOKEN = "set HF_TOKEN to a token that may read it (or `hf auth login`)"
 
 
 def _refusal(name: Name, key: str, said: str) -> ConfigError:
-    return ConfigError(Outside(f"{key}: {name} {said}"))
+    return ConfigError(Late(f"{key}: {name} {said}"))
 
 
 def _page(name: Name) -> str:

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
@@ -281,10 +281,18 @@ def parents_socket() -> socket.socket | None:
 class Child:
     """One child process at a time, `python -m MODULE <socket fd> <parent pid>` in a session of its
     own, the socket to it, and the killed ones that are not reaped yet.
+
+    `command`, `environment`: instead of that module, a program that gets these two arguments.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: str = "",
+        command: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._command = list(command) or [sys.executable, "-m", module]
+        self._environment = environment  # None: all of this process's, and its packages
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._frames = Frames()
@@ -304,12 +312,14 @@ class Child:
         self._socket.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid())],
+                [*self._command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=os.environ | thread_environment(1) | python_path(),
+                env=os.environ | thread_environment(1) | python_path()
+                if self._environment is None
+                else {**self._environment, **thread_environment(1)},
             )
 
     @property

@@ -6,7 +6,7 @@ state for checkpoints. And the critic, a second such network beside the policy.
 
 Invariant: the gradient is that of sum_t weight_t * loss_t over all tokens of all ranks. The weights
 carry the global counts, so nothing here divides by a number of microbatches, ranks or tokens. The
-learning rate is that of `step`, the number of updates tried so far.
+learning rate is that of `step`, the number of steps so far, whatever updates each was.
 """
 
 from collections.abc import Sequence
@@ -92,16 +92,18 @@ class Learner(Network):
         """Whether loss and gradient of a step are."""
         return bool(np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
 
-    def update(self, metrics: dict[str, float], finite: bool) -> dict[str, float]:
+    def update(
+        self, metrics: dict[str, float], finite: bool, last: bool = True
+    ) -> dict[str, float]:
         """The optimizer's step on `gradients`, whose metrics are given back with those of the
-        update.
+        update. `last`: of its training step.
 
-        A step that is not `finite` leaves weights and moments as they are and reports skipped=1.
+        One that is not `finite` leaves weights and moments as they are and reports skipped=1.
         """
         if finite:
             self.optimizer.update(self.step, metrics["grad_norm"])
         report = metrics | {"lr": self.optimizer.rate(self.step), "skipped": float(not finite)}
-        self.step += 1
+        self.step += last
         return report
 
     @property

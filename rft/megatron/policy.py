@@ -68,14 +68,18 @@ class Policy(Learner):
         return self._path
 
     def train_step(
-        self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
+        self,
+        part: list[Packed],
+        token_loss: "TokenLoss",
+        before_update: Callable[[], None],
+        last: bool = True,
     ) -> dict[str, float]:
         """One optimizer update; `before_update` is called after the gradients are complete and
-        before weights change.
+        before weights change. `last`: of its training step.
         """
         metrics = self.gradients(part, token_loss)
         before_update()
-        return self.update(metrics, self.is_finite(metrics))
+        return self.update(metrics, self.is_finite(metrics), last)
 
     def _trained_scores(self, micro: Micro, hidden: Tensor) -> tuple[Tensor, Fields]:
         logprobs, entropy = self._logprobs(micro, hidden, micro.trained)

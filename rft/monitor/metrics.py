@@ -22,6 +22,7 @@ ELSEWHERE = {  # name in other systems -> name here
     "actor/final_loss": "loss",
     "actor/grad_norm": "grad_norm",
     "actor/pg_clipfrac": "clip_frac",
+    "actor/ppo_kl": "kl/old",
     "clip_frac/low": "clip_frac_low",
     "clip_frac/high": "clip_frac_high",
     "actor/kl_loss": "kl/reference",

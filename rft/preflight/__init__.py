@@ -9,7 +9,7 @@ config.json, the tokenizer's files and the task files; loads neither torch nor m
 """
 
 from rft.config import Config, Draft
-from rft.ground.errors import Outside, refuse_all
+from rft.ground.errors import after, refuse_all
 from rft.preflight import (
     inputs_data,
     inputs_hubs,
@@ -96,14 +96,7 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
     problems = [problem.sentence for draft in drafts for problem in draft.problems]
     for number, sentences in told.items():
         stage = f"{drafts[number].config.stage_name}: "
-        problems += [
-            one
-            if one in everywhere
-            else one.begun(stage)
-            if isinstance(one, Outside)
-            else stage + one
-            for one in sentences
-        ]
+        problems += [one if one in everywhere else after(stage, one) for one in sentences]
     refuse_all(problems)
 
 

@@ -6,7 +6,8 @@ refused.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain, count
 from math import lcm
 from pathlib import Path
 
@@ -25,9 +26,10 @@ from rft.config.choices import fill_choices
 from rft.extras.pipeline.output import place
 from rft.extras.pipeline.worker_process import TASKS
 from rft.preflight.rules import Refusals, Rule, tasksets
-from rft.preflight.rules_data import agents
+from rft.preflight.rules_data import EVAL, agents, environments, names
 from rft.preflight.rules_run import APART, GIVEN, SHARED
 from rft.preflight.rules_trainer import ALGORITHM_GIVEN, TINKER, TINKER_GIVEN
+from rft.rollout.environments import drives
 from rft.run import cards
 from rft.run.cards import Machine
 from rft.sync import style
@@ -72,7 +74,8 @@ def fill_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     algorithm.repeat_times = algorithm.repeat_times or defaults.repeat_times
     algorithm.advantage_fn = algorithm.advantage_fn or defaults.advantage_fn
     algorithm.policy_loss_fn = algorithm.policy_loss_fn or defaults.policy_loss_fn
-    algorithm.loss_agg_mode = algorithm.loss_agg_mode or defaults.loss_agg_mode
+    mode = algorithm.loss_agg_mode or algorithm.policy_loss_fn_args.get("loss_agg_mode")
+    algorithm.loss_agg_mode = mode or defaults.loss_agg_mode  # type: ignore[assignment]
     algorithm.kl_loss_fn = algorithm.kl_loss_fn or defaults.kl_loss_fn
     algorithm.sample_strategy = algorithm.sample_strategy or defaults.sample_strategy
     algorithm.entropy_loss_fn = algorithm.entropy_loss_fn or defaults.entropy_loss_fn
@@ -145,7 +148,7 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
 
     return (
         Rule("cluster.ray_address", _derive_address, derives=True),
-        Rule("device mode", device, reads="cluster.ray_address", derives=True),
+        Rule("device mode", device, reads="cluster.ray_address", derives=True, late=True),
         Rule(
             "trainer.num_ranks trainer.megatron mode device cluster.gpu_per_node cluster.node_num "
             "cluster.colocate explorer.rollout_model.engine_num "
@@ -153,6 +156,7 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
             numbers,
             reads="explorer.auxiliary_models cluster.ray_address",
             derives=True,
+            late=True,
         ),
         Rule(
             "trainer.num_ranks device mode cluster.colocate cluster.gpu_per_node cluster.node_num "
@@ -160,6 +164,7 @@ def derived(machine: Machine, asks_ray: bool) -> tuple[Rule, ...]:
             "explorer.auxiliary_models",
             dealt,
             reads="cluster.ray_address",
+            late=True,
         ),
         Rule("model.chat_template_path", _derive_template, derives=True),
     )
@@ -183,6 +188,8 @@ def _fill_rows(config: Config) -> None:
     algorithm, buffer = config.algorithm, config.buffer
     if ALGORITHMS[algorithm.algorithm_type].schema == "dpo":
         algorithm.repeat_times = 2  # a pair is two experiences, whatever was asked for (B2)
+    if buffer.step_counts is None:
+        buffer.step_counts = "groups" if buffer.train_batch_size is None else "experiences"
     if buffer.train_batch_size is None:
         rollouts = buffer.batch_size * int(algorithm.repeat_times or 1)
         mixed = (
@@ -199,6 +206,7 @@ def _fill_tasksets(config: Config) -> None:
     default for its kind (F7-F9, F17-F19).
     """
     given = config.buffer.explorer_input
+    taken = {*names(config)}
     for key, taskset, is_eval in tasksets(config):
         own = (
             "taskset"
@@ -206,6 +214,8 @@ def _fill_tasksets(config: Config) -> None:
             else f"{'eval_' if is_eval else ''}taskset_{key.rsplit('.', 1)[1]}"
         )
         taskset.name = taskset.name or own
+        if not is_eval:
+            taken.add(taskset.name)
         kind = (
             given.default_eval_workflow_type if is_eval else None
         ) or given.default_workflow_type
@@ -214,9 +224,18 @@ def _fill_tasksets(config: Config) -> None:
             taskset.default_reward_fn_type or given.default_reward_fn_type
         )
         if is_eval:
+            if taskset.name in taken:  # often that of the set that is trained on
+                taskset.name = _free(f"{taskset.name}{EVAL}", taken, "-")
+            taken.add(taskset.name)
             taskset.repeat_times = taskset.repeat_times or 1
         elif taskset.repeat_times is None:
             taskset.repeat_times = config.algorithm.repeat_times
+
+
+def _free(name: str, taken: Collection[str | None], mark: str) -> str:
+    """The name, or that with `mark` and a number, if it is taken."""
+    tries = (f"{name}{mark}{number}" for number in count(2))
+    return next(one for one in chain((name,), tries) if one not in taken)
 
 
 def _fill_sync(config: Config) -> None:
@@ -238,9 +257,14 @@ def _fill_sync(config: Config) -> None:
 def _fill_agents(config: Config) -> None:
     """Auxiliary models, and the API where something asks it."""
     explorer = config.explorer
+    called = {one.name for one in explorer.auxiliary_models}
     for one in explorer.auxiliary_models:
         one.gpu_memory_utilization = one.gpu_memory_utilization or ALONE_SHARE
+        if one.name is None:
+            one.name = _free(Path(str(one.model_path)).name, called, "-")
+            called.add(one.name)
     wanted = config.mode == "serve" or bool(explorer.auxiliary_models) or bool(agents(config))
+    wanted = wanted or any(drives(given.get("environment")) for _, given in environments(config))
     explorer.rollout_model.enable_openai_api = explorer.rollout_model.enable_openai_api or wanted
 
 

@@ -12,10 +12,14 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from rft.algorithm import ALGORITHMS, mixing
-from rft.buffer.experience_file import count_groups
+from rft.buffer.experience_file import count_steps, too_few
+from rft.buffer.progress import StepSize
+from rft.checkpoint.restore import newest_of
 from rft.config import (
+    TRAINING,
     Config,
     ConfigError,
     OperatorConfig,
@@ -35,7 +39,14 @@ from rft.extras.pipeline.output import inputs as raw_files
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of, refuse_all
-from rft.preflight.inputs_flows import flows, import_agents, reward_args, templates
+from rft.preflight.inputs_flows import (
+    asked_of_rows,
+    flows,
+    import_agents,
+    reward_args,
+    start_environments,
+    templates,
+)
 from rft.preflight.inputs_hubs import is_unread
 from rft.preflight.inputs_models import MODEL
 from rft.preflight.rules import SETS, Rule, tasksets
@@ -49,6 +60,7 @@ from rft.preflight.rules_data import (
     has_buffer,
 )
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
+from rft.rollout import workflows
 from rft.trainer.feed import is_supervised, reads_files
 
 PACKAGE = "trinity"  # whose server is started where no command is given
@@ -98,9 +110,14 @@ def _task_pipeline(c: Config, at_start: bool) -> Iterator[str]:
         yield f"{TASKS}.operators is empty: give at least one, or leave {TASKS}.inputs out"
         return
     key, reader = reads
-    needs = row_needs(reader.format, key) if c.mode == "train" else task_needs(reader.format, key)
-    for name, column in (*needs.text.items(), *needs.messages.items()):
-        if given.target_fields and column not in given.target_fields:
+    needs = (
+        row_needs(reader.format, key, _schema(c))
+        if c.mode == "train"
+        else task_needs(reader.format, key, *asked_of_rows(cast(TasksetConfig, reader), at_start))
+    )
+    made = tasks.named_columns(given)
+    for name, column in needs.columns.items():
+        if given.target_fields and column not in (*given.target_fields, *made):
             yield (
                 f"{TASKS}.target_fields leaves {column!r} out, which {key}.format.{name} names; "
                 "add it"
@@ -206,12 +223,20 @@ def _rows(c: Config, at_start: bool) -> Iterator[str]:
 
         check_database(buffer, at_start)
     elif buffer.storage_type == "file" and c.mode == "train":
-        groups = count_groups(str(buffer.path))
-        if groups < c.buffer.batch_size:
-            yield (
-                f"{BUFFER}.path: {buffer.path} has {groups} groups, fewer than "
-                f"buffer.batch_size={c.buffer.batch_size}: lower it"
-            )
+        size = _size(c)
+        groups, steps = count_steps(str(buffer.path), size)
+        if not steps:
+            yield too_few(str(buffer.path), groups, size)
+
+
+def _makes_one(workflow: str | None, at_start: bool) -> bool:
+    """Whether a run of the workflow is known to make one experience."""
+    is_known = at_start or workflow in workflows.WORKFLOWS
+    return is_known and workflows.said(str(workflow)) == 1
+
+
+def _size(c: Config) -> StepSize:
+    return StepSize(c.buffer.batch_size, mixing.rollouts_per_step(c))
 
 
 def _schema(c: Config) -> str:
@@ -233,11 +258,12 @@ def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
     to_be_made = tasks.is_pending(c)  # by the task pipeline; looked at when they are there
     for key, taskset, is_eval in tasksets(c):
         readable = (is_eval or not to_be_made) and (at_start or not is_table(taskset))
+        prompt, answer = asked_of_rows(taskset, at_start)
+        check = partial(check_taskset, prompt=prompt, answer=answer)
         readable = readable and not is_unread(c, taskset.path)
-        problems = problems_of(check_taskset, taskset, f"{key}.path") if readable else ()
+        problems = problems_of(check, taskset, f"{key}.path") if readable else ()
         yield from problems
-        if not problems:
-            yield from all_of(flows(c, key, taskset, readable, at_start))
+        yield from all_of(flows(c, key, taskset, readable and not problems, at_start))
 
 
 def _steps(c: Config, at_start: bool) -> Iterator[str]:
@@ -262,15 +288,39 @@ def _steps(c: Config, at_start: bool) -> Iterator[str]:
                 "lower it"
             )
         per_epoch = total // buffer.batch_size
+        if (rollouts := mixing.rollouts_per_step(c)) is not None:
+            if not all(_makes_one(one.default_workflow_type, at_start) for _, one in sets):
+                return  # as many steps as their experiences fill
+            whole = buffer.total_epochs * per_epoch * buffer.batch_size
+            c.trainer.total_steps = whole // -(-rollouts // int(c.algorithm.repeat_times or 1))
+            return
     elif is_unread(c, rows.path):
         return
     elif is_supervised(c.algorithm):
-        own = TasksetConfig(name=rows.name, path=str(rows.path), split=rows.split)
+        own = TasksetConfig(path=str(rows.path), subset_name=rows.subset_name, split=rows.split)
         batch = rows_per_step(int(buffer.train_batch_size or 1), _schema(c))
         per_epoch = Taskset.count(own, BUFFER) // batch
     else:
-        per_epoch = count_groups(str(rows.path)) // buffer.batch_size
+        per_epoch = count_steps(str(rows.path), _size(c))[1]
     c.trainer.total_steps = buffer.total_epochs * per_epoch
+
+
+# --- where a new run begins ---------------------------------------------------------------------
+
+
+def _beginning(c: Config) -> Iterator[str]:
+    """`trainer.resume_from_path`; one in an object store is looked at when it is loaded."""
+    path, key = str(c.trainer.resume_from_path), "trainer.resume_from_path"
+    if is_remote(c):
+        yield f"{key}={path}: a Tinker service keeps its own checkpoints; leave it out"
+    elif "://" not in path:
+        try:
+            newest_of(path)
+        except OSError as error:
+            yield (
+                f"{key}: {error}; give <job>/checkpoints/step_N of another run of rft, or the "
+                "directory that such checkpoints are in"
+            )
 
 
 # --- the service that trains ----------------------------------------------------------------------
@@ -281,24 +331,29 @@ def _has_key() -> bool:
 
 
 TEMPLATES = "model.custom_chat_template model.chat_template_path"
-SIZES = f"{BATCH} buffer.batch_size"
+SIZES = f"{BATCH} buffer.batch_size buffer.step_counts algorithm.repeat_times"
 OF_SERVICE = (
     Rule(
         "trainer.trainer_type model.tinker mode",
         lambda c: is_remote(c) and importlib.util.find_spec("tinker") is None,
         "trainer.trainer_type=tinker needs the service's client: pip install tinker",
+        late=True,
     ),
     Rule(
         "trainer.trainer_type model.tinker mode",
         lambda c: is_remote(c) and not _has_key(),
         "trainer.trainer_type=tinker: the service wants a key; set the variable TINKER_API_KEY",
+        late=True,
     ),
 )
 
 
 def rules(at_start: bool) -> tuple[Rule, ...]:
     """`at_start`: those that import the user's own functions, or ask others, may do so."""
-    own = (Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),) if at_start else ()
+    own = (
+        Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),
+        Rule(f"{TASKSET}.workflow_args", start_environments, reads=SETS),
+    )
     return (
         *OF_SERVICE,
         Rule(
@@ -321,13 +376,19 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
             reads=BUFFER,
         ),
         Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE} {SIZES}", _beside),
+        Rule(
+            "trainer.resume_from_path",
+            _beginning,
+            reads="trainer.trainer_type",
+            applies=lambda c: c.mode in TRAINING and c.trainer.resume_from_path is not None,
+        ),
         Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",
             partial(_tasksets, at_start=at_start),
             reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES}",
         ),
-        *own,
+        *(own if at_start else ()),
         Rule(
             f"model.chat_template_path {MODEL} {TYPE}",
             templates,

@@ -4,9 +4,10 @@ In: a filled config, and whether this is a start. Out: what is refused. Only a s
 user's own functions and, where programs are to run, begins one empty cell.
 """
 
+import difflib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ import msgspec
 
 from rft.agents.workflow import AgentSettings
 from rft.config import Config, TasksetConfig
-from rft.data.source import names_in
+from rft.config.keys import spelled
+from rft.config.trinity_flows import refusal
+from rft.data.source import column, names_in
 from rft.ground import plugins
 from rft.ground.errors import all_of, problems_of
 from rft.preflight.rules import tasksets
-from rft.preflight.rules_data import BESIDE, agents
+from rft.preflight.rules_data import BESIDE, agents, environments
 from rft.preflight.rules_trainer import BUFFER
 from rft.rollout import rewards, sandbox, workflows
+from rft.rollout.environments import EnvironmentSettings, problems
+from rft.rollout.rewards import data_sources
+from rft.rollout.rewards.trinity import GALLERY
 from rft.trainer.feed import is_supervised
 
 # a tag of transformers, which Jinja does not know
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+GIVEN = ("response_tokens",)  # arguments of rewards that the workflow gives
 TIMED = ("code_tests", "remote_judge")  # rewards with a limit of their own, `seconds`
 
 
@@ -40,28 +47,54 @@ def flows(
         which: names_in(taskset, which, key) if readable else set()
         for which in ("workflow_key", "reward_fn_key")
     }
-    # of a column that has no names in it the first one is told
-    yield from all_of(
-        said
+    names = [
+        name
         for name in sorted({str(taskset.default_workflow_type), *named["workflow_key"]})
         if at_start or not plugins.is_own(name)
-        for said in _workflow(c, key, name, taskset.workflow_args, at_start)
+    ]
+    # of a column that has no names in it the first one is told
+    yield from all_of(
+        said for name in names for said in _workflow(c, key, name, taskset.workflow_args, at_start)
     )
+    if not [one for name in names for one in problems_of(workflows.resolve, name)]:
+        yield from _strange(f"{key}.workflow_args", names, taskset.workflow_args)
     yield from all_of(
         said
-        for name in sorted({str(taskset.default_reward_fn_type), *named["reward_fn_key"]})
+        for name in sorted({reward_name(taskset), *named["reward_fn_key"]})
         if at_start or not plugins.is_own(name)
         for said in _reward(c, key, name, taskset.reward_fn_args, at_start)
     )
+    if readable and "verl" in {taskset.default_reward_fn_type, *named["reward_fn_key"]}:
+        yield from verl_rows(key, taskset)
+
+
+def asked_of_rows(taskset: TasksetConfig, at_start: bool) -> tuple[bool, bool]:
+    """Whether a prompt and an answer of every row are asked for: by the workflow, and by the reward
+    that it is scored with. What a name that there is not would read is told nobody.
+    """
+    flow, reward = str(taskset.default_workflow_type), str(taskset.default_reward_fn_type)
+    if not at_start and plugins.is_own(flow):
+        return False, False
+    if problems_of(workflows.resolve, flow):
+        return False, False
+    found = workflows.resolve(flow)
+    scores = getattr(found, "scores", False) and reward in rewards.REWARDS
+    return getattr(found, "needs_prompt", False), scores and reward not in rewards.WITHOUT_TRUTH
 
 
 def _workflow(
     c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
 ) -> Iterator[str]:
+    if name not in workflows.WORKFLOWS and (why := refusal(name)):
+        yield f"{key}.default_workflow_type={name}: {why}"
+        return
     flow = workflows.resolve(name)
     steps = args.get("max_step_num")
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
+    if isinstance(steps, int) and steps < 1 and hasattr(flow, "max_step_num"):
         yield f"{key}.workflow_args.max_step_num={steps}: must be a number greater than 0"
+    for needed in getattr(flow, "REQUIRED", ()):
+        if needed not in args:
+            yield f"{key}.workflow_args.{needed}: workflow {name} needs it; set it"
     if getattr(flow, "needs_judge", False):
         yield from _judge(c, key, name, str(args.get("judge", "")))
     if getattr(flow, "needs_template", False) and not has_template(c):
@@ -77,7 +110,44 @@ def _workflow(
             yield f"{key}.workflow_args.limits: {error}; known are {known}"
         else:
             at = f"{key}.workflow_args.limits.isolate"
-            yield from _cell(limits.isolate and at_start, at, f"workflow {name}")
+            runs = limits.isolate and at_start and args.get("python", True)
+            yield from _cell(bool(runs), at, f"workflow {name}")
+
+
+def _strange(key: str, names: list[str], args: dict[str, Any]) -> Iterator[str]:
+    """Arguments that none of these workflows reads, or not as they are."""
+    known: dict[str, Any] = {}
+    for name in names:
+        declared = _declared(name)
+        if declared is None:
+            return
+        known |= declared
+    yield from _arguments(key, f"workflow {' or '.join(names)}", known, args)
+
+
+def _declared(name: str) -> Mapping[str, Any] | None:
+    """What a workflow reads; None: anything. A user's own has said it where it declares ARGUMENTS
+    itself: what it inherits says nothing of what it reads.
+    """
+    flow = workflows.resolve(name)
+    own = getattr(flow, "__dict__", {}).get("ARGUMENTS")
+    return getattr(flow, "ARGUMENTS", None) if flow.__module__.startswith("rft.") else own
+
+
+def _arguments(
+    key: str, who: str, known: Mapping[str, Any], given: dict[str, Any]
+) -> Iterator[str]:
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            yield f"{key}.{name}: {who} does not take it; {hint}{takes}"
+            continue
+        try:
+            msgspec.convert(value, known[name])
+        except msgspec.ValidationError:
+            yield f"{key}.{name}={value!r}: give a value of type {spelled(known[name])}"
 
 
 def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
@@ -96,24 +166,36 @@ def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
 def reward_args(c: Config, at_start: bool) -> Iterator[str]:
     """They are given to the reward by name, when the first response is scored."""
     for key, taskset, _ in tasksets(c):
-        if at_start or not plugins.is_own(str(taskset.default_reward_fn_type)):
+        if at_start or not plugins.is_own(reward_name(taskset)):
             yield from all_of(_strange_args(key, taskset))
 
 
+def reward_name(taskset: TasksetConfig) -> str:
+    """Of the workflow, where the config names none; what there is not is told elsewhere."""
+    flow, reward = str(taskset.default_workflow_type), str(taskset.default_reward_fn_type)
+    return workflows.reward_of(flow, reward) if flow in workflows.WORKFLOWS else reward
+
+
 def _strange_args(key: str, taskset: TasksetConfig) -> Iterator[str]:
-    name = str(taskset.default_reward_fn_type)
-    parameters = inspect.signature(rewards.resolve(name)).parameters.values()
+    name = reward_name(taskset)
+    if name not in rewards.REWARDS and refusal(name):
+        return  # told as a name
+    function = rewards.resolve(name)
+    parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
-    known = [one.name for one in parameters if one.default is not one.empty]
-    known = [one for one in known if one != "response_tokens"]  # given by the workflow
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    for argument in taskset.reward_fn_args:
-        if argument not in known:
-            yield f"{key}.reward_fn_args.{argument}: {name} does not take it; {takes}"
+    given = [one for one in parameters if one.default is not one.empty]
+    known = {one.name: one.annotation for one in given if one.name not in GIVEN}
+    # of the user's own, annotations may be anything
+    ours = function.__module__.startswith("rft.")
+    known = known if ours else dict.fromkeys(known, Any)
+    yield from _arguments(f"{key}.reward_fn_args", name, known, dict(taskset.reward_fn_args))
 
 
 def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool) -> Iterator[str]:
+    if name not in rewards.REWARDS and (why := refusal(name)):
+        yield f"{key}.default_reward_fn_type={name}: {why}"
+        return
     function, key = rewards.resolve(name), f"{key}.reward_fn_args"
     if name == "code_tests":
         isolate = bool(args.get("isolate", True)) and at_start
@@ -122,6 +204,21 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
         for needed in ("url", "model"):
             if not args.get(needed):
                 yield f"{key}.{needed}: remote_judge needs it; set it"
+    if name == "verl" and args.get("path") and at_start:
+        yield from all_of(verl_function(key, args))
+    if name == "rm_gallery_reward" and args.get("reward_name") not in GALLERY:
+        yield (
+            f"{key}.reward_name={args.get('reward_name')}: of RM-Gallery {', '.join(GALLERY)} is "
+            "scored here; set it, or give default_reward_fn_type a function of your own"
+        )
+    longest = args.get("max_response_length") or c.model.max_response_tokens
+    if args.get("enable_overlong_penalty") and longest:
+        cache = args.get("cache_length", 4096)
+        if isinstance(longest, int) and isinstance(cache, int) and not 0 < cache < longest:
+            yield (
+                f"{key}.cache_length={cache}: the penalty grows over the last cache_length tokens "
+                f"of max_response_length={longest}; give 1 to {longest - 1}"
+            )
     if name in TIMED:
         seconds = args.get("seconds", inspect.signature(function).parameters["seconds"].default)
         limit = c.explorer.reward_timeout
@@ -130,6 +227,45 @@ def _reward(c: Config, key: str, name: str, args: dict[str, Any], at_start: bool
                 f"{key}.seconds={seconds:g}: explorer.reward_timeout={limit:g} would end {name} "
                 "first; lower the one or raise the other"
             )
+
+
+def verl_function(key: str, args: dict[str, Any]) -> Iterator[str]:
+    named = args.get("function", "compute_score")
+    said = data_sources.problem_of(data_sources.own(args["path"], named), args.get("kwargs") or {})
+    if said:
+        yield f"{key}.function={named}: {said}; correct it"
+
+
+def verl_rows(key: str, taskset: TasksetConfig) -> Iterator[str]:
+    """What the reward `verl` needs of every row: a source with a formula, and a ground truth."""
+    args, unknown = taskset.reward_fn_args, set[str]()
+    name = args.get("source_key", "data_source")
+    for where, source in column(taskset, name, key):
+        if source is None:
+            yield f"{key}: {where} has no {name!r}, by which the reward verl scores; add it"
+            break
+        unknown |= set() if args.get("path") else set(problems_of_source(str(source)))
+    yield from (f"{key}: {said}" for said in sorted(unknown))
+    for where, model in column(taskset, "reward_model", key):
+        if not isinstance(model, dict) or model.get("ground_truth") is None:
+            yield f"{key}: {where} has no reward_model.ground_truth, with which verl compares"
+            break
+        if model.get("style") == "model" and not args.get("path"):
+            yield (
+                f"{key}: {where} has reward_model.style=model, and no model with a head of its own "
+                "scores here: give custom_reward_function.path"
+            )
+            break
+    for kind in ("images", "videos"):
+        if found := next((where for where, value in column(taskset, kind, key) if value), None):
+            yield f"{key}: {found} has {kind}: rft trains on text only, so leave those rows out"
+
+
+def problems_of_source(source: str) -> Iterator[str]:
+    try:
+        data_sources.formula(source)
+    except ValueError as error:
+        yield str(error)
 
 
 def _cell(isolate: bool, key: str, who: str) -> Iterator[str]:
@@ -146,6 +282,17 @@ def import_agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
         settings = AgentSettings.of(given, key)
         yield from problems_of(settings.function) if settings.agent else ()
+
+
+def start_environments(c: Config) -> Iterator[str]:
+    """Each once, for a moment, in its own Python, also where several tasksets have it."""
+    has_api = bool(c.explorer.rollout_model.enable_openai_api)
+    asked: list[EnvironmentSettings] = []
+    for key, given in environments(c):
+        settings = EnvironmentSettings.of(given, key)
+        if settings not in asked:
+            asked.append(settings)
+            yield from problems(settings, key, has_api)
 
 
 # --- chat templates -------------------------------------------------------------------------------
@@ -178,7 +325,7 @@ def templates(c: Config) -> Iterator[str]:
     if has_template(c):
         return
     for key, form in formats:
-        if form.prompt_type == "messages" or form.system_prompt or form.system_prompt_key:
+        if form.has_messages or form.system_prompt or form.system_prompt_key:
             yield (
                 f"{key}.format has chat messages, and the tokenizer of "
                 f"model.model_path={c.model.model_path} has no "

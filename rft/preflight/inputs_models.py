@@ -281,7 +281,15 @@ def _auxiliary_model(key: str, one: AuxiliaryModelConfig) -> Iterator[str]:
     if problem := plans.obstacle(Dims.of(hf), one.tensor_parallel_size):
         yield f"{key}.tensor_parallel_size={one.tensor_parallel_size} {problem}"
     context = int(hf["max_position_embeddings"])
-    one.max_model_len = one.max_model_len or context
+    prompt, response = one.max_prompt_tokens, one.max_response_tokens
+    total = prompt + response if prompt and response else context
+    one.max_model_len = one.max_model_len or total
+    for name, length in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if length and length >= one.max_model_len:
+            yield (
+                f"{key}.{name}={length} leaves no room in max_model_len={one.max_model_len}: lower "
+                "the one or raise the other"
+            )
     if one.max_model_len > context:
         yield (
             f"{key}.max_model_len={one.max_model_len} exceeds the model's context of "
@@ -400,7 +408,7 @@ PLACES = (  # tried at a start only
     Rule("checkpoint_root_dir project name stage_name", _directory),
     Rule("cluster.master_port", _master_port),
     Rule("explorer.proxy_port explorer.listen_address cluster.ray_address", _proxy_port),
-    Rule("cluster.ray_address", _ray),
+    Rule("cluster.ray_address", _ray, late=True),
     Rule(
         "trainer.checkpoint.host_memory_gb trainer.num_ranks trainer.dtype trainer.megatron device "
         "mode cluster.node_num cluster.ray_address cluster.colocate explorer.rollout_model "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rft.config import TASKSET_KEY, Config, TasksetConfig, get, nearest
-from rft.ground.errors import all_of
+from rft.ground.errors import Late, all_of
 
 SETS = f"{TASKSET_KEY} {TASKSET_KEY}s buffer.explorer_input.eval_tasksets"
 SECTIONS = [one.name for one in fields(Config)]
@@ -35,6 +35,7 @@ class Rule:
     reads: str = ""
     derives: bool = False
     applies: Callable[[Config], bool] = lambda config: True
+    late: bool = False
 
     def problems(self, config: Config) -> Iterator[str]:
         if not (said := self.says):
@@ -79,7 +80,8 @@ class Refusals:
                 self.skipped.append(key)
 
     def _hear(self, key: str, rule: Rule, config: Config) -> None:
-        self.told += [(key, sentence) for sentence in all_of(rule.problems(config))]
+        said = all_of(rule.problems(config))
+        self.told += [(key, Late(one) if rule.late else one) for one in said]
 
     def has(self, key: str) -> bool:
         """Whether the key, its section or something in it is refused, or waits for such a one."""

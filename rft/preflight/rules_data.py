@@ -9,21 +9,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rft.agents.workflow import AgentSettings
-from rft.algorithm import mixing
+from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import SUFFIXES, is_file
 from rft.buffer.selection import ARGUMENTS, PRIORITIES
-from rft.config import Config, ExperienceBufferConfig, get, nearest
+from rft.config import TRAINING, Config, ExperienceBufferConfig, get, nearest
 from rft.extras.pipeline.worker_process import EXPERIENCES, TASKS
 from rft.ground import redact
 from rft.ground.errors import problems_of
 from rft.preflight.rules import SETS, Rule, Says, shown, tasksets
 from rft.preflight.rules_trainer import BUFFER, RECIPE, STRATEGY, STRATEGY_ARGS, TYPE
+from rft.rollout.environments import EnvironmentSettings
 from rft.trainer.feed import is_supervised
 
 BESIDE = "buffer.trainer_input.auxiliary_buffers"
 REPLAY, SERVICE = f"{BUFFER}.replay_buffer", "service.data_juicer"
 TASKSET, EVALS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 BATCH = "buffer.train_batch_size"
+EVAL = "@eval"  # behind the name of an evaluation set that another part of the run has
 
 
 def has_buffer(c: Config) -> bool:
@@ -38,10 +40,14 @@ def _buffer(c: Config) -> ExperienceBufferConfig:
 # --- tasksets -------------------------------------------------------------------------------------
 
 
+def names(c: Config) -> list[str]:
+    """Of all parts but the tasksets."""
+    return [c.explorer.name, c.trainer.name, _buffer(c).name, "synchronizer"]
+
+
 def _names(c: Config) -> Iterator[str]:
-    names = [c.explorer.name, c.trainer.name, _buffer(c).name, "synchronizer"]
-    names += [str(one.name) for _, one, _ in tasksets(c)]
-    if double := next((name for name in names if names.count(name) > 1), None):
+    found = [*names(c), *(str(one.name) for _, one, _ in tasksets(c))]
+    if double := next((name for name in found if found.count(name) > 1), None):
         yield (
             f"the name `{double}` is used twice: explorer, trainer, buffer and every taskset need "
             "their own"
@@ -88,6 +94,20 @@ def agents(c: Config) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def environments(c: Config) -> list[tuple[str, dict[str, Any]]]:
+    """(key, workflow_args) of every taskset of which an environment has the tasks."""
+    return [
+        (f"{key}.workflow_args", dict(one.workflow_args))
+        for key, one, _ in tasksets(c)
+        if one.default_workflow_type == "environment"
+    ]
+
+
+def _environments(c: Config) -> Iterator[str]:
+    for key, given in environments(c):
+        yield from problems_of(EnvironmentSettings.of, given, key)
+
+
 def _agents(c: Config) -> Iterator[str]:
     for key, given in agents(c):
         yield from problems_of(AgentSettings.of, given, key)
@@ -130,6 +150,7 @@ TASKSETS = (
     ),
     Rule(f"{TASKSET}.rollout_args model.max_model_len", _sampling, reads=SETS),
     Rule(f"{TASKSET}.workflow_args", _agents, reads=SETS),
+    Rule(f"{TASKSET}.workflow_args", _environments, reads=SETS),
 )
 
 # --- batches --------------------------------------------------------------------------------------
@@ -142,34 +163,48 @@ def expert_rows(c: Config) -> int:
 
 
 def _batch(c: Config) -> Iterator[str]:
-    buffer, times = c.buffer, c.algorithm.repeat_times
-    step = buffer.batch_size * int(times or 1)
-    rollouts = int(buffer.train_batch_size or 1) - expert_rows(c)
-    if is_supervised(c.algorithm) or rollouts == step:
+    """Experiences of a step, where those are counted, and of an update."""
+    buffer, size = c.buffer, c.trainer.ppo_mini_batch_size
+    batch = int(buffer.train_batch_size or 1)
+    rollouts = batch - expert_rows(c)
+    if not is_supervised(c.algorithm) and rollouts < 1:
+        step = buffer.batch_size * int(c.algorithm.repeat_times or 1)
+        yield (
+            f"{BATCH}={batch}: less its expert rows it holds no rollouts; leave it out for "
+            f"{mixing.batch_for(c.algorithm, step)}, or change expert_data_ratio"
+        )
+    if size is None or c.mode not in TRAINING:
         return
-    if mixing.is_mixed(c.algorithm):
+    if size > batch:
         yield (
-            f"{BATCH}={buffer.train_batch_size}: less its expert rows it holds {rollouts} "
-            f"rollouts, and a step makes {step} (buffer.batch_size x algorithm.repeat_times); "
-            f"leave it out for {mixing.batch_for(c.algorithm, step)}, or change expert_data_ratio"
+            f"trainer.ppo_mini_batch_size={size} is more than the {BATCH}={batch} experiences of a "
+            "batch: lower it, or leave it out for one update of the whole batch"
         )
-    else:
+    if recipe.needs_pairs(c.algorithm) and size % 2:
         yield (
-            f"{BATCH}={buffer.train_batch_size}: a step takes "
-            f"buffer.batch_size={buffer.batch_size} tasks x algorithm.repeat_times={times} = "
-            f"{step} experiences; leave it out, or change those two"
+            f"trainer.ppo_mini_batch_size={size}: a pair is two experiences, and both are of one "
+            "update; give an even number"
         )
+
+
+def _counts(c: Config) -> Iterator[str]:
+    """A loss that mixes says the sizes of its parts: they are those of the batch."""
+    experts = expert_rows(c)
+    there = {"expert": experts, "usual": int(c.buffer.train_batch_size or 1) - experts}
+    for part, size in there.items() if mixing.is_mixed(c.algorithm) else ():
+        said = c.algorithm.policy_loss_fn_args.get(f"train_batch_size_{part}", size)
+        if said != size:
+            yield (
+                f"algorithm.policy_loss_fn_args.train_batch_size_{part}={said}: of "
+                f"{BATCH}={c.buffer.train_batch_size} there are {size}, by {STRATEGY_ARGS}."
+                "expert_data_ratio; leave it out, or change one of the two"
+            )
 
 
 def _beside(c: Config) -> Iterator[str]:
     """Rows beside rollouts are there where an algorithm mixes them in."""
     algorithm, given = c.algorithm, c.buffer.trainer_input.auxiliary_buffers
     if not mixing.is_mixed(algorithm):
-        for name in given:
-            yield (
-                f"{BESIDE}.{name}: algorithm.sample_strategy={algorithm.sample_strategy} takes no "
-                "rows beside rollouts; leave it out, or use algorithm_type=mix or mix_chord"
-            )
         return
     name = mixing.argument(algorithm, "sft_dataset_name")
     if name not in given:
@@ -180,10 +215,10 @@ def _beside(c: Config) -> Iterator[str]:
             f"{known}Set {BESIDE}.{name}.path=FILE and {BESIDE}.{name}.storage_type=file"
         )
         return
-    for unused in given.keys() - {name}:
+    if given[name].schema_type not in (None, "sft"):
         yield (
-            f"{BESIDE}.{unused}: expert rows are taken from {name}; leave it out, or set "
-            "sft_dataset_name"
+            f"{BESIDE}.{name}.schema_type={given[name].schema_type}: expert rows are of sft; leave "
+            "it out"
         )
     if given[name].storage_type != "file":
         yield (
@@ -194,12 +229,45 @@ def _beside(c: Config) -> Iterator[str]:
 
 BATCHES = (
     Rule(
-        f"{BATCH} buffer.batch_size algorithm.repeat_times {RECIPE} {STRATEGY} {TYPE}",
+        f"{BATCH} trainer.ppo_mini_batch_size buffer.batch_size algorithm.repeat_times {RECIPE} "
+        f"{STRATEGY} {TYPE}",
         _batch,
-        reads=STRATEGY_ARGS,
+        reads=f"{STRATEGY_ARGS} mode",
+    ),
+    Rule(
+        f"algorithm.policy_loss_fn_args {BATCH} {STRATEGY_ARGS} {RECIPE} {STRATEGY} {TYPE}", _counts
     ),
     Rule(f"{BESIDE} {STRATEGY} {STRATEGY_ARGS} {RECIPE} {TYPE}", _beside),
 )
+
+
+def notes(c: Config) -> Iterator[str]:
+    """What is taken, and means something else or nothing here: a line each for the start."""
+    loss, given = c.algorithm.policy_loss_fn_args, c.buffer.trainer_input.auxiliary_buffers
+    if mixing.is_mixed(c.algorithm):
+        if counts := [name for name in mixing.COUNTS if name in loss]:
+            yield (
+                f"algorithm.policy_loss_fn_args: {', '.join(counts)} say nothing here: rollouts "
+                "and expert rows are each divided by their own counts over the whole batch"
+            )
+        read = {mixing.argument(c.algorithm, "sft_dataset_name")}
+    else:
+        read = set()
+    for name in given.keys() - read:
+        yield (
+            f"{BESIDE}.{name} is not read: algorithm.sample_strategy={c.algorithm.sample_strategy} "
+            + (f"takes expert rows from {', '.join(read)}" if read else "takes rollouts only")
+        )
+    if "loss_agg_mode" in loss and (c.algorithm.kl_loss_fn != "none"):
+        yield (
+            "algorithm.policy_loss_fn_args.loss_agg_mode is algorithm.loss_agg_mode here: the KL "
+            "and entropy terms of the loss become one number in the same way"
+        )
+    for key, one, is_eval in tasksets(c):
+        given_name, mark, _ = str(one.name).partition(EVAL)
+        if is_eval and mark:
+            yield f"{key}.name={given_name}: it is {one.name} here, as another part has that name"
+
 
 # --- the experience buffer ------------------------------------------------------------------------
 
@@ -236,7 +304,24 @@ def _no_seconds(seconds: float | None) -> bool:
     return seconds is not None and not (math.isfinite(seconds) and seconds >= 0)
 
 
+def _of_rows(c: Config) -> Iterator[str]:
+    """Keys of an auxiliary buffer, of the one that the trainer learns from."""
+    buffer, held = _buffer(c), ALGORITHMS[c.algorithm.algorithm_type]
+    kind = held.schema if held.source == "rows" else "experience"
+    if buffer.schema_type not in (None, kind):
+        yield (
+            f"{BUFFER}.schema_type={buffer.schema_type}: algorithm.algorithm_type="
+            f"{c.algorithm.algorithm_type} learns from {kind}; leave it out"
+        )
+    if buffer.total_epochs not in (None, c.buffer.total_epochs):
+        yield (
+            f"{BUFFER}.total_epochs={buffer.total_epochs} contradicts "
+            f"buffer.total_epochs={c.buffer.total_epochs}: set only the latter"
+        )
+
+
 BUFFERS = (
+    Rule(f"{BUFFER}.schema_type {BUFFER}.total_epochs {TYPE}", _of_rows, reads="buffer"),
     _of_buffer(
         f"{REPLAY}.priority_fn",
         lambda buffer: buffer.replay_buffer.priority_fn not in PRIORITIES,

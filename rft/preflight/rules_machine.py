@@ -16,6 +16,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from rft.config import TRAINING, Config, is_remote
+from rft.ground.errors import Late
 from rft.preflight.rules import Rule
 from rft.run import cards
 from rft.run.cards import Machine
@@ -246,8 +247,8 @@ def missing_here(stages: list[Config]) -> Iterator[str]:
     not: for each stage, said once.
     """
     for config in filter(_is_used, stages):
-        yield from (one.sentence for one in no_card(cards.here(), config.device))
-        yield from too_many_ranks(config)
+        yield from (Late(one.sentence) for one in no_card(cards.here(), config.device))
+        yield from map(Late, too_many_ranks(config))
 
 
 def too_many_ranks(config: Config) -> Iterator[str]:
@@ -262,6 +263,8 @@ def too_many_ranks(config: Config) -> Iterator[str]:
         )
 
 
-GIVEN = (Rule("device model.tinker.enable trainer.trainer_type", _reaches_driver),)
+GIVEN = (Rule("device model.tinker.enable trainer.trainer_type", _reaches_driver, late=True),)
 READS = "trainer.trainer_type buffer.trainer_input.experience_buffer.storage_type"
-MACHINE = (Rule("device mode cluster.gpu_per_node cluster.ray_address", _stops, reads=READS),)
+MACHINE = (
+    Rule("device mode cluster.gpu_per_node cluster.ray_address", _stops, reads=READS, late=True),
+)

@@ -261,10 +261,20 @@ def _arguments(c: Config) -> Iterator[str]:
         yield from engine_arguments.problems(f"{AUXILIARY}.{number}.engine_args", one.engine_args)
 
 
+def _parsers(c: Config) -> Iterator[str]:
+    beside = ((f"{AUXILIARY}.{n}", one) for n, one in enumerate(c.explorer.auxiliary_models))
+    for key, one in (("explorer.rollout_model", c.explorer.rollout_model), *beside):
+        for word, known in engine_arguments.PARSERS.items():
+            name = getattr(one, word)
+            if name is not None and name not in known:
+                yield nearest(name, known, f"{key}.{word}")
+
+
 ARGUMENTS = "explorer.rollout_model.engine_args"
 ENGINES = (
     Rule(AUXILIARY, _auxiliary),
     Rule(AUXILIARY, _arguments),
+    Rule(f"explorer.rollout_model {AUXILIARY}", _parsers),
     Rule(ARGUMENTS, lambda c: engine_arguments.problems(ARGUMENTS, get(c, ARGUMENTS))),
     Rule(
         f"{AUXILIARY} cluster.colocate",

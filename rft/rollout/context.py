@@ -23,9 +23,9 @@ import msgspec
 import xxhash
 
 from rft.config import ExplorerConfig, ModelConfig
-from rft.data.chat import end_of_turn, render_follow_up, render_prompt
-from rft.ground import hubs
+from rft.data.chat import end_of_turn, load_tokenizer, render_follow_up, render_prompt
 from rft.ground.experience import Completion, Experience, GenerateRequest, Sampling, Task
+from rft.rollout.environments import Environments
 from rft.rollout.pool import EngineHandle, EnginePool
 from rft.rollout.reward_pool import RewardPool
 from rft.rollout.reward_worker import UNKNOWN, RewardResult
@@ -107,24 +107,21 @@ class Shared:
         self.counts = Counter({"prompts_too_long": 0, "prompts_cut": 0})
         self.keeps_history = config.rollout_model.enable_history
         self.agent_processes = asyncio.Semaphore(config.agent_processes)
+        self.environments = Environments(self.count)
         self.endpoint: Endpoint | None = None  # where the run has one
 
     async def load(self) -> None:
         """Load the tokenizer, start the reward workers."""
-        from transformers import AutoTokenizer
-
-        hubs.bring(self.model.model_path, weights=False, code=self.model.trust_remote_code)
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            self.model.model_path, trust_remote_code=self.model.trust_remote_code
-        )
+        self.tokenizer = load_tokenizer(self.model)
         self.stop_token = end_of_turn(self.tokenizer, self.model.custom_chat_template)
         self.limits = TokenLimits(self.model.max_prompt_tokens or 0, self.model.max_model_len or 0)
         await self.rewards.start()
 
     async def close(self) -> None:
-        """End the endpoint and the reward workers."""
+        """End the endpoint, the environments and the reward workers."""
         if self.endpoint is not None:
             await self.endpoint.close()
+        await self.environments.close()
         await self.rewards.close()
 
     def count(self, name: str, what: str) -> None:
@@ -164,11 +161,23 @@ class WorkflowContext:
         """Token ids of the task's prompt, chat template applied. With
         model.enable_prompt_truncation one that is too long keeps its end, where the question is.
         """
-        tokens = render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
+        return self._cut(
+            render_prompt(self.shared.tokenizer, task, self.shared.model.custom_chat_template)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt without a chat template, cut as that of `render`."""
+        return self._cut(list(self.shared.tokenizer.encode(text)))
+
+    def tokens(self, text: str) -> list[int]:
+        """Ids of this text alone, to stand among others."""
+        return list(self.shared.tokenizer.encode(text, add_special_tokens=False))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
         most = self.shared.limits.max_prompt_tokens
         if self.shared.model.enable_prompt_truncation and len(tokens) > most:
             told = (
-                f"the prompt of task {task.id} has {len(tokens)} tokens: cut to the last {most} "
+                f"the prompt of {self.request} has {len(tokens)} tokens: cut to the last {most} "
                 "(model.max_prompt_tokens)"
             )
             self.shared.count("prompts_cut", told)
@@ -350,7 +359,7 @@ def recorded(prompt: list[int], made: Completion, sampling: Sampling) -> Experie
         prompt_length=len(prompt),
         logprobs=made.logprobs,
         versions=made.versions,
-        action_mask=[int(sampling.temperature > 0)] * len(made.tokens),
+        action_mask=[one * (sampling.temperature > 0) for one in made.chosen(sampling)],
         temperature=sampling.temperature or 1.0,
         stop=made.stop,
         routed_experts=made.routed_experts,

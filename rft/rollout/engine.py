@@ -108,7 +108,7 @@ class RolloutEngine(EngineWeights):
         super().__init__(name, model, rollout.tensor_parallel_size, adapters, cluster)
         self.rollout = rollout
         self.threads = threads
-        self.seed = seed
+        self.seed = seed if rollout.seed is None else rollout.seed
         self.device_kind = device_kind
         self.max_model_len = max_model_len
         self.requests = self._running = 0
@@ -418,7 +418,7 @@ def environment(device_kind: str, threads: int, workers: int) -> dict[str, str]:
 def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
     """Our request as vLLM's; `room` is what the context leaves for the response."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     sampling = asked.sampling
     return SamplingParams(
@@ -435,6 +435,9 @@ def sampling_params(asked: GenerateRequest, room: int) -> "SamplingParams":
         stop=asked.stop,
         detokenize=bool(asked.stop),  # nobody reads the text otherwise
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=StructuredOutputsParams(**sampling.structured)
+        if sampling.structured
+        else None,
     )
 
 

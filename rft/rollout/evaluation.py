@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rft.data.taskset import Taskset
-from rft.ground.experience import EvalResult, Experience, Task
+from rft.ground.experience import PEERS, EvalResult, Experience, Task
 from rft.rollout.engine import EngineUnavailable
 from rft.rollout.runner import AllTasksFail, Runner, one_line
 
@@ -74,13 +74,14 @@ class Evaluator:
 def summarise(
     name: str, version: int, asked: int, done: list[tuple[Task, list[Experience]]], tokenizer: Any
 ) -> EvalResult:
-    """Accuracy (share of all responses asked for with reward >= 1; a failed task's are wrong), and
-    of those that came mean reward, length, and a few samples to read.
+    """Accuracy (share of all responses asked for that are right; a failed task's are not), and of
+    those that came mean reward, length, and a few samples to read.
     """
+    done = [(task, [e for e in group if PEERS not in e.info]) for task, group in done]
     flat = [e for _, group in done for e in group]
     rewards = np.array([e.reward for e in flat])
     metrics = {
-        "accuracy": float(np.mean(rewards >= RIGHT)) * len(done) / asked,
+        "accuracy": float(np.mean([is_right(e) for e in flat])) * len(done) / asked,
         "reward/mean": float(rewards.mean()),
         "response_length/mean": float(np.mean([e.response_length for e in flat])),
         "truncated_frac": float(np.mean([e.stop == "length" for e in flat])),
@@ -100,8 +101,10 @@ def repeated(groups: list[list[Experience]], failed: int) -> dict[str, float]:
     Of `failed` tasks no answer was right.
     """
     values: dict[str, list[list[float]]] = defaultdict(list)
+    right = list[list[bool]]()
     for group in groups:
         runs = list(by_run(group))
+        right.append([is_right(run[-1]) for run in runs])
         values["reward"].append([run[-1].reward for run in runs])
         for part in sorted({name for run in runs for name in run[-1].metrics}):
             values[part].append([run[-1].metrics.get(part, 0.0) for run in runs])
@@ -116,12 +119,16 @@ def repeated(groups: list[list[Experience]], failed: int) -> dict[str, float]:
             found |= {f"{name}/best@{k}": mean(best), f"{name}/worst@{k}": mean(worst)}
     n = max(map(len, values["reward"]))
     for k in {1, *sizes(n)} if n > 1 else ():
-        rates = [
-            pass_at(k, len(task), sum(reward >= RIGHT for reward in task))
-            for task in values["reward"]
-        ]
+        rates = [pass_at(k, len(task), sum(task)) for task in right]
         found[f"pass@{k}"] = mean([*rates, *[0.0] * failed])
     return found
+
+
+def is_right(one: Experience) -> bool:
+    """By the part `accuracy` of its reward, where there is one: what the form adds or takes off
+    makes no answer right or wrong.
+    """
+    return one.metrics.get("accuracy", one.reward) >= RIGHT
 
 
 def by_run(group: list[Experience]) -> Iterator[list[Experience]]:

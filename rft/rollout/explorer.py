@@ -34,6 +34,7 @@ from rft.ground.device import freeze_loaded
 from rft.ground.experience import Experience, Sampling, Task, decode, encode
 from rft.ground.protocols import ActorHandle
 from rft.monitor import trace
+from rft.rollout import workflows
 from rft.rollout.context import Endpoint, Shared
 from rft.rollout.engine import EngineUnavailable, RolloutEngine
 from rft.rollout.evaluation import Evaluator
@@ -92,8 +93,13 @@ class Explorer:
         greedy_baseline: bool = False,
         api: EndpointFactory | None = None,
         make_pipeline: Callable[[], Pipeline] | None = None,
+        counts_experiences: bool = False,
     ):
+        """`counts_experiences`: they fill a step, not groups, so that none may have more than its
+        workflow says.
+        """
         self.config = config
+        self.counts_experiences = counts_experiences
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
@@ -213,7 +219,10 @@ class Explorer:
         tasks, found = iter(self.taskset), []
         while found := found or await self._next(tasks):
             holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
-            groups = await self.buffer.ask(ExperienceBuffer.admit_some, self.config.name, asked)
+            most = [workflows.most(task) for task, _ in found]
+            groups = await self.buffer.ask(
+                ExperienceBuffer.admit_some, self.config.name, asked, most
+            )
             if not groups:  # enough groups for the last step were admitted
                 break
             for group, (task, _) in zip(groups, found, strict=False):
@@ -354,15 +363,27 @@ class Explorer:
             experiences = await self._sample(group, task, holds)
             value = judged(experiences) if self.taskset.learns else None
             if self.pipeline is None:
+                self._check_count(task, experiences)
                 return experiences, "", value
             await self.pipeline.room.acquire()
         finally:
             self.runners.release()
         try:
             processed = await self.pipeline.process(group, task, experiences)
+            self._check_count(task, processed.experiences)
             return processed.experiences, processed.dropped_by, value
         finally:
             self.pipeline.room.release()
+
+    def _check_count(self, task: Task, experiences: list[Experience]) -> None:
+        """A group that fills more steps than it was admitted for would make others too stale."""
+        made, most = sum("baseline" not in e.info for e in experiences), workflows.most(task)
+        if self.counts_experiences and most is not None and made > most:
+            raise ValueError(
+                f"workflow {task.workflow!r} made {made} experiences of {task.repeat_times} runs, "
+                f"and says that it makes {most} at most: set its most_experiences (of one run), or "
+                "set that to None"
+            )
 
     async def _sample(self, group: int, task: Task, holds: int) -> list[Experience]:
         """Run it, from the start again after each `hold`.
@@ -408,7 +429,8 @@ class Explorer:
             sampling=Sampling(),
         )
         group = await self.buffer.ask(
-            ExperienceBuffer.admit, f"{self.config.name}/endpoint", encode(task), {}
+            ExperienceBuffer.admit,
+            *(f"{self.config.name}/endpoint", encode(task), {}, len(experiences)),
         )
         for experience in experiences:
             experience.group, experience.task = group, task.id

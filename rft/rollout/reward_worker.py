@@ -15,6 +15,7 @@ import inspect
 import math
 import socket
 import traceback
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from rft.ground import plugins
@@ -69,10 +70,14 @@ def judge(
 
 
 def judged(value: Any) -> RewardResult:
-    """A number, or a dict of numbers whose sum is the reward;
-    what is neither is outcome "error".
+    """A number, or a dict of numbers whose sum is the reward, or (number, dict of metrics); what is
+    none of them is outcome "error".
     """
     try:
+        if isinstance(value, tuple):
+            reward, beside = value
+            metrics = {str(key): number(part) for key, part in beside.items()}
+            return RewardResult(reward=number(reward), metrics=metrics)
         parts = (
             {str(key): number(part) for key, part in value.items()}
             if isinstance(value, dict)
@@ -106,12 +111,14 @@ def failure(error: BaseException) -> RewardResult:
     )
 
 
-def load(names: set[str]) -> dict[str, RewardFunction | RewardResult]:
-    """Import each function; one that cannot be imported maps to the error that its items get."""
+def load(tasks: Iterable[Task]) -> dict[str, RewardFunction | RewardResult]:
+    """Import each task's function; one that cannot be imported maps to the error that its items
+    get.
+    """
     functions: dict[str, RewardFunction | RewardResult] = {}
-    for name in names:
+    for name, arguments in {task.reward: task.reward_args for task in tasks}.items():
         try:
-            functions[name] = prepare(name)
+            functions[name] = prepare(name, arguments)
         except BaseException as error:  # the user's module runs at import
             functions[name] = failure(error)
     return functions
@@ -121,7 +128,7 @@ def serve(connection: socket.socket) -> None:
     """Answer requests until the pool closes its end."""
     for body in messages(connection):
         request = decode(body, ScoreRequest)
-        functions = load({request.tasks[position].reward for position, *_ in request.items})
+        functions = load(request.tasks[position] for position, *_ in request.items)
         connection.sendall(frame(encode(Loaded())))
         for position, response, tokens in request.items:
             task = request.tasks[position]

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from rft.algorithm import ALGORITHMS, mixing, recipe
 from rft.buffer.experience_file import ExperienceFile
+from rft.buffer.progress import StepSize
 from rft.config import Config, TrainerConfig
+from rft.data.chat import load_tokenizer
 from rft.data.packing import Cost, PackingPolicy
 from rft.data.supervised import SupervisedRows
+from rft.data.updates import UpdateRule
 from rft.ground.experience import EvalResult
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import trace
@@ -62,7 +65,7 @@ def assemble(
     rollouts = not is_supervised(config.algorithm) and config.mode == "both"
     explorer = control.actor(config.explorer.name) if lead and rollouts else None
     synchronizer = control.actor("synchronizer") if lead and rollouts else None
-    tokenizer = tokenizer_of(config) if lead else None
+    tokenizer = load_tokenizer(config.model) if lead else None
     checkpoints = backend.build_checkpoints(mesh, models, epoch)
     publisher = backend.build_publisher(mesh, models, checkpoints, synchronizer, epoch)
     feed = build_feed(config, mesh, models, tokenizer)
@@ -97,7 +100,7 @@ def assemble(
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
-        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss),
+        token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,
         on_phase=phase_file(Path(os.environ["RFT_LOG_DIR"]), mesh.rank),
@@ -177,12 +180,12 @@ def resume(
     """Restore the newest good checkpoint on every rank and tell the buffer; returns the policy
     version and the losses of the steps before it.
     """
-    loop = checkpoints.load(models) or {"step": 0, "recent_losses": []}
+    loop = checkpoints.load(models) or {"step": 0}
     step = int(loop["step"])
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
-    return step, deque(loop["recent_losses"], maxlen=LOSS_WINDOW)
+    return step, deque(loop.get("recent_losses", []), maxlen=LOSS_WINDOW)
 
 
 # --- where batches come from ---------------------------------------------------------------------
@@ -201,7 +204,20 @@ def build_feed(config: Config, mesh: TrainerMesh, models: Models, tokenizer: Any
         cut_of(config.trainer),
         int(config.model.max_response_tokens or 1),
         experts(config, tokenizer) if lead else None,
+        rule_of(config),
     )
+
+
+def is_cut(config: Config) -> bool:
+    """Whether a step may make several updates."""
+    return config.trainer.ppo_epochs > 1 or config.trainer.ppo_mini_batch_size is not None
+
+
+def rule_of(config: Config) -> UpdateRule:
+    trainer = config.trainer
+    together = 2 if recipe.needs_pairs(config.algorithm) else 1
+    size = trainer.ppo_mini_batch_size
+    return UpdateRule(trainer.ppo_epochs, size, trainer.ppo_shuffle, config.seed, together)
 
 
 def cut_of(trainer: TrainerConfig) -> PackingPolicy:
@@ -213,9 +229,8 @@ def source(config: Config, tokenizer: Any) -> BatchSource:
     """Rank 0's batches: supervised rows or experiences from a file, or what is in a buffer."""
     experience_buffer = config.buffer.trainer_input.experience_buffer
     if experience_buffer.storage_type == "file" and not is_supervised(config.algorithm):
-        return ExperienceFile(
-            str(experience_buffer.path), config.buffer.batch_size, config.trainer.total_steps
-        )
+        size = StepSize(config.buffer.batch_size, mixing.rollouts_per_step(config))
+        return ExperienceFile(str(experience_buffer.path), size, config.trainer.total_steps)
     if experience_buffer.storage_type == "file":
         return SupervisedRows(
             experience_buffer,
@@ -243,21 +258,15 @@ def experts(config: Config, tokenizer: Any) -> BatchSource | None:
     if not mixing.is_mixed(config.algorithm):
         return None
     name = mixing.argument(config.algorithm, "sft_dataset_name")
+    rows = config.buffer.trainer_input.auxiliary_buffers[name]
     return SupervisedRows(
-        config.buffer.trainer_input.auxiliary_buffers[name],
+        rows,
         tokenizer,
         mixing.expert_rows(config.algorithm, int(config.buffer.train_batch_size or 1)),
         config.seed,
         int(config.model.max_model_len or 0),
+        epochs=rows.total_epochs,
         chat_template=config.model.custom_chat_template,
         key_path=f"buffer.trainer_input.auxiliary_buffers.{name}",
         expert=True,
-    )
-
-
-def tokenizer_of(config: Config) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        config.model.model_path, trust_remote_code=config.model.trust_remote_code
     )

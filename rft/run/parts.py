@@ -11,7 +11,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from rft import config as configs
-from rft.algorithm import recipe
+from rft.algorithm import mixing, recipe
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.store import buffer_of
 from rft.config import AuxiliaryModelConfig, Config, ModelConfig, is_remote
@@ -56,6 +56,7 @@ def buffer_spec(config: Config) -> ActorSpec[ExperienceBuffer]:
         config.trainer.total_steps if config.mode != "serve" else None,
         config.seed,
         config.explorer.over_rollout if config.mode == "both" else None,
+        mixing.rollouts_per_step(config),
     )
     return ActorSpec("buffer", settings.name, partial(cls, *arguments))
 
@@ -105,6 +106,7 @@ def explorer_spec(
         greedy_baseline=recipe.needs_baseline(config.algorithm),
         api=api,
         make_pipeline=_pipeline(config),
+        counts_experiences=mixing.rollouts_per_step(config) is not None,
     )
     return ActorSpec("explorer", config.explorer.name, make)
 

@@ -9,8 +9,8 @@ of every stream; so workers t pass it on among themselves, and no trainer rank i
 carries bytes of another rank. Streams are dealt over the ring: of R streams and E engines each
 engine takes R / E from trainer ranks, and every link into an engine carries the model's bytes once.
 
-A ring never changes: when an engine comes, goes, or is lost to another one, there is a new
-generation, and who connects from then on follows that. Invariants: within a generation every
+A ring never changes: when an engine comes, goes, gives up, or is lost to another one, there is a
+new generation, and who connects from then on follows that. Invariants: within a generation every
 stream's way is a chain that begins at the trainer and meets each engine once; an engine that is in
 no ring takes everything from the trainer.
 """
@@ -55,10 +55,14 @@ class Rings:
             self.shapes[name] = shape
 
     def leave(self, name: str) -> None:
+        self.drop(name)
+        self.shapes.pop(name, None)
+
+    def drop(self, name: str) -> None:
+        """It takes no part until the next `settle`: the others go on without it."""
         rings = self._without(name)
         self.generation += rings != self.rings
         self.rings = rings
-        self.shapes.pop(name, None)
 
     def fail(self, generation: int, lost: str) -> None:
         """An engine of `generation` did not get what it was to get: nobody waits for it any more.

@@ -209,12 +209,17 @@ class Members:
             member.state != IDLE
             or self.offered is None
             or self.target is None
-            or member.missed == self.offered
+            or self.has_missed(name)
         ):
             return ""
         if member.held is not None and member.held >= self.target:
             return ""
         return "connect" if member.connected != self.epoch else "take"
+
+    def has_missed(self, name: str) -> bool:
+        """Whether it will not try again to take what is offered."""
+        member = self.all[name]
+        return member.missed is not None and member.missed == self.offered
 
     def is_over(self) -> bool:
         """Nobody is waited for any more, and somebody holds the target."""

@@ -355,6 +355,8 @@ class Synchronizer:
                     await self._take(name, engine)
             except Exception as error:  # not swallowed: it decides what becomes of the engine
                 self._judge(name, epoch, error)
+            if self._state.has_missed(name):
+                self._regroup(lambda: self._rings.drop(name))
             await self._tell()
 
     async def _take(self, name: str, engine: EngineHandle) -> None:
@@ -388,9 +390,8 @@ class Synchronizer:
         return trainer is not None and trainer.method == rounds.STREAM and not self.direct
 
     def _regroup(self, change: Callable[[], object]) -> None:
-        """Change the rings; engines that are in others now connect anew, and wait for nobody to come
-        to those of before: one that has failed, or is gone, would be waited for until the round's
-        deadline.
+        """Change the rings; engines that are in others now connect anew, and no longer wait for
+        somebody to come to those of before, who may have failed or be gone.
         """
         generation = self._rings.generation
         change()

@@ -2,13 +2,15 @@
 words mean, started by nothing; `rft config --explain KEY`: what the schema says of a key.
 
 In: the command line of `rft train`. Out: YAML on stdout that `rft train --config` takes: by default
-only the keys whose value differs from rft's own default, with `--all` every key. Nothing is filled
-in and no model or data file is read, so it also works where the run will not start; `rft doctor`
-says what would stop it. Invariant: secrets are not printed.
+only the keys whose value differs from rft's own default, with `--all` every key; of a file, on
+stderr, a table of what its keys are here and of the defaults of those that it leaves out. Nothing
+is filled in and no model or data file is read, so it also works where the run will not start; `rft
+doctor` says what would stop it. Invariant: secrets are not printed.
 """
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,15 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 from rft import config as configs
 from rft.config import Config, ConfigError, TasksetConfig
 from rft.config import file as config_file
-from rft.config.keys import tables
+from rft.config.keys import shown, tables
 from rft.ground import redact
-from rft.ground.errors import refuse
+from rft.ground.errors import refuse, refuse_all
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rft config",
         usage="rft config [--all] [experiment=NAME | --config FILE] [section.key=value ...]\n"
+        "       rft config [--all] --verl veRL's words\n"
         "       rft config --explain KEY",
         description="Print the composed config: what differs from the defaults.",
         allow_abbrev=False,
@@ -44,7 +47,7 @@ def main(argv: list[str]) -> int:
             return 0
         print(text(composed(words), options.all), end="")
     except ConfigError as error:
-        return refuse(error)
+        return refuse(config_file.located(error))
     return 0
 
 
@@ -65,10 +68,27 @@ def explained(key: str) -> str:
 
 def composed(words: list[str]) -> DictConfig:
     """What `rft train` composes from the same words."""
-    words = config_file.registered(words)
+    words, told = config_file.read_file(words, differences)
     if strange := next((word for word in words if word.startswith("-")), None):
         raise ConfigError(f"{strange}: only --config FILE and section.key=value are composed here")
-    return configs.compose(words)
+    raw, problems = configs.drafted(words, told)
+    refuse_all(problem.sentence for problem in problems)
+    return raw
+
+
+def differences(found: config_file.Flat) -> Iterator[str]:
+    """A table of what the file's keys are here, and of those that it leaves out."""
+    rows = [
+        (note.place, shown(note.theirs), note.here or "as it is", note.why) for note in found.notes
+    ]
+    rows += [(f"{one.place} (left out)", shown(one.theirs), *one[2:]) for one in found.taken]
+    if rows:
+        yield "what its keys are here; a left-out key has what stands under `theirs`"
+        table = [("key", "theirs", "rft's", "why"), *rows]
+        widths = [max(len(row[n]) for row in table) for n in range(3)]
+        for row in table:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
+            yield "  ".join((*cells, row[3])).rstrip()
 
 
 def text(raw: DictConfig, everything: bool) -> str:
@@ -89,7 +109,7 @@ def text(raw: DictConfig, everything: bool) -> str:
         for name in ("tasksets", "eval_tasksets"):
             tasks[name] = [changed(one, taskset) for one in tasks[name]]
         given = changed(given, default)
-    return OmegaConf.to_yaml(OmegaConf.create(given)) if given else ""
+    return OmegaConf.to_yaml(OmegaConf.create({config_file.DEFAULTS_KEY: "rft"} | given))
 
 
 def plain(raw: DictConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rft import config as configs
 from rft import train
 from rft.buffer.store import DEBUGGED
 from rft.config import Config, ConfigError
+from rft.data.chat import load_tokenizer
 from rft.data.taskset import Taskset, build_tasksets
 from rft.ground.errors import refuse
 from rft.ground.experience import Experience, Task, decode, encode
@@ -106,11 +107,7 @@ def attempt(config: Config, task: Task) -> list[Experience]:
 
 
 def shown(config: Config, task: Task, experiences: list[Experience]) -> Iterator[str]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model.model_path, trust_remote_code=config.model.trust_remote_code
-    )
+    tokenizer = load_tokenizer(config.model)
     yield f"task {task.id}: workflow {task.workflow}, reward {task.reward}, truth {task.truth!r}"
     yield f"sampling {json.dumps(msgspec.to_builtins(task.sampling))}"
     for experience in experiences:

@@ -8,13 +8,17 @@ every feature exactly one thing is said, and no test is named that is not there.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rft.config import trinity as trinity_keys
+from rft.config import trinity_defaults as defaults
+from rft.config import trinity_flows, verl_run, verl_words
 from rft.config import verl as verl_keys
+from rft.config.foreign import UNSET, ForeignKey
 from rft.config.keys import Setting, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,20 +72,34 @@ def line(*cells: str) -> str:
 
 
 def verl_table() -> str:
-    """veRL's keys, in the order of rft/config/verl.py."""
+    """veRL's keys, in the order of rft/config/verl.py and verl_run.py."""
     lines = ["| | key | is |", "| --- | --- | --- |"]
-    for name, key in verl_keys.KEYS.items():
-        taken = ", ".join(
-            f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in key.only
-        )
-        if key.to:
-            meaning = f"`{key.to}`"
-        elif taken:
-            meaning = f"only {taken.replace('``', 'empty')}: {key.why}"
-        else:
-            meaning = f"refused: {key.why}"
-        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    lines += [f"| {key.row} | `{name}` | {of_verl(key)} |" for name, key in verl_run.EVERY.items()]
+    sections = {name: f"`{to}.*`" for name, to in verl_run.FREE.items()}
+    sections |= {
+        name: f"`{to}.*`" if to else "as the policy's" for name, to in verl_keys.FREE.items()
+    }
+    sections |= {name: f"taken: {why}" for name, why in verl_run.SKIPPED.items()}
+    lines += [f"| | `{name}.*` | {said} |" for name, said in sections.items()]
+    lines += ["", "| left out | veRL's default | is | rft's default |", "| --- | --- | --- | --- |"]
+    for one in verl_words.read(["data.train_files=a", "data.val_files=b"]).taken:
+        own = one.why.partition(": ")[2]
+        lines.append(line(*(f"`{cell}`" for cell in (one.place, one.theirs, one.here, own))))
     return "\n".join(lines) + "\n"
+
+
+def of_verl(key: ForeignKey) -> str:
+    """What one of veRL's keys is here."""
+    values = [*key.only, *key.each_of]
+    taken = ", ".join(
+        f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in values
+    ).replace("``", "empty")
+    if key.to:
+        targets = ", ".join(f"`{to}`" for to in key.to.split(", "))
+        return f"{targets}, of {taken}" if key.only else targets
+    if key.takes_any:
+        return f"taken: {key.why}"
+    return f"only {taken}: {key.why}" if taken else f"refused: {key.why}"
 
 
 def trinity_table() -> str:
@@ -106,10 +124,32 @@ def trinity_table() -> str:
             )
     for name, (names, why) in trinity_keys.NAMES.items():
         lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
-    return "\n".join(lines) + "\n"
+    lines += ["", "| workflow or reward that is refused | use instead |", "| --- | --- |"]
+    lines += [f"| {shown(name)} | {why} |" for name, why in trinity_flows.WITHOUT.items()]
+    return "\n".join([*lines, "", *trinity_defaults()]) + "\n"
+
+
+def trinity_defaults() -> Iterator[str]:
+    """Every default that differs: those that a file gets, and those of which rft's is kept."""
+    yield f"| left out, with Trinity-RFT {defaults.VERSION}'s default | there | rft's own | |"
+    yield "| --- | --- | --- | --- |"
+    sets, rows = trinity_keys.TASKSET, defaults.ROWS
+    tables = ("", defaults.DEFAULTS), (f"{sets}.", defaults.SETS)
+    tables += (f"{defaults.EVALUATIONS}.", defaults.EVALUATED), (f"{rows}.", defaults.BUFFERS)
+    for prefix, table in tables:
+        for key, one in table.items():
+            theirs = one.shown or (f"`model.{one.passes}`" if one.passes else shown(one.theirs))
+            yield f"| `{prefix}{key}` | {theirs} | {one.ours or 'each set says it'} | {one.why} |"
+    yield ""
+    yield "| left out, with rft's default | there | here | why |"
+    yield "| --- | --- | --- | --- |"
+    for key, (theirs, ours, why) in defaults.KEPT.items():
+        yield f"| `{key}` | {theirs} | {ours} | {why} |"
 
 
 def shown(value: Any) -> str:
+    if value is UNSET:
+        return "left out"
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"`{text}`" if text else "empty"
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from rft import train
 from rft.config import ConfigError
+from rft.config import file as config_file
 from rft.ground.errors import refuse
 from rft.ground.protocols import ActorHandle
 from rft.run import cards
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     try:
         looks = findings(words)
     except ConfigError as error:  # before any check: these words are no config
-        return refuse(error)
+        return refuse(config_file.located(error))
     print(table(looks))
     return int(any(one.level == FAIL for found in looks.values() for one in found))
 
@@ -74,7 +75,7 @@ def of_words(raw: Any, met: machine_check.Met) -> Iterator[Finding]:
         try:
             stages = train.prepared_stages(raw)
         except ConfigError as error:
-            for said in error.problems:
+            for said in config_file.located(error).problems:
                 yield Finding(FAIL, "config", said, "as it says")
             return
         for config in stages:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from rft.algorithm import ALGORITHMS, credit, mixing, token_credit
 from rft.config import AlgorithmConfig, Config
-from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row, pack
+from rft.data.packing import BY_TOKENS, Cost, Packed, PackingPolicy, Row
+from rft.data.updates import ONE_UPDATE, RowPacking, Update, UpdateRule, planned
 from rft.ground.experience import Batch, Experience
 from rft.ground.protocols import TrainerMesh
 
@@ -37,6 +38,7 @@ class StepInput:
     metrics: dict[str, float]
     experiences: list[Experience]  # rank 0 only: what the samples table shows
     groups: list[int] = field(default_factory=list)  # of every row of the step, on every rank
+    updates: list[Update] = field(default_factory=list)  # none: the whole part is one
 
 
 class Feed:
@@ -51,17 +53,18 @@ class Feed:
         cut: PackingPolicy = BY_TOKENS,
         longest: int = 1,
         experts: BatchSource | None = None,
+        rule: UpdateRule = ONE_UPDATE,
     ):
         """`longest`: response that a config allows; one way to aggregate the loss divides by it.
-        `experts`: rows that go into every batch beside what `source` gives.
+        `experts`: rows that go into every batch beside what `source` gives. `rule`: what a batch
+        is cut into.
         """
         self.source = source
         self.ranks = ranks
         self.algorithm = algorithm
-        self.max_tokens = max_tokens
-        self.multiple = multiple
         self.cost = cost
-        self.cut = cut
+        self.packing = RowPacking(ranks.dp, max_tokens, multiple, cost, cut)
+        self.rule = rule
         self.longest = longest
         self.experts = experts
         self.current: Batch | None = None  # rank 0: taken and not consumed yet
@@ -70,27 +73,31 @@ class Feed:
         """Step's input on every rank, or None on every rank: the data
         ended, or rank 0 was asked to stop.
         """
+        # asked before the others are leased: where the rows have an end, the run has
+        beside = self.experts.take(step).experiences if self.experts else []
+        is_over = stopping or (self.experts is not None and not beside)
         batch = (
             self.source.take(step)
-            if self.source and not stopping
+            if self.source and not is_over
             else Batch(step=step, experiences=[])
         )
         experiences = batch.experiences
         metrics = credit.metrics(experiences, step) if experiences else {}
-        if self.experts and experiences:
-            experiences += self.experts.take(step).experiences
-        self.current = batch if experiences else None
-        told, rows = None, []
         if experiences:
-            told, rows = self._rows(batch, metrics)
+            experiences += beside
+        self.current = batch if experiences else None
+        told, parts = None, None
+        if experiences:
+            (metrics, groups), rows = self._rows(batch, metrics)
+            mode = str(self.algorithm.loss_agg_mode)
+            parts, updates = planned(rows, self.rule, step, self.packing, mode, self.longest)
+            told = metrics, groups, [(update.bins, update.weights) for update in updates]
         told = self.ranks.broadcast(told)
         if told is None:
             return None
-        parts = None
-        if self.ranks.rank == 0:
-            parts = pack(rows, self.ranks.dp, self.max_tokens, self.multiple, self.cost, self.cut)
-        metrics, groups = told
-        return StepInput(self.ranks.scatter_parts(parts), metrics, experiences, groups)
+        metrics, groups, cut = told
+        part = self.ranks.scatter_parts(parts)
+        return StepInput(part, metrics, experiences, groups, [Update(*one) for one in cut])
 
     def consumed(self, step: int) -> None:
         self.current = None

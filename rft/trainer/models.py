@@ -3,12 +3,14 @@ critic, teacher where needed.
 
     part ─► score: proximal, reference, value, teacher ─► token advantages, margins of pairs
             ─► part with scores
-         ─► train: gradients of critic and policy ─► before_update ─► both update
+         ─► train, once per update: gradients of critic and policy
+            ─► before_update, once per step ─► both update
 
 In: the packed microbatches of this rank's data-parallel index. Out: the same with `scores`, on the
 ranks that compute losses (the last pipeline stage); metrics, the same on every rank; one `Snapshot`
-of everything that is trained. Invariant: all scores of a step are of the weights before it, and
-nothing per token leaves the rank that computed it: only sums do.
+of everything that is trained. Invariant: all scores of a step are of the weights before it,
+whatever updates it makes (only the margins of pairs, which are no ratio to an old policy, are those
+before each update); nothing per token leaves the rank that computed it: only sums do.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ from rft.algorithm.losses import clipped_value
 from rft.algorithm.ratios import Coefficient
 from rft.config import AlgorithmConfig
 from rft.data.packing import Packed
+from rft.data.updates import Update, regrouped
 from rft.ground.protocols import Snapshot
 
 if TYPE_CHECKING:
@@ -35,6 +38,33 @@ if TYPE_CHECKING:
 
 KL_COEFFICIENTS = "kl_coefficients"  # what a checkpoint calls them
 EVERY_STEP = ("loss", "num_tokens", "grad_norm", "lr", "skipped")
+
+
+# of these also the first and the last update's: in the first no policy has moved
+MOVED = ("clip_frac", "kl/old")
+SUMMED = ("num_tokens",)
+
+
+def of_step(found: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several updates as those of their step: means over the updates that changed
+    weights, or over all where none did; the step counts as skipped only then.
+    """
+    made = [one for one in found if not one["skipped"]]
+    step = {}
+    for name in (made or found)[0]:
+        values = [one[name] for one in made or found]
+        total = sum(values) if name in SUMMED else sum(values) / len(values)
+        step[name] = max(values) if name.endswith("/max") else total
+        if name in MOVED:
+            step |= {f"{name}_first": values[0], f"{name}_last": values[-1]}
+    return step | {
+        "updates": float(len(made)),
+        "skipped_updates": float(len(found) - len(made)),
+    }
+
+
+def nothing() -> None:
+    """Weights have begun to change: nobody is waited for again."""
 
 
 class KLCoefficients:
@@ -139,32 +169,64 @@ class Models:
         return part, metrics | self.kl.after_penalty(metrics)
 
     def train_step(
-        self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
+        self,
+        part: list[Packed],
+        token_loss: "TokenLoss",
+        before_update: Callable[[], None],
+        updates: Sequence[Update] = (),
     ) -> dict[str, float]:
-        """One update of each model that learns in this step; `before_update` is called once, before
-        any weight changes.
+        """The step's updates of each model that learns in it; none given: the whole part is one.
+        `before_update` is called once, before any weight changes.
+        """
+        if not updates:
+            metrics = self._update(part, token_loss, before_update)
+            return metrics | self.kl.after_loss(metrics)
+        found, last = [], len(updates) - 1
+        for number, update in enumerate(updates):
+            own = regrouped(
+                part, update.bins[self._mesh.dp_rank], update.weights, self.policy.multiple
+            )
+            if number and recipe.needs_pairs(self.algorithm):
+                own = self._with_margins(own, update.rows)
+            wait = nothing if number else before_update
+            found.append(self._update(own, token_loss, wait, last=number == last))
+        metrics = of_step(found)
+        return metrics | self.kl.after_loss(metrics)
+
+    def _update(
+        self,
+        part: list[Packed],
+        token_loss: "TokenLoss",
+        before_update: Callable[[], None],
+        last: bool = True,
+    ) -> dict[str, float]:
+        """One update of each model that learns.
 
         While only the critic learns, the numbers that every step has are its own. If one of the two
         is not finite, neither changes.
         """
         if self.critic is None:
-            metrics = self.policy.train_step(part, token_loss, before_update)
-            return metrics | self.kl.after_loss(metrics)
+            return self.policy.train_step(part, token_loss, before_update, last)
         waiting = self.critic.step < self.critic_warmup
         of_critic = self.critic.gradients(part, self.value_loss)
         of_policy = {} if waiting else self.policy.gradients(part, token_loss)
         finite = self.critic.is_finite(of_critic) and (waiting or self.policy.is_finite(of_policy))
         before_update()
-        of_critic = self.critic.update(of_critic, finite)
+        of_critic = self.critic.update(of_critic, finite, last)
         of_policy = (
             {name: of_critic[name] for name in EVERY_STEP}
             if waiting
-            else self.policy.update(of_policy, finite)
+            else self.policy.update(of_policy, finite, last)
         )
-        of_policy |= self.kl.after_loss(of_policy)
         return of_policy | {
             f"critic/{name}": value for name, value in of_critic.items() if name != "num_tokens"
         }
+
+    def _with_margins(self, part: list[Packed], members: Sequence[int]) -> list[Packed]:
+        """Those of the weights as they are now; `members`: rows of this update."""
+        part = self._scored(part, "proximal", self.policy.score(part, trained_only=True))
+        beta = recipe.pair_beta(self.algorithm)
+        return pairs.credited(part, beta, self._counts, self._summed, members)[0]
 
     def snapshot(self) -> Snapshot:
         snapshot = self.policy.snapshot()

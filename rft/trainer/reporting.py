@@ -47,6 +47,7 @@ class StepReporter:
         self.monitor = build(
             config.monitor, job, config.project, config.name, config.trainer.total_steps, step
         )
+        self.epochs = config.trainer.ppo_epochs
         self.num_samples = config.monitor.num_samples
         self.detailed = config.monitor.detailed
         self.tokenizer = tokenizer
@@ -64,7 +65,7 @@ class StepReporter:
 
     def step(self, version: int, metrics: dict[str, float], experiences: list[Experience]) -> None:
         tokens = sum(len(e.tokens) for e in experiences)
-        trained = [len(e.tokens) for e in experiences if any(e.action_mask)]
+        trained = [len(e.tokens) for e in experiences if any(e.action_mask)] * self.epochs
         speed = self.speed.metrics(trained, metrics["time/train_s"])
         speed["tokens_per_s"] = tokens / metrics["time/step_s"]
         values = distributions(experiences, version - 1) if self.detailed else {}

@@ -84,7 +84,7 @@ class Trainer:
                 part, scored = self.models.score(batch.part, batch.groups)
             with self._doing("train"):
                 metrics = self.models.train_step(
-                    part, self.token_loss, before_update=self._before_update
+                    part, self.token_loss, self._before_update, batch.updates
                 )
             step += 1
             self._enter("judging the step")

@@ -24,6 +24,7 @@ from rft.config import (
     TrainerConfig,
 )
 from rft.data.packing import Row
+from rft.data.updates import RowPacking, Update, UpdateRule, planned
 from rft.ground import device as devices
 from rft.megatron.learner import Critic
 from rft.megatron.mesh import Mesh
@@ -62,14 +63,22 @@ def mesh_of(
 
 
 def models_on(
-    mesh: Mesh, sizes: MegatronConfig, path: str, other: str, seed: int = 0, dtype: str = "fp32"
+    mesh: Mesh,
+    sizes: MegatronConfig,
+    path: str,
+    other: str,
+    seed: int = 0,
+    dtype: str = "fp32",
+    optimizer: dict[str, Any] = {"lr": 1e-3},  # noqa: B006
 ) -> Models:
     """`other` is the reference and what the critic begins as, with a head that is not 0, or it
     would hide everything.
     """
     trainer = TrainerConfig(megatron=sizes, dtype=dtype, grad_clip=1e9)
-    critic_config = CriticConfig(optim=CriticOptimizerConfig(lr=1e-3), grad_clip=1e9)
-    policy = Policy(ModelConfig(model_path=path), trainer, OptimizerConfig(lr=1e-3), mesh, seed, 10)
+    critic_config = CriticConfig(optim=CriticOptimizerConfig(**optimizer), grad_clip=1e9)
+    policy = Policy(
+        ModelConfig(model_path=path), trainer, OptimizerConfig(**optimizer), mesh, seed, 10
+    )
     reference = Reference(other, trainer, mesh)
     critic = Critic(other, trainer, critic_config, mesh, 10)
     set_head(critic)
@@ -166,6 +175,35 @@ def step(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, Any]
         }
 
 
+def cut(models: Models, rows: list[Row], step: int) -> tuple[list[Any], list[Update]]:
+    """Two epochs in mini-batches, dealt anew in each: this rank's part, and the updates."""
+    mesh, rule = models.policy.mesh, UpdateRule(2, 9, shuffle=True)
+    packing = RowPacking(mesh.dp, 128, models.policy.multiple)
+    parts, updates = planned(rows, rule, step, packing, "seq-mean-token-mean")
+    return mesh.scatter_parts(parts if mesh.rank == 0 else None), updates
+
+
+def several(path: str, other: str, rows: int = 24, **layout: Any) -> dict[str, Any]:
+    """A step of two epochs in mini-batches, dealt anew in each, without a warm-up: metrics, and
+    weights of both models afterwards.
+    """
+    plain = {"lr": 0.05, "optimizer_type": "sgd"}  # Adam would make large what is noise
+    with mesh_of(**layout) as (mesh, sizes):
+        models = models_on(mesh, sizes, path, other, optimizer=plain)
+        models.critic_warmup = 0
+        part, updates = cut(models, rewarded(rows), 0)
+        part, scored = models.score(part)
+        loss, waits = recipe.policy_loss(PPO, several=True), list[int]()
+        metrics = models.train_step(part, loss, lambda: waits.append(1), updates)
+        assert waits == [1] and (models.policy.step, models.critic.step) == (1, 1)
+        assert models.policy.optimizer.updates == models.critic.optimizer.updates == len(updates)
+        return {
+            "metrics": scored | metrics,
+            "policy": pieces_of(models, "model/"),
+            "critic": pieces_of(models, "critic.model/"),
+        }
+
+
 def pieces_of(models: Models, kind: str) -> list[tuple[Any, ...]]:
     found = models.snapshot().pieces
     return [(claim_of(p), p.tensor.float().numpy().copy()) for p in found if p.key.startswith(kind)]
@@ -201,7 +239,14 @@ def reference(path: str, rows: int = 12, **layout: Any) -> dict[str, Any]:
         }
 
 
-def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any) -> dict[str, Any]:
+def resumed(
+    path: str,
+    other: str,
+    root: str,
+    dtype: str = "fp32",
+    is_cut: bool = False,
+    **layout: Any,
+) -> dict[str, Any]:
     """Both ends as this rank saw them.
 
     The second pair starts from other weights and another seed: all of it must be read.
@@ -209,31 +254,34 @@ def resumed(path: str, other: str, root: str, dtype: str = "fp32", **layout: Any
     with mesh_of(**layout) as (mesh, sizes):
         trainer = TrainerConfig(megatron=sizes, dtype=dtype)
         first = models_on(mesh, sizes, path, other, 1, dtype)
-        train(first, range(BEFORE))
+        train(first, range(BEFORE), is_cut)
         save_and_wait(manager_at(root, mesh, trainer), BEFORE, first, {"step": BEFORE})
-        wanted = ending(first)
+        wanted = ending(first, is_cut)
         first.close()
         second = models_on(mesh, sizes, other, path, 2, dtype)
         second.reference.close()
         second.reference = Reference(other, trainer, mesh)
         manager_at(root, mesh, trainer).load(second)
-        found = ending(second)
+        found = ending(second, is_cut)
         second.close()
         return {"found": found, "wanted": wanted}
 
 
-def ending(models: Models) -> dict[str, Any]:
-    metrics = train(models, range(BEFORE, BEFORE + AFTER))
+def ending(models: Models, is_cut: bool = False) -> dict[str, Any]:
+    metrics = train(models, range(BEFORE, BEFORE + AFTER), is_cut)
     snapshot = models.snapshot()
     pieces = {(p.key, p.offset, p.shape, p.flat): as_bytes(p.tensor) for p in snapshot.pieces}
     return {"metrics": metrics, "pieces": pieces, "small": snapshot.small | snapshot.local}
 
 
-def train(models: Models, steps: range) -> list[dict[str, float]]:
+def train(models: Models, steps: range, is_cut: bool = False) -> list[dict[str, float]]:
     found = []
     for step in steps:
-        part, scored = models.score(part_of(models.policy, rewarded(16, seed=step)))
-        found.append(scored | models.train_step(part, recipe.policy_loss(PPO), lambda: None))
+        rows = rewarded(16, seed=step)
+        part, updates = cut(models, rows, step) if is_cut else (part_of(models.policy, rows), [])
+        part, scored = models.score(part)
+        loss = recipe.policy_loss(PPO, several=is_cut)
+        found.append(scored | models.train_step(part, loss, lambda: None, updates))
     return found
 
 

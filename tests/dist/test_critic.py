@@ -164,6 +164,28 @@ def test_a_step_with_a_critic_is_the_same_on_every_mesh(
     assert_same_step(ranks.run("critic_jobs:step", world, **paths, **sizes), alone)
 
 
+@pytest.fixture(scope="module")
+def several_alone(ranks: Ranks, paths: dict[str, str]) -> dict[str, Any]:
+    return ranks.run("critic_jobs:several", 1, **paths)[0]
+
+
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, **by_layout(LAYOUTS)))
+def test_several_updates_of_a_batch_are_the_same_on_every_mesh(
+    ranks: Ranks, paths: dict[str, str], several_alone: dict[str, Any], layout: str
+) -> None:
+    """Two epochs of three mini-batches, in each of which every row is dealt anew."""
+    world, sizes = LAYOUTS[layout]
+    results = ranks.run("critic_jobs:several", world, **paths, **sizes)
+    metrics, wanted = results[0]["metrics"], several_alone["metrics"]
+    assert all(result["metrics"] == metrics for result in results)
+    assert wanted["updates"] == 6 and wanted["kl/old_last"] != wanted["kl/old_first"]
+    assert {k for k, v in wanted.items() if metrics[k] != pytest.approx(v, rel=1e-3, abs=1e-5)} == (
+        set()
+    )
+    for name in ("policy", "critic"):
+        assert_close(joined(results, name), joined([several_alone], name))
+
+
 @pytest.mark.parametrize("layout", sampled(EXPERTS, **by_layout(EXPERTS)))
 def test_a_critic_of_experts_is_the_same_on_every_mesh(
     ranks: Ranks, checkpoints: dict[str, Path], layout: str
@@ -240,13 +262,15 @@ def test_the_reference_says_what_the_first_version_said(
         )
 
 
-@pytest.mark.parametrize("layout", ["one", "one-bf16", "tp2-pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "one-bf16", "tp2-pp2", "dp2", "dp2-cut"])
 def test_resume_with_a_critic_is_bitwise(
     ranks: Ranks, paths: dict[str, str], tmp_path: Path, layout: str
 ) -> None:
-    world, sizes = {"one": (1, {}), "one-bf16": (1, {"dtype": "bf16"})}.get(layout) or LAYOUTS[
-        layout
-    ]
+    world, sizes = {
+        "one": (1, {}),
+        "one-bf16": (1, {"dtype": "bf16"}),
+        "dp2-cut": (2, {"is_cut": True}),
+    }.get(layout) or LAYOUTS[layout]
     for rank, result in enumerate(
         ranks.run("critic_jobs:resumed", world, **paths, root=str(tmp_path), **sizes)
     ):

@@ -20,10 +20,11 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def ray_session(way: str) -> Iterator[None]:
     import os
 
     import ray
+    from fault_world import HERE
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
@@ -32,17 +33,41 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         log_to_driver=False,
+        # for what stands in: whoever asks an engine looks up how that is asked
+        runtime_env={"env_vars": {"PYTHONPATH": HERE}} if way == "nccl" else None,
     )
     yield
     ray.shutdown()
 
 
 @pytest.fixture(scope="session")
-def engine(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
+def way(pytestconfig: pytest.Config) -> Iterator[str]:
+    """How trainer ranks of this process send, and engines take."""
+    from mortal import link_of_rank
+
+    from rft.sync import origins
+
+    chosen = pytestconfig.getoption("--way")
+    with pytest.MonkeyPatch.context() as packed:
+        if chosen == "nccl":
+            packed.setattr(origins, "host_links", lambda *_: link_of_rank)
+        yield chosen
+
+
+@pytest.fixture
+def over_sockets(way: str) -> None:
+    """For tests that meddle with what is on them."""
+    if way != "sockets":
+        pytest.skip("buckets do not travel over sockets")
+
+
+@pytest.fixture(scope="session")
+def engine(ray_session: None, model_dirs: tuple[Path, Path], way: str) -> Iterator[Any]:
     """A started RolloutEngine actor, one thread, float32, labelled
     version 0; ended with its processes.
     """
     import ray
+    from mortal import MortalEngine
 
     from rft.config import ModelConfig, RolloutModelConfig
     from rft.rollout.engine import RolloutEngine
@@ -52,6 +77,9 @@ def engine(ray_session: None, model_dirs: tuple[Path, Path]) -> Iterator[Any]:
         dtype="fp32", kv_cache_gb=0.25, enforce_eager=True, max_num_seqs=256
     )
     actor = ray.remote(RolloutEngine).options(max_concurrency=1000)
+    if way == "nccl":
+        stand_in, variables = ray.remote(MortalEngine), {"RFT_FAULT_WAY": way}
+        actor = stand_in.options(max_concurrency=1000, runtime_env={"env_vars": variables})
     handle = actor.remote("engine_0", model, rollout, 1, 0, "cpu", CONTEXT)
     ray.get(handle.start.remote(), timeout=240)
     yield handle

@@ -3,14 +3,17 @@
 Transformers on the same weights is the judge of every log-probability.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 import torch
 from miniature import END, PROMPT, answer, ask, assert_sampled_from, judge, reference_logprobs
 
+from rft.agents.endpoint.chat_format import answer_message, read
 from rft.ground.experience import GenerateRequest, Sampling, encode
 from rft.tools.toy import character_tokenizer
 
@@ -104,6 +107,42 @@ def test_abort_returns_what_there_is(first_weights: Any) -> None:
     ray.get(first_weights.abort.remote("doomed"))
     made = answer(running)
     assert [one.stop for one in made] == ["abort", "abort"] and 0 < len(made[0].tokens) < 900
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["ulm", "rom"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+
+
+def test_an_answer_has_the_form_that_a_request_asks_for(first_weights: Any) -> None:
+    """A random model would never say so by itself."""
+
+    def said(**body: Any) -> list[str]:
+        asked = read({"messages": [{"role": "user", "content": "?"}], **body}, Sampling())
+        sampling = msgspec.structs.replace(asked.sampling, max_tokens=400, seed=SEED)
+        request = GenerateRequest(
+            request_id=f"form {len(str(body))}", prompt=PROMPT, n=4, sampling=sampling
+        )
+        made = answer(first_weights.generate.remote(encode(request)))
+        assert all(one.stop == "stop" for one in made)
+        assert all(number <= 0 for one in made for number in one.logprobs)
+        words = character_tokenizer()
+        return [words.decode(one.tokens, skip_special_tokens=True) for one in made]
+
+    for text in said(response_format=FORM):
+        found = json.loads(text)
+        assert found["city"] in ("ulm", "rom") and found["days"] in (1, 2, 3)
+    one = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", one):
+        for text in said(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False):
+            [call] = answer_message(text, True, "call")["tool_calls"]
+            assert call["function"]["name"] == "weather"
+            assert json.loads(call["function"]["arguments"])["city"] in ("ulm", "rom")
 
 
 # --- life -----------------------------------------------------------------------------------------

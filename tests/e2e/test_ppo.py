@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from exact import EVERYTHING, RANK, assert_same, deterministic, run_killed, run_whole
 from safetensors import safe_open
 
 from rft.checkpoint.reader import Checkpoint
@@ -56,3 +57,28 @@ def test_ppo_learns_values_and_keeps_near_the_first_version(tmp_path: Path) -> N
     export = job / "huggingface" / f"step_{STEPS:08d}" / "model.safetensors"
     with safe_open(str(export), framework="np") as tensors:
         assert "model.norm.weight" in tensors.keys() and "score.weight" not in tensors.keys()  # noqa: SIM118
+
+
+def test_sixteen_updates_a_step_are_the_same_through_kill_and_resume(tmp_path: Path) -> None:
+    """Four epochs of four mini-batches, dealt anew in each; killed after a step, and in the middle
+    of the life of another.
+    """
+    assets, steps = write_assets(tmp_path / "assets"), 5
+    settings = (
+        "algorithm.algorithm_type=ppo",
+        "algorithm.proximal_logprobs=true",
+        "algorithm.repeat_times=4",
+        "critic.optim.lr=1e-3",
+        f"trainer.total_steps={steps}",
+        "trainer.save_interval=2",
+        "trainer.ppo_epochs=4",
+        "trainer.ppo_mini_batch_size=4",
+        "trainer.ppo_shuffle=true",
+        "buffer.batch_size=4",
+    )
+    run_whole(deterministic(tmp_path, "whole", assets, *settings))
+    rows = step_rows(tmp_path / "rft" / "whole")
+    assert [row["updates"] for row in rows] == [16.0] * steps
+    assert all(abs(row["kl/old_first"]) < 1e-6 < abs(row["kl/old_last"]) for row in rows)
+    run_killed(deterministic(tmp_path, "killed", assets, *settings), [(1, RANK), (3, EVERYTHING)])
+    assert_same(tmp_path / "rft" / "killed", tmp_path / "rft" / "whole", steps)

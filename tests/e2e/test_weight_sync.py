@@ -94,6 +94,7 @@ def test_no_token_comes_from_cached_keys_of_old_weights(
     assert {span.version for span in made.versions} == {1}
 
 
+@pytest.mark.usefixtures("over_sockets")
 def test_a_flipped_bit_is_refused_named_and_sent_again(
     first_weights: Any, synchronizer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
@@ -211,6 +212,7 @@ def test_weights_without_staging_memory(
     assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
 
 
+@pytest.mark.usefixtures("over_sockets")
 def test_a_direct_round_that_breaks_poisons_until_a_whole_one(
     first_weights: Any, buffer: Any, model_dirs: tuple[Path, Path]
 ) -> None:
@@ -313,6 +315,7 @@ def renamed(block: Any) -> Any:
     return dataclasses.replace(block, name=block.name.replace("gate_proj", "gate"))
 
 
+@pytest.mark.usefixtures("over_sockets")
 def test_a_trainer_of_another_kind_of_device_is_refused_by_name(
     first_weights: Any,
     synchronizer: Any,

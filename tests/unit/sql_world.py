@@ -45,10 +45,14 @@ def rows(*rewards: float, version: int = 0) -> bytes:
 
 
 def buffer(
-    url: str, run: str = "p/run", max_staleness: int | None = None, **settings: Any
+    url: str,
+    run: str = "p/run",
+    max_staleness: int | None = None,
+    experiences: int | None = None,
+    **settings: Any,
 ) -> SqlBuffer:
     config = ExperienceBufferConfig(storage_type="sql", path=url, **settings)
-    return SqlBuffer(config, run, TASKS, 2, max_staleness, None)
+    return SqlBuffer(config, run, TASKS, 2, max_staleness, None, experiences)
 
 
 async def explore(url: str, name: str, groups: int, hang_at: int) -> None:

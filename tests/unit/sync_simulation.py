@@ -16,7 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rft.buffer.progress import Consumed, GroupFailed, Issued, Leased, Progress, Resumed, Stored
+from rft.buffer.progress import (
+    Consumed,
+    GroupFailed,
+    Issued,
+    Leased,
+    Progress,
+    Resumed,
+    StepSize,
+    Stored,
+)
 from rft.config import SynchronizerConfig
 from rft.sync.style import Cadence
 
@@ -62,6 +71,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
+        self.size = StepSize(self.tasks_per_step)
         self.progress = Progress()
         self.progress.apply(Resumed(step=0, run_epoch=1))
         self.cadence = Cadence(self.sync, self._ask)
@@ -95,15 +105,13 @@ class Simulation:
     # Explorer and engines
 
     def _slots(self) -> int:
-        return self.progress.slots(
-            self.served, self.tasks_per_step, int(self.sync.max_staleness or 0)
-        )
+        return self.progress.slots(self.served, self.size, int(self.sync.max_staleness or 0))
 
     def _admit(self) -> None:
         while (
             self._slots() > 0
             and len(self.running) < self.runners
-            and self.progress.missing(self.steps, self.tasks_per_step) > 0
+            and self.progress.missing(self.steps, self.size) > 0
         ):
             number = self.progress.next_group
             self._record(
@@ -131,9 +139,7 @@ class Simulation:
 
     def _ask(self, interval: int) -> bool:
         staleness = int(self.sync.max_staleness or 0)
-        answer = self.progress.asks(
-            self.served, self.stored_before, interval, self.tasks_per_step, staleness
-        )
+        answer = self.progress.asks(self.served, self.stored_before, interval, self.size, staleness)
         admitted = self.progress.next_group - len(self.failed)
         is_idle = (
             not self.running and admitted >= (self.served + staleness + 1) * self.tasks_per_step
@@ -146,7 +152,7 @@ class Simulation:
     def _begin_step(self) -> None:
         if self.is_training or self.step >= self.steps:
             return
-        groups = self.progress.wanted(self.step, self.tasks_per_step, self.sync.max_staleness)
+        groups = self.progress.wanted(self.step, self.size, self.sync.max_staleness)
         if len(groups) < self.tasks_per_step or not all(group.stored for group in groups):
             return
         numbers = [group.number for group in groups]

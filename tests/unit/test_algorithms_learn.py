@@ -25,7 +25,9 @@ from tests.unit.test_feed import Alone
 
 WORDS, TARGET, TASKS, STEPS = 4, 3, 4, 40
 LEARNED = 0.5
-ALONE = SimpleNamespace(is_last_stage=True, tp_rank=0, cp_rank=0, reduce=lambda sums, maxima: None)
+ALONE = SimpleNamespace(
+    is_last_stage=True, tp_rank=0, cp_rank=0, dp_rank=0, reduce=lambda sums, maxima: None
+)
 # Without those that need a critic, expert rows or a teacher: they learn in tests/e2e/test_ppo.py
 # and test_rows.py.
 NAMES = [
@@ -62,7 +64,7 @@ class Table:
         return self.score(part), [self.said(packed)[1].detach().numpy() for packed in part]
 
     def train_step(
-        self, part: list[Packed], token_loss: Any, before_update: Any
+        self, part: list[Packed], token_loss: Any, before_update: Any, last: bool = True
     ) -> dict[str, float]:
         self.optimizer.zero_grad()
         told: dict[str, float] = {}
@@ -71,7 +73,7 @@ class Table:
             logprobs, entropy = self.said(packed)
             scores = {
                 n: torch.from_numpy(packed.scores[n])
-                for n in ("proximal", "reference")
+                for n in ("proximal", "reference", "value", "returns")
                 if n in packed.scores
             }
             sequence = np.repeat(np.arange(len(packed.rows)), np.diff(packed.cu_seqlens))

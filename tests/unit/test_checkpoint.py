@@ -10,11 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import Hand, State, equal, every_kind, load, managed, plain, save, trainer_config, until
+from states import (
+    Hand,
+    OneRank,
+    State,
+    equal,
+    every_kind,
+    load,
+    managed,
+    plain,
+    save,
+    trainer_config,
+    until,
+)
 
 from rft.checkpoint.catalog import committed
+from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Mismatch
 from rft.checkpoint.records import Committed, Retained
+from rft.checkpoint.restore import RestoreRefused
 from rft.checkpoint.storage import open_storage
 
 
@@ -90,6 +104,33 @@ def test_nothing_left_is_an_error_and_an_empty_directory_is_a_start(memory_path:
         load(root, state)
     with pytest.raises(FileNotFoundError, match="LATEST points nowhere"):
         load(root, state)
+
+
+def test_a_new_job_begins_from_another_ones_checkpoint(memory_path: Path) -> None:
+    """By its directory, or as the newest below; its own checkpoints come first; one that is damaged
+    is refused, and nothing of the other job is touched.
+    """
+    theirs, state = memory_path / "theirs", plain()
+    with managed(theirs, state) as manager:
+        for step in (3, 8):
+            save(manager, step, state.fill(step))
+    for path, step in ((theirs, 8), (theirs / "step_00000003", 3), (f"{theirs}/", 8)):
+        found, config = plain(), trainer_config()
+        config.resume_from_path = str(path)
+        mine = CheckpointManager(memory_path / f"of_{step}", OneRank(), config)
+        assert mine.load(found) == {"step": step}, "nothing of the loop but the step"
+        assert equal(found, plain().fill(step)) and mine.requested == mine.newest is None
+    with managed(memory_path / "of_8", state.fill(9), config=config) as manager:
+        save(manager, 9, state)
+    again = CheckpointManager(memory_path / "of_8", OneRank(), config, epoch=2).load(found)
+    assert again == {"seen": 9, "step": 9}
+    flip_bit(theirs / "step_00000008" / "r00000.bin", 40)
+    with pytest.raises(RestoreRefused, match="r00000.bin"):
+        CheckpointManager(memory_path / "new", OneRank(), config).load(plain())
+    assert steps(theirs) == ["step_00000003", "step_00000008"]
+    config.resume_from_path = str(memory_path / "nowhere")
+    with pytest.raises(RestoreRefused, match="no complete checkpoint"):
+        CheckpointManager(memory_path / "new", OneRank(), config).load(plain())
 
 
 def test_latest_is_a_hint_only(memory_path: Path) -> None:

@@ -30,6 +30,7 @@ def test_only_what_differs_from_the_defaults(capsys: pytest.CaptureFixture[str])
         capsys, "experiment=ppo", "trainer.grad_clip=1.0", "buffer.batch_size=3", "name=mine"
     )
     assert OmegaConf.to_container(OmegaConf.create(shown)) == {
+        "defaults": "rft",
         "name": "mine",
         "algorithm": {"algorithm_type": "ppo"},
         "buffer": {

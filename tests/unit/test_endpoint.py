@@ -313,12 +313,73 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
     run(scenario, tmp_path, lambda p, n: "aSTOPb", context=64)
 
 
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+KEEP = {"type": "function", "function": {"name": "keep"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "form"),
+    [
+        ({}, {}),
+        ({"tools": [FIND], "tool_choice": "auto"}, {}),
+        ({"tools": [FIND], "tool_choice": "none"}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            {"json": {"a": 1}},
+        ),
+    ],
+)
+def test_the_form_of_an_answer_reaches_the_engine(
+    tmp_path: Path, more: dict[str, Any], form: dict[str, Any]
+) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        api = client(endpoint, endpoint.registry.open().id).chat.completions
+        await api.create(model="m", messages=[user("a")], extra_body=more)
+        assert pool.asked[-1].sampling.structured == form
+
+    run(scenario, tmp_path, lambda p, n: "b")
+
+
+def test_a_call_that_is_asked_for_is_one_of_the_tools(tmp_path: Path) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        api = client(endpoint, endpoint.registry.open().id).chat.completions
+        chosen: Any = {"type": "function", "function": {"name": "keep"}}
+        for choice, names, once in (
+            ("required", ["find", "keep"], False),
+            (chosen, ["keep"], True),
+        ):
+            await api.create(
+                model="m",
+                messages=[user("a")],
+                extra_body={"tools": [FIND, KEEP], "tool_choice": choice},
+            )
+            told = json.loads(pool.asked[-1].sampling.structured["structural_tag"])["format"]
+            begins = [tag["begin"] for tag in told["tags"]]
+            assert begins == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names]
+            assert (told["at_least_one"], told["stop_after_first"]) == (True, once)
+
+    run(scenario, tmp_path, lambda p, n: "b")
+
+
 @pytest.mark.parametrize(
     ("more", "names"),
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "schema: an object"),
+        ({"tool_choice": "required"}, "required .with tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of tools"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "x"}}],
+                "response_format": {"type": "json_object"},
+            },
+            "calls no tool",
+        ),
         ({"n": 0}, "n=0"),
         ({"temperature": -1}, "temperature=-1"),
         ({"messages": []}, "messages"),
@@ -328,7 +389,7 @@ def test_lengths_stops_and_probabilities_are_openais(tmp_path: Path) -> None:
                     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
                 ]
             },
-            "only text",
+            "only text is served, images",
         ),
         ({"messages": [{"content": "x"}]}, "role"),
         ({"stop": [3]}, "stop"),

@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rft.config import ModelConfig, RolloutModelConfig, to_config
-from rft.config.engine_arguments import EVERY, LAYOUT, OWNED, PASSED, PROOF, VLLM
+from rft.config.engine_arguments import EVERY, LAYOUT, OWNED, PARSERS, PASSED, PROOF, VLLM
 from rft.preflight.rules import Refusals
 from rft.preflight.rules_run import ENGINES
 from rft.rollout import engine as engines
@@ -46,6 +46,22 @@ def test_every_argument_of_the_installed_vllm_is_in_one_class() -> None:
     assert (sorted(there - EVERY), sorted(EVERY - there)) == ([], []), "came, went"
     classes: list[set[str]] = [set(PASSED), set(OWNED), set(LAYOUT)]
     assert sum(map(len, classes)) == len(EVERY), "one is in two classes"
+
+
+@pytest.mark.parametrize(("folder", "key"), [("tool_parsers", "tool"), ("reasoning", "reasoning")])
+def test_parsers_are_those_of_the_installed_vllm(folder: str, key: str) -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None and found.submodule_search_locations is not None
+    source = Path(found.submodule_search_locations[0]) / folder / "__init__.py"
+    names = {
+        word.value
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Dict) and len(node.keys) > 20
+        for word in node.keys
+        if isinstance(word, ast.Constant)
+    }
+    (known,) = [one for word, one in PARSERS.items() if word.startswith(key)]
+    assert set(known) == names and len(names) > 30
 
 
 def test_the_table_says_which_vllm_it_is_of() -> None:

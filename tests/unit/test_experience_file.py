@@ -14,6 +14,7 @@ import pytest
 from rft.buffer import experience_file
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.progress import StepSize
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.ground.experience import Experience, VersionSpan, encode
 from rft.tools import buffer as tool
@@ -65,14 +66,16 @@ def test_a_copy_is_read_back_equal_and_trains_as_the_queue_does(tmp_path: Path) 
         await buffer.attach_trainer(0, 1)
         groups = await store(buffer, range(5))
         assert list(experience_file.read(tmp_path / "copy.jsonl")) == groups
-        source = experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), 2, None)
+        source = experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), StepSize(2), None)
         for step in range(2):
             assert source.take(step).experiences == opened(await buffer.take(step)).experiences
         assert source.take(2) == msgspec.structs.replace(source.take(0), step=2), (
             "an epoch has whole steps only"
         )
         assert (
-            experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), 2, 2).take(2).experiences
+            experience_file.ExperienceFile(str(tmp_path / "copy.jsonl"), StepSize(2), 2)
+            .take(2)
+            .experiences
             == []
         )
         await buffer.shutdown()
@@ -163,8 +166,8 @@ def test_a_line_that_cannot_be_trained_on_is_refused_with_its_number(
     with pytest.raises(
         ConfigError, match=r"experience_buffer\.path: .*a\.jsonl, line 2: "
     ) as refused:
-        experience_file.count_groups(path)
+        experience_file.count_steps(path, StepSize(1))
     assert why in str(refused.value)
     path.write_bytes(b"\xff\xfe not text\n")
     with pytest.raises(ConfigError, match="line 1: no experience"):
-        experience_file.count_groups(path)
+        experience_file.count_steps(path, StepSize(1))

@@ -52,7 +52,9 @@ class Buffer:
     async def attach_explorer(self, name: str) -> dict[str, Any]:
         return {"cursor": None, "reissue": [], "run_epoch": 0}
 
-    async def admit_some(self, name: str, tasks: list[tuple[bytes, dict[str, Any]]]) -> list[int]:
+    async def admit_some(
+        self, name: str, tasks: list[tuple[bytes, dict[str, Any]]], most: list[int | None]
+    ) -> list[int]:
         """Up to three: what it leaves comes again."""
         self.asked.append(len(tasks))
         first, self.issued = self.issued, self.issued + min(3, len(tasks))

@@ -68,6 +68,11 @@ def test_rings_follow_who_is_here() -> None:
     assert rings.ring_of("e") == ("a", "e") and rings.generation == 5
     rings.join("c", ONE)
     assert rings.settle("abcde") and rings.ring_of("c") == ("a", "e", "c")
+    rings.drop("e")
+    assert rings.ring_of("c") == ("a", "c") and rings.generation == 7
+    rings.drop("e")
+    assert rings.generation == 7, "it is out already"
+    assert rings.settle("abcde") and rings.ring_of("e") == ("a", "e", "c")
 
 
 def test_workers_sit_with_those_of_their_number_in_engines_of_their_shape() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.progress import StepSize
 from rft.buffer.selection import OverRollout
 from rft.config import ExperienceBufferConfig, ExplorerConfig, ModelConfig
 from rft.config.explorer import OverRolloutConfig
@@ -26,7 +27,7 @@ STEPS, TASKS = 4, 4
     ("ratio", "size", "minimum"), [(0.25, 4, 3), (0.1, 4, 4), (0.3, 10, 7), (0.99, 4, 1)]
 )
 def test_the_minimum_is_rounded_up(ratio: float, size: int, minimum: int) -> None:
-    assert OverRollout(OverRolloutConfig(ratio=ratio), size).minimum == minimum
+    assert OverRollout(OverRolloutConfig(ratio=ratio), StepSize(size)).minimum == minimum
 
 
 class Actor:

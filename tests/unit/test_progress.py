@@ -28,6 +28,7 @@ from rft.buffer.progress import (
     Progress,
     Restarted,
     Resumed,
+    StepSize,
     Stored,
     decode_record,
 )
@@ -40,8 +41,11 @@ class Run:
     what must hold.
     """
 
-    def __init__(self, tasks_per_step: int, max_staleness: int) -> None:
-        self.tasks_per_step, self.max_staleness = tasks_per_step, max_staleness
+    def __init__(
+        self, size: StepSize, max_staleness: int, table: list[tuple[int, int | None]]
+    ) -> None:
+        """`table`: experiences of a group, and how many more it was said to have at most."""
+        self.size, self.max_staleness, self.table = size, max_staleness, table
         self.progress, self.journal = Progress(), list[bytes]()
         self.published = self.step = self.checkpoint = self.epoch = 0
         self.started: dict[int, int] = {}  # running group -> version published at its start
@@ -56,8 +60,9 @@ class Run:
         self.progress.apply(record)
 
     def issue(self, _: int) -> None:
-        if self.progress.slots(self.published, self.tasks_per_step, self.max_staleness) > 0:
+        if self.progress.steps_ahead(self.published, self.size) <= self.max_staleness:
             group = self.progress.next_group
+            made, more = self.table[group % len(self.table)]
             self.write(
                 Issued(
                     group=group,
@@ -66,6 +71,7 @@ class Run:
                     cursor={"next": group + 1},
                     version=self.published,
                     run_epoch=self.epoch,
+                    most=None if more is None else made + more,
                 )
             )
             self.started[group] = self.published
@@ -75,7 +81,9 @@ class Run:
 
     def finish(self, pick: int) -> None:
         if running := self.running():
-            self.write(Stored(group=running[pick % len(running)], experiences=b""))
+            group = running[pick % len(running)]
+            made, _ = self.table[group % len(self.table)]
+            self.write(Stored(group=group, experiences=b"", size=made))
 
     def fail(self, pick: int) -> None:
         if running := self.running():
@@ -83,8 +91,10 @@ class Run:
             self.failed.add(running[pick % len(running)])
 
     def restart(self, _: int) -> None:
-        slots = (self.max_staleness + 1) * self.tasks_per_step
-        if self.to_restart and self.progress.ahead(self.to_restart[0], self.published) < slots:
+        if not self.to_restart:
+            return
+        ahead = self.progress.steps_ahead(self.published, self.size, before=self.to_restart[0])
+        if ahead <= self.max_staleness:
             group = self.to_restart.pop(0)
             self.write(Restarted(group=group, version=self.published, run_epoch=self.epoch))
             self.started[group] = self.published
@@ -100,11 +110,11 @@ class Run:
             assert groups == self.batches[self.step], "a replayed step has the same batch"
             self.taken = self.step
             return
-        wanted = self.progress.wanted(self.step, self.tasks_per_step, self.max_staleness)
-        assert len(wanted) <= self.tasks_per_step, (
-            "no step is larger unless an earlier one was incomplete"
+        wanted = self.progress.wanted(self.step, self.size, self.max_staleness)
+        assert self.size.are(wanted[:-1]) < self.size.units, (
+            "no step is larger than its last group makes it, unless an earlier one was incomplete"
         )
-        if len(wanted) == self.tasks_per_step and all(g.stored for g in wanted):
+        if self.size.are(wanted) >= self.size.units and all(g.stored for g in wanted):
             groups = [g.number for g in wanted]
             for group in groups:
                 assert self.step - self.started[group] <= self.max_staleness
@@ -178,16 +188,23 @@ ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30))
 
 @settings(max_examples=250, deadline=None)
 @given(
-    tasks_per_step=st.integers(1, 4),
+    size=st.builds(StepSize, st.integers(1, 4), st.none() | st.integers(1, 9)),
     max_staleness=st.integers(0, 3),
+    table=st.lists(
+        st.tuples(st.integers(1, 12), st.none() | st.integers(0, 6)), min_size=1, max_size=5
+    ),
     actions=st.integers(0, 250).flatmap(
         lambda size: st.lists(ACTION, min_size=size, max_size=size)
     ),
 )
 def test_any_history_loses_nothing_repeats_nothing_and_keeps_the_staleness_bound(
-    tasks_per_step: int, max_staleness: int, actions: list[tuple[str, int]]
+    size: StepSize,
+    max_staleness: int,
+    table: list[tuple[int, int | None]],
+    actions: list[tuple[str, int]],
 ) -> None:
-    run = Run(tasks_per_step, max_staleness)
+    """Of groups of one size, and of any sizes, known before or not."""
+    run = Run(size, max_staleness, table)
     for action, pick in actions:
         getattr(run, action)(pick)
     assert run.rebuilt(run.journal) == run.progress, "replay gives the live state"
@@ -207,14 +224,15 @@ def test_the_slot_formula_counts_started_groups_until_a_version_covers_their_ste
     progress = Progress()
     for group in range(6):
         progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}))
-    assert progress.slots(0, tasks_per_step=2, max_staleness=2) == 0
+    two = StepSize(2)
+    assert progress.slots(0, two, max_staleness=2) == 0
     progress.apply(GroupFailed(group=5, reason=""))
-    assert progress.slots(0, 2, 2) == 1
+    assert progress.slots(0, two, 2) == 1
     for group in (0, 1):
         progress.apply(Stored(group=group, experiences=b""))
     progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
-    assert progress.slots(0, 2, 2) == 1, "leased is not covered"
-    assert progress.slots(1, 2, 2) == 3
+    assert progress.slots(0, two, 2) == 1, "leased is not covered"
+    assert progress.slots(1, two, 2) == 3
 
 
 def test_after_an_incomplete_step_the_next_one_takes_what_would_become_too_stale() -> None:
@@ -223,8 +241,33 @@ def test_after_an_incomplete_step_the_next_one_takes_what_would_become_too_stale
         progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}, version=0))
         progress.apply(Stored(group=group, experiences=b""))
     progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
-    assert [g.number for g in progress.wanted(1, 4, max_staleness=1)] == [2, 3, 4, 5, 6, 7]
-    assert [g.number for g in progress.wanted(1, 4, max_staleness=2)] == [2, 3, 4, 5]
+    four = StepSize(4)
+    assert [g.number for g in progress.wanted(1, four, max_staleness=1)] == [2, 3, 4, 5, 6, 7]
+    assert [g.number for g in progress.wanted(1, four, max_staleness=2)] == [2, 3, 4, 5]
+
+
+def test_experiences_fill_steps_and_an_unfinished_group_counts_as_the_most_it_may_have() -> None:
+    """Eight experiences a step, staleness 0: groups of 3, 9, and two of which one may have 4 and
+    of the other nothing is known.
+    """
+    progress, eight = Progress(), StepSize(1, 8)
+    started = []
+    for group, most in enumerate([3, 9, 4, None]):
+        started.append(progress.steps_ahead(0, eight))
+        progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}, most=most, version=0))
+    assert started == [0, 0, 1, 1], "the second may start, whatever it is; then it might be a step"
+    progress.apply(Stored(group=1, experiences=b"", size=2))
+    assert progress.steps_ahead(0, eight) == 2, "3 + 2 + 4, and a whole one"
+    progress.apply(Stored(group=0, experiences=b"", size=1))
+    progress.apply(Stored(group=2, experiences=b"", size=4))
+    assert progress.steps_ahead(0, eight) == 1 and progress.steps_ahead(0, eight, before=3) == 0
+    assert [group.number for group in progress.wanted(0, eight, 5)] == [0, 1, 2, 3]
+    progress.apply(Stored(group=3, experiences=b"", size=30))
+    assert progress.slots(0, eight, 0) == 8 - (1 + 2 + 4 + 8)
+    assert (progress.num_experiences, progress.done(eight), progress.done(StepSize(1))) == (
+        *(37, 37),
+        4,
+    )
 
 
 # The buffer around it
@@ -246,6 +289,7 @@ def make(
     total_steps: int | None = None,
     timeout: float = 1000.0,
     segment_bytes: int = 2**20,
+    experiences_per_step: int | None = None,
 ) -> ExperienceBuffer:
     config = ExperienceBufferConfig(max_read_timeout=timeout)
     return ExperienceBuffer(
@@ -256,6 +300,7 @@ def make(
         max_staleness,
         total_steps,
         segment_bytes=segment_bytes,
+        experiences_per_step=experiences_per_step,
     )
 
 
@@ -711,6 +756,9 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
     """
     chance = random.Random(seed)
     total_steps, tasks_per_step, max_staleness = 12, 3, chance.choice([0, 1, 3])
+    experiences = 5 if seed % 2 else None
+    sizes = [chance.choice([1, 2, 3, 7]) if experiences else 1 for _ in range(11)]
+    most = chance.choice([7, None])
     started: dict[int, int] = {}
     state: dict[str, Any] = {"checkpoint": 0, "batches": {}}
 
@@ -720,7 +768,7 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
         if chance.random() < 0.1:
             await buffer.abandon(group, "failed")
         else:
-            await buffer.put(group, rows(group))
+            await buffer.put(group, rows(*[group] * sizes[group % 11]))
 
     async def explore(buffer: ExperienceBuffer) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -730,7 +778,10 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
                 await buffer.readmit("e", group)
                 tasks.create_task(work(buffer, group))
             row = (start["cursor"] or {"next": 0})["next"]
-            while (group := await buffer.admit("e", b"%d" % row, {"next": row + 1})) is not None:
+            while True:
+                group = await buffer.admit("e", b"%d" % row, {"next": row + 1}, most)
+                if group is None:
+                    break
                 assert group == row, "no task is skipped or repeated"
                 tasks.create_task(work(buffer, group))
                 row += 1
@@ -742,6 +793,11 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
             groups = groups_of(taken)
             assert groups == state["batches"].setdefault(step, groups)
             assert [e.reward for e in taken.experiences] == groups
+            whole = [group for group in dict.fromkeys(groups) for _ in range(sizes[group % 11])]
+            assert groups == whole, "no group is parted"
+            last = sizes[groups[-1] % 11]
+            if experiences:
+                assert len(groups) >= experiences > len(groups) - last
             assert taken.replayed or all(step - started[g] <= max_staleness for g in groups)
             await turns(chance.randrange(50))
             await buffer.consumed(step)
@@ -752,7 +808,11 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
             await buffer.published(step, run_epoch)
 
     async def attempt(directory: Path, run_epoch: int, crash: bool) -> None:
-        buffer = make(directory, tasks_per_step, max_staleness, total_steps, segment_bytes=2000)
+        buffer = make(
+            *(directory, tasks_per_step, max_staleness, total_steps),
+            segment_bytes=2000,
+            experiences_per_step=experiences,
+        )
         both = asyncio.gather(explore(buffer), train(buffer, run_epoch))
         if crash:
             await turns(chance.randrange(1500))
@@ -767,10 +827,14 @@ def test_a_run_with_crashes_at_random_points_trains_every_group_once(
         checkpoint = dict(state)
         run(lambda n=run_epoch: attempt(tmp_path / str(n), n, crash=n < 5))
         assert state["checkpoint"] >= checkpoint["checkpoint"]
-    trained = [group for step in range(total_steps) for group in state["batches"][step]]
-    assert len(trained) == len(set(trained)) == total_steps * tasks_per_step
+    steps = [dict.fromkeys(state["batches"][step]) for step in range(total_steps)]
+    trained = [group for step in steps for group in step]
+    assert len(trained) == len(set(trained))
     buffer = make(tmp_path / "5")
-    assert buffer.stats()["issued"] == len(trained) + buffer.stats()["failed"]
+    told = buffer.stats()
+    assert told["issued"] == len(trained) + told["failed"] + told["ready_groups"]
+    if experiences is None:
+        assert len(trained) == total_steps * tasks_per_step and told["ready_groups"] == 0
     assert os.listdir(tmp_path / "5")
     run(buffer.shutdown)
 

@@ -107,8 +107,8 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     (f"{MIX} algorithm.policy_loss_fn=ppo", "algorithm.sample_strategy=mix", "use both"),
     (f"{MIX} algorithm.advantage_fn=ppo", "advantage_fn=ppo", "use advantage_fn=grpo"),
     (
-        f"{MIX} buffer.batch_size=1 buffer.train_batch_size=9",
-        "buffer.train_batch_size=9",
+        f"{MIX} buffer.batch_size=1 buffer.train_batch_size=1",
+        "buffer.train_batch_size=1",
         "leave it out for 16",
     ),
     (f"{MIX} {BESIDE}.storage_type=queue", f"{BESIDE}.storage_type", "read from file"),
@@ -118,8 +118,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"{BESIDE}.format.response_key",
         "has no 'label'",
     ),
-    (f"+buffer.trainer_input.auxiliary_buffers={EXPERT}", BESIDE, "use algorithm_type=mix"),
-    (f"+{BESIDE}.path=EVAL", BESIDE, "use algorithm_type=mix"),
     ("algorithm.algorithm_type=jsd", "model.teacher_model_path", "Hugging Face checkpoint"),
     (
         "model.teacher_model_path=DIR",
@@ -316,7 +314,11 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ("buffer.total_epochs=0", "buffer.total_epochs", "greater than 0"),
     ("buffer.total_steps=0", "buffer.total_steps", "or left out"),
     ("buffer.train_batch_size=0", "buffer.train_batch_size", "or left out"),
-    ("buffer.train_batch_size=100", "buffer.train_batch_size", "= 256 experiences; leave it out"),
+    ("trainer.resume_from_path=nowhere", "trainer.resume_from_path", "give <job>/checkpoints"),
+    ("trainer.ppo_epochs=0", "trainer.ppo_epochs", "greater than 0"),
+    ("trainer.ppo_mini_batch_size=0", "trainer.ppo_mini_batch_size", "or left out"),
+    ("trainer.ppo_mini_batch_size=257", "trainer.ppo_mini_batch_size", "more than the"),
+    (f"{PAIRS} trainer.ppo_mini_batch_size=3", "ppo_mini_batch_size=3", "give an even number"),
     (f"{TASKSET}.storage_type=sql", f"{TASKSET}.path", "set storage_type=file"),
     (f"{TASKSET}.storage_type=queue", f"{TASKSET}.storage_type", "set file, or sql"),
     (f"{TASKSET}.format.workflow_key=way", f"{TASKSET}.format.workflow_key", "leave it out"),
@@ -382,7 +384,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         "reward_fn_args.patern",
         "pattern, score",
     ),
-    (f"{TASKSET}.format.tools_key=tools", f"{TASKSET}.format.tools_key", "system prompt"),
+    (f"{TASKSET}.format.image_key=image", f"{TASKSET}.format.image_key", "images"),
     (f"{TASKSET}.format.chosen_key=a", f"{TASKSET}.format.chosen_key", "algorithm_type=dpo"),
     (
         f"{TASKSET}.format.enable_concatenated_multi_turn=true",
@@ -398,11 +400,6 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"{EVALS}=[{{name:a,path:nowhere.jsonl,format:{{prompt_type:plaintext}}}}]",
         f"{EVALS}.0.path",
         "does not exist",
-    ),
-    (
-        f"{EVALS}=[{{name:taskset,path:EVAL,format:{{prompt_type:plaintext}}}}]",
-        "taskset",
-        "used twice",
     ),
     (f"{EVALS}=[{{name:a,path:EVAL,pth:b}}]", f"{EVALS}.pth", f"did you mean `{TASKSET}.path`"),
     ("buffer.trainer_input.experience_buffer.name=taskset", "taskset", "used twice"),
@@ -469,7 +466,7 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
     ),
     # workflows, rewards, plug-ins
     (
-        f"+{TASKSET}.workflow_args.max_step_num=0",
+        f"{TASKSET}.default_workflow_type=tool_use +{TASKSET}.workflow_args.max_step_num=0",
         f"{TASKSET}.workflow_args.max_step_num",
         "greater than 0",
     ),
@@ -581,6 +578,17 @@ REFUSED = [  # overrides, the key that the message must name, and some of the fi
         f"buffer.explorer_input.default_workflow_type=agent +{TASKSET}.workflow_args.agent=no.py:f",
         "no.py:f",
         "cannot import",
+    ),
+    (
+        "buffer.explorer_input.default_workflow_type=environment",
+        f"{TASKSET}.workflow_args.environment",
+        "give one of gymnasium",
+    ),
+    (
+        f"buffer.explorer_input.default_workflow_type=environment +{TASKSET}.workflow_args="
+        "{environment:gymnasium,env_id:FrozenLake-v1,python:/no}",
+        f"{TASKSET}.workflow_args.python",
+        "run `make env-gym`",
     ),
     (
         "explorer.rollout_model.kv_cache_gb=0",

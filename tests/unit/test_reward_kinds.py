@@ -86,25 +86,25 @@ def test_countdown_is_exact_and_needs_an_answer() -> None:
         (
             "\\boxed{42}",
             60,
-            {"overlong": True, "cache_tokens": 40},
+            {"enable_overlong_penalty": True, "cache_length": 40},
             {"accuracy": 1.0, "overlong": 0.0},
         ),
         (
             "\\boxed{42}",
             70,
-            {"overlong": True, "cache_tokens": 40},
+            {"enable_overlong_penalty": True, "cache_length": 40},
             {"accuracy": 1.0, "overlong": -0.25},
         ),
         (
             "\\boxed{41}",
             100,
-            {"overlong": True, "cache_tokens": 40, "penalty_factor": 2.0},
+            {"enable_overlong_penalty": True, "cache_length": 40, "penalty_factor": 2.0},
             {"accuracy": -1.0, "overlong": -2.0},
         ),
         (
             "\\boxed{42}",
             15,
-            {"overlong": True, "cache_tokens": 10, "max_response_tokens": 20},
+            {"enable_overlong_penalty": True, "cache_length": 10, "max_response_length": 20},
             {"accuracy": 1.0, "overlong": -0.5},
         ),
     ],
@@ -127,7 +127,7 @@ def test_gsm8k() -> None:
 def test_the_length_reaches_the_rewards_that_ask_for_it() -> None:
     async def body() -> list[Any]:
         async with RewardPool(1, 60.0) as pool:
-            long = task("math_dapo", "42", overlong=True, cache_tokens=40)
+            long = task("math_dapo", "42", enable_overlong_penalty=True, cache_length=40)
             return await pool.score(
                 [(long, "42", 80), (long, "42"), (task("exact_match", "42"), "42", 80)]
             )

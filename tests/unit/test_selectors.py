@@ -172,7 +172,7 @@ async def trained(
             if name != "admit_some":
                 return method
 
-            async def admit_some(explorer: str, tasks: list[tuple[bytes, Any]]) -> Any:
+            async def admit_some(explorer: str, tasks: list[tuple[bytes, Any]], most: Any) -> Any:
                 for task, _ in tasks:
                     drawn[decode(task, Task).draw] = decode(task, Task).row
                 return await method.remote(explorer, tasks)

@@ -3,6 +3,7 @@ whoever dies when. Here on SQLite.
 """
 
 import asyncio
+import random
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import sqlalchemy as sql
 
 from rft import config as configs
 from rft.buffer.delivery import opened
+from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
 from rft.buffer.sql_steps import Lost
@@ -35,7 +37,7 @@ async def admitted(mine: SqlBuffer, explorer: str, count: int) -> list[int]:
     return [group for group in found if group is not None]
 
 
-async def taken(mine: SqlBuffer, step: int, **how: int) -> list[int]:
+async def taken(mine: SqlBuffer | ExperienceBuffer, step: int, **how: int) -> list[int]:
     return sorted({e.group for e in opened(await mine.take(step, **how)).experiences})  # type: ignore[arg-type]
 
 
@@ -89,6 +91,58 @@ def test_the_oldest_come_first_and_a_resume_replays_batches_with_every_field(url
         assert (await trainer.attach_trainer(1, 3))["replay"] == [1]
         with pytest.raises(ValueError, match="the next one is 2"):
             await trainer.take(5)
+
+    run(test)
+
+
+@pytest.mark.parametrize("experiences", [None, 5])
+@pytest.mark.parametrize("seed", range(2))
+def test_it_admits_and_takes_what_the_queue_does(
+    url: str, tmp_path: Path, seed: int, experiences: int | None
+) -> None:
+    """One rule, two back ends: the same history of groups of any size, step by step."""
+    chance, limit, me = random.Random(seed), seed, "p/run/trainer"
+    table = [(chance.choice([1, 2, 3, 9]), chance.choice([None, 9, 10])) for _ in range(7)]
+
+    async def test() -> None:
+        theirs = buffer(url, max_staleness=limit, experiences=experiences)
+        mine = ExperienceBuffer(
+            *(ExperienceBufferConfig(), str(tmp_path / "queue"), 2, 2, limit, None),
+            experiences_per_step=experiences,
+        )
+        both, running, published, step = (mine, theirs), set[int](), 0, 0
+        for one in both:
+            await one.attach_explorer("e")
+            await one.attach_trainer(0, 1)
+        for _ in range(90):
+            may = await theirs._do(
+                lambda db, published=published: theirs._steps.may_admit(db, me, published, None)
+            )
+            assert (may is True) == mine._may_admit()
+            act = chance.choice(["admit", "admit", "put", "put", "take", "publish"])
+            if act == "admit" and mine._may_admit():
+                most = table[len(running) % 7][1]
+                (number,) = {await one.admit("e", b"t", {"next": 0}, most) for one in both}
+                running.add(number)
+            elif act == "put" and running:
+                group = chance.choice(sorted(running))
+                running.remove(group)
+                for one in both:
+                    await one.put(group, rows(*[1.0] * table[group % 7][0]))
+            elif act == "take" and mine._next_groups(step, None):
+                assert await taken(theirs, step) == await taken(mine, step)
+                for one in both:
+                    await one.consumed(step)
+                step += 1
+            elif act == "publish" and published < step:
+                published = step
+                for one in both:
+                    await one.published(step)
+            for interval in (1, 2):
+                assert await mine.wants_weights(interval) == await theirs.wants_weights(interval)
+        assert step > 3
+        for one in both:
+            await one.shutdown()
 
     run(test)
 

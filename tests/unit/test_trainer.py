@@ -85,7 +85,9 @@ class Parts:
         self.note("score")
         return part, {}
 
-    def train_step(self, part: Any, token_loss: Any, before_update: Any) -> dict[str, float]:
+    def train_step(
+        self, part: Any, token_loss: Any, before_update: Any, updates: Any
+    ) -> dict[str, float]:
         before_update()
         self.note("update")
         return {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}

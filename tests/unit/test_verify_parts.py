@@ -31,8 +31,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_test_file_is_in_one_part() -> None:
-    words = [w for p in parts.PARTS.values() for command in p.commands for w in command]
-    named = [word for word in words if word.startswith("tests/")]
+    words = [{w for command in p.commands for w in command} for p in parts.PARTS.values()]
+    named = [word for those in words for word in those if word.startswith("tests/")]
     for file in sorted((parts.ROOT / "tests").rglob("test_*.py")):
         path = str(file.relative_to(parts.ROOT))
         where = [word for word in named if path == word or path.startswith(f"{word}/")]

@@ -46,13 +46,14 @@ def benches(*names: str) -> Part:
     return Part([["-m", f"bench.{name}", "--quick"] for name in names])
 
 
+WAYS = ("sockets", "nccl")  # of weights in tests of whole engines: a CPU's own, and a stand-in
 PARTS = {
     "unit": tests("unit", options=("-n", "2", "--dist", "loadfile"), more=(*PAGES, *PACKAGE)),
     "ranks": tests("dist"),
     "gpu_model": tests("gpu_model"),
     "recorded": tests("recorded"),
     "engines": e2e(
-        *("engine", "narrow", "turns", "weight_sync", "adapter_sync", "sync_methods"),
+        *("engine", "narrow", "turns", "adapter_sync", "sync_methods"),
         *("engines", "pool", "colocate", "sync_style", "commit"),
     ),
     "runs": e2e(
@@ -67,7 +68,11 @@ PARTS = {
         ),
         "verify/test_agent_framework.py",
     ),
+    "environments": full("real_environments"),
     "sync-faults": e2e("sync_faults"),
+    "weight-sync": Part(
+        [["-m", "pytest", "tests/e2e/test_weight_sync.py", "--way", way] for way in WAYS]
+    ),
     "sync-delta": full("delta_install"),
     "faults": full("faults_in_full"),
     "resume": full("resume_every_step"),

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rft.agents.endpoint.parsers import Parser
 from rft.agents.endpoint.registry import Registry, Store
-from rft.agents.endpoint.served_models import Model, load_tokenizer
-from rft.config import AuxiliaryModelConfig, ExplorerConfig, ModelConfig
+from rft.agents.endpoint.served_models import Model
+from rft.config import AuxiliaryModelConfig, EngineConfig, ExplorerConfig, ModelConfig
+from rft.data.chat import load_tokenizer
 from rft.ground import hubs
 from rft.rollout.pool import EngineHandle, EnginePool
 
@@ -53,7 +55,12 @@ class OpenAIEndpointFactory:
 
         name = hubs.title(str(model.model_path))
         policy = Model(
-            name, tokenizer, model.custom_chat_template, pool, int(model.max_model_len or 0)
+            name,
+            tokenizer,
+            model.custom_chat_template,
+            pool,
+            int(model.max_model_len or 0),
+            _parser(config.rollout_model, tokenizer),
         )
         others = [_auxiliary(one, self.auxiliary[one.name]) for one in config.auxiliary_models]
         token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
@@ -66,7 +73,11 @@ class OpenAIEndpointFactory:
 
 
 def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, EngineHandle]) -> Model:
-    model = ModelConfig(model_path=config.model_path, trust_remote_code=config.trust_remote_code)
+    model = ModelConfig(
+        model_path=config.model_path,
+        trust_remote_code=config.trust_remote_code,
+        enable_thinking=config.enable_thinking,
+    )
     tokenizer = load_tokenizer(model)
     return Model(
         config.name,
@@ -74,4 +85,12 @@ def _auxiliary(config: AuxiliaryModelConfig, engines: dict[str, EngineHandle]) -
         config.custom_chat_template,
         EnginePool(engines),
         int(config.max_model_len or 0),
+        _parser(config, tokenizer),
+        config.max_prompt_tokens,
+        config.max_response_tokens,
     )
+
+
+def _parser(config: EngineConfig, tokenizer: Any) -> Parser | None:
+    named = config.tool_call_parser, config.reasoning_parser
+    return Parser(tokenizer, *named) if any(named) else None

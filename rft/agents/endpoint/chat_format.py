@@ -14,7 +14,7 @@ would be shown the same of them.
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rft.ground.experience import Sampling
 
@@ -86,10 +86,7 @@ def read(body: Any, defaults: Sampling) -> Asked:
                 f"{name} is not served: it changes what is sampled, and the recorded probabilities",
                 name,
             )
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise ApiError(
-            "response_format is not served: ask for the form in words", "response_format"
-        )
+    tools = [] if body.get("tool_choice") == "none" else _list(body, "tools")
     is_chat, n = "messages" in body, _number(body, "n", 1, int, 1, MOST_CHOICES)
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -101,10 +98,10 @@ def read(body: Any, defaults: Sampling) -> Asked:
         )
     return Asked(
         model=str(body.get("model") or ""),
-        sampling=_sampling(body, defaults),
+        sampling=_sampling(body, defaults, _form(body) | _calls(body, tools)),
         messages=[_message(one) for one in _list(body, "messages")] if is_chat else None,
         prompt=body.get("prompt", ""),
-        tools=[] if body.get("tool_choice") == "none" else _list(body, "tools"),
+        tools=tools,
         template_args=dict(body.get("chat_template_kwargs") or {}),
         n=int(n),
         stop=stop,
@@ -114,7 +111,65 @@ def read(body: Any, defaults: Sampling) -> Asked:
     )
 
 
-def _sampling(body: dict[str, Any], defaults: Sampling) -> Sampling:
+def _form(body: dict[str, Any]) -> dict[str, Any]:
+    """What `response_format` asks for, by vLLM's names."""
+    asked = body.get("response_format") or {}
+    kind = asked.get("type", "text") if isinstance(asked, dict) else asked
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    told = asked.get("json_schema") if kind == "json_schema" else None
+    if isinstance(told, dict) and isinstance(told.get("schema"), dict):
+        return {"json": told["schema"]}
+    raise ApiError(
+        "response_format is {type: text}, {type: json_object}, or {type: json_schema, json_schema: "
+        "{schema: an object}}",
+        "response_format",
+    )
+
+
+def _calls(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `tool_choice` asks for: calls as Hermes and Qwen models write them, and nothing else."""
+    choice = body.get("tool_choice") or "auto"
+    if choice in ("auto", "none"):
+        return {}
+    functions = [one.get("function") or {} for one in tools]
+    if isinstance(choice, dict):
+        name = (choice.get("function") or {}).get("name")
+        functions = [one for one in functions if one.get("name") == name]
+        if not functions:
+            raise ApiError(f"tool_choice names {name!r}, which is none of tools", "tool_choice")
+    elif choice != "required" or not functions:
+        raise ApiError(
+            "tool_choice is auto, none, required (with tools), or {type: function, function: "
+            "{name: one of tools}}",
+            "tool_choice",
+        )
+    if _form(body):
+        raise ApiError("response_format is of an answer that calls no tool", "response_format")
+    form = {
+        "type": "tags_with_separator",
+        "tags": [_tag(one) for one in functions],
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": isinstance(choice, dict) or body.get("parallel_tool_calls") is False,
+    }
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
+
+
+def _tag(function: dict[str, Any]) -> dict[str, Any]:
+    name = json.dumps(function.get("name"))
+    schema = function.get("parameters") or {"type": "object"}
+    return {
+        "type": "tag",
+        "begin": f'<tool_call>\n{{"name": {name}, "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}\n</tool_call>",
+    }
+
+
+def _sampling(body: dict[str, Any], defaults: Sampling, form: dict[str, Any]) -> Sampling:
     most = (
         "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     )
@@ -127,6 +182,7 @@ def _sampling(body: dict[str, Any], defaults: Sampling) -> Sampling:
         seed=defaults.seed
         if body.get("seed") is None
         else int(_number(body, "seed", 0, int, -(2**62), 2**62)),
+        structured=form or defaults.structured,
     )
 
 
@@ -181,7 +237,8 @@ def _text(content: Any) -> str:
         kinds = {part.get("type") for part in content if isinstance(part, dict)}
         if strange := kinds - {"text", "input_text", "output_text", "refusal"}:
             raise ApiError(
-                f"a message's content has {sorted(map(str, strange))}: only text is served",
+                f"a message's content has {sorted(map(str, strange))}: only text is served, images "
+                "and sound are not",
                 "messages",
             )
         return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
@@ -201,10 +258,11 @@ def _call(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical(message: dict[str, Any]) -> dict[str, Any]:
-    """A message (as `_message` makes it) for comparison: clients may drop space around a text, and
-    what they add is not shown.
+    """A message (as `_message` makes it) for comparison: clients may drop space around a text and
+    the thoughts of an answer, and what they add is not shown.
     """
-    return {**message, "content": message["content"].strip()}
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**kept, "content": message["content"].strip()}
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -225,11 +283,29 @@ def behind(render: Any, messages: list[dict[str, Any]], answer: int) -> str | No
 # --- replies --------------------------------------------------------------------------------------
 
 
-def answer_message(text: str, has_tools: bool, call_prefix: str) -> dict[str, Any]:
-    """The assistant's message: what it says, and with tools what it calls."""
-    calls = _called(text) if has_tools else []
+class Parsed(NamedTuple):
+    """What a parser finds in an answer; `calls`: None where it does not look for them."""
+
+    words: str
+    thoughts: str | None
+    calls: list[tuple[str, Any]] | None
+
+
+def answer_message(
+    text: str, has_tools: bool, call_prefix: str, parsed: Parsed | None = None
+) -> dict[str, Any]:
+    """The assistant's message: what it says, and with tools what it calls. `parsed`: by a parser
+    that the config names, before the rules of this module.
+    """
+    said = parsed or Parsed(text, None, None)
+    thoughts = {"reasoning_content": said.thoughts} if said.thoughts else {}
+    if said.calls is not None:
+        calls, words = said.calls, said.words.strip()
+    else:
+        calls = _called(said.words) if has_tools else []
+        words = TOOL_CALL.sub("", said.words).strip() if TOOL_CALL.search(said.words) else ""
     if not calls:
-        return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": said.words, **thoughts}
     made = [
         {
             "id": f"{call_prefix}-{number}",
@@ -238,8 +314,7 @@ def answer_message(text: str, has_tools: bool, call_prefix: str) -> dict[str, An
         }
         for number, (name, arguments) in enumerate(calls)
     ]
-    said = TOOL_CALL.sub("", text).strip() if TOOL_CALL.search(text) else ""
-    return {"role": "assistant", "content": said or None, "tool_calls": made}
+    return {"role": "assistant", "content": words or None, "tool_calls": made, **thoughts}
 
 
 def remembered(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,24 +14,36 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 
-from rft.agents.endpoint.chat_format import ApiError, Asked, behind, read
+from rft.agents.endpoint.chat_format import ApiError, Asked, Parsed, behind, read
+from rft.agents.endpoint.parsers import Parser
 from rft.agents.endpoint.sessions import Continuation
-from rft.config import ConfigError, ModelConfig
+from rft.config import ConfigError
 from rft.data.chat import chat_text, end_of_turn
-from rft.ground import hubs
 from rft.ground.experience import Completion, GenerateRequest, Sampling
 from rft.rollout.pool import EnginePool
 
 
 class Model:
+    """`max_prompt`, `max_response`: of the model's own, where its context has room for more."""
+
     def __init__(
-        self, name: str, tokenizer: Any, template: str | None, pool: EnginePool, max_model_len: int
+        self,
+        name: str,
+        tokenizer: Any,
+        template: str | None,
+        pool: EnginePool,
+        max_model_len: int,
+        parser: Parser | None = None,
+        max_prompt: int | None = None,
+        max_response: int | None = None,
     ):
+        self.max_prompt, self.max_response = max_prompt, max_response
         self.name = name
         self.tokenizer = tokenizer
         self.template = template
         self.pool = pool
         self.max_model_len = max_model_len
+        self.parser = parser
         self.stop_token = end_of_turn(tokenizer, template)
 
     def prompt(self, asked: Asked, place: Continuation | None) -> list[int]:
@@ -74,11 +86,10 @@ class Model:
         n: int = 1,
         stop: tuple[str, ...] = (),
     ) -> list[Completion]:
-        """`n` answers; max_tokens=0 is as many as there is room for."""
+        """`n` answers; max_tokens=0 is the model's own, or as many as there is room for."""
         room = self.max_model_len - len(prompt)
-        sampling = msgspec.structs.replace(
-            sampling, max_tokens=min(sampling.max_tokens or room, room)
-        )
+        asked = sampling.max_tokens or self.max_response or room
+        sampling = msgspec.structs.replace(sampling, max_tokens=min(asked, room))
         request = GenerateRequest(
             request_id=request_id,
             prompt=prompt,
@@ -101,9 +112,10 @@ class Model:
         return self.text(made.tokens)
 
     def check_room(self, prompt: list[int]) -> None:
-        if self.max_model_len - len(prompt) <= 0:
+        if len(prompt) > (self.max_prompt or self.max_model_len - 1):
             raise ApiError(
-                f"This model's maximum context length is {self.max_model_len} tokens, and the "
+                f"This model's maximum {'prompt' if self.max_prompt else 'context'} length is "
+                f"{self.max_prompt or self.max_model_len} tokens, and the "
                 f"prompt has {len(prompt)}: it must "
                 "be shorter",
                 "messages",
@@ -113,11 +125,9 @@ class Model:
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    hubs.bring(config.model_path, weights=False, code=config.trust_remote_code)
-    return AutoTokenizer.from_pretrained(
-        config.model_path, trust_remote_code=config.trust_remote_code
-    )
+    def parsed(self, tokens: list[int], asked: Asked) -> Parsed | None:
+        """An answer of a chat by the parsers that the config names; None: it names none."""
+        if self.parser is None or asked.messages is None:
+            return None
+        ended = tokens[-1:] == [self.stop_token]
+        return self.parser(tokens[:-1] if ended else tokens, asked)

@@ -207,8 +207,9 @@ class OpenAIEndpoint:
         id: str,
     ) -> SampledChoice:
         text = chat_format.cut(model.text(made.tokens), asked.stop)
+        parsed = model.parsed(made.tokens, asked)
         message = chat_format.answer_message(
-            text, bool(asked.tools), id.replace("chatcmpl", "call")
+            text, bool(asked.tools), id.replace("chatcmpl", "call"), parsed
         )
         if model is self.policy:
             session, before = found.session, found.session.branches

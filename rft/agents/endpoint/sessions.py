@@ -67,7 +67,9 @@ class Line:
         """The one of all that is trained; None while nothing is."""
         return next((call.temperature for call in self.calls if call.temperature > 0), None)
 
-    def add(self, prompt: Sequence[int], made: Completion, call: ModelCall) -> None:
+    def add(
+        self, prompt: Sequence[int], made: Completion, call: ModelCall, chosen: list[int]
+    ) -> None:
         """`prompt` begins with all tokens of this line.
 
         A greedy answer was not sampled, and is not trained.
@@ -75,7 +77,7 @@ class Line:
         between = prompt[len(self.tokens) :] if self.calls else ()
         at = len(self.tokens) + len(between) - self.prompt_length
         self.tokens += [*between, *made.tokens]
-        self.action_mask += [0] * len(between) + [int(call.temperature > 0)] * len(made.tokens)
+        self.action_mask += [0] * len(between) + [one * (call.temperature > 0) for one in chosen]
         self.logprobs += [0.0] * len(between) + list(made.logprobs)
         self.versions += [
             VersionSpan(version=s.version, start=s.start + at, end=s.end + at)
@@ -185,7 +187,7 @@ class Session:
         end = len(prompt) + len(made.tokens)
         said = (*map(canonical, asked.messages or ()), answer) if answer is not None else ()
         call = ModelCall(id, len(prompt), end, said, temperature, made.stop, text)
-        line.add(prompt, made, call)
+        line.add(prompt, made, call, made.chosen(asked.sampling))
         self.calls.append(call)
         return call
 

@@ -87,7 +87,8 @@ def run(config: Config, say: Callable[[str], None]) -> None:
         raise TaskPipelineFailed(f"failed: {error}") from error
     if given.top_k >= 0:
         rows = rows[: given.top_k]
-    rows = [_kept(row, number, given.target_fields) for number, row in enumerate(rows)]
+    made = named_columns(given)
+    rows = [_kept(row, number, given.target_fields, made) for number, row in enumerate(rows)]
     least = config.buffer.batch_size if config.mode != "train" else 1
     told = ", ".join(f"{name} {count}" for name, count in report)
     if len(rows) < least:
@@ -261,10 +262,22 @@ def asked(config: Config, directory: Path) -> dict[str, Any]:
     }
 
 
-def _kept(row: Row, number: int, fields: list[str]) -> Row:
+def named_columns(given: TaskPipelineConfig) -> set[str]:
+    """Columns that operators read or make by their arguments (`chosen_key: chosen`): an output has
+    what is made, although `target_fields`, which are of the inputs, cannot name it.
+    """
+    return {
+        str(value)
+        for one in given.operators
+        for name, value in one.args.items()
+        if name.endswith("_key")
+    }
+
+
+def _kept(row: Row, number: int, fields: list[str], made: set[str]) -> Row:
     if missing := [field for field in fields if field not in row]:
         raise TaskPipelineFailed(
             f"failed: row {number} of the output has no {missing[0]!r}, which "
             f"{TASKS}.target_fields asks for; it has " + ", ".join(row)
         )
-    return {field: row[field] for field in fields} if fields else row
+    return {n: value for n, value in row.items() if n in (*fields, *made)} if fields else row

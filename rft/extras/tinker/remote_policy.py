@@ -129,11 +129,16 @@ class RemotePolicy:
         return aligned(part, [output["logprobs"].to_numpy() for output in outputs])
 
     def train_step(
-        self, part: list[Packed], token_loss: "TokenLoss", before_update: Callable[[], None]
+        self,
+        part: list[Packed],
+        token_loss: "TokenLoss",
+        before_update: Callable[[], None],
+        last: bool = True,
     ) -> dict[str, float]:
-        """One optimizer update; `before_update` is called before weights change.
+        """One optimizer update; `before_update` is called before weights change. `last`: of its
+        training step.
 
-        A step that is not finite changes none.
+        One that is not finite changes none.
         """
         metrics, weights = self._derived(part, self.score(part), token_loss)
         finite = bool(
@@ -142,7 +147,7 @@ class RemotePolicy:
         before_update()
         rate = learning_rate(self.step, self.optimizer, self.total_steps)
         norm = self._update(part, weights, rate) if finite else {"grad_norm": float("nan")}
-        self.step += 1
+        self.step += last
         return metrics | norm | {"lr": rate, "skipped": float(not finite)}
 
     def _derived(

@@ -165,10 +165,10 @@ def _sample(client: Any, asked: GenerateRequest, room: int, ends: list[int]) -> 
     from tinker import ModelInput, SamplingParams
 
     sampling = asked.sampling
-    if asked.stop or sampling.min_tokens:
+    if asked.stop or sampling.min_tokens or sampling.structured:
         raise ValueError(
             "a Tinker service ends a response at tokens or at its length: give stop_token_ids "
-            "instead of stop, and no min_tokens"
+            "instead of stop, and neither min_tokens nor a form of the answer"
         )
     params = SamplingParams(
         max_tokens=min(sampling.max_tokens, room),

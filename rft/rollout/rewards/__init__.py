@@ -1,7 +1,8 @@
 """Reward functions: a response and its reference answer in, one number (or a dict of numbers) out.
 
 A reward function is `(response: str, truth: str | None, task: Task, **task.reward_args) -> float |
-dict[str, float]`; the entries of a dict are summed and become metrics. `REWARDS` is the whole
+dict[str, float]`; the entries of a dict are summed and become metrics; of a tuple (number, dict)
+the number is the reward, and the dict metrics. `REWARDS` is the whole
 table; instead of a name from it users give their own `package.module:function` or
 `path/to/file.py:function`.
 
@@ -11,11 +12,14 @@ process that it can kill.
 """
 
 import importlib
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rft.ground.plugins import lookup
 from rft.rollout.rewards.code import code_tests
+from rft.rollout.rewards.data_sources import own, verl
 from rft.rollout.rewards.judge import remote_judge
 from rft.rollout.rewards.text import (
     accuracy,
@@ -27,8 +31,20 @@ from rft.rollout.rewards.text import (
     math_boxed,
     math_dapo,
 )
+from rft.rollout.rewards.trinity import (
+    accuracy_reward,
+    bots_math_boxed_reward,
+    countdown_reward,
+    format_reward,
+    math_boxed_reward,
+    math_dapo_reward,
+    math_eval_reward,
+    math_reward,
+    rm_gallery_reward,
+    tool_call_reward,
+)
 
-RewardFunction = Callable[..., float | dict[str, float]]
+RewardFunction = Callable[..., float | dict[str, float] | tuple[float, dict[str, float]]]
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "math": math,
@@ -40,9 +56,23 @@ REWARDS: dict[str, RewardFunction] = {
     "math_dapo": math_dapo,
     "code_tests": code_tests,
     "remote_judge": remote_judge,
+    "verl": verl,
+    **{  # as Trinity-RFT scores them
+        one.__name__: one
+        for one in (
+            *(math_reward, math_boxed_reward, math_eval_reward, math_dapo_reward),
+            *(accuracy_reward, format_reward, countdown_reward, rm_gallery_reward),
+            *(tool_call_reward, bots_math_boxed_reward),
+        )
+    },
 }
+WITHOUT_TRUTH = ("format", "code_tests", "remote_judge")  # those that can do without an answer
 LAZY_IMPORTS = dict.fromkeys(
-    ("math", "math_boxed", "math_dapo"), "math_verify"
+    (
+        *("math", "math_boxed", "math_dapo", "math_reward", "math_eval_reward", "accuracy_reward"),
+        *("math_dapo_reward", "bots_math_boxed_reward", "rm_gallery_reward"),
+    ),
+    "math_verify",
 )  # seconds to import: only in processes that score
 
 
@@ -53,9 +83,18 @@ def resolve(name: str) -> RewardFunction:
     return lookup("reward", name, REWARDS)
 
 
-def prepare(name: str) -> RewardFunction:
-    """`resolve`, and import now what the function would import at its first call."""
+def takes(name: str, argument: str) -> bool:
+    """Whether the reward has a parameter of this name."""
+    return argument in inspect.signature(resolve(name)).parameters
+
+
+def prepare(name: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
+    """`resolve`, and import now what the function would import at its first call with these
+    arguments.
+    """
     function = resolve(name)
+    if name == "verl" and arguments and arguments.get("path"):
+        own(arguments["path"], arguments.get("function", "compute_score"))
     if name in LAZY_IMPORTS:
         module = importlib.import_module(LAZY_IMPORTS[name])
         # a line for each response it cannot parse

@@ -110,30 +110,40 @@ def math_dapo(
     truth: str | None,
     task: Task,
     response_tokens: int = -1,
-    overlong: bool = False,
-    max_response_tokens: int | None = None,
-    cache_tokens: int = 4096,
+    enable_overlong_penalty: bool = False,
+    max_response_length: int | None = None,
+    cache_length: int = 4096,
     penalty_factor: float = 1.0,
 ) -> dict[str, float]:
     """1 when the final answer is the truth, else -1 (Yu et al. 2025, arXiv:2503.14476, eq. 7).
 
-    `overlong` adds their soft penalty (eq. 13) on the response's length: 0 up to max - cache
-    tokens, from there linear to -penalty_factor at max. `max_response_tokens`: default that of the
-    run.
+    `enable_overlong_penalty` adds their soft penalty (eq. 13) on the response's length: 0 up to max
+    - cache tokens, from there linear to -penalty_factor at max. `max_response_length`: default that
+    of the run.
     """
     found = {
         "accuracy": 1.0 if accuracy(response, truth, task) or math(response, truth, task) else -1.0
     }
-    if not overlong:
+    if not enable_overlong_penalty:
         return found
+    return found | {
+        "overlong": penalty(
+            task, response_tokens, max_response_length, cache_length, penalty_factor
+        )
+    }
+
+
+def penalty(
+    task: Task, response_tokens: int, longest: int | None, cache_length: int, factor: float
+) -> float:
+    """DAPO's soft penalty on the length of a response."""
     if response_tokens < 0:
         raise ValueError(
-            "math_dapo with overlong needs the number of the response's tokens: pass it to "
-            "ctx.score"
+            f"{task.reward} with enable_overlong_penalty needs the number of the response's "
+            "tokens: pass it to ctx.score"
         )
-    longest = max_response_tokens or task.sampling.max_tokens
-    over = response_tokens - (longest - cache_tokens)
-    return found | {"overlong": -penalty_factor * min(1.0, max(0.0, over / cache_tokens))}
+    over = response_tokens - ((longest or task.sampling.max_tokens) - cache_length)
+    return -factor * min(1.0, max(0.0, over / cache_length))
 
 
 def countdown(
@@ -152,19 +162,19 @@ def countdown(
     said = ANSWER.findall(response)
     if not said:
         return 0.0
-    tree = _parsed(said[-1].partition("=")[0])
+    tree = parsed(said[-1].partition("=")[0])
     if tree is None:
         return 0.0
     used: list[Fraction] = []
     try:
-        value = _value(tree, used)
+        value = value_of(tree, used)
     # divided by 0, or something else than numbers and operations
     except (ArithmeticError, ValueError):
         return format_score
     return score if value == target and Counter(used) == given else format_score
 
 
-def _parsed(text: str) -> ast.expr | None:
+def parsed(text: str) -> ast.expr | None:
     text = text.strip().replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         return None
@@ -174,17 +184,19 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _value(tree: ast.expr, used: list[Fraction]) -> Fraction:
+def value_of(
+    tree: ast.expr, used: list[Fraction], operations: dict[type, Any] = OPERATIONS
+) -> Fraction:
     if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
         used.append(Fraction(str(tree.value)))
         return used[-1]
-    if isinstance(tree, ast.BinOp) and type(tree.op) in OPERATIONS:
-        found: Fraction = OPERATIONS[type(tree.op)](
-            _value(tree.left, used), _value(tree.right, used)
+    if isinstance(tree, ast.BinOp) and type(tree.op) in operations:
+        found: Fraction = operations[type(tree.op)](
+            value_of(tree.left, used, operations), value_of(tree.right, used, operations)
         )
         return found
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        return -_value(tree.operand, used)
+        return -value_of(tree.operand, used, operations)
     raise ValueError(f"no arithmetic: {ast.dump(tree)}")
 
 

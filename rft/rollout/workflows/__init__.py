@@ -29,17 +29,51 @@ from rft.rollout.workflows.dialogue import SingleTurn as SingleTurn
 from rft.rollout.workflows.dialogue import StepWiseReward as StepWiseReward
 from rft.rollout.workflows.dialogue import Workflow as Workflow
 from rft.rollout.workflows.dialogue import experience as experience
-from rft.rollout.workflows.judges import RubricJudge, Ruler
+from rft.rollout.workflows.environment import EnvironmentWorkflow
+from rft.rollout.workflows.judges import (
+    LearnToAsk,
+    MathRuler,
+    Rating,
+    RubricJudge,
+    Ruler,
+    TrainableRuler,
+)
+from rft.rollout.workflows.maths import (
+    BotsMathBoxed,
+    MathBoxed,
+    MathEval,
+    MathQuestion,
+    MathThink,
+    Sudoku,
+    ThinkingBudget,
+    ToolCallRow,
+    Unrewarded,
+)
 from rft.rollout.workflows.threads import called
 from rft.rollout.workflows.tools import Tool as Tool
 from rft.rollout.workflows.tools import ToolUse as ToolUse
 
+UNNAMED = "exact_match"  # the reward of a config that names none
 WORKFLOWS: dict[str, Callable[..., Any] | str] = {
     "single_turn": SingleTurn,
     "math": Math,
     "tool_use": ToolUse,
     "rubric_judge": RubricJudge,
     "ruler": Ruler,
+    "environment": EnvironmentWorkflow,
+    "math_think": MathThink,
+    "math_boxed": MathBoxed,
+    "bots_math_boxed": BotsMathBoxed,
+    "math_question": MathQuestion,
+    "math_eval": MathEval,
+    "math_ruler": MathRuler,
+    "trainable_ruler": TrainableRuler,
+    "rating": Rating,
+    "learn_to_ask": LearnToAsk,
+    "tool_call": ToolCallRow,
+    "sudoku": Sudoku,
+    "thinking_budget": ThinkingBudget,
+    "unrewarded": Unrewarded,
     "agent": "rft.agents.workflow:AgentWorkflow",  # a floor above: by path, as a user's own
 }
 
@@ -55,6 +89,23 @@ def flag(name: str, which: str, default: bool) -> bool:
     return bool(getattr(lookup("workflow", name, WORKFLOWS), which, default))
 
 
+def said(name: str) -> Any:
+    """The most experiences of one run of the workflow `name`, as it says itself, by
+    `most_experiences`: a number, None where it does not know, or a function of the task; 1 where it
+    says nothing.
+    """
+    return getattr(lookup("workflow", name, WORKFLOWS), "most_experiences", 1)
+
+
+def most(task: Task) -> int | None:
+    """The most experiences that a group of this task may have beside a baseline; None: nobody
+    knows.
+    """
+    of_run = said(task.workflow)
+    of_run = of_run(task) if callable(of_run) else of_run
+    return None if of_run is None else task.repeat_times * int(of_run)
+
+
 async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
     """What the workflow makes of one greedy response: only its reward is of use, so no token of it
     is trained on.
@@ -67,9 +118,17 @@ async def greedy(task: Task, ctx: WorkflowContext) -> list[Experience]:
     return made
 
 
+def reward_of(workflow: str, reward: str) -> str:
+    """The reward that the workflow's responses have, where the config says `reward`."""
+    flow = lookup("workflow", workflow, WORKFLOWS)
+    own = getattr(flow, "reward_unless_named", None)
+    return own if own and (reward == UNNAMED or getattr(flow, "has_own_reward", False)) else reward
+
+
 async def run(task: Task, ctx: WorkflowContext) -> list[Experience]:
     """Run the task's workflow and hold it to the contract."""
     found = resolve(task.workflow)
+    task = msgspec.structs.replace(task, reward=reward_of(task.workflow, task.reward))
     made: list[Experience] = await called(
         found().run if inspect.isclass(found) else found, task, ctx
     )

@@ -12,7 +12,7 @@ produced, a turn's go on from the ids before it, those of the environment have a
 log-probability 0, and version spans cover the model's tokens only.
 """
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -31,9 +31,13 @@ class Workflow(Protocol):
 
     A class may say `needs_judge = True`: it asks an auxiliary model, and is refused before the
     start where there is none; `needs_cell = True`: it runs foreign programs, and is refused where
-    they cannot be isolated; `needs_template = True`: it speaks in chat messages. `compares_runs =
+    they cannot be isolated; `needs_template = True`: it speaks in chat messages; `needs_prompt =
+    True`: it speaks the prompt of every row; `scores = True`: the task's reward function scores its
+    answers; `ARGUMENTS`: the `workflow_args` that it reads, and their types. `compares_runs =
     True`: it judges the runs against each other, so part of them is never taken. `can_repeat =
     False`: it is called once per run of the task, all at the same time, each with `repeat_times` 1.
+    `reward_unless_named`: its reward where none is named; `has_own_reward = True`: also where one
+    is. `ARGUMENTS`: the `workflow_args` that it reads, and their types.
     """
 
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]: ...
@@ -51,7 +55,7 @@ def experience(
     made = Experience(
         tokens=[*prompt, *completion.tokens],
         prompt_length=len(prompt),
-        action_mask=[1] * len(completion.tokens),
+        action_mask=completion.chosen(task.sampling),
         logprobs=completion.logprobs,
         versions=completion.versions,
         temperature=task.sampling.temperature,
@@ -75,7 +79,12 @@ def rewarded(made: Experience, result: RewardResult) -> Experience:
 class SingleTurn:
     """`task.repeat_times` responses to the prompt, from one request, each scored on its own."""
 
+    needs_prompt = True
+    scores = True
+    ARGUMENTS: ClassVar[dict[str, type]] = {}
+
     async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
+        task = self.asked(task)
         made, answered = await self.answers(task, ctx)
         texts = [ctx.decode(one.tokens[one.prompt_length :]) for one in answered]
         results = await ctx.score(task, texts, [one.response_length for one in answered])
@@ -83,11 +92,18 @@ class SingleTurn:
             rewarded(one, result)
         return made
 
+    def asked(self, task: Task) -> Task:
+        """The task as the model sees it, and as it is scored."""
+        return task
+
+    def prompt(self, task: Task, ctx: WorkflowContext) -> list[int]:
+        return ctx.render(task)
+
     async def answers(
         self, task: Task, ctx: WorkflowContext
     ) -> tuple[list[Experience], list[Experience]]:
         """Every response, not scored yet, and those of them that there is something to score of."""
-        prompt = ctx.render(task)
+        prompt = self.prompt(task, ctx)
         completions = await ctx.generate(prompt, task.repeat_times, task.sampling)
         aborted = sum(completion.stop == "abort" for completion in completions)
         if aborted or len(completions) != task.repeat_times:
@@ -106,10 +122,7 @@ class Math(SingleTurn):
     compared as they stand.
     """
 
-    async def run(self, task: Task, ctx: WorkflowContext) -> list[Experience]:
-        if task.reward == "exact_match":
-            task = msgspec.structs.replace(task, reward="math")
-        return await super().run(task, ctx)
+    reward_unless_named = "math"
 
 
 class Dialogue:
@@ -134,7 +147,7 @@ class Dialogue:
         ]
         self.versions += moved
         self.ids += made.tokens
-        self.mask += [1] * len(made.tokens)
+        self.mask += made.chosen(self.task.sampling)
         self.logprobs += made.logprobs
         self.stop = made.stop
 
@@ -143,7 +156,10 @@ class Dialogue:
 
         `ids` begin with the end of the model's turn, which it may have said itself.
         """
-        new = ids[1:] if ids and self.ids[-1] == ids[0] else ids
+        self.add(ids[1:] if ids and self.ids[-1] == ids[0] else ids)
+
+    def add(self, new: list[int]) -> None:
+        """Ids that no model chose."""
         self.ids += new
         self.mask += [0] * len(new)
         self.logprobs += [0.0] * len(new)
@@ -175,6 +191,13 @@ class MultiTurn:
 
     max_step_num = 8
     per_turn = False
+    ARGUMENTS: ClassVar[dict[str, type]] = {"max_step_num": int}
+
+    @classmethod
+    def most_experiences(cls, task: Task) -> int:
+        """Of one run."""
+        limit = int(task.workflow_args.get("max_step_num", cls.max_step_num))
+        return max(limit, 1) if cls.per_turn else 1
 
     def begin(self, task: Task) -> None:
         """Before the first turn."""

@@ -14,20 +14,23 @@ fails the task.
 import inspect
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import msgspec
 
 from rft.ground.experience import Experience, Task
 from rft.rollout import sandbox
+from rft.rollout.context import WorkflowContext
 from rft.rollout.sandbox import Limits
 from rft.rollout.workflows.dialogue import Dialogue, Messages, MultiTurn
 from rft.rollout.workflows.threads import called, together
 
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 SHOWN = 4000  # characters of what a tool said that the model sees: the beginning and the end
+SERVER_S = 60.0  # for one answer of a server
 SYSTEM = """You may call functions to help with the question. They are described in <tools></tools>:
 <tools>
 {tools}
@@ -102,20 +105,99 @@ def python_tool(limits: Limits) -> Tool:
     )
 
 
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def of_row(task: Task, offered: dict[str, Tool]) -> dict[str, Tool]:
+    """Those tools that the row names, as it describes them."""
+    found = {}
+    for one in task.tools:
+        told = one.get("function", one)
+        name = str(told.get("name"))
+        if name not in offered:
+            raise ValueError(
+                f"task {task.id}: its row has the tool {name!r}, which nobody offers (there are "
+                f"{', '.join(offered) or 'none'}): name a server of it in workflow_args.mcp_servers"
+            )
+        found[name] = replace(
+            offered[name],
+            description=str(told.get("description", offered[name].description)),
+            parameters=told.get("parameters", offered[name].parameters),
+        )
+    return found
+
+
+async def mcp_tools(stack: AsyncExitStack, server: str | dict[str, Any]) -> list[Tool]:
+    """What a server of the Model Context Protocol offers: its URL, or the `command` that starts one
+    (with `args`, `env`) for this run alone. It ends with the stack.
+    """
+    import mcp
+
+    place = server if isinstance(server, str) else mcp.StdioServerParameters(**server)
+    client = await stack.enter_async_context(mcp.Client(place, read_timeout_seconds=SERVER_S))
+
+    def calling(name: str) -> Callable[..., Any]:
+        async def run(**arguments: Any) -> str:
+            told = await client.call_tool(name, arguments)
+            said = "\n".join(str(getattr(one, "text", f"({one.type})")) for one in told.content)
+            if told.is_error:
+                raise RuntimeError(said)
+            return said
+
+        return run
+
+    found, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found += [
+            Tool(one.name, one.description or "", calling(one.name), one.input_schema)
+            for one in page.tools
+        ]
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+
+
 class ToolUse(MultiTurn):
     """Turns until an answer has no call; the task's reward function judges that answer.
 
-    `workflow_args.limits` are `Limits` of the Python tool. Write `tools` for your own.
+    `workflow_args.limits` are `Limits` of the Python tool; `python: false` is without it;
+    `mcp_servers` are asked for more. Where a row names tools (`format.tools_key`), these of them
+    are offered. Write `tools` for your own.
     """
 
     needs_cell = True
     needs_template = True
+    needs_prompt = True
+    scores = True
+    ARGUMENTS: ClassVar[dict[str, type]] = MultiTurn.ARGUMENTS | {
+        "limits": dict,
+        "python": bool,
+        "mcp_servers": list,
+    }
+    served: Sequence[Tool] = ()
+
+    async def episode(self, task: Task, ctx: WorkflowContext, sample: int) -> list[Experience]:
+        try:
+            async with AsyncExitStack() as stack:
+                servers = task.workflow_args.get("mcp_servers", [])
+                asked = [await mcp_tools(stack, server) for server in servers]
+                self.served = [tool for tools in asked for tool in tools]
+                return await super().episode(task, ctx, sample)
+        except BaseExceptionGroup as group:  # a client's own: what went wrong in the run is inside
+            raise _innermost(group) from None
 
     def begin(self, task: Task) -> None:
         self.made = self.failed = 0
-        self.known = {tool.name: tool for tool in self.tools(task)}
+        offered = {tool.name: tool for tool in (*self.tools(task), *self.served)}
+        self.known = of_row(task, offered) if task.tools else offered
 
     def tools(self, task: Task) -> list[Tool]:
+        if not task.workflow_args.get("python", True):
+            return []
         return [python_tool(msgspec.convert(task.workflow_args.get("limits", {}), Limits))]
 
     def opening(self, task: Task) -> Task:
@@ -127,9 +209,8 @@ class ToolUse(MultiTurn):
         )
         if messages and messages[0]["role"] == "system":
             told = f"{messages.pop(0)['content']}\n\n{told}"
-        return msgspec.structs.replace(
-            task, prompt=[{"role": "system", "content": told}, *messages]
-        )
+        shown = [{"role": "system", "content": told}, *messages]
+        return msgspec.structs.replace(task, prompt=shown, tools=[])  # told, not by the template
 
     async def step(self, answer: str) -> Messages | None:  # type: ignore[override]
         asked = calls(answer)

@@ -1,0 +1,235 @@
+"""A whole veRL command line as the config: `rft train --verl data.train_files=... ...`.
+
+In: the words behind `--verl`, as they stand in veRL's own scripts: `key=value`, `+key=value`,
+`~key`, a YAML file of veRL's keys, `--config-name` of one of its own trainers; words before the
+flag, and behind `--`, are rft's own. Out: a recipe that Hydra composes like any other, a line for
+each reason why keys change nothing here, and one for each of veRL's defaults that is not rft's.
+
+Invariant: no key is ignored: it is translated, taken with a line, or refused by name, all in one
+start (`rft.config.verl`, `rft.config.verl_run`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rft import config as configs
+from rft.config import Config, ConfigError, get
+from rft.config.foreign import Note, leaves
+from rft.config.verl import Translation
+from rft.config.verl_joints import JOINTS, VerlKeys
+from rft.config.verl_run import DEFAULTS, EVERY, FREE, OPEN, SKIPPED
+from rft.ground.errors import Problem
+
+FLAG = "--verl"
+MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron"}
+DAPO = {"reward_model.reward_manager": "dapo", "trainer.project_name": "verl-dapo"}
+TRAINERS = {  # its own configs, and what they set
+    "ppo_trainer": {},
+    "ppo_megatron_trainer": MEGATRON,
+    "dapo_trainer": DAPO,
+    "dapo_megatron_trainer": MEGATRON | DAPO,
+}
+
+
+@dataclass
+class VerlRun:
+    """`config`: nested, with rft's keys only; `notes`: what means nothing here; `taken`: keys that
+    are left out and have veRL's default, which is not rft's; `problems`: one for each key and value
+    that cannot be taken, which `config` does not have.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    taken: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def lines(run: VerlRun) -> Iterator[str]:
+    """What the start of a run says."""
+    yield from (f"rft: {note.line}" for note in run.notes)
+    if run.taken:
+        said = ", ".join(f"{one.place}={one.theirs}" for one in run.taken)
+        yield f"rft: left out, so as in veRL: {said}"
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(veRL's words, rft's own)."""
+    at = arguments.index(FLAG)
+    theirs, ours = arguments[at + 1 :], arguments[:at]
+    if "--" in theirs:
+        end = theirs.index("--")
+        theirs, ours = theirs[:end], ours + theirs[end + 1 :]
+    return theirs, ours
+
+
+def read(words: list[str]) -> VerlRun:
+    """What veRL's words mean."""
+    run = VerlRun()
+    tree, trainer = _tree(words, run)
+    given = dict(_resolved(tree, run))
+    defaults = DEFAULTS | TRAINERS[trainer]
+    ask = VerlKeys({key: value for key, value in given.items() if value is not None}, defaults)
+    theirs = {key: value for key, value in given.items() if not key.startswith(OPEN)}
+    said = Translation(EVERY, free=FREE_OF_RUN, skipped=SKIPPED).take(_nested(theirs))
+    left = {key: value for key, value in defaults.items() if key not in ask.given}
+    filled = Translation(EVERY).take(_nested(left))
+    values = {to: value for to, value in filled.values.items() if to not in said.values}
+    for to, value in values.items():
+        run.taken += _left_out([filled.said_by[to]], {to: value}, defaults)
+    run.notes = said.notes
+    for joint in JOINTS:
+        reads = joint.reads.split()
+        try:
+            made = dict(joint.make(ask))
+            for to, value in made.items():
+                said.set(to, value, next(filter(ask.given.__contains__, reads), reads[0]))
+            missing = [name for name in reads if name not in ask.given and name in defaults]
+            run.taken += _left_out(missing, made, defaults)
+        except (ConfigError, TypeError, ValueError) as error:
+            key = joint.sets.split()[0]
+            run.problems.append(Problem(key, _sentence(error, joint.reads)))
+    run.problems += [one for one in said.problems if one not in run.problems]
+    values |= said.values
+    for to, value in values.items():
+        _put(run.config, to.split("."), value)
+    run.config, wrong = configs.examined(run.config)
+    run.problems += wrong
+    return run
+
+
+FREE_OF_RUN = {**Translation({}).free, **FREE}
+
+
+def _sentence(error: Exception, reads: str) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"{', '.join(reads.split())}: one of these has a value of another type ({error})"
+
+
+def _left_out(names: list[str], values: dict[str, Any], defaults: dict[str, Any]) -> Iterator[Note]:
+    """veRL's defaults of keys that were left out, where what they say is not rft's default."""
+    ours, known = Config(), set(configs.leaf_keys())
+    there = {to: get(ours, to) if to in known else None for to in values}
+    others = {to: value for to, value in values.items() if value != there[to]}
+    if names and others:
+        here = ", ".join(to if "taskset" in to else f"{to}={value}" for to, value in others.items())
+        own = ", ".join(str(there[to]) for to in others)
+        theirs = ", ".join(str(defaults[name]) for name in names)
+        yield Note(", ".join(names), theirs, here, f"rft's default: {own}")
+
+
+def _put(node: dict[str, Any], place: list[str], value: Any) -> None:
+    *sections, word = place
+    for section in sections:
+        node = node.setdefault(section, {})
+    if isinstance(value, dict) and isinstance(node.get(word), dict):
+        for name, inner in value.items():
+            _put(node[word], [name], inner)
+    else:
+        node[word] = value
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        _put(tree, name.split("."), value)
+    return tree
+
+
+# --- the words ------------------------------------------------------------------------------------
+
+
+def _tree(words: list[str], run: VerlRun) -> tuple[DictConfig, str]:
+    """(what was given, nested, references unresolved; the trainer's config that it is for)."""
+    tree: Any = OmegaConf.create({})
+    trainer, words = _trainer(words, run)
+    if not words:
+        run.problems.append(Problem("", f"{FLAG} needs veRL's words: {FLAG} FILE.yaml, or key=..."))
+    for word in words:
+        if "=" not in word and word.endswith((".yaml", ".yml")):
+            tree = OmegaConf.merge(tree, _file(word, run))
+        else:
+            _override(tree, word, run)
+    return tree, trainer
+
+
+def _trainer(words: list[str], run: VerlRun) -> tuple[str, list[str]]:
+    """Hydra's flags, as veRL's scripts have them: which of its own configs is meant."""
+    name, rest, at = "ppo_trainer", list[str](), 0
+    while at < len(words):
+        flag, is_whole, value = words[at].partition("=")
+        at += 1
+        if not flag.startswith("--"):
+            rest.append(words[at - 1])
+            continue
+        if not is_whole:
+            value, at = (words[at] if at < len(words) else ""), at + 1
+        known = value.strip("'\"").removesuffix(".yaml")
+        if flag == "--config-name" and known in TRAINERS:
+            name = known
+        elif flag not in ("--config-path", "--config-dir"):
+            said = f"{flag}={value} is refused: give the file itself: {FLAG} FILE.yaml key=value"
+            known_names = ", ".join(TRAINERS)
+            run.problems.append(Problem("", f"{said}; known by name are {known_names}"))
+    return name, rest
+
+
+def _file(path: str, run: VerlRun) -> DictConfig:
+    try:
+        found = OmegaConf.load(Path(path))
+    except OSError as error:
+        run.problems.append(Problem("", f"{FLAG} {path}: {error.strerror}; give a YAML file"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = " ".join(str(error).split())
+        run.problems.append(Problem("", f"{FLAG} {path} is no YAML: {text}"))
+    else:
+        if isinstance(found, DictConfig):
+            for word in ("defaults", "hydra"):  # how Hydra composes it, and no key of veRL
+                found.pop(word, None)
+            return found
+        run.problems.append(Problem("", f"{FLAG} {path}: give a file of veRL's keys"))
+    return OmegaConf.create({})
+
+
+def _override(tree: DictConfig, word: str, run: VerlRun) -> None:
+    try:
+        one = OverridesParser.create().parse_override(word)
+        if one.is_sweep_override():
+            raise ConfigError(f"{word} is a sweep: give one value")
+        if one.is_delete():
+            parent, _, last = one.key_or_group.rpartition(".")
+            node = OmegaConf.select(tree, parent) if parent else tree
+            if node is not None:
+                node.pop(last, None)
+            return
+        OmegaConf.update(tree, one.key_or_group, one.value(), force_add=True)
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        said = " ".join(str(error).split("\n")[0].split())
+        run.problems.append(Problem("", f"`{word}` cannot be read: {said}; write key=value"))
+
+
+def _resolved(tree: DictConfig, run: VerlRun) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that was given; a reference means a key of veRL's."""
+    raw: Any = OmegaConf.to_container(tree, resolve=False)
+    has_references = "${" in str(raw)
+    whole: Any = (
+        OmegaConf.merge(OmegaConf.create(_nested(DEFAULTS)), tree) if has_references else {}
+    )
+    for name, value in leaves(raw, EVERY.__contains__):
+        if "${" in str(value):
+            try:
+                value = OmegaConf.select(whole, name)
+            except OmegaConfBaseException as error:
+                run.problems.append(Problem("", configs.explain(error)))
+                continue
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        yield name, None if value in ("None", "???") else value

@@ -1,0 +1,216 @@
+"""How a step's rows are cut into several optimizer updates: epochs over the batch, each in
+mini-batches.
+
+    rows ──planned──► part of every rank, which is scored once
+                  └─► [update] whose rows, in which microbatches, with which weights
+                        ──regrouped, on every rank──► the microbatches of one update
+
+In: the rows of a step, at rank 0. Out: `Update`s that every rank hears. Invariants: which rows are
+in an update, and in which order updates come, depends on the rule, the step and the number of rows
+alone, and on no generator and no layout, so that a resume and another mesh make the same ones; a
+row stays on the data-parallel rank that scored it; weights are divided by the counts of the update,
+whoever holds its rows.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rft.data.packing import (
+    BY_TOKENS,
+    PADDING,
+    TOKEN_FIELDS,
+    Cost,
+    Packed,
+    PackingPolicy,
+    Row,
+    bins_of,
+    chunks,
+    packed_of,
+    token_weights,
+)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """`size`: rows of an update at most; None: the whole batch. `together`: so many rows that
+    follow each other are never parted. `shuffle`: rows are dealt anew in every epoch, by `seed`.
+    """
+
+    epochs: int = 1
+    size: int | None = None
+    shuffle: bool = False
+    seed: int = 0
+    together: int = 1
+
+    def updates_of(self, kinds: Sequence[bool], step: int, epoch: int) -> list[list[int]]:
+        """Row numbers of every update of one epoch, whose sizes differ by one unit at most.
+
+        `kinds`: of every row. Rows of both kinds are spread over the updates as evenly as they go.
+        """
+        units = range(0, len(kinds), self.together)
+        places: dict[int, float] = {}
+        for kind in (False, True):
+            alike = [unit for unit in units if bool(kinds[unit]) is kind]
+            if self.shuffle:
+                random.Random(f"{self.seed}/{step}/{epoch}").shuffle(alike)
+            places |= {unit: (at + 0.5) / len(alike) for at, unit in enumerate(alike)}
+        order = sorted(units, key=places.__getitem__)
+        each = max(1, (self.size or len(kinds)) // self.together)
+        count = max(1, -(-len(order) // each))
+        bounds = [len(order) * number // count for number in range(count + 1)]
+        return [
+            [row for unit in order[low:high] for row in range(unit, unit + self.together)]
+            for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+
+
+ONE_UPDATE = UpdateRule()
+
+
+@dataclass(frozen=True)
+class Update:
+    """`bins`: [data-parallel rank][microbatch] row numbers, as many microbatches on every rank.
+    `weights`: of a trained token of every row of the step; 0: the row is not in this update.
+    """
+
+    bins: list[list[list[int]]]
+    weights: list[float]
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted(row for rank in self.bins for bin_ in rank for row in bin_)
+
+
+@dataclass(frozen=True)
+class RowPacking:
+    """How rows become microbatches here; as the arguments of `pack`."""
+
+    dp: int
+    max_tokens: int
+    multiple: int
+    cost: Cost = Cost()
+    cut: PackingPolicy = BY_TOKENS
+
+    def bins(self, lengths: list[int]) -> list[list[list[int]]]:
+        return bins_of(lengths, self.dp, self.max_tokens, self.multiple, self.cost, self.cut)
+
+    def bins_at(
+        self, rows: list[int], homes: list[int], lengths: list[int]
+    ) -> list[list[list[int]]]:
+        """Of rows whose ranks are decided: `homes` of every row of the step."""
+        limit = max(1, self.max_tokens - self.max_tokens % self.multiple)
+        ordered = sorted(rows, key=lambda row: (-lengths[row], row))
+        parts = [
+            chunks([row for row in ordered if homes[row] == rank], lengths, limit, self.cut)
+            for rank in range(self.dp)
+        ]
+        most = max(map(len, parts))
+        return [part + [[] for _ in range(most - len(part))] for part in parts]
+
+
+def planned(
+    rows: list[Row], rule: UpdateRule, step: int, packing: RowPacking, mode: str, longest: int = 1
+) -> tuple[list[list[Packed]], list[Update]]:
+    """Microbatches of every data-parallel rank, each row in one of them, and the updates; none:
+    the whole part is one. `mode` and `longest` as in `token_weights`.
+    """
+    lengths = [len(row.tokens) for row in rows]
+    kinds = [bool(row.scores["expert"].any()) if "expert" in row.scores else False for row in rows]
+    first = rule.updates_of(kinds, step, 0)
+    if rule.epochs * len(first) == 1:
+        bins = packing.bins(lengths)
+        return packed_of(rows, bins, packing.multiple, packing.cut), []
+    found = [
+        [
+            [[members[at] for at in bin_] for bin_ in rank]
+            for rank in packing.bins([lengths[row] for row in members])
+        ]
+        for members in first
+    ]
+    ranks = [[bin_ for bins in found for bin_ in bins[rank]] for rank in range(packing.dp)]
+    homes = [0] * len(rows)
+    for rank, bins in enumerate(ranks):
+        for row in (row for bin_ in bins for row in bin_):
+            homes[row] = rank
+    for epoch in range(1, rule.epochs):
+        found += (
+            [
+                packing.bins_at(members, homes, lengths)
+                for members in rule.updates_of(kinds, step, epoch)
+            ]
+            if rule.shuffle
+            else found[: len(first)]
+        )
+    trained = [int((row.trained > 0).sum()) for row in rows]
+    updates = [Update(bins, _weights(bins, trained, kinds, mode, longest)) for bins in found]
+    return packed_of(rows, ranks, packing.multiple, packing.cut), updates
+
+
+def _weights(
+    bins: list[list[list[int]]], trained: list[int], kinds: list[bool], mode: str, longest: int
+) -> list[float]:
+    """Rows of each kind are divided by the counts of their own."""
+    weights = [0.0] * len(trained)
+    members = sorted(row for rank in bins for bin_ in rank for row in bin_)
+    for kind in (False, True):
+        alike = [row for row in members if kinds[row] is kind]
+        given = token_weights([trained[row] for row in alike], mode, longest)
+        for row, weight in zip(alike, given, strict=True):
+            weights[row] = weight
+    return weights
+
+
+def regrouped(
+    part: list[Packed], bins: list[list[int]], weights: list[float], multiple: int
+) -> list[Packed]:
+    """Rows of `part` with all that is known of them, in the microbatches `bins`, each trained token
+    with its row's weight.
+    """
+    where = {}
+    for packed in part:
+        bounds = packed.cu_seqlens.tolist()
+        for row, start, stop in zip(packed.rows.tolist(), bounds[:-1], bounds[1:], strict=True):
+            where[row] = packed, slice(start, stop)
+    return [_microbatch(part[0], where, bin_, weights, multiple) for bin_ in bins]
+
+
+def _microbatch(
+    like: Packed,
+    where: dict[int, tuple[Packed, slice]],
+    rows: list[int],
+    weights: list[float],
+    multiple: int,
+) -> Packed:
+    """`like`: which has the same scores."""
+    lengths = [where[row][1].stop - where[row][1].start for row in rows]
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(cu_seqlens[-1])
+    padded = max(multiple, -(-total // multiple) * multiple)
+
+    def joined(arrays: list[np.ndarray], dtype: np.dtype, padding: float = 0) -> np.ndarray:
+        out = np.full(padded, padding, dtype=dtype)
+        if arrays:
+            out[:total] = np.concatenate(arrays)
+        return out
+
+    def picked(name: str) -> np.ndarray:
+        given = [getattr(where[row][0], name)[where[row][1]] for row in rows]
+        if name == "weight":
+            given = [
+                np.where(old != 0, np.float32(weights[row]), np.float32(0))
+                for row, old in zip(rows, given, strict=True)
+            ]
+        return joined(given, getattr(like, name).dtype, PADDING.get(name, 0))
+
+    return Packed(
+        **{name: picked(name) for name in TOKEN_FIELDS},
+        cu_seqlens=cu_seqlens,
+        rows=np.array(rows, dtype=np.int32),
+        scores={
+            name: joined([where[row][0].scores[name][where[row][1]] for row in rows], values.dtype)
+            for name, values in like.scores.items()
+        },
+    )
