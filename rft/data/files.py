@@ -247,10 +247,10 @@ def load_table(files: list[Path], key: str) -> Any:
         return datasets.load_dataset(
             kind, data_files={"train": names}, split="train", **AS_WRITTEN.get(kind, {})
         )
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # no rows at all
         raise ConfigError(
             f"{key}.path: `datasets` cannot read {names} together: {error.__cause__ or error}. "
-            "Give every file the same columns and types."
+            "Give every file rows, with the same columns and types."
         ) from error
 
 

@@ -38,7 +38,8 @@ SNAPSHOT = re.compile(r"(?P<cache>.+)/models--(?P<repo>[^/]+)/snapshots/(?P<comm
 SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")  # of a model, beside its weights
 TEMPLATES = "additional_chat_templates/"
 INDEX = "model.safetensors.index.json"
-FIRST = {"model": "config.json", "dataset": "README.md"}  # what says what else is needed
+# what says what else is needed; a card may be missing, the other file is in every repository
+FIRST = {"model": ["config.json"], "dataset": ["README.md", ".gitattributes"]}
 ON = ("1", "ON", "YES", "TRUE")
 
 
@@ -109,7 +110,7 @@ def find(name: Name, key: str) -> Found:
     config, which has the name.
     """
     with told(name, key):
-        folder = Path(_download(name, [FIRST[name.kind]]))
+        folder = Path(_download(name, FIRST[name.kind]))
     return Found(name.at(folder.name), folder, _sizes(name.at(folder.name), folder))
 
 
@@ -225,8 +226,8 @@ def bring(path: str, weights: bool = True, code: bool = False) -> None:
     name = Name("model", match["repo"].replace("--", "/", 1), match["commit"])
     folder, cache = Path(path), match["cache"]
     with told(name, "model.model_path"):
-        if not (folder / FIRST["model"]).exists():
-            _download(name, [FIRST["model"]], cache)
+        if not (folder / FIRST["model"][0]).exists():
+            _download(name, FIRST["model"], cache)
         found = Found(name, folder, _sizes(name, folder, cache))
         fetch(found, small_files(found, code), cache)
         if weights:

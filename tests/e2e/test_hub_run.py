@@ -12,7 +12,7 @@ from tests.unit.served_hub import serving
 from runs import overrides, step_rows, train, write_assets
 
 LONG_S = 600.0  # three starts of an engine, on a busy machine
-pytestmark = pytest.mark.verify
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
 
 
 def test_a_run_by_names_goes_on_with_what_it_began_with(

@@ -17,6 +17,7 @@ from rft import preflight
 from rft.config import Config, ConfigError
 from rft.data.files import data_files, load_rows
 from rft.ground import hubs
+from rft.preflight import inputs_hubs
 from rft.run import stages
 from tests.unit.served_hub import ServedHub, serving
 from tests.unit.test_config import changed, composed_grpo, grpo
@@ -239,6 +240,23 @@ def test_a_hub_that_is_down_is_one_sentence_for_each_name(
             assert fix in said
 
 
+def test_large_data_waits_until_nothing_else_is_refused(
+    hub: ServedHub, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs_hubs, "READ_AT_ONCE", 0)
+    wrong = f"{TASKS}.format.prompt_key=question"
+    with pytest.raises(ConfigError) as refused:
+        started(assets, tmp_path, wrong, "algorithm.kl_loss_fn=k9")
+    assert "k9" in str(refused.value) and "question" not in str(refused.value)
+    assert not [path for path in hub.fetched() if path.endswith(".jsonl")]
+    with pytest.raises(ConfigError, match=r"part-0.jsonl line 1 has no 'question'"):
+        started(assets, tmp_path, wrong)
+    judge = f"explorer.auxiliary_models=[{{name:judge,model_path:{MODEL}}}]"
+    config = started(assets, tmp_path, judge)
+    assert config.trainer.total_steps == 4
+    assert config.explorer.auxiliary_models[0].model_path == config.model.model_path
+
+
 def test_a_look_at_a_config_asks_no_hub(hub: ServedHub, assets: Path, tmp_path: Path) -> None:
     named = (f"checkpoint_root_dir={tmp_path}", f"model.model_path={MODEL}", f"{TASKS}.path={DATA}")
     drafts = configs.stage_drafts(changed(composed_grpo(assets), named))
@@ -253,8 +271,9 @@ def test_two_processes_of_a_node_fetch_once(hub: ServedHub, assets: Path, tmp_pa
     own = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
     both = [subprocess.Popen([sys.executable, "-c", code, str(folder)], env=own) for _ in range(2)]
     assert [one.wait() for one in both] == [0, 0]
-    weights = [path for path in hub.fetched() if path.endswith("model.safetensors")]
-    assert len(weights) == 1 and (folder / "tokenizer.json").exists()
+    fetched = hub.fetched()
+    assert len(fetched) == len(set(fetched)) == len(list(folder.iterdir())), fetched
+    assert (folder / "model.safetensors").exists()
 
 
 def test_a_file_behind_a_url_is_known_by_its_content(

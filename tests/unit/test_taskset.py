@@ -299,9 +299,13 @@ def test_a_wrong_path_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
         match=r"taskset\.path: .*trian.jsonl does not exist; did you mean .*train.jsonl\?",
     ):
         check_taskset(TasksetConfig(path=str(tmp_path / "trian.jsonl"), format=PLAIN), KEY)
-    (tmp_path / "train.csv").write_text("a,b")
-    with pytest.raises(ConfigError, match="is no .jsonl, .json, .parquet file"):
-        check_taskset(TasksetConfig(path=str(tmp_path / "train.csv"), format=PLAIN), KEY)
+    (tmp_path / "train.txt").write_text("a,b")
+    with pytest.raises(ConfigError, match="is no .jsonl, .json, .parquet, .csv, .arrow file"):
+        check_taskset(TasksetConfig(path=str(tmp_path / "train.txt"), format=PLAIN), KEY)
+    for content in ("prompt,response\n", ""):
+        (tmp_path / "train.csv").write_text(content)
+        with pytest.raises(ConfigError, match=r"taskset\.path: `datasets` cannot read .*train.csv"):
+            check_taskset(TasksetConfig(path=str(tmp_path / "train.csv"), format=PLAIN), KEY)
 
 
 def test_too_few_rows_and_other_storages_are_refused(tmp_path: Path) -> None:
