@@ -89,6 +89,7 @@ class AgentSettings:
 class AgentWorkflow:
     """A program of yours, or a function, speaks to the model over OpenAI's API."""
 
+    has_settings = True
     ARGUMENTS: ClassVar[dict[str, Any]] = AgentSettings.__annotations__
 
     most_experiences = None  # what an agent asks is its own business

@@ -244,7 +244,7 @@ KEYS |= {
         "I13", "microbatches are weighed by their tokens, so cuts change no loss", only=(False,)
     ),
     "trainer.trainer_config_path": ForeignKey(
-        "I20", "write the block of that file below trainer.trainer_config", only=("",)
+        "I16", "write the block of that file below trainer.trainer_config", only=("",)
     ),
     "trainer.trust_remote_code": ForeignKey("D11", to="model.trust_remote_code"),
     "ignore_validator_suggestions": ForeignKey(

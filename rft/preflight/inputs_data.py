@@ -355,7 +355,11 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
     """`at_start`: those that import the user's own functions, or ask others, may do so."""
     own = (
         Rule(f"{TASKSET}.workflow_args", import_agents, reads=SETS),
-        Rule(f"{TASKSET}.workflow_args", start_environments, reads=SETS),
+        Rule(
+            f"{TASKSET}.workflow_args",
+            start_environments,
+            reads=f"{SETS} explorer.rollout_model.enable_openai_api",
+        ),
     )
     return (
         *OF_SERVICE,
@@ -389,7 +393,8 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",
             partial(_tasksets, at_start=at_start),
-            reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES}",
+            reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES} "
+            "model.max_response_tokens",
         ),
         *(own if at_start else ()),
         Rule(

@@ -127,10 +127,13 @@ def _strange(key: str, names: list[str], args: dict[str, Any]) -> Iterator[str]:
 
 
 def _declared(name: str) -> Mapping[str, Any] | None:
-    """What a workflow reads; None: anything. A user's own has said it where it declares ARGUMENTS
-    itself: what it inherits says nothing of what it reads.
+    """What a workflow reads; None: anything, or its settings say themselves what is wrong. A user's
+    own has said it where it declares ARGUMENTS itself: what it inherits says nothing of what it
+    reads.
     """
     flow = workflows.resolve(name)
+    if getattr(flow, "has_settings", False):
+        return None
     own = getattr(flow, "__dict__", {}).get("ARGUMENTS")
     return getattr(flow, "ARGUMENTS", None) if flow.__module__.startswith("rft.") else own
 

@@ -401,7 +401,7 @@ REFUSED = {  # overrides: what the message must say
         "trainer.trainer_strategy is no key of rft: the trainer is always Megatron"
     ),
     "+trainer.ulysses_sequence_parallel_size=2": "set trainer.megatron.context_parallel_size",
-    "+trainer.trainer_config.actor_rollout_ref.actor.strategy=fsdp": "the trainer is Megatron",
+    "+trainer.trainer_config.actor_rollout_ref.actor.strategy=deepspeed": "the trainer is Megatron",
     "+trainer.trainer_config.actor_rollout_ref.actor.grad_clip=-1": "trainer.grad_clip=-1",
     "trainer.profiler=torhc": "did you mean `torch`",
     "trainer.profiler=nsys device=cpu": "use torch",

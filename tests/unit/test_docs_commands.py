@@ -14,7 +14,8 @@ import pytest
 
 from rft import cli
 from rft import config as configs
-from rft.config import RowFormatConfig
+from rft.config import RowFormatConfig, verl_words
+from rft.config import file as config_file
 from rft.data.files import check_rows, task_needs
 from rft.data.supervised import row_needs
 from rft.extras import sweep as sweeps
@@ -92,7 +93,10 @@ def test_its_keys_compose(page: str, line: str) -> None:
     quoted = [word for word in words(line) if " " in word and RFT.search(word)]
     found = RFT.search((quoted or [line])[0])
     assert found
-    given = [word for word in words(found[1]) if "=" in word]
+    ours, _, theirs = found[1].partition(verl_words.FLAG)
+    if theirs:
+        config_file.registered([verl_words.FLAG, *(w for w in words(theirs) if "=" in w)])
+    given = [word for word in words(ours) if "=" in word]
     configs.check_overrides(given)
     if not sweeps.is_multirun(words(line)):
         configs.compose([word for word in given if not word.startswith("hydra")])

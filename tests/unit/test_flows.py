@@ -508,4 +508,3 @@ def test_what_the_page_shows_runs(
 def test_the_page_lists_every_name() -> None:
     for name in (*workflows.WORKFLOWS, *rewards.REWARDS):
         assert f"| `{name}` |" in PAGE, name
-    assert "from rft.ground.plugins import register" in EXAMPLES["plugins/mine.py"]

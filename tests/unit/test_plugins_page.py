@@ -31,6 +31,7 @@ from rft.config import (
     TasksetConfig,
 )
 from rft.config.buffer import ReplayBufferConfig
+from rft.data import formats
 from rft.data.packing import Packed
 from rft.data.taskset import TaskDefaults, Taskset
 from rft.extras.pipeline.operators import make
@@ -300,5 +301,5 @@ def test_a_config_has_defaults_of_every_table() -> None:
     """What a schema's default names is in the table that its key is looked up in."""
     config = Config()
     assert config.monitor.monitor_type in plugins.table_of("monitor")
-    assert FormatConfig().prompt_type in plugins.table_of("row_format")
+    assert formats.has_messages(FormatConfig()) and "messages" in plugins.table_of("row_format")
     assert ReplayBufferConfig().priority_fn in plugins.table_of("priority")

@@ -22,7 +22,7 @@ from rft.agents.endpoint.parsers import Parser
 from rft.config import Config, ConfigError, ModelConfig, RolloutModelConfig
 from rft.config import file as config_file
 from rft.config.file import Flat
-from rft.config.trinity_defaults import KEPT
+from rft.config.trinity_defaults import KEPT, ROWS
 from rft.data.chat import load_tokenizer, render_messages
 from rft.ground.errors import Late
 from rft.ground.experience import Sampling
@@ -106,6 +106,10 @@ IN_WORDS = {
     "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args",  # its defaults
     "buffer.trainer_input.experience_buffer.format.messages_key",  # of rows, which a queue has not
     "buffer.trainer_input.experience_buffer.format.tools_key",
+    # where a row's prompt and answer are; of a key that is left out, rows themselves say it
+    *(f"{configs.TASKSET_KEY}.format.{word}" for word in ("prompt_type", "prompt_key")),
+    f"{configs.TASKSET_KEY}.format.response_key",
+    *(f"{ROWS}.format.{word}" for word in ("prompt_type", "prompt_key", "response_key")),
     "explorer.proxy_port",  # of mode=serve
     "explorer.rollout_model.engine_type",
     "explorer.rollout_model.engine_num",

@@ -27,6 +27,8 @@ class EnvironmentWorkflow(MultiTurn):
     """One run is one episode."""
 
     needs_template = True
+    has_settings = True
+    ARGUMENTS = EnvironmentSettings.__annotations__
 
     async def episode(self, task: Task, ctx: WorkflowContext, sample: int) -> list[Experience]:
         self.settings = EnvironmentSettings.of(dict(task.workflow_args))
