@@ -331,6 +331,7 @@ SHARED = frozenset(
         "model.tinker.train_attn",
         "model.tinker.train_unembed",
         "model.trust_remote_code",
+        "model.enable_thinking",
         "cluster.node_num",
         "cluster.gpu_per_node",
         "buffer.batch_size",
