@@ -7,6 +7,7 @@ Invariants: a name is mapped only where the meaning is the same (rewards have th
 and so no rows); `REFUSED` has at most six workflows.
 """
 
+import copy
 from typing import Any
 
 ENVIRONMENT = "environment"
@@ -46,9 +47,14 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
 # name: `workflow_args` of the environment, and what its own are called there
 ENVIRONMENTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "frozen_lake_workflow": (
-        {"environment": "gymnasium", "env_id": "FrozenLake-v1", "max_step_num": 10},
         {
-            "env_max_steps": "env_args.max_steps",
+            "environment": "gymnasium",
+            "env_id": "FrozenLake-v1",
+            "max_step_num": 10,
+            "env_args": {"is_slippery": False, "random_map": {"size": 4, "p": 0.8, "max_path": 8}},
+        },
+        {
+            "env_max_steps": "env_args.random_map.max_path",
             "agent_max_steps": "max_step_num",
             "is_slippery": "env_args.is_slippery",
             "desc": "env_args.desc",
@@ -149,7 +155,7 @@ def _ask(taskset: dict[str, Any], workflow: Any) -> None:
     if not isinstance(workflow, str) or workflow not in ENVIRONMENTS:
         return
     usual, names = ENVIRONMENTS[workflow]
-    made: dict[str, Any] = dict(usual)
+    made: dict[str, Any] = copy.deepcopy(usual)
     for name, value in (taskset.get("workflow_args") or {}).items():
         *sections, word = names.get(name, name).split(".")
         place = made

@@ -296,7 +296,7 @@ def test_a_refused_name_is_told_with_what_to_use() -> None:
 
 
 def test_arguments_of_a_workflow_become_those_of_an_environment() -> None:
-    given = {"env_max_steps": 8, "agent_max_steps": 12, "is_slippery": True}
+    given = {"env_max_steps": 6, "agent_max_steps": 12, "is_slippery": True}
     file: dict[str, Any] = {
         "buffer": {
             "explorer_input": {
@@ -312,10 +312,11 @@ def test_arguments_of_a_workflow_become_those_of_an_environment() -> None:
         "environment": "gymnasium",
         "env_id": "FrozenLake-v1",
         "max_step_num": 12,
-        "env_args": {"max_steps": 8, "is_slippery": True},
+        "env_args": {"random_map": {"size": 4, "p": 0.8, "max_path": 6}, "is_slippery": True},
     }
     assert sets["eval_tasksets"][0]["workflow_args"] == {}
-    assert trinity_flows.ENVIRONMENTS["frozen_lake_workflow"][0]["max_step_num"] == 10
+    usual = trinity_flows.ENVIRONMENTS["frozen_lake_workflow"][0]
+    assert usual["max_step_num"] == 10 and usual["env_args"]["random_map"]["max_path"] == 8
 
 
 def test_rft_lists_what_each_does_and_reads() -> None:

@@ -22,6 +22,37 @@ HERE = re.compile(r"\x1b\[4\dm(.)\x1b\[0m")  # where the player is: a colour beh
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 PLAYER = "P"
+LAKES = 1000  # maps that are tried
+
+
+def lake(seed: int, size: int = 8, p: float = 0.8, max_path: "int | None" = None) -> "list[str]":
+    """A map that can be crossed; of those that follow from this seed, the first one in at most
+    `max_path` steps.
+    """
+    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+    if max_path is not None and max_path < 2 * (size - 1):
+        raise ValueError(f"max_path={max_path}: a lake of size {size} takes {2 * (size - 1)} steps")
+    for attempt in range(LAKES):
+        made: list[str] = generate_random_map(size=size, p=p, seed=seed + attempt * 2**32)
+        if max_path is None or crossing(made) <= max_path:
+            return made
+    raise ValueError(f"no lake of {LAKES} is crossed in max_path={max_path} steps: give more")
+
+
+def crossing(made: "list[str]") -> int:
+    """Steps of the shortest way from start to goal."""
+    reached, steps = {(0, 0)}, 0
+    while not any(made[row][column] == "G" for row, column in reached):
+        beside = {
+            (row + down, column + right)
+            for row, column in reached
+            for down, right in ((0, 1), (1, 0), (0, -1), (-1, 0))
+        }
+        inside = range(len(made))
+        reached |= {(r, c) for r, c in beside if r in inside and c in inside and made[r][c] != "H"}
+        steps += 1
+    return steps
 
 
 class Gymnasium:
@@ -44,7 +75,8 @@ class Gymnasium:
         **args: Any,
     ) -> None:
         """`instructions`: instead of our own words above the first observation. `random_map`: of
-        FrozenLake, {size, p}, another one for every seed.
+        FrozenLake, {size, p}, another one for every seed; a row's `size` and `p` win. With
+        `max_path` it can be crossed in so many steps.
         """
         self.env_id, self.args, self.random_map = env_id, args, random_map
         self.instructions, self.unread_reward = instructions, float(unread_reward)
@@ -53,9 +85,8 @@ class Gymnasium:
     def reset(self, task: "dict[str, Any]") -> str:
         args, seed = {**self.args, **task["raw"].get("env_args", {})}, int(task["seed"])
         if self.random_map is not None:
-            from gymnasium.envs.toy_text.frozen_lake import generate_random_map
-
-            args["desc"] = generate_random_map(**self.random_map, seed=seed)
+            own = {name: task["raw"][name] for name in ("size", "p") if name in task["raw"]}
+            args["desc"] = lake(seed, **{**self.random_map, **own})
         self.env = gymnasium.make(self.env_id, **args)
         if "ansi" in self.env.metadata.get("render_modes", ()) and "render_mode" not in args:
             self.env.close()
