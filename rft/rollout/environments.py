@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rft.ground.errors import refuse_all
+from rft.ground.errors import Late, refuse_all
 from rft.ground.experience import Record, Task
 from rft.ground.process import Child
 from rft.ground.redact import PASSED_ON
@@ -181,7 +181,7 @@ def problems(settings: EnvironmentSettings, key: str, has_api: bool) -> Iterator
     if not python.is_file():
         venv = known.venv if known else ""
         fix = f"run `make env-{venv}`, or name" if venv else "name"
-        yield (
+        yield Late(
             f"{key}.python: {settings.environment} runs in a virtual environment of its own, and "
             f"there is no {python}: {fix} one by {key}.python=DIRECTORY"
         )

@@ -271,7 +271,11 @@ def test_calls_are_read_by_vllms_own_parser(assets: Path) -> None:
 
 # --- whole files ----------------------------------------------------------------------------------
 
-PUBLISHED = sorted(Path(os.environ.get("RFT_TRINITY_FILES", "/nowhere")).glob("*.yaml"))
+PUBLISHED = [
+    file
+    for file in sorted(Path(os.environ.get("RFT_TRINITY_FILES", "/nowhere")).glob("*.yaml"))
+    if "model_path:" in file.read_text(encoding="utf-8")  # others are recipes of Data-Juicer
+]
 OURS = [Path(__file__).parent / "flat" / "published.yaml"]
 # what a file may be refused for, beside what is not here: a service, images, a closed workflow
 ALLOWED = re.compile(r"Data-Juicer|data_juicer|image|_workflow is refused|tinker", re.IGNORECASE)
@@ -285,10 +289,16 @@ def columns(raw: Any) -> dict[str, Any]:
 
     def look(node: Any) -> None:
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            if isinstance(value, dict | list):
+            if key == "feature_keys":
+                found.update(dict.fromkeys(value, 0.5))
+            elif isinstance(value, dict | list):
                 look(value)
-            elif str(key).endswith("_key") and value and "." not in str(value):
-                found[value] = MESSAGES if key == "messages_key" else "2"
+            elif str(key).endswith("_key") and value:
+                first, *inside = str(value).split(".")
+                said: Any = MESSAGES if key == "messages_key" else "2"
+                for word in reversed(inside):
+                    said = {word: said}
+                found[first] = said
 
     look(raw)
     return found | {"messages": MESSAGES, "message": MESSAGES}
@@ -305,7 +315,11 @@ def local(file: Path, root: Path) -> Path:
 
     def put_here(node: Any) -> None:
         for key, value in list(node.items()) if isinstance(node, dict) else enumerate(node):
-            if isinstance(value, dict | list):
+            if key == "output":
+                value["path"] = str(root / "made.jsonl")
+            elif key == "inputs":
+                node[key] = [str(rows / "rows.jsonl")]
+            elif isinstance(value, dict | list):
                 put_here(value)
             elif key in ("model_path", "critic_model_path") and value:
                 node[key] = str(root / "model")
