@@ -194,7 +194,7 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
 def create(engine: Engine, tables: Tables) -> None:
     """Make the tables where they are not there; several processes may do so at a time.
 
-    Raises ConfigError for another schema.
+    Those of an older rft are brought up to date. Raises ConfigError for another schema.
     """
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
@@ -218,6 +218,9 @@ def _check_schema(connection: Connection, tables: Tables) -> None:
     if "rft_buffers" in there:
         query = sql.select(tables.buffers.c.version).where(tables.buffers.c.name == tables.name)
         version = connection.execute(query).scalar()
+        if version == 1:
+            _count_experiences(connection, tables)
+            version = SCHEMA
         wrong = (
             None
             if version in (None, SCHEMA)
@@ -235,6 +238,17 @@ def _check_schema(connection: Connection, tables: Tables) -> None:
         raise ConfigError(
             f"{KEY}.path: the database {wrong}: set another {KEY}.name, or another database"
         )
+
+
+def _count_experiences(connection: Connection, tables: Tables) -> None:
+    """Tables of version 1 counted groups. Greedy baselines, which are not trained on, are counted
+    with the others of a group that was stored under it.
+    """
+    groups, buffers = tables.groups, tables.buffers
+    for name in ("trained", "most"):
+        connection.execute(sql.text(f'ALTER TABLE "{groups.name}" ADD COLUMN {name} INTEGER'))
+    connection.execute(groups.update().values(trained=groups.c.size))
+    connection.execute(buffers.update().where(buffers.c.name == tables.name).values(version=SCHEMA))
 
 
 def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> None:

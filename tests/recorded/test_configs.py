@@ -24,6 +24,9 @@ LEFT_OPEN = (
     "explorer.runner_per_model",
     "trainer.dtype",
 )
+# what these are where they are left out
+USUAL = {"format.prompt_key": "prompt", "format.response_key": "response"}
+USUAL |= {"format.prompt_type": "messages"}  # of whoever names neither of the two
 RECORDED = json.loads(lzma.decompress(DATA.read_bytes()))
 
 
@@ -50,7 +53,10 @@ def differences(then: Any, now: Any, key: str) -> Iterator[str]:
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for number, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{key}.{number}")
-    elif now is None and key.removeprefix(".composed.") in LEFT_OPEN:
+    elif now is None and (
+        key.removeprefix(".composed.") in LEFT_OPEN
+        or USUAL.get(".".join(key.split(".")[-2:])) == then
+    ):
         return
     elif (type(then), then) != (type(now), now):
         yield f"{key} was {then!r} and is {now!r}"
