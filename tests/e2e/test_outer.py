@@ -46,6 +46,7 @@ def check_ends_well(command: list[str], root: Path, steps: dict[str, int]) -> No
     History(root / "rft" / "buffer" / "experience_buffer").check_exactly_once(steps["rft"])
 
 
+@pytest.mark.verify
 def test_torchrun(tmp_path: Path) -> None:
     """Both stages, and nothing is left. Every step trained on what the version before it has
     sampled, and trainer and engine agree about its probabilities.
