@@ -81,7 +81,10 @@ def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("when_busy", ["wait", "skip", "newest_wins"])
+@pytest.mark.parametrize(
+    "when_busy",
+    ["wait", *(pytest.param(one, marks=pytest.mark.verify) for one in ("skip", "newest_wins"))],
+)
 def test_training_goes_on_beside_a_stopped_agent_which_is_killed_and_replaced(
     memory_path: Path, stop: Stop, when_busy: str
 ) -> None:

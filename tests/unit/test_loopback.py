@@ -28,6 +28,7 @@ def told_by_ranks(directory: Path, port: int, restarts: int) -> list[dict[str, A
     return [json.loads((directory / f"rank_{number}.json").read_text()) for number in range(2)]
 
 
+@pytest.mark.verify
 def test_all_listen_on_loopback_alone_and_ranks_meet_again_after_one_was_killed(
     tmp_path: Path,
 ) -> None:

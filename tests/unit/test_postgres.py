@@ -26,6 +26,7 @@ def url() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.verify
 def test_four_writers_and_three_trainers_with_kills_train_every_group_once(
     url: str, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def sweep(tmp_path: Path, assets: Path) -> Sweep:
     return Sweep(tmp_path, assets)
 
 
+@pytest.mark.verify
 def test_a_failed_trial_fails_and_the_others_run_once(sweep: Sweep) -> None:
     code, told, errors = sweep.run("seed=1,13,2", "sweep.value=best")
     assert code == 1 and "trial 1 failed with exit code 2" in errors and "Traceback" not in errors

@@ -107,6 +107,7 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
 # --- whole sweeps, with the runs of test_sweep ----------------------------------------------------
 
 
+@pytest.mark.verify
 def test_optuna_runs_what_it_was_asked_for_once(sweep: Sweep) -> None:  # noqa: F811
     ask = [
         "sweep=optuna",
