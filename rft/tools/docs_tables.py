@@ -75,7 +75,9 @@ def line(*cells: str) -> str:
 def verl_table() -> str:
     """veRL's keys, in the order of rft/config/verl.py and verl_run.py."""
     lines = ["| | key | is |", "| --- | --- | --- |"]
-    lines += [f"| {key.row} | `{name}` | {of_verl(key)} |" for name, key in verl_run.EVERY.items()]
+    lines += [
+        f"| {key.row} | `{name}` | {of_foreign(key)} |" for name, key in verl_run.EVERY.items()
+    ]
     sections = {name: f"`{to}.*`" for name, to in verl_run.FREE.items()}
     sections |= {
         name: f"`{to}.*`" if to else "as the policy's" for name, to in verl_keys.FREE.items()
@@ -89,12 +91,9 @@ def verl_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def of_verl(key: ForeignKey) -> str:
-    """What one of veRL's keys is here."""
-    values = [*key.only, *key.each_of]
-    taken = ", ".join(
-        f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in values
-    ).replace("``", "empty")
+def of_foreign(key: ForeignKey) -> str:
+    """What a key of another system is here."""
+    taken = ", ".join(shown(value) for value in (*key.only, *key.each_of))
     if key.to:
         targets = ", ".join(f"`{to}`" for to in key.to.split(", "))
         return f"{targets}, of {taken}" if key.only else targets
@@ -108,21 +107,17 @@ def trinity_table() -> str:
     order of rft/config/trinity.py.
     """
     lines = ["| | key | is |", "| --- | --- | --- |"]
-    for name, key in trinity_keys.KEYS.items():
-        taken = ", ".join(shown(value) for value in key.only)
-        if key.to:
-            meaning = f"`{key.to}`"
-        elif key.takes_any:
-            meaning = f"taken: {key.why}"
-        else:
-            meaning = f"only {taken}: {key.why}" if taken else f"refused: {key.why}"
-        lines.append(f"| {key.row} | `{name}` | {meaning} |")
+    lines += [
+        f"| {key.row} | `{name}` | {of_foreign(key)} |" for name, key in trinity_keys.KEYS.items()
+    ]
     lines += ["", "| value of | there | here |", "| --- | --- | --- |"]
-    for name, values in trinity_keys.RENAMED.items():
+    renamed = {
+        "a workflow" if values is trinity_flows.WORKFLOWS else f"`{name}`": values
+        for name, values in trinity_keys.RENAMED.items()
+    }
+    for name, values in renamed.items():
         for there, (here, why) in values.items():
-            lines.append(
-                f"| `{name}` | {shown(there)} | {shown(here)}{': ' + why if why else ''} |"
-            )
+            lines.append(f"| {name} | {shown(there)} | {shown(here)}{': ' + why if why else ''} |")
     for name, (names, why) in trinity_keys.NAMES.items():
         lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
     lines += ["", "| workflow or reward that is refused | use instead |", "| --- | --- |"]
