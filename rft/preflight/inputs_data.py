@@ -391,9 +391,9 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
         ),
         Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
-            f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE} {MODEL}",
+            f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE}",
             partial(_tasksets, at_start=at_start),
-            reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES} "
+            reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES} {MODEL} "
             "model.max_response_tokens",
         ),
         *(own if at_start else ()),

@@ -303,8 +303,11 @@ def start_environments(c: Config) -> Iterator[str]:
 
 
 def has_template(c: Config) -> bool:
+    """Of a model that is not there only that is told."""
     root = Path(c.model.model_path)
     if c.model.custom_chat_template or list(root.glob("chat_template*")):
+        return True
+    if not (root / "tokenizer_config.json").is_file():
         return True
     told = msgspec.json.decode((root / "tokenizer_config.json").read_bytes())
     return bool(told.get("chat_template")) or bool(list(root.glob("additional_chat_templates/*")))

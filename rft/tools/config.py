@@ -83,12 +83,11 @@ def differences(found: config_file.Flat) -> Iterator[str]:
     ]
     rows += [(f"{one.place} (left out)", shown(one.theirs), *one[2:]) for one in found.taken]
     if rows:
+        from rft.tools.tables import table
+
+        names = ("key", "theirs", "rft's", "why")
         yield "what its keys are here; a left-out key has what stands under `theirs`"
-        table = [("key", "theirs", "rft's", "why"), *rows]
-        widths = [max(len(row[n]) for row in table) for n in range(3)]
-        for row in table:
-            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
-            yield "  ".join((*cells, row[3])).rstrip()
+        yield table(dict(zip(names, row, strict=True)) for row in rows)
 
 
 def text(raw: DictConfig, everything: bool) -> str:

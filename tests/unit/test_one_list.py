@@ -104,6 +104,17 @@ def test_a_file_its_overrides_and_the_rules_are_one_list(assets: Path, tmp_path:
         assert key in said
 
 
+def test_data_are_looked_at_without_a_model(assets: Path, tmp_path: Path) -> None:
+    gone = f"buffer.explorer_input.eval_tasksets=[{{path:{tmp_path}/b.jsonl}}]"
+    given = ["model.model_path=/nowhere", f"{TASKSET}.path={tmp_path}/a.jsonl", gone]
+    told = problems(words(assets, tmp_path, *given))
+    assert [said.partition(":")[0].partition("=")[0] for said in told] == [
+        "model.model_path",
+        f"{TASKSET}.path",
+        "buffer.explorer_input.eval_tasksets.0.path",
+    ]
+
+
 def test_nothing_is_prepared_of_what_cannot_be_read(tmp_path: Path) -> None:
     given = ["experiment=quickstart", f"checkpoint_root_dir={tmp_path}", "seed=x"]
     told = problems([*given, "trainer.checkpoint.storage=bucket"])
