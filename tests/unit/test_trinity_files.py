@@ -315,9 +315,7 @@ def local(file: Path, root: Path) -> Path:
 
     def put_here(node: Any) -> None:
         for key, value in list(node.items()) if isinstance(node, dict) else enumerate(node):
-            if key == "output":
-                value["path"] = str(root / "made.jsonl")
-            elif key == "inputs":
+            if key == "inputs":
                 node[key] = [str(rows / "rows.jsonl")]
             elif isinstance(value, dict | list):
                 put_here(value)
@@ -329,6 +327,13 @@ def local(file: Path, root: Path) -> Path:
                 node[key] = str(rows / "rows.jsonl")
 
     put_here(raw)
+    if raw.get("data_processor", {}).get("task_pipeline"):  # its rows go where they are read
+        for section, name in (
+            ("explorer_input", "taskset"),
+            ("trainer_input", "experience_buffer"),
+        ):
+            if reader := raw["buffer"].get(section, {}).get(name):
+                reader["path"] = str(root / "made.jsonl")
     OmegaConf.save(OmegaConf.create(raw), root / file.name)
     return root / file.name
 
