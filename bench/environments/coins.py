@@ -6,7 +6,7 @@ import importlib.util
 import random
 from pathlib import Path
 
-ADAPTER = Path(__file__).resolve().parents[1] / "rft/extras/environments/gym_adapter.py"
+ADAPTER = Path(__file__).resolve().parents[2] / "rft/extras/environments/gym_adapter.py"
 SPEC = importlib.util.spec_from_file_location("gym_adapter", ADAPTER)
 MODULE = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(MODULE)
