@@ -55,6 +55,7 @@ KNOWN = {
     "reasoning_gym": Known("reasoning_gym_adapter.py", "ReasoningGym", "reasoning-gym"),
     "verifiers": Known("verifiers_adapter.py", "Verifiers", "verifiers", drives=True),
     "textworld": Known("textworld_adapter.py", "TextWorld", "textworld"),
+    "scienceworld": Known("scienceworld_adapter.py", "ScienceWorld", "scienceworld"),
     "agentscope": Known("agentscope_adapter.py", "AgentScope", "agentscope", drives=True),
 }
 

@@ -3,7 +3,9 @@ builds, through the real runner and workflow; a scripted policy stands where the
 """
 
 import collections
+import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,55 @@ def test_a_game_of_textworld_is_won_by_its_own_commands(tmp_path: Path) -> None:
     assert made.reward_outcome == "ok" and 0.0 <= made.reward <= 1.0
     assert "You may: " in TOKENIZER.decode(made.tokens) and made.metrics["turns"] >= 1
     assert "no game /no/game.z8" in refusal("textworld", env_id="/no/game.z8")
+
+
+# ScienceWorld
+
+GOLD = """
+import json, sys
+from scienceworld import ScienceWorldEnv
+world = ScienceWorldEnv()
+world.load("find-living-thing", 4, "easy", True)
+print(json.dumps(world.get_gold_action_sequence()))
+world.close()
+"""
+
+
+def test_an_experiment_of_scienceworld_is_done_by_its_own_path(tmp_path: Path) -> None:
+    """The way that the simulator itself knows, command by command, in the form of the reference."""
+    args = {"env_id": "find-living-thing", "max_step_num": 12}
+    python = settings("scienceworld", **args).interpreter
+    ran = subprocess.run([python, "-c", GOLD], capture_output=True, check=True)
+    way = json.loads(ran.stdout)
+
+    def walks(prompt: str, n: int) -> str:
+        return f"<think>?</think><action>{way[prompt.count('<|assistant|>') - 1]}</action>"
+
+    described = '{"task_name": "find-living-thing", "var_num": 4, "jar_path": "/their/own.jar"}'
+    rows: list[Any] = [{"task_name": "find-living-thing", "var_num": 4}, {}]
+    asked = [task("scienceworld", raw=row, **args) for row in rows]
+    asked[1].prompt = described
+    world = World(walks, tmp_path, room=12000)
+    for (made,) in world.run(*asked):
+        text = TOKENIZER.decode(made.tokens)
+        assert "focus on the thing" in text and "Commands: activate OBJ" in text
+        assert made.metrics["environment/score"] == 100.0 == made.metrics["environment/done"] * 100
+        assert made.reward == pytest.approx(0.92), "what it had before the first command is no gain"
+    ((lost,),) = World(lambda prompt, n: "well", tmp_path, room=12000).run(
+        task("scienceworld", raw={"seed": 1}, **{**args, "max_step_num": 2})
+    )
+    assert (lost.reward, lost.metrics["environment/unread"]) == (0.0, 1.0)
+
+
+def test_tasks_of_scienceworld_are_variations_of_a_split() -> None:
+    rows = asked_once(settings("scienceworld", env_id="boil"), "--rows", count=3, seed=1)
+    assert [(row["task_name"], row["var_num"], row["seed"]) for row in rows] == [
+        ("boil", 1, 1),
+        ("boil", 2, 2),
+        ("boil", 3, 3),
+    ]
+    assert "Unknown taskName: 'cook'" in refusal("scienceworld", env_id="cook")
+    assert "split=exam" in refusal("scienceworld", env_id="boil", env_args={"split": "exam"})
 
 
 # AgentScope
