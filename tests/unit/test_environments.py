@@ -232,6 +232,10 @@ def test_adapters_import_what_their_lock_has() -> None:
         there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
         assert imported_by(module.ADAPTERS / known.file) <= there
         assert not there & {"torch", "triton"} and "nvidia" not in lock
+    lock = Path("requirements/env-data-juicer.txt").read_text(encoding="utf-8")
+    there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
+    asked = imported_by(module.ADAPTERS / "juicer_service.py") - {"data_juicer", "yaml"}
+    assert asked | {"py_data_juicer", "pyyaml"} <= there and not there & {"torch", "triton", "uv"}
 
 
 def test_the_tool_writes_rows_and_says_what_is_wrong(
