@@ -257,7 +257,7 @@ def test_the_page_has_the_example_that_is_run() -> None:
     assert (HERE / "guess.py").read_text(encoding="utf-8").endswith(shown)
     for known in module.KNOWN.values():
         lock = (Path("requirements") / f"env-{known.venv}.txt").read_text(encoding="utf-8")
-        name = known.venv.replace("gym", "gymnasium") if known.venv == "gym" else known.venv
+        name = {"gym": "gymnasium", "verifiers-v1": "verifiers"}.get(known.venv, known.venv)
         version = next(
             line.partition("==")[2]
             for line in lock.splitlines()

@@ -178,6 +178,34 @@ def test_what_verifiers_takes_for_zero_is_a_failure(tmp_path: Path) -> None:
     assert "no_such_package" in refusal("verifiers", env_id="no_such_package")
 
 
+def test_a_taskset_of_verifiers_is_rewarded_by_its_own_functions(tmp_path: Path) -> None:
+    args = {"env_id": str(Path(__file__).with_name("letters_tasks"))}
+    rows = asked_once(settings("verifiers_v1", **args), "--rows", count=9, seed=0)
+    assert [(row["response"], row["index"]) for row in rows] == [("3", 0), ("2", 1), ("0", 2)]
+    answers = {row["prompt"]: row["response"] for row in rows}
+    world = World(lambda prompt, n: next(a for q, a in answers.items() if q in prompt), tmp_path)
+    found = world.run(*[task("verifiers_v1", repeat=2, raw=row, **args) for row in rows])
+    for made, row in zip(found, rows, strict=True):
+        told = [
+            (one.sample, one.reward, one.metrics["right"], one.metrics["length"]) for one in made
+        ]
+        assert told == [(0, 1.25, 1.0, 1.0), (1, 1.25, 1.0, 1.0)]
+        text = f"<|user|>{row['prompt']}<|end|><|assistant|>{row['response']}<|end|>"
+        assert TOKENIZER.decode(made[0].tokens) == text
+    ((wrong,),) = World(lambda prompt, n: "many", tmp_path).run(
+        task("verifiers_v1", raw={}, row=1, **args)
+    )
+    assert (wrong.reward, wrong.reward_outcome) == (0.0, "ok")
+    broken = World(lambda prompt, n: "3", tmp_path)
+    (error,) = broken.run(task("verifiers_v1", raw=rows[0], env_args={"broken": True}, **args))
+    assert isinstance(error, EnvironmentFailed) and "no such answer" in str(error)
+    assert "no_such_package" in refusal("verifiers_v1", env_id="no_such_package")
+    assert "nonsense" in refusal("verifiers_v1", env_args={"nonsense": 1}, **args)
+    other = settings("verifiers_v1", python="verifiers", **args)
+    (said,) = problems(other, "k", True)
+    assert "verifiers 0.2.1 is of another" in said or "verifiers.v1" in said
+
+
 # textworld
 
 
