@@ -124,18 +124,7 @@ class AgentWorkflow:
                 raise
             returned = None
         result = await self._reward(settings, task, ctx, opened, returned)
-        made = opened.session.experiences(settings.merge)
-        if not made:
-            raise ValueError(
-                f"the agent of task {task.id} asked the model for nothing: give its client this "
-                "base_url"
-            )
-        for experience in made:
-            experience.sample = sample
-            if result is not None and result.outcome != "ok":
-                experience.reward_outcome = result.outcome
-                experience.info = {**experience.info, "reward_message": result.message}
-        return made
+        return opened.experiences(f"the agent of task {task.id}", sample, result, settings.merge)
 
     async def _agent(
         self, settings: AgentSettings, task: Task, ctx: WorkflowContext, access: Access
@@ -185,7 +174,5 @@ class AgentWorkflow:
             if not session.calls:
                 return None
             [result] = await ctx.score(task, [session.calls[-1].text])
-            session.feedback.reward = result.reward
-            session.feedback.metrics = {**session.feedback.metrics, **result.metrics}
-            return result
+            return opened.take_score(result)
         return None

@@ -84,7 +84,7 @@ class DataJuicerConfig(Section):
         FreePort | None, "of the one that is started; default, and if that is taken: a free one"
     ] = None
     command: Annotated[
-        Str | None, "that starts it, with {port}; default: the server of the package trinity-rft"
+        Str | None, "that starts it, with {port}; default: that of `make env-data-juicer`"
     ] = None
     start_timeout: Annotated[Seconds, "seconds until it answers"] = 120.0
     timeout: Annotated[Seconds, "seconds for one answer"] = 600.0

@@ -69,9 +69,13 @@ ENVIRONMENTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"max_env_steps": "max_step_num"},
     ),
     "sciworld_workflow": ({"environment": "scienceworld", "max_step_num": 30}, {}),
-    "webshop_workflow": ({"environment": "webshop", "max_step_num": 15}, {}),
     **dict.fromkeys(
-        ("agentscope_react_workflow", "as_react_workflow", "agentscope_react_math_workflow"),
+        (
+            "agentscope_react_workflow",
+            "as_react_workflow",
+            "agentscope_react_math_workflow",
+            "agentscopev0_react_math_workflow",
+        ),
         ({"environment": "agentscope"}, {"type": "env_args.type"}),
     ),
 }
@@ -92,9 +96,11 @@ REFUSED: dict[str, str] = {
         "it needs the key of a search service: use tool_use, with that service's MCP server as "
         "workflow_args.mcp_servers"
     ),
-    "agentscopev0_react_math_workflow": (
-        "it is for AgentScope 0: use agentscope_react_workflow, or tool_use with the reward "
-        "math_boxed_reward"
+    "webshop_workflow": (
+        "WebShop is no package: it wants torch, a search index and a shop's data, none of which a "
+        "registry has; where you have it, write a class of reset and step around its "
+        "WebAgentTextEnv, and name that as workflow_args.environment of the workflow environment "
+        "(docs/environments.md), with its Python as workflow_args.python"
     ),
     "intercode_sql_workflow": (
         "it needs a database per task: use tool_use, with an MCP server that runs SQL as "

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ from rft.data.source import is_table
 from rft.data.supervised import check_supervised, row_needs, rows_per_step
 from rft.data.taskset import Taskset, check_taskset
 from rft.extras.pipeline import tasks
-from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError
+from rft.extras.pipeline.data_juicer import SERVICE as SERVICE_FILE
+from rft.extras.pipeline.data_juicer import JuicerClient, JuicerError, own_python
 from rft.extras.pipeline.operators import Operator, make
 from rft.extras.pipeline.output import destination
 from rft.extras.pipeline.output import inputs as raw_files
@@ -194,16 +196,27 @@ async def _ask(url: str) -> None:
 
 def _command(command: str | None) -> Iterator[str]:
     if command is None:
-        if importlib.util.find_spec(PACKAGE) is None:
-            yield (
-                f"{SERVICE}.auto_start=true: the package trinity-rft, whose server it starts, is "
-                "not installed; install "
-                f"trinity-rft[data], or set {SERVICE}.command or {SERVICE}.server_url"
-            )
+        yield from _own_service() if own_python().is_file() else _theirs()
         return
     program = shlex.split(command)[0]
     if program != "{python}" and shutil.which(program) is None:
         yield f"{SERVICE}.command: there is no program {program!r}; give its path"
+
+
+def _own_service() -> Iterator[str]:
+    """What keeps the environment of py-data-juicer from serving: none, or another version."""
+    asked = [str(own_python()), "-I", str(SERVICE_FILE), "--check"]
+    ran = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_S * 6)
+    if ran.returncode:
+        yield f"{SERVICE}.auto_start=true: {ran.stderr.strip()[-300:]}: make env-data-juicer"
+
+
+def _theirs() -> Iterator[str]:
+    if importlib.util.find_spec(PACKAGE) is None:
+        yield (
+            f"{SERVICE}.auto_start=true: there is no Data-Juicer to start: make env-data-juicer, "
+            f"or install trinity-rft[data], or set {SERVICE}.command or {SERVICE}.server_url"
+        )
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -61,6 +61,30 @@ class AgentSession:
     access: Access
     was_rewarded: asyncio.Event
 
+    def take_score(self, result: RewardResult) -> RewardResult:
+        """What the task's reward function says of the last answer is the session's reward."""
+        feedback = self.session.feedback
+        feedback.reward, feedback.metrics = result.reward, {**feedback.metrics, **result.metrics}
+        return result
+
+    def experiences(
+        self, who: str, sample: int, result: RewardResult | None, merge: bool
+    ) -> list[Experience]:
+        """Those of run `sample` of `who`; `result`: of the reward function, where that was asked.
+        Raises ValueError if there are none.
+        """
+        made = self.session.experiences(merge)
+        if not made:
+            raise ValueError(
+                f"{who} asked the model for nothing: give its client base_url and api_key"
+            )
+        for one in made:
+            one.sample = sample
+            if result is not None and result.outcome != "ok":
+                one.reward_outcome = result.outcome
+                one.info = {**one.info, "reward_message": result.message}
+        return made
+
 
 class AuxiliaryModel(Protocol):
     async def say(

@@ -54,7 +54,9 @@ KNOWN = {
     "gymnasium": Known("gym_adapter.py", "Gymnasium", "gym"),
     "reasoning_gym": Known("reasoning_gym_adapter.py", "ReasoningGym", "reasoning-gym"),
     "verifiers": Known("verifiers_adapter.py", "Verifiers", "verifiers", drives=True),
+    "verifiers_v1": Known("verifiers_v1_adapter.py", "VerifiersTasks", "verifiers-v1", drives=True),
     "textworld": Known("textworld_adapter.py", "TextWorld", "textworld"),
+    "scienceworld": Known("scienceworld_adapter.py", "ScienceWorld", "scienceworld"),
     "agentscope": Known("agentscope_adapter.py", "AgentScope", "agentscope", drives=True),
 }
 

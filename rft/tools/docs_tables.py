@@ -120,8 +120,13 @@ def trinity_table() -> str:
             lines.append(f"| {name} | {shown(there)} | {shown(here)}{': ' + why if why else ''} |")
     for name, (names, why) in trinity_keys.NAMES.items():
         lines.append(f"| `{name}` | {', '.join(map(shown, names))} | unless rft has it: {why} |")
-    lines += ["", "| workflow or reward that is refused | use instead |", "| --- | --- |"]
-    lines += [f"| {shown(name)} | {why} |" for name, why in trinity_flows.WITHOUT.items()]
+    others = {k: v for k, v in trinity_flows.WITHOUT.items() if k not in trinity_flows.REFUSED}
+    for what, names in (
+        ("workflow that is refused: the closed list, of at most six", trinity_flows.REFUSED),
+        ("not in this round: images, OpenJudge", others),
+    ):
+        lines += ["", f"| {what} | use instead |", "| --- | --- |"]
+        lines += [f"| {shown(name)} | {why} |" for name, why in names.items()]
     return "\n".join([*lines, "", *trinity_defaults()]) + "\n"
 
 

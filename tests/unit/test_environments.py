@@ -232,6 +232,10 @@ def test_adapters_import_what_their_lock_has() -> None:
         there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
         assert imported_by(module.ADAPTERS / known.file) <= there
         assert not there & {"torch", "triton"} and "nvidia" not in lock
+    lock = Path("requirements/env-data-juicer.txt").read_text(encoding="utf-8")
+    there = {line.partition("==")[0].lower().replace("-", "_") for line in lock.splitlines()}
+    asked = imported_by(module.ADAPTERS / "juicer_service.py") - {"data_juicer", "yaml"}
+    assert asked | {"py_data_juicer", "pyyaml"} <= there and not there & {"torch", "triton", "uv"}
 
 
 def test_the_tool_writes_rows_and_says_what_is_wrong(
@@ -253,7 +257,7 @@ def test_the_page_has_the_example_that_is_run() -> None:
     assert (HERE / "guess.py").read_text(encoding="utf-8").endswith(shown)
     for known in module.KNOWN.values():
         lock = (Path("requirements") / f"env-{known.venv}.txt").read_text(encoding="utf-8")
-        name = known.venv.replace("gym", "gymnasium") if known.venv == "gym" else known.venv
+        name = {"gym": "gymnasium", "verifiers-v1": "verifiers"}.get(known.venv, known.venv)
         version = next(
             line.partition("==")[2]
             for line in lock.splitlines()

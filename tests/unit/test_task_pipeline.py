@@ -16,7 +16,7 @@ import pytest
 
 from rft import preflight
 from rft.config import Config, ConfigError
-from rft.extras.pipeline import tasks
+from rft.extras.pipeline import data_juicer, tasks
 from rft.extras.pipeline.tasks import TaskPipelineFailed, segments
 from rft.run import stages
 from rft.run.stages import StageFailed
@@ -505,7 +505,7 @@ def services() -> set[int]:
         (
             [op("mean")],
             "service.data_juicer.auto_start=true",
-            "trinity-rft, whose server it starts, is not installed",
+            "there is no Data-Juicer to start: make env-data-juicer",
         ),
         (
             [op("mean")],
@@ -536,6 +536,7 @@ def test_what_cannot_work_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setattr(data_juicer, "PLACE", f"{tmp_path}/no-{{}}")  # whoever has made one
     words = split(more)
     with pytest.raises(ConfigError) as refused:
         configured(assets, tmp_path, raw, operators, *words)

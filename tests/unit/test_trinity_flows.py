@@ -4,6 +4,7 @@ what becomes of every name of the reference.
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rft.ground.experience import PEERS, Completion, Experience, Sampling, Task
 from rft.preflight.inputs_flows import flows
 from rft.rollout import rewards, workflows
 from rft.rollout.context import TokenLimits
+from rft.rollout.environments import KNOWN
 from rft.rollout.evaluation import summarise
 from rft.rollout.reward_worker import RewardResult, judge
 from rft.rollout.workflows import Tool, ToolUse
@@ -279,6 +281,11 @@ def test_every_name_of_the_reference_is_mapped_or_has_its_own_sentence(name: str
 def test_at_most_six_workflows_are_refused() -> None:
     assert len(trinity_flows.REFUSED) <= 6
     assert not {*trinity_flows.WITHOUT} & {*trinity_flows.WORKFLOWS, *workflows.WORKFLOWS}
+    # what is mapped runs: an adapter of ours is there
+    assert {args["environment"] for args, _ in trinity_flows.ENVIRONMENTS.values()} <= {*KNOWN}
+    page = (Path(__file__).parents[2] / "docs" / "trinity.md").read_text(encoding="utf-8")
+    listed = page.split("the closed list, of at most six |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", listed, re.M) == [*trinity_flows.REFUSED]
 
 
 def test_a_refused_name_is_told_with_what_to_use() -> None:

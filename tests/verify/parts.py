@@ -68,7 +68,7 @@ PARTS = {
         ),
         "verify/test_agent_framework.py",
     ),
-    "environments": full("real_environments"),
+    "environments": full("real_environments", "real_data_juicer"),
     "sync-faults": e2e("sync_faults"),
     "weight-sync": Part(
         [["-m", "pytest", "tests/e2e/test_weight_sync.py", "--way", way] for way in WAYS]

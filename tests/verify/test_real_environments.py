@@ -3,7 +3,9 @@ builds, through the real runner and workflow; a scripted policy stands where the
 """
 
 import collections
+import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,34 @@ def test_what_verifiers_takes_for_zero_is_a_failure(tmp_path: Path) -> None:
     assert "no_such_package" in refusal("verifiers", env_id="no_such_package")
 
 
+def test_a_taskset_of_verifiers_is_rewarded_by_its_own_functions(tmp_path: Path) -> None:
+    args = {"env_id": str(Path(__file__).with_name("letters_tasks"))}
+    rows = asked_once(settings("verifiers_v1", **args), "--rows", count=9, seed=0)
+    assert [(row["response"], row["index"]) for row in rows] == [("3", 0), ("2", 1), ("0", 2)]
+    answers = {row["prompt"]: row["response"] for row in rows}
+    world = World(lambda prompt, n: next(a for q, a in answers.items() if q in prompt), tmp_path)
+    found = world.run(*[task("verifiers_v1", repeat=2, raw=row, **args) for row in rows])
+    for made, row in zip(found, rows, strict=True):
+        told = [
+            (one.sample, one.reward, one.metrics["right"], one.metrics["length"]) for one in made
+        ]
+        assert told == [(0, 1.25, 1.0, 1.0), (1, 1.25, 1.0, 1.0)]
+        text = f"<|user|>{row['prompt']}<|end|><|assistant|>{row['response']}<|end|>"
+        assert TOKENIZER.decode(made[0].tokens) == text
+    ((wrong,),) = World(lambda prompt, n: "many", tmp_path).run(
+        task("verifiers_v1", raw={}, row=1, **args)
+    )
+    assert (wrong.reward, wrong.reward_outcome) == (0.0, "ok")
+    broken = World(lambda prompt, n: "3", tmp_path)
+    (error,) = broken.run(task("verifiers_v1", raw=rows[0], env_args={"broken": True}, **args))
+    assert isinstance(error, EnvironmentFailed) and "no such answer" in str(error)
+    assert "no_such_package" in refusal("verifiers_v1", env_id="no_such_package")
+    assert "nonsense" in refusal("verifiers_v1", env_args={"nonsense": 1}, **args)
+    other = settings("verifiers_v1", python="verifiers", **args)
+    (said,) = problems(other, "k", True)
+    assert "verifiers 0.2.1 is of another" in said or "verifiers.v1" in said
+
+
 # textworld
 
 
@@ -191,6 +221,55 @@ def test_a_game_of_textworld_is_won_by_its_own_commands(tmp_path: Path) -> None:
     assert made.reward_outcome == "ok" and 0.0 <= made.reward <= 1.0
     assert "You may: " in TOKENIZER.decode(made.tokens) and made.metrics["turns"] >= 1
     assert "no game /no/game.z8" in refusal("textworld", env_id="/no/game.z8")
+
+
+# ScienceWorld
+
+GOLD = """
+import json, sys
+from scienceworld import ScienceWorldEnv
+world = ScienceWorldEnv()
+world.load("find-living-thing", 4, "easy", True)
+print(json.dumps(world.get_gold_action_sequence()))
+world.close()
+"""
+
+
+def test_an_experiment_of_scienceworld_is_done_by_its_own_path(tmp_path: Path) -> None:
+    """The way that the simulator itself knows, command by command, in the form of the reference."""
+    args = {"env_id": "find-living-thing", "max_step_num": 12}
+    python = settings("scienceworld", **args).interpreter
+    ran = subprocess.run([python, "-c", GOLD], capture_output=True, check=True)
+    way = json.loads(ran.stdout)
+
+    def walks(prompt: str, n: int) -> str:
+        return f"<think>?</think><action>{way[prompt.count('<|assistant|>') - 1]}</action>"
+
+    described = '{"task_name": "find-living-thing", "var_num": 4, "jar_path": "/their/own.jar"}'
+    rows: list[Any] = [{"task_name": "find-living-thing", "var_num": 4}, {}]
+    asked = [task("scienceworld", raw=row, **args) for row in rows]
+    asked[1].prompt = described
+    world = World(walks, tmp_path, room=12000)
+    for (made,) in world.run(*asked):
+        text = TOKENIZER.decode(made.tokens)
+        assert "focus on the thing" in text and "Commands: activate OBJ" in text
+        assert made.metrics["environment/score"] == 100.0 == made.metrics["environment/done"] * 100
+        assert made.reward == pytest.approx(0.92), "what it had before the first command is no gain"
+    ((lost,),) = World(lambda prompt, n: "well", tmp_path, room=12000).run(
+        task("scienceworld", raw={"seed": 1}, **{**args, "max_step_num": 2})
+    )
+    assert (lost.reward, lost.metrics["environment/unread"]) == (0.0, 1.0)
+
+
+def test_tasks_of_scienceworld_are_variations_of_a_split() -> None:
+    rows = asked_once(settings("scienceworld", env_id="boil"), "--rows", count=3, seed=1)
+    assert [(row["task_name"], row["var_num"], row["seed"]) for row in rows] == [
+        ("boil", 1, 1),
+        ("boil", 2, 2),
+        ("boil", 3, 3),
+    ]
+    assert "Unknown taskName: 'cook'" in refusal("scienceworld", env_id="cook")
+    assert "split=exam" in refusal("scienceworld", env_id="boil", env_args={"split": "exam"})
 
 
 # AgentScope

@@ -1,5 +1,6 @@
-"""Data-Juicer: a client of its service, a service that this run starts and ends itself, and the
-operator data_juicer, by which the experiences of a group go through operators of that service.
+"""Data-Juicer: a client of its service, a service that this run starts and ends itself (ours around
+the package py-data-juicer, or Trinity-RFT's), and the operator data_juicer, by which the
+experiences of a group go through operators of that service.
 
     GET /health                                         200 when it serves
     POST /create              JSON config               {"session_id"}
@@ -34,9 +35,11 @@ from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
 from rft.ground.experience import Experience
 from rft.ground.process import end_family, ending, family, python_path, tied
+from rft.rollout.environments import ADAPTERS, PLACE
 
 log = logging.getLogger(__name__)
-COMMAND = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
+THEIRS = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
+SERVICE = ADAPTERS / "juicer_service.py"
 TRIES = 3  # with another port each
 LOOK_S = 0.1  # between two questions whether it serves: nothing tells
 ANSWER_S = 5.0
@@ -177,6 +180,18 @@ def reason(answer: Any) -> str:
     return (lines[-1] if lines and TRACEBACK in text else " ".join(lines))[:300] or "nothing"
 
 
+def own_python() -> Path:
+    """Of the environment that `make env-data-juicer` builds, there or not."""
+    return Path(PLACE.format("data-juicer"), "bin", "python").absolute()
+
+
+def command(config: DataJuicerConfig) -> str:
+    """What starts a service, with {port}."""
+    if config.command or not own_python().is_file():
+        return config.command or THEIRS
+    return f"{shlex.quote(str(own_python()))} -I {shlex.quote(str(SERVICE))} --port {{port}}"
+
+
 class JuicerServer:
     """A service of this run, `service.data_juicer.auto_start`: the URL at which the process that
     was started here answers. `log_file`: where it prints to.
@@ -218,13 +233,11 @@ class JuicerServer:
             self.process, self.is_serving = None, False
 
     async def _start_at(self, port: int) -> str:
-        command = (self.config.command or COMMAND).format(
-            port=port, python=shlex.quote(sys.executable)
-        )
+        words = command(self.config).format(port=port, python=shlex.quote(sys.executable))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
-                tied(shlex.split(command)),
+                tied(shlex.split(words)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

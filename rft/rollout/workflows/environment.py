@@ -104,18 +104,7 @@ async def driven(
     session, result = opened.session, None
     session.feedback.reward, session.feedback.metrics = told.reward, told.metrics
     if told.reward is None and session.calls:
-        [result] = await ctx.score(task, [session.calls[-1].text])
-        session.feedback.reward = result.reward
-        session.feedback.metrics = {**told.metrics, **result.metrics}
-    made = session.experiences(not settings.per_turn)
-    if not made:
-        raise ValueError(
-            f"the environment of task {task.id} asked the model for nothing: give its client "
-            "base_url and api_key"
-        )
-    for one in made:
-        one.sample = sample
-        if result is not None and result.outcome != "ok":
-            one.reward_outcome = result.outcome
-            one.info = {**one.info, "reward_message": result.message}
-    return made
+        [scored] = await ctx.score(task, [session.calls[-1].text])
+        result = opened.take_score(scored)
+    who = f"the environment of task {task.id}"
+    return opened.experiences(who, sample, result, not settings.per_turn)
