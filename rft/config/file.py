@@ -249,6 +249,7 @@ class Flat:
         return word != "rft"
 
     def _translated(self, node: dict[str, Any], part: Part) -> dict[str, Any]:
+        keys = (*configs.known_keys(), *KEYS)
         for name, value in leaves(
             node, lambda key: key in self._ends or key in KEYS or key in LISTS, part.prefix
         ):
@@ -260,8 +261,10 @@ class Flat:
                 self._keep(part, value, name, place)
             elif name in KEYS:
                 self._use(part, name, value, place)
-            elif not is_empty_section(name, value, (*configs.known_keys(), *KEYS)):
-                self._refuse(configs.meant(name), configs.unknown(name, place), place)
+            elif not is_empty_section(name, value, keys):
+                is_section = any(key.startswith(f"{name}.") for key in keys)
+                said = f"{place}={value}: give a section of keys" if is_section else None
+                self._refuse(configs.meant(name), said or configs.unknown(name, place), place)
         return part.out
 
     def _items(self, name: str, found: list[Any] | dict[str, Any], place: str) -> Any:

@@ -223,6 +223,12 @@ BUFFERS: dict[str, Default] = {
         "the column of chat messages",
         "message",
     ),
+    "format.prompt_type": Default(
+        lambda get: "messages" if get("storage_type") == "file" else UNSET,
+        "plaintext where prompt_key or response_key is given",
+        "what rows to learn are",
+        "messages",
+    ),
     "shuffle": Default(
         lambda get: False if get("storage_type") == "file" else UNSET,
         "true",
@@ -245,6 +251,7 @@ KEPT: dict[str, tuple[str, str, str]] = {
     ),
     f"{ROLLOUT}.enable_chunked_prefill": ("true", "vLLM's own", "it is true"),
     "monitor.enable_ray_timeline": ("false", "true", "as monitor.trace: the timeline is cheap"),
+    "trainer.enable_preview": ("false", "true", "as monitor.num_samples: a few rollouts are small"),
     "trainer.trainer_strategy": ("fsdp2", "megatron", "there is one trainer"),
     "checkpoint_root_dir": ("the current directory", "runs", "runs lie in one directory"),
 }
@@ -288,6 +295,19 @@ def _export(value: Any, file: Any) -> tuple[Any, str]:
     return ("never", "a service has the weights") if _is_service(file) else (value, "")
 
 
+def _of_rows(value: Any, file: Any) -> tuple[Any, str]:
+    return (UNSET if value == "messages" else value), (
+        "it is for rows to learn: a task's prompt is in prompt_key's column, text or messages"
+    )
+
+
+def _of_tasks(value: Any, file: Any) -> tuple[Any, str]:
+    return (
+        UNSET,
+        "rows are learned, and no workflow runs them" if value else "an empty text is none",
+    )
+
+
 def _nothing(value: Any, file: Any) -> tuple[Any, str]:
     return (UNSET, "an empty text is none") if value == "" else (value, "")
 
@@ -309,8 +329,9 @@ OTHERWISE: dict[str, Callable[[Any, Any], tuple[Any, str]]] = {
     f"{TASKSET_KEY}.format.workflow_key": _nothing,
     f"{TASKSET_KEY}.format.reward_fn_key": _nothing,
     f"{ROWS}.name": _nothing,
-    f"{ROWS}.format.workflow_key": _nothing,
-    f"{ROWS}.format.reward_fn_key": _nothing,
+    f"{ROWS}.format.workflow_key": _of_tasks,
+    f"{ROWS}.format.reward_fn_key": _of_tasks,
+    f"{TASKSET_KEY}.format.prompt_type": _of_rows,
 }
 
 
