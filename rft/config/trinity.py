@@ -188,7 +188,7 @@ for _word in ("temperature", "top_p", "top_k"):
 for _key in ("model.external_model", *(f"{one}.external_model_config" for one in (POLICY, BESIDE))):
     KEYS |= {
         f"{_key}.enable": ForeignKey(
-            "D11", "models have engines here: leave it out", only=(False,)
+            "D11", "models have engines here: leave it out", only=(False,), late=True
         ),
         f"{_key}.base_url_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
         f"{_key}.api_key_env": ForeignKey("D11", NOT_ASKED, takes_any=True),

@@ -97,6 +97,15 @@ def _trainer_dtype(get: Get) -> Any:
     return {"bf16": "bf16", "fp32": "fp32"}.get(str(get(f"{ROLLOUT}.dtype")), UNSET)
 
 
+def _teacher(get: Get) -> Any:
+    """It is no auxiliary model any more."""
+    models = get("explorer.auxiliary_models")
+    if get(TYPE) not in ("on_policy_distill", "jsd") or get("model.teacher_model_path"):
+        return UNSET
+    has_path = isinstance(models, list) and models and isinstance(models[0], dict)
+    return models.pop(0).get("model_path", UNSET) if has_path else UNSET
+
+
 def _serve_port(get: Get) -> Any:
     return 8010 if get("mode") == "serve" else UNSET
 
@@ -132,6 +141,18 @@ DEFAULTS: dict[str, Default] = {
         "0.0 of dapo",
         "groups without a spread are trained on unless the file says a threshold",
         "null of dapo",
+    ),
+    "algorithm.advantage_fn_args.reward_threshold": Default(
+        of_type({"raft": -1e9}, "algorithm.advantage_fn"),
+        "raft learns the best of each group",
+        "raft learns every response that its workflow returns",
+        "-1e9 of raft: any reward",
+    ),
+    "model.teacher_model_path": Default(
+        _teacher,
+        "of explorer.auxiliary_models none is a teacher",
+        "the first auxiliary model is the teacher; the trainer asks it, and it has no engines",
+        "explorer.auxiliary_models[0].model_path of on_policy_distill and jsd",
     ),
     "algorithm.optimizer.min_lr_ratio": Default(
         unless(0.01, "actor_rollout_ref.actor.optim.min_lr_ratio"),

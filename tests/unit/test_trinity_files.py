@@ -5,6 +5,7 @@ reaches engines, templates and parsers. Single keys: tests/unit/test_trinity_key
 data in the places of its hub names.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -21,10 +22,14 @@ from rft.agents.endpoint.parsers import Parser
 from rft.config import Config, ConfigError, ModelConfig, RolloutModelConfig
 from rft.config import file as config_file
 from rft.config.file import Flat
-from rft.data.chat import load_tokenizer, render_messages
+from rft.config.trinity_flows import REFUSED
+from rft.data.chat import load_tokenizer, render_messages, row_prompt
 from rft.ground.errors import Late
-from rft.ground.experience import Sampling
+from rft.ground.experience import Sampling, Task
+from rft.rollout import workflows
 from rft.rollout.engine import RolloutEngine
+from rft.rollout.workflows.judges import Ruler
+from rft.rollout.workflows.maths import MathThink
 from rft.tools.toy import write_model
 
 JUDGE = "explorer.auxiliary_models"
@@ -130,7 +135,8 @@ PUBLISHED = [
 ]
 OURS = [Path(__file__).parent / "flat" / "published.yaml"]
 # what a file may be refused for, beside what is not here: a service, images, a closed workflow
-ALLOWED = re.compile(r"Data-Juicer|data_juicer|image|_workflow is refused|tinker", re.IGNORECASE)
+CLOSED = "|".join(f"={name}: " for name in REFUSED)
+ALLOWED = re.compile(f"Data-Juicer|data_juicer|image|{CLOSED}|tinker", re.IGNORECASE)
 ROW = {"question": "1 + 1?", "prompt": "1 + 1?", "answer": "2", "response": "2", "solution": "2"}
 MESSAGES = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
@@ -208,3 +214,99 @@ def test_a_published_file_passes_all_checks(
         wrong = [one for one in config_file.located(error).problems]
         refused = [one for one in wrong if not (isinstance(one, Late) or ALLOWED.search(one))]
         assert refused == [] and file not in OURS
+
+
+# --- what several keys say together ---------------------------------------------------------------
+
+
+def started(tmp_path: Path, raw: dict[str, Any]) -> list[str]:
+    """What a start says is wrong with a file."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROW) + "\n", encoding="utf-8")
+    put(raw, f"{configs.TASKSET_KEY}.path", str(rows))
+    OmegaConf.save(OmegaConf.create(raw), tmp_path / "run.yaml")
+    try:
+        words, told = config_file.read_file(["--config", str(tmp_path / "run.yaml"), "device=cpu"])
+        train.prepared_stages(*configs.drafted(words, told))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize("said", [{"algorithm_type": "grppo"}, {"sample_strategy": "mixx"}])
+def test_a_wrong_type_hides_no_other_wrong_name(tmp_path: Path, said: dict[str, str]) -> None:
+    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
+    wrong = ("policy_loss_fn", "advantage_fn", "kl_loss_fn", "entropy_loss_fn")
+    raw["algorithm"] = {"algorithm_type": "grpo", **dict.fromkeys(wrong, "nobodys"), **said}
+    put(raw, f"{configs.TASKSET_KEY}.default_workflow_type", "nobodys")
+    told = " ".join(started(tmp_path, raw))
+    for name, value in (*said.items(), *dict.fromkeys(wrong, "nobodys").items()):
+        assert f"algorithm.{name}={value} is unknown" in told
+    assert "unknown workflow 'nobodys'" in told
+
+
+def test_what_a_buffer_that_is_not_read_names_has_to_be_there(tmp_path: Path) -> None:
+    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
+    raw["algorithm"] = {"algorithm_type": "grpo", "repeat_times": 2}
+    beside = {"one": {"storage_type": "file", "path": "/nowhere/a.jsonl"}, "two": {}}
+    put(raw, "buffer.trainer_input.auxiliary_buffers", beside)
+    told = " ".join(started(tmp_path, raw))
+    assert "auxiliary_buffers.one.path: /nowhere/a.jsonl does not exist" in told
+    assert "auxiliary_buffers.two.path is not set" in told
+
+
+def test_the_teacher_is_no_auxiliary_model_any_more(tmp_path: Path) -> None:
+    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
+    put(raw, "algorithm.algorithm_type", "on_policy_distill")
+    found = taken(tmp_path, raw)
+    assert received(found).model.teacher_model_path == "judge"
+    assert received(found).explorer.auxiliary_models == []
+    assert "model.teacher_model_path" in {one.place for one in found.taken}
+
+
+def a_task(**given: Any) -> Task:
+    return Task(
+        **({"id": "a", "taskset": "a", "row": 0, "prompt": "a", "sampling": Sampling()} | given)
+    )
+
+
+def test_an_empty_system_prompt_is_none_at_all() -> None:
+    """Not even that of a workflow; of rows to learn it is one without words."""
+    form = configs.FormatConfig(prompt_key="question", system_prompt="")
+    said = [{"role": "user", "content": "1 + 1?"}]
+    prompt = row_prompt(ROW, form)
+    task = a_task(prompt=prompt, reward="math_reward")
+    assert prompt == said == MathThink().asked(task).prompt
+    rows = configs.RowFormatConfig(prompt_key="question", system_prompt="")
+    assert row_prompt(ROW, rows) == [{"role": "system", "content": ""}, *said]
+
+
+@pytest.mark.parametrize("given, most", [({}, 0), ({"judge_tokens": 9}, 9)])
+def test_a_judge_says_as_much_as_its_model_may(given: dict[str, int], most: int) -> None:
+    """0 is the model's max_response_tokens, else what its length leaves (`served_models.Model`)."""
+    asked: list[Sampling] = []
+
+    class Asks:
+        async def ask(self, messages: Any, model: str, sampling: Sampling) -> str:
+            asked.append(sampling)
+            return ""
+
+    task = a_task(workflow_args=given)
+    asyncio.run(Ruler().said(task, Asks(), "which?"))  # type: ignore[arg-type]
+    assert asked[0].max_tokens == most
+
+
+@pytest.mark.parametrize(
+    "args, most",
+    [
+        ({"environment": "gymnasium", "max_step_num": 5}, 2),
+        ({"environment": "gymnasium", "max_step_num": 5, "per_turn": True}, 10),
+        ({"environment": "gymnasium", "per_turn": True}, 16),
+        ({"environment": "verifiers"}, None),  # it asks as often as it likes
+    ],
+)
+def test_a_step_counts_as_many_experiences_as_an_environment_may_make(
+    args: dict[str, Any], most: int | None
+) -> None:
+    task = a_task(workflow="environment", workflow_args=args, repeat_times=2)
+    assert workflows.most(task) == most
