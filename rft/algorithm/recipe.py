@@ -138,15 +138,24 @@ def check(algorithm: AlgorithmConfig) -> None:
     refuse_all((*names, *arguments, *(() if names else _together(algorithm, not arguments))))
 
 
+def check_given(algorithm: AlgorithmConfig) -> None:
+    """As `check`, of an algorithm whose type or strategy nobody knows: names and arguments that
+    were given say for themselves what is wrong with them.
+    """
+    refuse_all((*_names(algorithm), *_arguments(algorithm)))
+
+
 def _names(algorithm: AlgorithmConfig) -> Iterator[str]:
-    yield from _among("algorithm.policy_loss_fn", str(algorithm.policy_loss_fn), LOSSES)
-    yield from _among("algorithm.kl_loss_fn", str(algorithm.kl_loss_fn), ESTIMATORS)
-    yield from _among("algorithm.kl_penalty_fn", algorithm.kl_penalty_fn, ESTIMATORS)
-    yield from _among("algorithm.entropy_loss_fn", str(algorithm.entropy_loss_fn), ENTROPY)
-    if algorithm.advantage_fn is not None:
-        known = (*ADVANTAGES, *TOKEN_ADVANTAGES)
-        yield from _among("algorithm.advantage_fn", algorithm.advantage_fn, known)
-    yield from _among("algorithm.loss_agg_mode", str(algorithm.loss_agg_mode), AGGREGATIONS)
+    for word, known in (
+        ("policy_loss_fn", LOSSES),
+        ("kl_loss_fn", ESTIMATORS),
+        ("kl_penalty_fn", ESTIMATORS),
+        ("entropy_loss_fn", ENTROPY),
+        ("advantage_fn", (*ADVANTAGES, *TOKEN_ADVANTAGES)),
+        ("loss_agg_mode", AGGREGATIONS),
+    ):
+        if (name := getattr(algorithm, word)) is not None:
+            yield from _among(f"algorithm.{word}", name, known)
     wanted, key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield from _among(f"{key}.rollout_is", wanted.rollout_is, WEIGHTS)
     yield from _among(f"{key}.rollout_rs", wanted.rollout_rs, MASKS)
@@ -235,8 +244,9 @@ def _check_ranges(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield (
                 f"algorithm.policy_loss_fn_args.{name}={given[name]}: give a number greater than 0"
             )
-    if given.get("tau", 1) <= 0:
-        yield (f"algorithm: tau={given['tau']} of opmd must be greater than 0")
+    # the loss divides by 1 + tau; its advantages say themselves what they need
+    if given.get("tau", 1) < 0:
+        yield (f"algorithm.policy_loss_fn_args.tau={given['tau']}: must be 0 or more")
     if algorithm.policy_loss_fn == "sapo" and given.get("tau_neg", 1.05) < given.get(
         "tau_pos", 1.0
     ):

@@ -78,7 +78,7 @@ def read_file(
             "the two"
         )
     found = Flat(given, rest)
-    _read[:] = [found]
+    _read[:] = [found.marks]
     words = _stored(found.config, rest)
     if is_first() and not found.problems:
         for line in say(found):
@@ -94,6 +94,7 @@ def _read_verl(
     if clash := next((a for a in rest if a.startswith((FLAG, "experiment="))), None):
         raise ConfigError(f"{verl_words.FLAG} with {clash}: each is a whole config; give one")
     run = verl_words.read(theirs)
+    _read[:] = [_marks_of(run, file, theirs) for file in verl_words.files(theirs)]
     if is_first() and not run.problems:
         for line in say(run):
             print(line, file=sys.stderr)
@@ -112,14 +113,26 @@ def _stored(config: dict[str, Any], rest: list[str]) -> list[str]:
     return [f"experiment={RECIPE}", *rest]
 
 
-_read: list["Flat"] = []  # the file of this process's command line
+def _marks_of(run: verl_words.VerlRun, path: str, words: list[str]) -> "Marks":
+    """Of a file of veRL's keys; what a word says behind it is not the file's."""
+    is_told = any(f"{verl_words.FLAG} {path}" in one.sentence for one in run.problems)
+    marks = Marks(path, "") if is_told else read(path)[1]
+    for word in words:
+        marks.lines.pop(word.partition("=")[0].lstrip("+~"), None)
+    marks.moved = run.said_by
+    return marks
+
+
+_read: list["Marks"] = []  # of the files of this process's command line
 
 
 def located(error: ConfigError) -> ConfigError:
     """The error with the file and the line of each key that stands in the file of `--config`, in
     the order of its lines.
     """
-    return _read[0].marks.in_order(error) if _read else error
+    for marks in reversed(_read):
+        error = marks.in_order(error)
+    return error
 
 
 def is_first() -> bool:
@@ -171,16 +184,23 @@ class Marks:
 
     def located(self, sentence: str) -> str:
         """A sentence of a rule, which names the keys that it is about."""
-        if sentence.startswith(self.path):
+        if sentence.startswith(tuple(f"{one.path}:" for one in (self, *_read))):
             return sentence
         names = [re.sub(r"\[(\d+)\]", r".\1", name) for name in NAMES.findall(sentence)]
         stage = sentence.partition(": ")[0]
         if stage in self.stages:
             own = f"stages.{self.stages.index(stage)}"
             names = [one for name in names for one in (f"{own}.{name}", name)]
-        names = [self.moved.get(name, name) for name in names]
+        names = [self._there(name) for name in names]
         place = next((name for name in names if name in self.lines), None)
         return self.at(place, sentence) if place else sentence
+
+    def _there(self, name: str) -> str:
+        """Where the file says what rft's key, or the nearest section of it, is."""
+        place = name
+        while place and place not in self.moved:
+            place = place.rpartition(".")[0]
+        return self.moved.get(place if name not in self.lines else name, name)
 
     def _line(self, place: str) -> int | None:
         """Of the key, or of the nearest section of it that there is."""
@@ -249,6 +269,7 @@ class Flat:
         return word != "rft"
 
     def _translated(self, node: dict[str, Any], part: Part) -> dict[str, Any]:
+        keys = (*configs.known_keys(), *KEYS)
         for name, value in leaves(
             node, lambda key: key in self._ends or key in KEYS or key in LISTS, part.prefix
         ):
@@ -260,8 +281,10 @@ class Flat:
                 self._keep(part, value, name, place)
             elif name in KEYS:
                 self._use(part, name, value, place)
-            elif not is_empty_section(name, value, (*configs.known_keys(), *KEYS)):
-                self._refuse(configs.meant(name), configs.unknown(name, place), place)
+            elif not is_empty_section(name, value, keys):
+                is_section = any(key.startswith(f"{name}.") for key in keys)
+                said = f"{place}={value}: give a section of keys" if is_section else None
+                self._refuse(configs.meant(name), said or configs.unknown(name, place), place)
         return part.out
 
     def _items(self, name: str, found: list[Any] | dict[str, Any], place: str) -> Any:

@@ -24,8 +24,8 @@ class ForeignKey:
     value.
 
     Without `to`, or with `only`: a value of `only`, or any, is taken, and `why` says what that
-    means, or what to use instead. `late`: it is refused after everything else, because it asks for
-    what is not here.
+    means, or what to use instead; `fits`: and those of which it is true. `late`: it is refused
+    after everything else, because it asks for what is not here.
     """
 
     row: str
@@ -36,9 +36,12 @@ class ForeignKey:
     takes_any: bool = False
     each_of: tuple[str, ...] = ()  # a list of some of them, in any order
     late: bool = False
+    fits: Callable[[Any], bool] | None = None
 
     def takes(self, value: Any) -> bool:
         """As YAML means it: True is not 1, and a list of names has no order."""
+        if self.fits is not None and self.fits(value):
+            return True
         if self.each_of:
             return isinstance(value, list) and set(value) <= set(self.each_of)
         if self.takes_any or (self.to is not None and not self.only):

@@ -23,8 +23,9 @@ def opposite(value: Any) -> Any:
     return not value
 
 
-def none_if_false(value: Any) -> Any:
-    return UNSET if value else 0
+def samples(value: Any) -> int:
+    """Rollouts of a step that are written down."""
+    return 4 if value else 0
 
 
 YET = "not in rft yet"
@@ -102,7 +103,7 @@ KEYS: dict[str, ForeignKey] = {
     "trainer.optimizer_offload": ForeignKey("I17", OFFLOAD, only=(False,)),
     "trainer.grad_offload": ForeignKey("I17", OFFLOAD, only=(False,)),
     "trainer.offload_policy": ForeignKey("I17", OFFLOAD, only=(False,)),
-    "trainer.enable_preview": ForeignKey("I17", to="monitor.num_samples", convert=none_if_false),
+    "trainer.enable_preview": ForeignKey("I17", to="monitor.num_samples", convert=samples),
     # J: service, data processor, log
     "data_processor.experience_pipeline.inputs": ForeignKey("J9", EXPERIENCES_COME, only=({},)),
     "data_processor.experience_pipeline.output": ForeignKey("J9", EXPERIENCES_COME),
@@ -187,7 +188,7 @@ for _word in ("temperature", "top_p", "top_k"):
 for _key in ("model.external_model", *(f"{one}.external_model_config" for one in (POLICY, BESIDE))):
     KEYS |= {
         f"{_key}.enable": ForeignKey(
-            "D11", "models have engines here: leave it out", only=(False,)
+            "D11", "models have engines here: leave it out", only=(False,), late=True
         ),
         f"{_key}.base_url_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
         f"{_key}.api_key_env": ForeignKey("D11", NOT_ASKED, takes_any=True),
@@ -211,6 +212,10 @@ KEYS |= {
     f"{POLICY}.chat_template": ForeignKey("G3", to="model.custom_chat_template"),
     f"{BESIDE}.chat_template": ForeignKey("G3", to=f"{BESIDE}.custom_chat_template"),
     f"{BESIDE}.enable_openai_api": ForeignKey("G9", API, only=(True, False)),
+    f"{BESIDE}.min_response_tokens": ForeignKey("G3", "who asks the model says it", only=(0,)),
+    f"{BESIDE}.enable_prompt_truncation": ForeignKey(
+        "G3", "a question that is too long is refused, and none is cut", only=(False, True)
+    ),
     f"{BESIDE}.enable_history": ForeignKey("G9", "nothing of it is trained on", only=(False,)),
     # explorer, cluster, trainer and what Trinity sets itself
     "explorer.max_repeat_times_per_runner": ForeignKey(

@@ -56,7 +56,9 @@ DATA |= {
     f"{QUEUE}.data_selector.selector_type": ForeignKey(
         "F30", to=f"{QUEUE}.shuffle", convert=unless_sequential, only=("sequential", "shuffle")
     ),
-    f"{QUEUE}.data_selector.seed": ForeignKey("F30", "set seed: that of the run"),
+    f"{QUEUE}.data_selector.seed": ForeignKey(
+        "F30", "rows are shuffled by seed, which is the run's: set that", only=(42,)
+    ),
     f"{QUEUE}.data_selector.feature_keys": ForeignKey("F30", "rows are shuffled", only=([],)),
     f"{QUEUE}.data_selector.kwargs": ForeignKey("F30", "rows are shuffled", only=({},)),
     f"{ADAPTER}.name": ForeignKey(

@@ -97,6 +97,15 @@ def _trainer_dtype(get: Get) -> Any:
     return {"bf16": "bf16", "fp32": "fp32"}.get(str(get(f"{ROLLOUT}.dtype")), UNSET)
 
 
+def _teacher(get: Get) -> Any:
+    """It is no auxiliary model any more."""
+    models = get("explorer.auxiliary_models")
+    if get(TYPE) not in ("on_policy_distill", "jsd") or get("model.teacher_model_path"):
+        return UNSET
+    has_path = isinstance(models, list) and models and isinstance(models[0], dict)
+    return models.pop(0).get("model_path", UNSET) if has_path else UNSET
+
+
 def _serve_port(get: Get) -> Any:
     return 8010 if get("mode") == "serve" else UNSET
 
@@ -132,6 +141,18 @@ DEFAULTS: dict[str, Default] = {
         "0.0 of dapo",
         "groups without a spread are trained on unless the file says a threshold",
         "null of dapo",
+    ),
+    "algorithm.advantage_fn_args.reward_threshold": Default(
+        of_type({"raft": -1e9}, "algorithm.advantage_fn"),
+        "raft learns the best of each group",
+        "raft learns every response that its workflow returns",
+        "-1e9 of raft: any reward",
+    ),
+    "model.teacher_model_path": Default(
+        _teacher,
+        "of explorer.auxiliary_models none is a teacher",
+        "the first auxiliary model is the teacher; the trainer asks it, and it has no engines",
+        "explorer.auxiliary_models[0].model_path of on_policy_distill and jsd",
     ),
     "algorithm.optimizer.min_lr_ratio": Default(
         unless(0.01, "actor_rollout_ref.actor.optim.min_lr_ratio"),
@@ -223,6 +244,12 @@ BUFFERS: dict[str, Default] = {
         "the column of chat messages",
         "message",
     ),
+    "format.prompt_type": Default(
+        lambda get: "messages" if get("storage_type") == "file" else UNSET,
+        "plaintext where prompt_key or response_key is given",
+        "what rows to learn are",
+        "messages",
+    ),
     "shuffle": Default(
         lambda get: False if get("storage_type") == "file" else UNSET,
         "true",
@@ -245,6 +272,7 @@ KEPT: dict[str, tuple[str, str, str]] = {
     ),
     f"{ROLLOUT}.enable_chunked_prefill": ("true", "vLLM's own", "it is true"),
     "monitor.enable_ray_timeline": ("false", "true", "as monitor.trace: the timeline is cheap"),
+    "trainer.enable_preview": ("false", "true", "as monitor.num_samples: a few rollouts are small"),
     "trainer.trainer_strategy": ("fsdp2", "megatron", "there is one trainer"),
     "checkpoint_root_dir": ("the current directory", "runs", "runs lie in one directory"),
 }
@@ -288,6 +316,19 @@ def _export(value: Any, file: Any) -> tuple[Any, str]:
     return ("never", "a service has the weights") if _is_service(file) else (value, "")
 
 
+def _of_rows(value: Any, file: Any) -> tuple[Any, str]:
+    return (UNSET if value == "messages" else value), (
+        "it is for rows to learn: a task's prompt is in prompt_key's column, text or messages"
+    )
+
+
+def _of_tasks(value: Any, file: Any) -> tuple[Any, str]:
+    return (
+        UNSET,
+        "rows are learned, and no workflow runs them" if value else "an empty text is none",
+    )
+
+
 def _nothing(value: Any, file: Any) -> tuple[Any, str]:
     return (UNSET, "an empty text is none") if value == "" else (value, "")
 
@@ -309,8 +350,9 @@ OTHERWISE: dict[str, Callable[[Any, Any], tuple[Any, str]]] = {
     f"{TASKSET_KEY}.format.workflow_key": _nothing,
     f"{TASKSET_KEY}.format.reward_fn_key": _nothing,
     f"{ROWS}.name": _nothing,
-    f"{ROWS}.format.workflow_key": _nothing,
-    f"{ROWS}.format.reward_fn_key": _nothing,
+    f"{ROWS}.format.workflow_key": _of_tasks,
+    f"{ROWS}.format.reward_fn_key": _of_tasks,
+    f"{TASKSET_KEY}.format.prompt_type": _of_rows,
 }
 
 

@@ -23,6 +23,10 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
     "math_boxed_workflow": ("math_boxed", ""),
     "async_math_boxed_workflow": ("math_boxed", ""),
     "bots_math_boxed_workflow": ("bots_math_boxed", ""),
+    "examples.bots.workflow.bots_math_boxed_workflow.BOTSMathBoxedWorkflow": (
+        "bots_math_boxed",
+        "",
+    ),
     "math_eval_workflow": ("math_eval", ""),
     "async_math_eval_workflow": ("math_eval", ""),
     "math_rm_workflow": ("single_turn", NAMED),

@@ -13,6 +13,7 @@ depends on it.
 """
 
 import difflib
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,12 @@ def unset_if_empty(value: Any) -> Any:
 
 def always_if_exported(contents: Any) -> Any:
     return "always" if "hf_model" in contents else UNSET
+
+
+def only_longer(overrides: Any) -> bool:
+    """What changes no number: how long a sequence may be, which is checked here."""
+    inner = overrides.get("model_config", overrides) if isinstance(overrides, dict) else {}
+    return isinstance(inner, dict) and set(inner) == {"max_position_embeddings"}
 
 
 def in_joint(value: Any) -> Any:
@@ -228,7 +235,11 @@ KEYS: dict[str, ForeignKey] = {
     "actor_rollout_ref.nccl_timeout": ForeignKey("", to="trainer.collective_timeout"),
     f"{_MODEL}.external_lib": ForeignKey("N2", LINEAR),
     f"{_MODEL}.override_config": ForeignKey(
-        "N3", "the model is what its config.json says: edit that of model.model_path", only=({},)
+        "N3",
+        "the model is what its config.json says, and lengths must fit it: edit that of "
+        "model.model_path",
+        only=({},),
+        fits=only_longer,
     ),
     f"{_MODEL}.enable_gradient_checkpointing": ForeignKey(
         "N4", to="trainer.recompute_granularity", convert=full_if_true
@@ -438,8 +449,16 @@ class Translation:
         return f"unknown key `{self.prefix}{name}`{hint}"
 
 
+# of a block only: a command line says it together with others (`rft.config.verl_joints`)
+IN_BLOCK = {
+    "algorithm.rollout_correction.bypass_mode": ForeignKey(
+        "", to="algorithm.proximal_logprobs", convert=operator.not_
+    )
+}
+
+
 def of_block(block: dict[str, Any] | None) -> Translation:
-    return Translation(KEYS, f"{BLOCK}.").take(block or {})
+    return Translation(KEYS | IN_BLOCK, f"{BLOCK}.").take(block or {})
 
 
 def merge(config: Config) -> None:

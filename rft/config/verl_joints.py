@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rft.config.buffer import TASKSET_KEY
+from rft.config.foreign import Note
 from rft.ground.errors import ConfigError
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -44,12 +45,13 @@ class VerlKeys:
 @dataclass(frozen=True)
 class Joint:
     """Keys of veRL that have a meaning together: `make` says rft's keys and values, and raises
-    ConfigError with what they cannot be here.
+    ConfigError with what they cannot be here; `notes`: what of a value is taken otherwise.
     """
 
     reads: str
     sets: str
     make: Callable[[VerlKeys], Iterator[tuple[str, Any]]]
+    notes: Callable[[VerlKeys], Iterator[Note]] = lambda ask: iter(())
 
 
 def whole_path(value: Any) -> Any:
@@ -231,6 +233,14 @@ def machines(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     yield "trainer.num_ranks", cards
     yield f"{ENGINE}.engine_num", cards // size
     yield f"{ENGINE}.gpu_memory_utilization", min(share, LARGEST_SHARE)
+
+
+def lowered(ask: VerlKeys) -> Iterator[Note]:
+    share = ask(f"{_R}.gpu_memory_utilization")
+    if ask("trainer.nnodes") == 1 and share > LARGEST_SHARE:
+        here = f"{ENGINE}.gpu_memory_utilization={LARGEST_SHARE}"
+        why = "the trainer keeps its part of a card that they share, also while engines answer"
+        yield Note(f"{_R}.gpu_memory_utilization", share, here, why)
 
 
 def logger(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
@@ -429,6 +439,7 @@ JOINTS = (
         f"cluster.gpu_per_node cluster.node_num cluster.colocate trainer.num_ranks "
         f"{ENGINE}.engine_num {ENGINE}.tensor_parallel_size {ENGINE}.gpu_memory_utilization",
         machines,
+        lowered,
     ),
     Joint("trainer.logger", "monitor.monitor_type", logger),
     Joint(

@@ -9,7 +9,7 @@ no key is ignored, and each has one row.
 
 from typing import Any
 
-from rft.config.foreign import ForeignKey
+from rft.config.foreign import UNSET, ForeignKey
 from rft.config.verl import CONTENTS, KEYS, ROLE, in_joint, taken
 from rft.config.verl_joints import ENGINE, JOINTS, whole_path
 
@@ -19,6 +19,11 @@ _RM, _CORR = "reward_model", "algorithm.rollout_correction"
 
 def zero_if_negative(value: Any) -> Any:
     return max(0, value) if isinstance(value, int) else value
+
+
+def thinks(arguments: dict[str, Any]) -> Any:
+    said = arguments.get("enable_thinking")
+    return UNSET if said is None else said
 
 
 def dtype_of(value: Any) -> str:
@@ -77,7 +82,11 @@ RUN: dict[str, ForeignKey] = {
             "tokenizer": ForeignKey("", "the tokenizer is that of model.model_path"),
             "tool_config_path": ForeignKey("", TURNS),
             "apply_chat_template_kwargs": ForeignKey(
-                "", "write it into the template: model.chat_template_path", only=({},)
+                "",
+                "of these rft has enable_thinking: write others into model.chat_template_path",
+                to="model.enable_thinking",
+                convert=thinks,
+                only=({}, *({"enable_thinking": value} for value in (True, False, None))),
             ),
         },
     ),

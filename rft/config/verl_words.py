@@ -43,13 +43,14 @@ TRAINERS = {  # its own configs, and what they set
 class VerlRun:
     """`config`: nested, with rft's keys only; `notes`: what means nothing here; `taken`: keys that
     are left out and have veRL's default, which is not rft's; `problems`: one for each key and value
-    that cannot be taken, which `config` does not have.
+    that cannot be taken, which `config` does not have; `said_by`: veRL's key of a key of rft.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     taken: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    said_by: dict[str, str] = field(default_factory=dict)
 
 
 def lines(run: VerlRun) -> Iterator[str]:
@@ -84,11 +85,12 @@ def read(words: list[str]) -> VerlRun:
     values = {to: value for to, value in filled.values.items() if to not in said.values}
     for to, value in values.items():
         run.taken += _left_out([filled.said_by[to]], {to: value}, defaults)
-    run.notes = said.notes
+    run.notes, run.said_by = said.notes, said.said_by
     for joint in JOINTS:
         reads = joint.reads.split()
         try:
             made = dict(joint.make(ask))
+            run.notes += joint.notes(ask)
             for to, value in made.items():
                 said.set(to, value, next(filter(ask.given.__contains__, reads), reads[0]))
             missing = [name for name in reads if name not in ask.given and name in defaults]
@@ -147,6 +149,10 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 # --- the words ------------------------------------------------------------------------------------
 
 
+def files(words: list[str]) -> list[str]:
+    return [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
+
+
 def _tree(words: list[str], run: VerlRun) -> tuple[DictConfig, str]:
     """(what was given, nested, references unresolved; the trainer's config that it is for)."""
     tree: Any = OmegaConf.create({})
@@ -154,7 +160,7 @@ def _tree(words: list[str], run: VerlRun) -> tuple[DictConfig, str]:
     if not words:
         run.problems.append(Problem("", f"{FLAG} needs veRL's words: {FLAG} FILE.yaml, or key=..."))
     for word in words:
-        if "=" not in word and word.endswith((".yaml", ".yml")):
+        if files([word]):
             tree = OmegaConf.merge(tree, _file(word, run))
         else:
             _override(tree, word, run)

@@ -21,7 +21,7 @@ import json
 import re
 from typing import Any
 
-from rft.config import ConfigError, FormatConfig, ModelConfig
+from rft.config import ConfigError, FormatConfig, ModelConfig, RowFormatConfig
 from rft.data.files import MISSING, at, parsed, prompt_columns
 from rft.ground import hubs
 from rft.ground.experience import Task
@@ -44,12 +44,14 @@ def row_prompt(raw: dict[str, Any], config: FormatConfig) -> str | list[dict[str
     if name == "messages_key":
         return value
     system = raw[config.system_prompt_key] if config.system_prompt_key else config.system_prompt
-    if not system or not value:
+    if system is None or not value:
         return value
-    if isinstance(value, list):
-        own = value[0]["role"] == "system"  # a row's own wins
-        return value if own else [{"role": "system", "content": system}, *value]
-    return [{"role": "system", "content": system}, {"role": "user", "content": value}]
+    messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
+    if messages[0]["role"] == "system":  # a row's own wins
+        return messages
+    # an empty one of a task says that there is none, not even a workflow's own
+    is_said = system or isinstance(config, RowFormatConfig)
+    return [{"role": "system", "content": system}, *messages] if is_said else messages
 
 
 def row_tools(raw: dict[str, Any], config: FormatConfig) -> list[dict[str, Any]]:

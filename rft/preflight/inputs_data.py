@@ -259,17 +259,21 @@ def _schema(c: Config) -> str:
     return ALGORITHMS[c.algorithm.algorithm_type].schema
 
 
-def _beside(c: Config) -> None:
-    if mixing.is_mixed(c.algorithm):
-        name = mixing.argument(c.algorithm, "sft_dataset_name")
-        rows = c.buffer.trainer_input.auxiliary_buffers[name]
-        if is_unread(c, rows.path):
-            return
-        check_supervised(rows, f"{BESIDE}.{name}.path", expert_rows(c))
+def _beside(c: Config) -> Iterator[str]:
+    """Also of buffers that nothing reads: what is named has to be there."""
+    is_mixed = mixing.is_mixed(c.algorithm)
+    read = mixing.argument(c.algorithm, "sft_dataset_name") if is_mixed else None
+    for name, rows in c.buffer.trainer_input.auxiliary_buffers.items():
+        key = f"{BESIDE}.{name}"
+        if rows.path is None:
+            yield f"{key}.path is not set: give the path of its rows, or leave the buffer out"
+        elif rows.storage_type == "file" and not is_unread(c, rows.path):
+            least = expert_rows(c) if name == read else 1
+            yield from problems_of(check_supervised, rows, f"{key}.path", least)
 
 
 def _tasksets(c: Config, at_start: bool) -> Iterator[str]:
-    if is_supervised(c.algorithm):
+    if c.algorithm.algorithm_type in ALGORITHMS and is_supervised(c.algorithm):
         return
     to_be_made = tasks.is_pending(c)  # by the task pipeline; looked at when they are there
     for key, taskset, is_eval in tasksets(c):
@@ -404,7 +408,7 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
         ),
         Rule(f"{TASKSET}.reward_fn_args", partial(reward_args, at_start=at_start), reads=SETS),
         Rule(
-            f"{TASKSET}.path {TASKSET}s {TASKS} {TYPE}",
+            f"{TASKSET}.path {TASKSET}s {TASKS}",
             partial(_tasksets, at_start=at_start),
             reads=f"{SETS} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES} {MODEL} "
             "model.max_response_tokens",

@@ -170,6 +170,9 @@ def _judge(c: Config, key: str, name: str, judge: str) -> Iterator[str]:
 def reward_args(c: Config, at_start: bool) -> Iterator[str]:
     """They are given to the reward by name, when the first response is scored."""
     for key, taskset, _ in tasksets(c):
+        flow = str(taskset.default_workflow_type)
+        if flow not in workflows.WORKFLOWS and refusal(flow):
+            continue  # what it would score by is nobody's business
         if at_start or not plugins.is_own(reward_name(taskset)):
             yield from all_of(_strange_args(key, taskset))
 
@@ -332,7 +335,7 @@ def templates(c: Config) -> Iterator[str]:
     if has_template(c):
         return
     for key, form in read:
-        if formats.has_messages(form) or form.system_prompt or form.system_prompt_key:
+        if formats.has_messages(form) or form.system_prompt is not None or form.system_prompt_key:
             yield (
                 f"{key}.format has chat messages, and the tokenizer of "
                 f"model.model_path={c.model.model_path} has no "

@@ -91,6 +91,8 @@ ONE_VALUE = (  # key, what it may be with a service, why, and the fix
 
 def _few(c: Config) -> Iterator[str]:
     advantage = ADVANTAGES.get(str(c.algorithm.advantage_fn))
+    if c.algorithm.advantage_fn_args.get("reward_threshold") is not None:
+        return  # each response for itself
     if advantage is not None and int(c.algorithm.repeat_times or 0) < advantage.fewest:
         yield (
             f"algorithm.repeat_times={c.algorithm.repeat_times} with "
@@ -122,11 +124,30 @@ def _strategy_args(c: Config) -> Iterator[str]:
         yield f"{STRATEGY_ARGS}.{missing[0]} is not set: sample_strategy={strategy} needs it"
 
 
+def _recipe(c: Config) -> None:
+    """What does not follow from a wrong type or strategy is told beside it."""
+    algorithm = c.algorithm
+    is_known = algorithm.algorithm_type in ALGORITHMS
+    is_known = is_known and algorithm.sample_strategy in SAMPLE_STRATEGIES
+    if is_known and not any(_strategy_args(c)):
+        recipe.check(algorithm)
+    else:
+        recipe.check_given(algorithm)
+
+
 ALGORITHM_GIVEN = (among(TYPE, ALGORITHMS),)  # asked before it fills the rest in
 ALGORITHM = (
     Rule(f"algorithm.repeat_times {TYPE}", _few, reads=RECIPE),
-    among(STRATEGY, SAMPLE_STRATEGIES, TYPE),
-    Rule(f"{STRATEGY_ARGS} {STRATEGY} {TYPE}", _strategy_args),
+    Rule(
+        STRATEGY,
+        lambda c: c.algorithm.sample_strategy not in (None, *SAMPLE_STRATEGIES),
+        lambda c: nearest(str(c.algorithm.sample_strategy), SAMPLE_STRATEGIES, STRATEGY),
+    ),
+    Rule(
+        f"{STRATEGY_ARGS} {STRATEGY}",
+        _strategy_args,
+        applies=lambda c: c.algorithm.sample_strategy is not None,
+    ),
     Rule(
         f"{STRATEGY} {TYPE}",
         lambda c: (
@@ -135,11 +156,7 @@ ALGORITHM = (
         "algorithm.sample_strategy={algorithm.sample_strategy} with "
         "algorithm_type={algorithm.algorithm_type}: rows have no age; leave it out",
     ),
-    Rule(
-        f"{RECIPE} {TYPE} {STRATEGY} {STRATEGY_ARGS}",
-        lambda c: recipe.check(c.algorithm),
-        reads="algorithm",
-    ),
+    Rule(RECIPE, _recipe, reads="algorithm"),
     Rule(
         f"trainer.critic_warmup {RECIPE} {TYPE}",
         lambda c: c.trainer.critic_warmup and not recipe.needs_critic(c.algorithm),

@@ -1,10 +1,11 @@
-"""Files of Trinity-RFT: no key of its config classes is ignored or means something else unsaid, and
-files in the shape of the published ones pass all checks.
+"""Files of Trinity-RFT in the shape of the published ones pass all checks, and what they say
+reaches engines, templates and parsers. Single keys: tests/unit/test_trinity_keys.py.
 
 `RFT_TRINITY_FILES=DIR` runs the checks over every file of a directory too, with local models and
 data in the places of its hub names.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from trinity_facts import DEFAULTS
 
 from rft import config as configs
 from rft import train
@@ -22,14 +22,17 @@ from rft.agents.endpoint.parsers import Parser
 from rft.config import Config, ConfigError, ModelConfig, RolloutModelConfig
 from rft.config import file as config_file
 from rft.config.file import Flat
-from rft.config.trinity_defaults import KEPT, ROWS
-from rft.data.chat import load_tokenizer, render_messages
+from rft.config.trinity_flows import REFUSED
+from rft.data.chat import load_tokenizer, render_messages, row_prompt
 from rft.ground.errors import Late
-from rft.ground.experience import Sampling
+from rft.ground.experience import Sampling, Task
+from rft.rollout import workflows
 from rft.rollout.engine import RolloutEngine
+from rft.rollout.workflows.judges import Ruler
+from rft.rollout.workflows.maths import MathThink
 from rft.tools.toy import write_model
 
-JUDGE, ADAPTER = "explorer.auxiliary_models", "model.lora_configs"
+JUDGE = "explorer.auxiliary_models"
 EVERYTHING = """
 name: a
 checkpoint_root_dir: runs
@@ -38,34 +41,6 @@ buffer: {batch_size: 2, explorer_input: {taskset: {path: a, name: b}}}
 trainer: {megatron: {tensor_model_parallel_size: 2}}
 explorer: {auxiliary_models: [{name: judge, model_path: judge}]}
 """
-# what the words of a type are, beside the default
-OTHER: dict[str, Any] = {
-    "mode": "train",
-    "algorithm.algorithm_type": "grpo",
-    "algorithm.loss_agg_mode": "seq-mean-token-sum",
-    "algorithm.optimizer.lr_scheduler_type": "cosine",
-    "algorithm.optimizer.warmup_style": "cosine",
-    "algorithm.optimizer.optimizer_type": "sgd",
-    "algorithm.optimizer.betas": [0.8, 0.9],
-    "monitor.monitor_type": "wandb",
-    "synchronizer.sync_method": "memory",
-    "synchronizer.sync_style": "fully_async",
-    "trainer.save_hf_checkpoint": "never",
-    "trainer.save_strategy": "single_node",
-    "trainer.trainer_type": "tinker",
-    "explorer.rollout_model.engine_type": "tinker",
-    "explorer.rollout_model.dtype": "float32",
-    f"{JUDGE}.dtype": "float32",
-    "explorer.rollout_model.gpu_memory_utilization": 0.5,
-    f"{JUDGE}.gpu_memory_utilization": 0.5,
-    "explorer.over_rollout.ratio": 0.5,
-    f"{JUDGE}.engine_type": "vllm_async",
-    "log.level": "DEBUG",
-    f"{ADAPTER}.target_modules": ["q_proj"],
-    "buffer.trainer_input.experience_buffer.storage_type": "sql",
-    "explorer.rollout_model.extra_engine_args": {"block_size": 16},
-    f"{JUDGE}.extra_engine_args": {"block_size": 16},
-}
 
 
 def taken(tmp_path: Path, raw: dict[str, Any]) -> Flat:
@@ -77,129 +52,11 @@ def received(found: Flat) -> Config:
     return configs.parsed(OmegaConf.to_container(OmegaConf.create(found.config), resolve=True))  # type: ignore[arg-type]
 
 
-def off(key: str, default: Any) -> Any:
-    if key in OTHER:
-        return OTHER[key]
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, int | float):
-        return default + 1
-    if isinstance(default, dict):
-        return {"a": 1}
-    if isinstance(default, list):
-        return ["a"]
-    return 7 if default is None else "other"
-
-
 def at(config: Any, key: str) -> Any:
     for word in key.split("."):
         config = config[0] if isinstance(config, list) else config
         config = config[word] if isinstance(config, dict) else getattr(config, word)
     return config
-
-
-# defaults that say in words what rft does without: said in full, they are another value of the key
-IN_WORDS = {
-    "model.temperature",  # 1.0 in training, and evaluations have it anyway
-    "algorithm.bypass_old_logprobs",  # true: no proximal ones but where they are needed
-    "buffer.explorer_input.taskset.task_selector.seed",  # of a selector that draws nothing
-    "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args",  # its defaults
-    "buffer.trainer_input.experience_buffer.format.messages_key",  # of rows, which a queue has not
-    "buffer.trainer_input.experience_buffer.format.tools_key",
-    # where a row's prompt and answer are; of a key that is left out, rows themselves say it
-    *(f"{configs.TASKSET_KEY}.format.{word}" for word in ("prompt_type", "prompt_key")),
-    f"{configs.TASKSET_KEY}.format.response_key",
-    *(f"{ROWS}.format.{word}" for word in ("prompt_type", "prompt_key", "response_key")),
-    "explorer.proxy_port",  # of mode=serve
-    "explorer.rollout_model.engine_type",
-    "explorer.rollout_model.engine_num",
-    "explorer.rollout_model.gpu_memory_utilization",
-    "explorer.rollout_model.enable_log_requests",  # vLLM's own
-    "model.tinker.rank",  # of a service
-    "data_processor.experience_pipeline.save_input",  # of operators
-    "synchronizer.sync_method",  # by the mode
-    "trainer.enable_preview",  # false: no samples are written
-    "buffer.explorer_input.taskset.repeat_times",  # of evaluations
-    *(f"{JUDGE}.{word}" for word in ("enforce_eager", "enable_chunked_prefill", "dtype", "seed")),
-    *(f"{JUDGE}.{word}" for word in ("gpu_memory_utilization", "enable_log_requests")),
-}
-# what a file must give, and rows that the data's part of these tables has
-GIVEN = {"name", "model.model_path", "model.max_model_len", "buffer.batch_size"}
-GIVEN |= {"trainer.megatron.tensor_model_parallel_size", "buffer.explorer_input.taskset.name"}
-GIVEN |= {"buffer.explorer_input.taskset.path", f"{JUDGE}.name", f"{JUDGE}.model_path"}
-# lists of sections, whose keys are judged as those of one; the last: samples are written anyway
-SECTIONS = {
-    "stages",
-    "buffer.explorer_input.tasksets",
-    "buffer.explorer_input.eval_tasksets",
-    "buffer.trainer_input.auxiliary_buffers",
-    "data_processor.task_pipeline.operators",
-    "data_processor.experience_pipeline.operators",
-    "trainer.enable_preview",
-}
-OF_DATA = tuple(
-    f"{section}.{word}"
-    for section in (configs.TASKSET_KEY, "buffer.trainer_input.experience_buffer")
-    for word in (
-        *(
-            "data_selector",
-            "enable_progress_bar",
-            "index",
-            "is_eval",
-            "batch_size",
-            "ray_namespace",
-        ),
-        *("total_epochs", "total_steps", "max_retry_times", "max_retry_interval", "schema_type"),
-        *("capacity", "subset_name", "tokenizer_path", "format.image_key", "format.video_key"),
-        *("format.reply_prefix", "format.enable_thinking", "format.tools_key"),
-    )
-) + (
-    *(f"{JUDGE}.{word}_tokens" for word in ("max_prompt", "max_response", "min_response")),
-    f"{JUDGE}.enable_prompt_truncation",
-    *(f"{ADAPTER}.{word}" for word in ("name", "path", "base_model_name", "lora_dtype")),
-    *(f"{ADAPTER}.{word}" for word in ("target_modules", "exclude_modules", "is_dummy")),
-    "data_processor.task_pipeline.output",
-)
-JUDGED = [key for key in DEFAULTS if not key.startswith(OF_DATA)]
-
-
-def test_a_default_that_is_written_out_means_what_leaving_it_out_means(tmp_path: Path) -> None:
-    """Every key at its default there, all in one file: nothing is refused, nothing changes."""
-    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
-    left_out = received(taken(tmp_path, raw))
-    said = {*IN_WORDS, *GIVEN, *KEPT}
-    keys = [one for one in JUDGED if one not in said and not one.startswith(f"{ADAPTER}.")]
-    assert len(keys) > 220
-    for key in keys:
-        put(raw, key, DEFAULTS[key])
-    found = taken(tmp_path, raw)
-    assert not found.problems
-    assert received(found) == left_out
-
-
-def test_no_key_that_is_turned_is_without_effect_or_a_word(tmp_path: Path) -> None:
-    """Every key off its default, all in one file: it is what the config has, or it is said, or it
-    is refused, by its own name.
-    """
-    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
-    raw["model"]["lora_configs"] = [{}]
-    turned = {key: off(key, DEFAULTS[key]) for key in JUDGED if key not in SECTIONS}
-    for key, value in turned.items():
-        put(raw, key, value)
-    found = taken(tmp_path, raw)
-    said = " ".join((*(one.sentence for one in found.problems), *(one.line for one in found.notes)))
-    names = said.replace(".0.", ".")
-    silent = []
-    for key, value in turned.items():
-        if f"{key}=" in names or f"{key} " in names or f"{key}`" in names:
-            continue
-        try:
-            has = at(found.config, key)
-        except (KeyError, TypeError):
-            has = None
-        if has != value:
-            silent.append((key, value, has))
-    assert silent == []
 
 
 def put(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -278,7 +135,8 @@ PUBLISHED = [
 ]
 OURS = [Path(__file__).parent / "flat" / "published.yaml"]
 # what a file may be refused for, beside what is not here: a service, images, a closed workflow
-ALLOWED = re.compile(r"Data-Juicer|data_juicer|image|_workflow is refused|tinker", re.IGNORECASE)
+CLOSED = "|".join(f"={name}: " for name in REFUSED)
+ALLOWED = re.compile(f"Data-Juicer|data_juicer|image|{CLOSED}|tinker", re.IGNORECASE)
 ROW = {"question": "1 + 1?", "prompt": "1 + 1?", "answer": "2", "response": "2", "solution": "2"}
 MESSAGES = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
@@ -356,3 +214,99 @@ def test_a_published_file_passes_all_checks(
         wrong = [one for one in config_file.located(error).problems]
         refused = [one for one in wrong if not (isinstance(one, Late) or ALLOWED.search(one))]
         assert refused == [] and file not in OURS
+
+
+# --- what several keys say together ---------------------------------------------------------------
+
+
+def started(tmp_path: Path, raw: dict[str, Any]) -> list[str]:
+    """What a start says is wrong with a file."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROW) + "\n", encoding="utf-8")
+    put(raw, f"{configs.TASKSET_KEY}.path", str(rows))
+    OmegaConf.save(OmegaConf.create(raw), tmp_path / "run.yaml")
+    try:
+        words, told = config_file.read_file(["--config", str(tmp_path / "run.yaml"), "device=cpu"])
+        train.prepared_stages(*configs.drafted(words, told))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize("said", [{"algorithm_type": "grppo"}, {"sample_strategy": "mixx"}])
+def test_a_wrong_type_hides_no_other_wrong_name(tmp_path: Path, said: dict[str, str]) -> None:
+    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
+    wrong = ("policy_loss_fn", "advantage_fn", "kl_loss_fn", "entropy_loss_fn")
+    raw["algorithm"] = {"algorithm_type": "grpo", **dict.fromkeys(wrong, "nobodys"), **said}
+    put(raw, f"{configs.TASKSET_KEY}.default_workflow_type", "nobodys")
+    told = " ".join(started(tmp_path, raw))
+    for name, value in (*said.items(), *dict.fromkeys(wrong, "nobodys").items()):
+        assert f"algorithm.{name}={value} is unknown" in told
+    assert "unknown workflow 'nobodys'" in told
+
+
+def test_what_a_buffer_that_is_not_read_names_has_to_be_there(tmp_path: Path) -> None:
+    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
+    raw["algorithm"] = {"algorithm_type": "grpo", "repeat_times": 2}
+    beside = {"one": {"storage_type": "file", "path": "/nowhere/a.jsonl"}, "two": {}}
+    put(raw, "buffer.trainer_input.auxiliary_buffers", beside)
+    told = " ".join(started(tmp_path, raw))
+    assert "auxiliary_buffers.one.path: /nowhere/a.jsonl does not exist" in told
+    assert "auxiliary_buffers.two.path is not set" in told
+
+
+def test_the_teacher_is_no_auxiliary_model_any_more(tmp_path: Path) -> None:
+    raw: Any = OmegaConf.to_container(OmegaConf.create(EVERYTHING))
+    put(raw, "algorithm.algorithm_type", "on_policy_distill")
+    found = taken(tmp_path, raw)
+    assert received(found).model.teacher_model_path == "judge"
+    assert received(found).explorer.auxiliary_models == []
+    assert "model.teacher_model_path" in {one.place for one in found.taken}
+
+
+def a_task(**given: Any) -> Task:
+    return Task(
+        **({"id": "a", "taskset": "a", "row": 0, "prompt": "a", "sampling": Sampling()} | given)
+    )
+
+
+def test_an_empty_system_prompt_is_none_at_all() -> None:
+    """Not even that of a workflow; of rows to learn it is one without words."""
+    form = configs.FormatConfig(prompt_key="question", system_prompt="")
+    said = [{"role": "user", "content": "1 + 1?"}]
+    prompt = row_prompt(ROW, form)
+    task = a_task(prompt=prompt, reward="math_reward")
+    assert prompt == said == MathThink().asked(task).prompt
+    rows = configs.RowFormatConfig(prompt_key="question", system_prompt="")
+    assert row_prompt(ROW, rows) == [{"role": "system", "content": ""}, *said]
+
+
+@pytest.mark.parametrize("given, most", [({}, 0), ({"judge_tokens": 9}, 9)])
+def test_a_judge_says_as_much_as_its_model_may(given: dict[str, int], most: int) -> None:
+    """0 is the model's max_response_tokens, else what its length leaves (`served_models.Model`)."""
+    asked: list[Sampling] = []
+
+    class Asks:
+        async def ask(self, messages: Any, model: str, sampling: Sampling) -> str:
+            asked.append(sampling)
+            return ""
+
+    task = a_task(workflow_args=given)
+    asyncio.run(Ruler().said(task, Asks(), "which?"))  # type: ignore[arg-type]
+    assert asked[0].max_tokens == most
+
+
+@pytest.mark.parametrize(
+    "args, most",
+    [
+        ({"environment": "gymnasium", "max_step_num": 5}, 2),
+        ({"environment": "gymnasium", "max_step_num": 5, "per_turn": True}, 10),
+        ({"environment": "gymnasium", "per_turn": True}, 16),
+        ({"environment": "verifiers"}, None),  # it asks as often as it likes
+    ],
+)
+def test_a_step_counts_as_many_experiences_as_an_environment_may_make(
+    args: dict[str, Any], most: int | None
+) -> None:
+    task = a_task(workflow="environment", workflow_args=args, repeat_times=2)
+    assert workflows.most(task) == most

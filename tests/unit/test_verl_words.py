@@ -346,3 +346,34 @@ def test_the_tool_shows_what_it_means(tmp_path: Path, capsys: pytest.CaptureFixt
     again = configs.compose(config_file.registered(["--config", str(tmp_path / "again.yaml")]))
     assert again.algorithm.repeat_times == 5 and again.trainer.ppo_mini_batch_size == 80
     assert config_tool.main(["--verl", "trainer.nnodes=x", "experiment=sft"]) == 2
+
+
+def test_thinking_reaches_the_template_and_other_arguments_are_refused() -> None:
+    name = "data.apply_chat_template_kwargs"
+    said = verl_words.read([f"{M}.path=m", f"+{name}.enable_thinking=False"])
+    assert said.config["model"]["enable_thinking"] is False and not said.problems
+    said = verl_words.read([f"{M}.path=m", f"+{name}.other=1"])
+    assert [one.sentence.partition("=")[0] for one in said.problems] == [name]
+
+
+@pytest.mark.parametrize("share, is_lowered", [(0.6, False), (0.8, True)])
+def test_an_engines_share_is_not_lowered_without_a_word(share: float, is_lowered: bool) -> None:
+    name = f"{R}.gpu_memory_utilization"
+    run = verl_words.read([f"{M}.path=m", f"{name}={share}"])
+    assert run.config["explorer"]["rollout_model"]["gpu_memory_utilization"] == 0.6
+    assert any(one.place == name for one in run.notes) is is_lowered
+
+
+def test_problems_of_a_file_have_its_lines(tmp_path: Path) -> None:
+    """A key that a word gives again is the word's."""
+    file = tmp_path / "run.yaml"
+    text = f"data:\n  train_files: /nowhere/a.parquet\n{A}.optim.lr: -1\n{R}.name: sglang\n"
+    file.write_text(f"{text}{R}.nn: 1\n{R}.dtype: int3\n", encoding="utf-8")
+    _, problems = config_file.read_file([verl_words.FLAG, str(file), f"{R}.dtype=int4"])
+    by_a_rule = f"{SETS}.taskset.path: /nowhere/a.parquet does not exist"
+    told = ConfigError(*(one.sentence for one in problems), by_a_rule)
+    said = config_file.located(told).problems
+    for line, key in enumerate(("data.train_files", f"{A}.optim.lr", f"{R}.name"), 2):
+        assert [one for one in said if one.startswith(f"{file}:{line}") and key in one]
+    assert [one for one in said if one.startswith(f"{file}:5") and "unknown" in one]
+    assert [one for one in said if one.startswith(f"{R}.dtype=int4")]

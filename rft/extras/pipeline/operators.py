@@ -38,6 +38,7 @@ from rft.extras.pipeline.task_operators import (
     TextLengthFilter,
 )
 from rft.extras.pipeline.worker_process import TASKS
+from rft.ground.errors import after
 from rft.rollout.rewards import lookup
 
 Metrics = dict[str, float]
@@ -95,7 +96,7 @@ def make(key: str, number: int, given: OperatorConfig, service: DataJuicerConfig
     try:
         operator = constructor(**arguments)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(*(after(f"{where}: ", one) for one in error.problems)) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{where}.args: {given.name} refuses {given.args}: {error}; correct it"

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rft.extras.pipeline.experience_operators import is_number
+from rft.ground.errors import ConfigError, Late
 
 UNITS = ("chars", "words")
 LLM_COLUMN = "llm_difficulty_score"
@@ -74,9 +75,11 @@ class LLMDifficulty:
         )
         url = api_endpoint or os.environ.get("OPENAI_BASE_URL")
         if not url:
-            raise ValueError(
-                "no endpoint: give api_endpoint, or set OPENAI_BASE_URL to an OpenAI-compatible "
-                "server"
+            raise ConfigError(
+                Late(
+                    "no endpoint: give args.api_endpoint, or set OPENAI_BASE_URL to an "
+                    "OpenAI-compatible server"
+                )
             )
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.api_key_env = api_key_env

@@ -17,7 +17,7 @@ import msgspec
 
 from rft.ground.experience import Experience, Task
 from rft.rollout.context import WorkflowContext
-from rft.rollout.environments import EnvironmentFailed, EnvironmentSettings, Episode
+from rft.rollout.environments import EnvironmentFailed, EnvironmentSettings, Episode, drives
 from rft.rollout.reward_worker import RewardResult
 from rft.rollout.workflows.dialogue import Dialogue, Messages, MultiTurn, rewarded
 from rft.rollout.workflows.tools import SYSTEM, calls
@@ -29,6 +29,14 @@ class EnvironmentWorkflow(MultiTurn):
     needs_template = True
     has_settings = True
     ARGUMENTS = EnvironmentSettings.__annotations__
+
+    @classmethod
+    def most_experiences(cls, task: Task) -> int | None:  # type: ignore[override]
+        """Of one run. An environment that asks the policy itself has its own rounds."""
+        settings = EnvironmentSettings.of(dict(task.workflow_args))
+        if drives(settings.environment):
+            return None
+        return max(settings.max_step_num, 1) if settings.per_turn else 1
 
     async def episode(self, task: Task, ctx: WorkflowContext, sample: int) -> list[Experience]:
         self.settings = EnvironmentSettings.of(dict(task.workflow_args))

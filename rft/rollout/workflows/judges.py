@@ -21,7 +21,6 @@ from rft.rollout.workflows.dialogue import SingleTurn, rewarded
 from rft.rollout.workflows.maths import MathThink, with_system
 from rft.rollout.workflows.threads import together
 
-JUDGE_TOKENS = 1024
 TRUTH_SHARE = 0.2
 STOP = "<stop />"
 REASONED = "Answer the user's question: first reason about it, then give the answer."
@@ -54,7 +53,8 @@ of the responses]}}"""
 class JudgedSingleTurn(SingleTurn, ABC):
     """`workflow_args`:
 
-    `judge`, its name under explorer.auxiliary_models (default: the first), and `judge_tokens`.
+    `judge`, its name under explorer.auxiliary_models (default: the first), and `judge_tokens`, how
+    long its answer may be (default: its max_response_tokens, else what its length leaves).
     """
 
     needs_judge = True
@@ -77,7 +77,7 @@ class JudgedSingleTurn(SingleTurn, ABC):
 
     async def said(self, task: Task, ctx: WorkflowContext, question: str) -> str:
         args = task.workflow_args
-        sampling = Sampling(temperature=0.0, max_tokens=int(args.get("judge_tokens", JUDGE_TOKENS)))
+        sampling = Sampling(temperature=0.0, max_tokens=int(args.get("judge_tokens", 0)))
         return await ctx.ask(
             [{"role": "user", "content": question}], str(args.get("judge", "")), sampling
         )
