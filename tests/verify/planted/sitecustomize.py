@@ -29,11 +29,12 @@ for _name, key in {table}.items():
 def planted(source: str | bytes, qualname: str, instead: str) -> ast.Module:
     """Raises LookupError where there is no such function, or no such row of a table."""
     tree = ast.parse(source)
+    text = source if isinstance(source, str) else source.decode()
     table, _, row = qualname.removesuffix("]").partition("[")
     if row:
         texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         words = {word for text in texts for word in str(text).split(", ")}
-        if row not in words or not re.search(rf"^{table}\b", ast.unparse(tree), re.MULTILINE):
+        if row not in words or not re.search(rf"^{table}\b", text, re.MULTILINE):
             raise LookupError(f"no row {qualname}")
         tree.body += ast.parse(ROWS.format(table=table, row=row, instead=instead)).body
         return ast.fix_missing_locations(tree)
