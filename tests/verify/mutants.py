@@ -104,8 +104,11 @@ def tried(chosen: list[Maker], log: Path) -> dict[Maker, str]:
         if one.test not in passing:
             found[one] = "FAILS by itself"
         else:
+            before = log.stat().st_size
             code = outcome([one.test], f"{one.function}={one.instead}", log, limit_s)
             found[one] = OUTCOMES.get(code, f"NOT RUN, code {code}")
+            if b"NameError" in log.read_bytes()[before:]:
+                found[one] = "IS MISSPELT"  # and would fail any test
         spent = time.monotonic() - begun
         print(f"{one.row:<5} {found[one]:<16} {spent:6.1f} s  {one.function} -> {one.instead}")
     return found
