@@ -12,6 +12,8 @@ without it.
 """
 
 import argparse
+import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -21,11 +23,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "coverage" / "made_by.tsv"
 PLANTED = Path(__file__).with_name("planted")
 HEAVY = ("numpy", "torch", "hydra", "omegaconf", "pydantic", "msgspec", "transformers", "yaml")
 PASSED, FAILED = 0, 1  # exit codes of pytest
+SUBREAPER = 36  # of prctl
 HANGS_S = 60  # a test that waits for what a mutant never gives fails
 OUTCOMES = {PASSED: "LIVES", FAILED: "dies", -signal.SIGKILL: "dies"}
 
@@ -72,7 +77,17 @@ def outcome(tests: list[str], spec: str, log: Path, limit_s: float = 0.0) -> int
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if limit:
         limit.cancel()
+    end_what_is_left()
     return code
+
+
+def end_what_is_left() -> None:
+    """Processes of a test that a mutant, or its limit, kept from ending them."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left)
 
 
 def planted_run(tests: list[str], spec: str) -> int:
@@ -93,6 +108,7 @@ def tried(chosen: list[Maker], log: Path) -> dict[Maker, str]:
     """What became of every line. All tests are run once without any mutant."""
     for name in HEAVY:
         __import__(name)
+    ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what a test leaves behind becomes a child of this one
     tests = list(dict.fromkeys(one.test for one in chosen))
     passing, begun = set(tests), time.monotonic()
     if outcome(tests, "", log) != PASSED:
