@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rft.checkpoint.records import Committed
 from rft.config import SynchronizerConfig, TrainerConfig
 from rft.ground.device import choose
 from rft.monitor import trace
@@ -23,8 +24,14 @@ class Parts:
     """All of the trainer's parts; each notes what is asked of it."""
 
     def __init__(
-        self, alone: bool = False, evaluated: int | None = None, by_saves: bool = False
+        self,
+        alone: bool = False,
+        evaluated: int | None = None,
+        by_saves: bool = False,
+        exports: str = "never",
     ) -> None:
+        self.exports = exports
+        self.news: list[Committed] = []
         self.events: list[str] = []
         self.asked: list[int] = []
         self.unsaved: dict[int, bool] = {}
@@ -36,6 +43,7 @@ class Parts:
             consumed=lambda step: note(f"consumed {step}"),
             mark=lambda: 0,
             retain=lambda loop: None,
+            saved=lambda step: note(f"saved {step}"),
         )
         self.publisher = SimpleNamespace(
             start=self.publish,
@@ -50,7 +58,7 @@ class Parts:
             requested=None,
             save=self.save,
             before_update=lambda: note("copied"),
-            poll=list,
+            poll=self.poll,
             wait=lambda step: None,
             wait_exports=lambda: None,
             metrics=dict,
@@ -75,6 +83,13 @@ class Parts:
     def save(self, step: int, models: Any, loop: dict[str, Any], full: bool, weights: bool) -> None:
         self.note(" ".join(["save", str(step), *["full"] * full, *["weights"] * weights]))
         self.checkpoints.requested = step if full else self.checkpoints.requested
+        if self.exports == "always":
+            done = {"collection": "", "name": "", "seconds": 0.0, "bytes": 0}
+            self.news += [Committed(id=str(step), step=step, **done)]
+
+    def poll(self) -> list[Committed]:
+        found, self.news = self.news, []
+        return found
 
     def ask(self, interval: int) -> bool:
         """Explorers that want weights after every fourth step."""
@@ -96,7 +111,7 @@ class Parts:
 def trained(parts: Parts, **sync: Any) -> list[str]:
     """What the parts are asked for while the trainer makes STEPS steps."""
     trainer = Trainer(
-        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"),
+        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint=parts.exports),
         mesh=parts.mesh,
         models=parts.models,
         feed=parts.feed,
@@ -111,7 +126,7 @@ def trained(parts: Parts, **sync: Any) -> list[str]:
         run_epoch=1,
         stopping=lambda: False,
         on_phase=lambda phase: None,
-        export=lambda step: None,
+        export=lambda step: parts.note(f"export {step}"),
     )  # type: ignore[arg-type]
     assert trainer.fit(0) == STEPS
     return parts.events
@@ -213,6 +228,16 @@ def test_weights_for_engines_and_a_checkpoint_of_one_step_are_one_save() -> None
         "4 full",
         "5 full",
     ]
+
+
+@pytest.mark.parametrize(
+    ("exports", "expected"),
+    [("never", []), ("last", [STEPS]), ("always", list(range(1, STEPS + 1)))],
+)
+def test_what_is_exported(exports: str, expected: list[int]) -> None:
+    """Row P20: each checkpoint once it is there, or the end of the run."""
+    events = trained(Parts(exports=exports))
+    assert [event for event in events if "export" in event] == [f"export {n}" for n in expected]
 
 
 def test_every_phase_of_a_step_is_on_the_timeline(
