@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rft.checkpoint.records import Committed
 from rft.config import SynchronizerConfig, TrainerConfig
 from rft.ground.device import choose
 from rft.monitor import trace
@@ -28,6 +29,7 @@ class Parts:
         self.events: list[str] = []
         self.asked: list[int] = []
         self.unsaved: dict[int, bool] = {}
+        self.full: list[int] = []  # saves of which nobody has heard yet
         note = self.note
         self.mesh = SimpleNamespace(broadcast=lambda item: item)
         self.models = SimpleNamespace(score=self.score, train_step=self.train_step)
@@ -36,6 +38,7 @@ class Parts:
             consumed=lambda step: note(f"consumed {step}"),
             mark=lambda: 0,
             retain=lambda loop: None,
+            saved=lambda step: None,
         )
         self.publisher = SimpleNamespace(
             start=self.publish,
@@ -50,7 +53,7 @@ class Parts:
             requested=None,
             save=self.save,
             before_update=lambda: note("copied"),
-            poll=list,
+            poll=self.poll,
             wait=lambda step: None,
             wait_exports=lambda: None,
             metrics=dict,
@@ -75,6 +78,14 @@ class Parts:
     def save(self, step: int, models: Any, loop: dict[str, Any], full: bool, weights: bool) -> None:
         self.note(" ".join(["save", str(step), *["full"] * full, *["weights"] * weights]))
         self.checkpoints.requested = step if full else self.checkpoints.requested
+        self.full += [step] * full
+
+    def poll(self) -> list[Committed]:
+        found = [
+            Committed(id="", step=step, collection="", name="", seconds=0.0) for step in self.full
+        ]
+        self.full.clear()
+        return found
 
     def ask(self, interval: int) -> bool:
         """Explorers that want weights after every fourth step."""
@@ -93,10 +104,10 @@ class Parts:
         return {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
-def trained(parts: Parts, **sync: Any) -> list[str]:
+def trained(parts: Parts, exports: Any = "never", **sync: Any) -> list[str]:
     """What the parts are asked for while the trainer makes STEPS steps."""
     trainer = Trainer(
-        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint="never"),
+        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint=exports),
         mesh=parts.mesh,
         models=parts.models,
         feed=parts.feed,
@@ -111,7 +122,7 @@ def trained(parts: Parts, **sync: Any) -> list[str]:
         run_epoch=1,
         stopping=lambda: False,
         on_phase=lambda phase: None,
-        export=lambda step: None,
+        export=lambda step: parts.note(f"export {step}"),
     )  # type: ignore[arg-type]
     assert trainer.fit(0) == STEPS
     return parts.events
@@ -213,6 +224,18 @@ def test_weights_for_engines_and_a_checkpoint_of_one_step_are_one_save() -> None
         "4 full",
         "5 full",
     ]
+
+
+@pytest.mark.parametrize(
+    ("exports", "steps"), [("always", [1, 2, 3, 4, 5]), ("last", [5]), ("never", [])]
+)
+def test_exports_are_of_every_checkpoint_or_the_last_or_none(
+    exports: str, steps: list[int]
+) -> None:
+    """Rows I10 and I11: of a checkpoint that is there, so after it was heard of."""
+    events = trained(Parts(), exports)
+    assert [int(one.split()[1]) for one in events if one.startswith("export")] == steps
+    assert all(events.index(f"save {n} full") < events.index(f"export {n}") for n in steps)
 
 
 def test_every_phase_of_a_step_is_on_the_timeline(
