@@ -177,10 +177,13 @@ def standings() -> list[Standing]:
     return found
 
 
-def made_by() -> dict[str, tuple[str, str]]:
-    """Row: the function that makes it, and the test that fails without it."""
+def made_by() -> dict[str, list[str]]:
+    """Row: the functions, or rows of a table, that make it."""
     lines = (COVERAGE / "made_by.tsv").read_text(encoding="utf-8").splitlines()
-    return {row: (function, test) for row, function, _, test in (one.split("\t") for one in lines)}
+    found: dict[str, list[str]] = {}
+    for row, function, *_ in (one.split("\t") for one in lines):
+        found.setdefault(row, []).append(function)
+    return found
 
 
 def weaknesses() -> list[tuple[str, str, str]]:
@@ -226,8 +229,8 @@ def coverage_table() -> str:
         for row in rows:
             standing = said.get(row, Standing(row, "missing", "", ()))
             tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in standing.tests)
-            function = f"`{makers[row][0]}`" if row in makers else ""
-            lines.append(line(row, named[row], standing.state, standing.how, function, tests))
+            made = "<br>".join(f"`{function}`" for function in makers.get(row, ()))
+            lines.append(line(row, named[row], standing.state, standing.how, made, tests))
         lines.append("")
     lines += weaknesses_table()
     return "\n".join(lines)

@@ -5,6 +5,7 @@ what fails is said.
 import logging
 import shutil
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,12 @@ from rft.checkpoint.reader import Mismatch
 from rft.checkpoint.records import Committed, Retained
 from rft.checkpoint.restore import RestoreRefused
 from rft.checkpoint.storage import open_storage
+from rft.config import AlgorithmConfig
+from rft.data.packing import Cost
+from rft.run.assembly import resume
+from rft.trainer.feed import Feed
+from rft.trainer.reporting import SkippedSteps
+from tests.unit.test_feed import Alone
 
 
 @pytest.fixture
@@ -131,6 +138,22 @@ def test_a_new_job_begins_from_another_ones_checkpoint(memory_path: Path) -> Non
     config.resume_from_path = str(memory_path / "nowhere")
     with pytest.raises(RestoreRefused, match="no complete checkpoint"):
         CheckpointManager(memory_path / "new", OneRank(), config).load(plain())
+
+
+def test_a_rank_goes_on_where_its_newest_checkpoint_stands(memory_path: Path) -> None:
+    """With the losses and the skipped steps before it; where there is none, at 0."""
+    root, state = memory_path / "c", plain().fill(6)
+    feed = Feed(None, Alone(), AlgorithmConfig(), 1, 1, Cost())
+    with managed(root, state) as manager:
+        skips = SkippedSteps(memory_path, 0, True, print)
+        assert resume(manager, state, feed, skips, 1) == (0, deque())
+        manager.save(6, state, {"recent_losses": [0.5, 0.25], "skips": [2, 1]})
+        manager.before_update()
+        manager.wait(6)
+    found, skips = plain(), SkippedSteps(memory_path, 0, True, print)
+    again = CheckpointManager(root, OneRank(), trainer_config(), epoch=2)
+    assert resume(again, found, feed, skips, 2) == (6, deque([0.5, 0.25]))
+    assert skips.state() == [2, 1] and equal(found, state)
 
 
 def test_latest_is_a_hint_only(memory_path: Path) -> None:

@@ -1,15 +1,17 @@
 """The keys that cut a step into microbatches reach the packing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rft.algorithm import credit
 from rft.buffer.delivery import Delivery
-from rft.config import AlgorithmConfig, TrainerConfig
+from rft.config import AlgorithmConfig, Config, TrainerConfig
 from rft.data.packing import Cost, Packed, PackingPolicy
+from rft.data.updates import ONE_UPDATE, UpdateRule
 from rft.ground.experience import Batch, Experience, encode
-from rft.run.assembly import cut_of
+from rft.run.assembly import cut_of, rule_of
 from rft.trainer.control import QueueSource
 from rft.trainer.feed import Feed
 
@@ -69,6 +71,13 @@ def test_microbatches_are_what_the_config_asks_for(
     feed = Feed(Rows(), Alone(), recipe, 30, 1, Cost(), cut_of(TrainerConfig(**keys)))
     step = feed.next(0, stopping=False)
     assert step is not None and [packed.cu_seqlens.tolist() for packed in step.part] == bounds
+
+
+def test_a_batch_is_cut_into_the_updates_that_the_config_asks_for() -> None:
+    config = Config(name="a", seed=3)
+    assert rule_of(config) == replace(ONE_UPDATE, seed=3)
+    config.trainer = TrainerConfig(ppo_epochs=4, ppo_mini_batch_size=2, ppo_shuffle=True)
+    assert rule_of(config) == UpdateRule(4, 2, True, 3)
 
 
 @pytest.mark.parametrize(("age", "step", "oldest"), [(None, 5, None), (2, 5, 3), (2, 1, 0)])

@@ -30,7 +30,7 @@ def test_every_type_of_trainer_has_a_backend(kind: str) -> None:
     config = Config(name="a")
     config.trainer.trainer_type = kind
     backend = backend_of(config, devices.choose("cpu"))
-    assert type(backend).__name__.lower() == f"{kind}backend"
+    assert type(backend).__name__ == f"{kind.title()}Backend"
     for part in ("open_mesh", "build_models", "build_checkpoints", "build_publisher"):
         assert getattr(type(backend), part) is not getattr(TrainBackend, part)
 

@@ -1,10 +1,15 @@
-"""What a process that resumes a run learns from the lines that the one before it wrote."""
+"""What a step tells, and what a process that resumes a run learns from the lines that the one
+before it wrote.
+"""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from rft.config import Config, ExplorerInputConfig, MonitorConfig, TasksetConfig
+from rft.ground.experience import Experience
 from rft.monitor.metrics import Speed
+from rft.monitor.run_record import RunRecord
 from rft.trainer.reporting import StepReporter
 
 LINES = [
@@ -46,3 +51,22 @@ def test_evaluations_up_to_the_resumed_step_are_known(tmp_path: Path) -> None:
     assert evaluated(tmp_path, 4) == {0: 0.1}
     assert evaluated(tmp_path, 0) == {}
     assert evaluated(tmp_path, 15, names=()) == {}
+
+
+def test_a_step_shows_its_best_and_its_worst_responses(tmp_path: Path) -> None:
+    config = Config(name="x", monitor=MonitorConfig(monitor_type="none", num_samples=2))
+    text = SimpleNamespace(decode=lambda tokens: "".join(map(str, tokens)))
+    reporter = StepReporter(config, tmp_path, 0, text, Speed(sum, 1, None, False), pool=dict)
+    made = [
+        Experience(tokens=[1, n], prompt_length=1, action_mask=[1], group=n, reward=float(n))
+        for n in (2, 3, 1)
+    ]
+    reporter.step(4, {"time/train_s": 1.0, "time/step_s": 2.0}, made)
+    reporter.close()
+    (row,) = RunRecord(tmp_path).rows
+    assert (row["step"], row["tokens_per_s"]) == (4, 3.0)
+    told = [
+        tuple(shown[name] for name in ("step", "table", "prompt", "response", "reward"))
+        for shown in RunRecord(tmp_path).samples
+    ]
+    assert told == [(4, "samples", "1", "1", 1.0), (4, "samples", "1", "3", 3.0)]

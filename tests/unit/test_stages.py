@@ -106,6 +106,19 @@ def test_each_stage_begins_with_the_export_of_the_one_before(tmp_path: Path) -> 
     ], "configs stay as given"
 
 
+def test_complete_exports_are_found_the_newest_last(tmp_path: Path) -> None:
+    (config,) = staged(tmp_path, {})
+    job = configs.job_dir(config)
+    assert stages.exports(job) == []
+    with pytest.raises(ConfigError, match="mode=bench: no Hugging Face export"):
+        stages.check_exports(config)
+    finish(config)
+    for name in ("step_00000010", ".step_00000011.draft", "step_00000012.draft"):
+        (job / "huggingface" / name).mkdir()
+    assert stages.exports(job) == [(n, stages.export_dir(job, n)) for n in (3, 10)]
+    stages.check_exports(config)
+
+
 def test_a_stage_whose_model_is_gone_says_so(tmp_path: Path) -> None:
     found = staged(tmp_path, {}, {})
     Path(finish(found[0])).rmdir()

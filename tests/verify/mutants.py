@@ -3,14 +3,17 @@
     python -m tests.verify.mutants [ROW ...] [--number 40] [--seed N]     (no ROW: by the seed)
     python -m tests.verify.mutants --all
 
-In: tests/coverage/made_by.tsv: row, module:qualname, what it gives instead of its result, test.
-Out: of every row `dies` or `LIVES`, and the exit code. Each is a process of its own, forked from
+In: tests/coverage/made_by.tsv: row, module:qualname, what it gives instead of its result, test; a
+row may have several lines, of which each must die.
+Out: of every line `dies` or `LIVES`, and the exit code. Each is a process of its own, forked from
 one that has imported what is heavy and nothing of rft; nothing is written into the tree
 (`planted/sitecustomize.py`). Invariant: a mutant counts as dead only where the same test passes
 without it.
 """
 
 import argparse
+import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -20,12 +23,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "coverage" / "made_by.tsv"
 PLANTED = Path(__file__).with_name("planted")
 HEAVY = ("numpy", "torch", "hydra", "omegaconf", "pydantic", "msgspec", "transformers", "yaml")
 PASSED, FAILED = 0, 1  # exit codes of pytest
-HANGS_S = 60  # a test that waits for what a mutant never gives fails; after twice as long by force
+SUBREAPER = 36  # of prctl
+HANGS_S = 60  # a test that waits for what a mutant never gives fails
 OUTCOMES = {PASSED: "LIVES", FAILED: "dies", -signal.SIGKILL: "dies"}
 
 
@@ -48,8 +54,10 @@ def drawn(number: int, seed: int) -> list[Maker]:
     return sorted(chosen, key=lambda one: (one.test, one.row))
 
 
-def outcome(tests: list[str], spec: str, log: Path) -> int:
-    """The exit code of pytest over these tests, in a child where `spec` is planted (or nothing)."""
+def outcome(tests: list[str], spec: str, log: Path, limit_s: float = 0.0) -> int:
+    """The exit code of pytest over these tests, in a child where `spec` is planted (or nothing),
+    and which is killed after `limit_s` (0: never): a test may have a longer timeout of its own.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -63,13 +71,23 @@ def outcome(tests: list[str], spec: str, log: Path) -> int:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    limit = threading.Timer(2 * HANGS_S, os.kill, (child, signal.SIGKILL)) if spec else None
+    limit = threading.Timer(limit_s, os.kill, (child, signal.SIGKILL)) if limit_s else None
     if limit:
         limit.start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if limit:
         limit.cancel()
+    end_what_is_left()
     return code
+
+
+def end_what_is_left() -> None:
+    """Processes of a test that a mutant, or its limit, kept from ending them."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left)
 
 
 def planted_run(tests: list[str], spec: str) -> int:
@@ -86,24 +104,29 @@ def planted_run(tests: list[str], spec: str) -> int:
     return int(pytest.main([*options, *(str(ROOT / test) for test in tests)]))
 
 
-def tried(chosen: list[Maker], log: Path) -> dict[str, str]:
-    """What became of every row. All tests are run once without any mutant."""
+def tried(chosen: list[Maker], log: Path) -> dict[Maker, str]:
+    """What became of every line. All tests are run once without any mutant."""
     for name in HEAVY:
         __import__(name)
+    ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what a test leaves behind becomes a child of this one
     tests = list(dict.fromkeys(one.test for one in chosen))
-    passing = set(tests)
+    passing, begun = set(tests), time.monotonic()
     if outcome(tests, "", log) != PASSED:
         passing = {test for test in tests if outcome([test], "", log) == PASSED}
+    limit_s = 2 * HANGS_S + time.monotonic() - begun  # longer than any that passes
     found = {}
     for one in chosen:
         begun = time.monotonic()
         if one.test not in passing:
-            found[one.row] = "FAILS by itself"
+            found[one] = "FAILS by itself"
         else:
-            code = outcome([one.test], f"{one.function}={one.instead}", log)
-            found[one.row] = OUTCOMES.get(code, f"NOT RUN, code {code}")
+            before = log.stat().st_size
+            code = outcome([one.test], f"{one.function}={one.instead}", log, limit_s)
+            found[one] = OUTCOMES.get(code, f"NOT RUN, code {code}")
+            if b"NameError" in log.read_bytes()[before:]:
+                found[one] = "IS MISSPELT"  # and would fail any test
         spent = time.monotonic() - begun
-        print(f"{one.row:<5} {found[one.row]:<16} {spent:6.1f} s  {one.function} -> {one.instead}")
+        print(f"{one.row:<5} {found[one]:<16} {spent:6.1f} s  {one.function} -> {one.instead}")
     return found
 
 
@@ -125,7 +148,7 @@ def main(argv: list[str]) -> int:
     given.log.parent.mkdir(exist_ok=True)
     given.log.unlink(missing_ok=True)
     found = tried(chosen, given.log)
-    wrong = [row for row, state in found.items() if state != "dies"]
+    wrong = [one for one, state in found.items() if state != "dies"]
     print(f"{len(found) - len(wrong)} of {len(found)} die; {given.log} has what their tests said")
     return int(bool(wrong))
 

@@ -1,13 +1,17 @@
-"""One function of rft with another body, in this process and in all that it starts.
+"""One function of rft with another body, or rows of a table with other values, in this process and
+in all that it starts.
 
 In: RFT_PLANTED="module:qualname=expression", and this directory in PYTHONPATH (Python imports
 `sitecustomize` of it at its start). Out: when that module is imported, the function returns the
 expression, in which its own arguments may stand, or raises (`raise`), or yields nothing (`yield`).
+Of `module:TABLE[ROW]` every value of that table which names that row of the reference (its `row`)
+becomes the expression, in which it is `key`.
 Invariant: no file is changed, and no byte code of the changed module is kept.
 """
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -15,11 +19,25 @@ from typing import Any
 
 VARIABLE = "RFT_PLANTED"
 BODIES = {"raise": "raise RuntimeError('planted')", "yield": "yield from ()"}
+ROWS = """
+for _name, key in {table}.items():
+    if "{row}" in key.row.split(", "):
+        {table}[_name] = {instead}
+"""
 
 
 def planted(source: str | bytes, qualname: str, instead: str) -> ast.Module:
-    """Raises LookupError where there is no such function."""
+    """Raises LookupError where there is no such function, or no such row of a table."""
     tree = ast.parse(source)
+    text = source if isinstance(source, str) else source.decode()
+    table, _, row = qualname.removesuffix("]").partition("[")
+    if row:
+        texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        words = {word for text in texts for word in str(text).split(", ")}
+        if row not in words or not re.search(rf"^{table}\b", text, re.MULTILINE):
+            raise LookupError(f"no row {qualname}")
+        tree.body += ast.parse(ROWS.format(table=table, row=row, instead=instead)).body
+        return ast.fix_missing_locations(tree)
     found = [node for name, node in functions(tree) if name == qualname]
     if not found:
         raise LookupError(f"no function {qualname}")
