@@ -104,7 +104,7 @@ def test_a_mutant_of_a_table_is_of_the_rows_that_it_has() -> None:
         with pytest.raises(LookupError):
             planted(source, wrong, "None")
     found: dict[str, Any] = {"Key": namedtuple("Key", "row value")}
-    code = compile(planted(source.splitlines()[1], "ROWS[N2]", "key.value + 5"), "rows", "exec")
+    code = compile(planted(source.splitlines()[1], "ROWS[N1]", "key.value + 5"), "rows", "exec")
     exec(code, found)  # as the import of the module would
     assert found["ROWS"]["a"] == 6 and found["ROWS"]["b"].value == 2
 
