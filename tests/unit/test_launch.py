@@ -7,12 +7,18 @@ import os
 import queue
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
-from rft.run import elastic, launch, supervisor
+from rft.config import Config
+from rft.run import actors, cluster, elastic, launch, modes, supervisor
 from rft.run.cluster import start_patiently
+from rft.run.parts import ActorSpec, engine_spec
 from rft.run.supervisor import EXIT_CODES, Event, kind, root_cause
+from rft.sync import transfer
 
 
 def failed(part: str) -> Event:
@@ -98,3 +104,96 @@ def test_the_last_metrics_of_a_run_are_its_last_line(tmp_path: Path) -> None:
     assert launch.last_line(tmp_path / "metrics.jsonl") == "none"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     assert launch.last_line(tmp_path / "metrics.jsonl") == '{"step": 2}'
+
+
+EXPLORING = ["buffer", "engine_0", "synchronizer", "explorer"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "storage", "parts", "begun"),
+    [
+        ("both", "queue", [*EXPLORING, "ranks"], ["open"]),
+        ("train", "queue", ["buffer", "ranks"], []),
+        ("train", "file", ["ranks"], None),
+        ("explore", "queue", EXPLORING, ["follow", "published", "explore", "finished"]),
+        ("serve", "queue", EXPLORING, ["follow", "base_url"]),
+        ("bench", "queue", ["engine_0", "explorer"], ["evaluate_checkpoints"]),
+    ],
+)
+def test_every_mode_starts_its_parts_and_no_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Any,
+    storage: Any,
+    parts: list[str],
+    begun: list[str] | None,
+) -> None:
+    """Rows A5 to A9, and W26: ranks are processes that nobody calls.
+
+    `begun`: what is asked once all serve, where there are actors.
+    """
+    started, asked = list[str](), list[str]()
+
+    class Handle:
+        def ask(self, method: Any, *arguments: Any) -> None:
+            asked.append(method.__name__)
+
+    class Alone(actors.Actors):
+        def _create(self, spec: ActorSpec[Any]) -> Any:
+            started.append(spec.part)
+            return Handle()
+
+        def _thread(self, target: Any, *arguments: Any) -> None: ...
+        def _listen(self) -> None: ...
+
+    config = Config(name="a", mode=mode, checkpoint_root_dir=str(tmp_path), device="cpu")
+    config.buffer.trainer_input.experience_buffer.storage_type = storage
+    config.algorithm.sample_strategy = "default"
+    config.algorithm.policy_loss_fn = config.algorithm.advantage_fn = "grpo"
+    monkeypatch.setattr(cluster, "start", lambda config: "here")
+    monkeypatch.setattr(actors.parts, "build_tasksets", lambda *_, **__: (None, []))
+    monkeypatch.setattr(actors.EngineFleet, "run", lambda *_: None)
+    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr(
+        modes, "evaluate_checkpoints", lambda *_: asked.append("evaluate_checkpoints")
+    )
+    run = launch.StageRun(config, queue.SimpleQueue())
+    alone = Alone(config, tmp_path, lambda *_: None, lambda line: None)
+    run.supervisor = SimpleNamespace(start=lambda: alone.start() or True)  # type: ignore[assignment]
+    monkeypatch.setattr(run, "_start_ranks", lambda: started.append("ranks"))
+    run._start()
+    assert sorted(started) == sorted(parts)
+    if begun is not None:
+        alone._begin()
+        assert asked == begun
+
+
+def test_actors_are_in_the_namespace_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row A15, in a private Ray and in one that is there."""
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(ray, "init", lambda **settings: told.append(settings))
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
+    )
+    config = Config(name="a", ray_namespace="mine")
+    assert cluster.start(config) == "10.0.0.1:6379"
+    config.cluster.ray_address = "10.0.0.1:6379"
+    cluster.start(config)
+    assert [one["namespace"] for one in told] == ["mine", "mine"]
+    assert [one["address"] for one in told] == ["local", "10.0.0.1:6379"]
+
+
+def test_the_two_names_of_an_engine_are_one(tmp_path: Path) -> None:
+    """W24: an engine by its other name takes weights in the same ways."""
+
+    def made(kind: Any) -> tuple[Any, ...]:
+        config = Config(name="a", checkpoint_root_dir=str(tmp_path), device="cuda")
+        config.explorer.rollout_model.engine_type = kind
+        config.explorer.rollout_model.gpu_memory_utilization = 0.5
+        config.synchronizer.sync_method = "nccl"
+        spec = engine_spec(config, "engine_0", "engine_0")
+        engine = spec.make()
+        return spec.make.func, spec.gpus, engine._arguments(), transfer.of_config(config)
+
+    assert made("vllm") == made("vllm_async")

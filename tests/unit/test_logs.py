@@ -68,11 +68,14 @@ import logging
 from pathlib import Path
 from rft.config import LogConfig
 from rft.monitor import logs
-logs.redirect(Path({str(tmp_path / "rank_0.log")!r}), LogConfig(group_by_node=True))
-logging.getLogger("x").info("said")
+config = LogConfig(group_by_node=True, level="WARNING")
+logs.redirect(Path({str(tmp_path / "rank_0.log")!r}), config)
+logging.getLogger("x").warning("said")
+logging.getLogger("x").info("kept back")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert "said" in (tmp_path / socket.gethostname() / "rank_0.log").read_text()
+    text = (tmp_path / socket.gethostname() / "rank_0.log").read_text()
+    assert "said" in text and "kept back" not in text
     assert logs.where(tmp_path, LogConfig()) == tmp_path
 
 

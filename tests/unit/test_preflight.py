@@ -7,6 +7,7 @@ import pytest
 
 from rft import preflight
 from rft.config import ConfigError
+from rft.preflight.rules import Refusals
 from tests.unit.test_config import grpo
 
 GIVEN = "buffer.explorer_input"
@@ -81,6 +82,18 @@ def test_a_mistake_of_one_stage_names_it_and_one_of_all_is_told_once(
     assert own.startswith("a: model.max_model_len=99999") and shared.startswith(
         "cluster.ray_address=auto"
     )
+
+
+def test_rules_change_nothing_of_what_is_filled_in_any_order(assets: Path, tmp_path: Path) -> None:
+    """W44, and a look at a config renames no run."""
+    words = "continue_from_checkpoint=false", "trainer.save_interval=1"
+    (config,) = grpo(assets, tmp_path, *words)
+    (again,) = grpo(assets, tmp_path, *words)
+    assert again == config
+    for rules in (preflight.checks(at_start=False), preflight.checks(at_start=False)[::-1]):
+        refusals = Refusals()
+        refusals.ask(rules, config)
+        assert not refusals.sentences() and config == again
 
 
 def test_a_look_at_a_config_leaves_out_what_runs_or_asks_something(

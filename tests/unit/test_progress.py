@@ -34,6 +34,7 @@ from rft.buffer.progress import (
 )
 from rft.config import ExperienceBufferConfig
 from rft.ground.experience import Batch, Experience, encode
+from tests.unit import virtual_clock
 
 
 class Run:
@@ -420,6 +421,29 @@ def test_a_step_waits_for_its_groups_in_admission_order(inline: None, tmp_path: 
         await buffer.shutdown()
 
     run(test)
+
+
+def test_who_waits_is_told_and_does_not_ask_again_and_again(tmp_path: Path) -> None:
+    """W22: an hour on a clock that only moves when nobody has anything to do."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        buffer = make(tmp_path, max_staleness=0, timeout=1e6)
+        await buffer.attach_trainer(0, 1)
+        await admitted(buffer, 2)
+        taking = asyncio.create_task(batch(buffer, 0))
+        next_task = asyncio.create_task(buffer.admit("e", b"task 2", {"next": 3}))
+        await asyncio.sleep(3600.3)
+        for group in (0, 1):
+            await buffer.put(group, rows(1))
+        assert groups_of(await taking) == [0, 1] and loop.time() == 3600.3
+        await asyncio.sleep(0.4)
+        assert not next_task.done()
+        await buffer.published(1, 1)
+        assert await next_task == 2 and loop.time() == pytest.approx(3600.7)
+        await buffer.shutdown()
+
+    virtual_clock.run(test())
 
 
 def test_an_abandoned_group_is_skipped_and_frees_its_slot(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """A trainer rank before it trains: where the policy learns, and in which environment."""
 
 import inspect
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +33,29 @@ def test_every_type_of_trainer_has_a_backend(kind: str) -> None:
     assert type(backend).__name__ == f"{kind.title()}Backend"
     for part in ("open_mesh", "build_models", "build_checkpoints", "build_publisher"):
         assert getattr(type(backend), part) is not getattr(TrainBackend, part)
+
+
+@pytest.mark.parametrize(("given", "begins"), [(None, "policy"), ("other", "other")])
+def test_a_critic_begins_as_its_own_model_or_as_the_policy(
+    given: str | None, begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row D2. Megatron's parts only say what they were asked for."""
+
+    def part(module: str, name: str) -> None:
+        made = types.SimpleNamespace(**{name: lambda *asked: (name, *asked)})
+        monkeypatch.setitem(sys.modules, module, made)
+
+    part("rft.megatron.policy", "Policy")
+    part("rft.megatron.learner", "Critic")
+    part("rft.megatron.network", "Reference")
+    monkeypatch.setattr("rft.trainer.models.Models", lambda *models: models)
+    config = Config(name="a")
+    config.model.model_path, config.model.critic_model_path = "policy", given
+    config.algorithm.advantage_fn, config.algorithm.kl_loss_fn = "ppo", "none"
+    found: Any = backend_of(config, devices.choose("cpu")).build_models(None)  # type: ignore[arg-type]
+    policy, reference, critic, *_ = found
+    assert policy[1] is config.model and reference is None
+    assert critic[:2] == ("Critic", begins)
 
 
 SEGMENTS, QUEUE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "CUDA_DEVICE_MAX_CONNECTIONS"
