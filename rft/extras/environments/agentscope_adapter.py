@@ -15,6 +15,9 @@ from agentscope.credential import OpenAICredential
 from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
 
+_MATH = "Solve the problem step by step, and give the final answer within \\boxed{}."
+PROMPTS = {None: "You are helpful.", "gsm8k": _MATH, "dapo": _MATH}
+
 
 class AgentScope:
     packages = {"agentscope": ("2",)}
@@ -25,6 +28,9 @@ class AgentScope:
         cls.function = staticmethod(named(env_id) if env_id else react)
         given = inspect.signature(cls.function)
         given.bind({}, None, **args)
+        if not env_id and args.get("type") not in PROMPTS:
+            known = ", ".join(name for name in PROMPTS if name)
+            raise ValueError(f"type={args['type']}: give one of {known}, or system_prompt alone")
 
     def __init__(self, env_id: str = "", **args: Any) -> None:
         self.args = args
@@ -36,9 +42,15 @@ class AgentScope:
 
 
 async def react(
-    task: "dict[str, Any]", model: Any, system_prompt: str = "You are helpful.", max_iters: int = 8
+    task: "dict[str, Any]",
+    model: Any,
+    system_prompt: "str | None" = None,
+    max_iters: int = 8,
+    type: "str | None" = None,
 ) -> None:
-    agent = Agent("agent", system_prompt, model, react_config=ReActConfig(max_iters=max_iters))
+    """`type`: of Trinity-RFT, what the tasks are, which says the system prompt."""
+    prompt = PROMPTS[type] if system_prompt is None else system_prompt
+    agent = Agent("agent", prompt, model, react_config=ReActConfig(max_iters=max_iters))
     asked = task["prompt"]
     text = asked if isinstance(asked, str) else asked[-1]["content"]
     await agent.reply(UserMsg(name="user", content=text))
