@@ -9,12 +9,17 @@ checkpoint can store it as a number.
     <end>.base   records kept from before `end` by the last compaction; lies at positions [end -
                  size, end)
     <start>.log  segments, each begins where the one before ends; only the last one is written to
+    durable      how far an fsync has come: written behind it, so it never says too much
     lock         held by the one process that has the journal open
 
 A frame is magic, length, xxh3-64 of the payload seeded with the length, payload. Invariant: every
 file but the last log is complete and synced before the next one exists, so only the last can have a
-torn tail. Opening checks every frame: a torn tail is cut off with a warning; a bad frame with good
-ones behind it is damage and refuses to open.
+torn tail. Opening checks every frame. A bad one behind the position in `durable` was never
+acknowledged, whatever lies behind it (pages go to the disk in any order): the log is cut off there,
+with a warning. One before it is damage, and refuses to open. A power loss may leave an older
+position in `durable`, which is as good: it tells less damage, and refuses no more. In a journal of
+an older rft, without that file, a bad frame with good ones behind it is damage.
+Only the log that is written to is kept open; no file is ever in memory as a whole.
 """
 
 import asyncio
@@ -34,6 +39,8 @@ from rft.ground import durable
 HEADER = struct.Struct("<4sIQ")
 MAGIC = b"rft\x01"
 MAX_PAYLOAD = 2**32 - 1  # the length field has 32 bits
+MARK = struct.Struct("<4sQQ")  # of the file `durable`: magic, position, checksum of the position
+LOOK_BYTES = 2**20  # read at once to find a frame behind a bad one
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +51,11 @@ class JournalError(RuntimeError):
 
 @dataclass
 class JournalSegment:
-    """An open file that holds the positions [start, end)."""
+    """A file that holds the positions [start, end)."""
 
     path: Path
     start: int
     end: int
-    fd: int
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,30 @@ def has_frame_after(fd: int, offset: int, size: int) -> bool:
     """Whether any correct frame begins behind `offset`: then the bad
     bytes there are damage, not a torn tail.
     """
-    data = read_at(fd, size - offset, offset)
-    at = data.find(MAGIC, 1)
-    while at >= 0:
-        if payload_at(fd, offset + at, size) is not None:
-            return True
-        at = data.find(MAGIC, at + 1)
+    at = offset + 1
+    while at < size:
+        data = read_at(fd, min(LOOK_BYTES, size - at), at)
+        found = data.find(MAGIC)
+        while found >= 0:
+            if payload_at(fd, at + found, size) is not None:
+                return True
+            found = data.find(MAGIC, found + 1)
+        at += max(len(data) - len(MAGIC) + 1, 1)  # it may lie across two looks
     return False
+
+
+def marked(position: int) -> bytes:
+    packed = position.to_bytes(8, "little")
+    return MARK.pack(MAGIC, position, xxhash.xxh3_64_intdigest(packed))
+
+
+def mark_in(path: Path) -> int | None:
+    """The position that the file tells; None where there is none, or no whole one."""
+    data = path.read_bytes() if path.exists() else b""
+    if len(data) != MARK.size:
+        return None
+    position = int(MARK.unpack(data)[1])
+    return position if marked(position) == data else None
 
 
 def payloads(directory: Path) -> Iterator[bytes]:
@@ -164,6 +187,7 @@ class Journal:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock_fd = take_lock(self.directory)
         self._segments: list[JournalSegment] = []
+        self._fd = self._mark_fd = -1  # of the last log, and of `durable`
         self._failure: BaseException | None = None
         self._durable = 0
         self._syncing = threading.Lock()
@@ -182,10 +206,11 @@ class Journal:
             leftover.unlink()
         bases = sorted(self.directory.glob("*.base"))
         logs = sorted(self.directory.glob("*.log"))
+        mark = mark_in(self.directory / "durable")
         end = int(bases[-1].stem) if bases else 0
         if bases:
             size = bases[-1].stat().st_size
-            self._segments.append(self._checked(bases[-1], end - size, may_be_torn=False))
+            self._segments.append(self._checked(bases[-1], end - size, end))
         # a crash during `install` leaves them
         replaced = [*bases[:-1], *(log for log in logs if int(log.stem) < end)]
         for path in replaced:
@@ -193,34 +218,53 @@ class Journal:
         logs = [log for log in logs if log not in replaced]
         for log in logs:
             if int(log.stem) != end:
-                raise JournalError(
-                    f"the journal {self.directory} lacks the positions {end} to {int(log.stem)}, "
-                    f"which should be in {end:020d}.log: "
-                    "restore that file, or move the directory away."
-                )
-            self._segments.append(self._checked(log, end, may_be_torn=log == logs[-1]))
+                raise self._lacking(end, int(log.stem), f"{end:020d}.log")
+            following = logs[logs.index(log) + 1 :]
+            self._segments.append(
+                self._checked(log, end, int(following[0].stem) if following else mark)
+            )
             end = self._segments[-1].end
-        if not logs:
-            self._segments.append(self._new_segment(end))
+        if mark is not None and end < mark:
+            raise self._lacking(end, mark, logs[-1].name if logs else f"{end:020d}.log")
+        if logs:
+            self._fd = os.open(logs[-1], os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        else:
+            self._begin_segment(end)
         # bytes that a killed writer left to the kernel count as written from here on
-        os.fsync(self._segments[-1].fd)
+        os.fsync(self._fd)
+        self._mark_fd = os.open(
+            self.directory / "durable", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
+        self._mark(end)
+        os.fsync(self._mark_fd)
         durable.sync_directory(self.directory)
 
-    def _checked(self, path: Path, start: int, may_be_torn: bool) -> JournalSegment:
+    def _lacking(self, start: int, end: int, name: str) -> JournalError:
+        return JournalError(
+            f"the journal {self.directory} lacks the positions {start} to {end}, "
+            f"which should be in {name}: "
+            "restore that file, or move the directory away."
+        )
+
+    def _checked(self, path: Path, start: int, sound: int | None) -> JournalSegment:
+        """`sound`: the position up to which it was synced; None: nobody knows."""
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             good = max((end for _, end, _ in frames(file.fileno(), size)), default=0)
             damaged = good < size and (
-                not may_be_torn or has_frame_after(file.fileno(), good, size)
+                start + good < sound
+                if sound is not None
+                else has_frame_after(file.fileno(), good, size)
+            )
+        if damaged:
+            there = "with acknowledged data behind it" if sound else "with more data behind it"
+            raise JournalError(
+                f"the journal file {path} is damaged at byte {good} of {size} (position "
+                f"{start + good}), {there}. Restore the file from a copy; "
+                f"or move {self.directory} away to begin with an empty buffer, "
+                "which loses the experiences that were not trained yet."
             )
         if good < size:
-            if damaged:
-                raise JournalError(
-                    f"the journal file {path} is damaged at byte {good} of {size} (position "
-                    f"{start + good}), with more data behind it. Restore the file from a copy; "
-                    f"or move {self.directory} away to begin with an empty buffer, "
-                    "which loses the experiences that were not trained yet."
-                )
             logger.warning(
                 "journal file %s: cutting off a torn record of %d bytes at byte %d (position %d), "
                 "which was never acknowledged",
@@ -230,13 +274,29 @@ class Journal:
                 start + good,
             )
             os.truncate(path, good)
-        return JournalSegment(path, start, start + good, os.open(path, os.O_RDWR | os.O_APPEND))
+        return JournalSegment(path, start, start + good)
 
-    def _new_segment(self, start: int) -> JournalSegment:
+    def _begin_segment(self, start: int) -> None:
+        """Write on in a new file. Raises OSError, and leaves none that a later try would meet."""
         path = self.directory / f"{start:020d}.log"
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-        durable.sync_directory(self.directory)
-        return JournalSegment(path, start, start, fd)
+        # the lock says that nobody else writes it: what is there is an empty one, of an earlier try
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            durable.sync_directory(self.directory)
+        except OSError:
+            os.close(fd)
+            raise
+        with self._syncing:
+            old, self._fd = self._fd, fd
+            self._segments.append(JournalSegment(path, start, start))
+        if old >= 0:
+            os.close(old)
+
+    def _mark(self, position: int) -> None:
+        """Say how far the journal is durable, for whoever opens it after a crash; not synced: what
+        a power loss takes of it is told by the frames.
+        """
+        os.pwrite(self._mark_fd, marked(position), 0)
 
     # Writing
 
@@ -265,17 +325,29 @@ class Journal:
             and segment.end - segment.start + len(data) > self.segment_bytes
         ):
             self.sync()
-            segment = self._new_segment(segment.end)
-            self._segments.append(segment)
+            try:
+                self._begin_segment(segment.end)
+            except OSError as error:
+                self._failure = error
+                raise JournalError(f"cannot begin a file behind {segment.path}: {error}") from error
+            segment = self._segments[-1]
         try:
-            durable.write_all(segment.fd, data)
+            durable.write_all(self._fd, data)
         except OSError as error:
             self._failure = error
-            # no half record in front of a later one
-            os.ftruncate(segment.fd, segment.end - segment.start)
+            self._cut_back(segment)
             raise JournalError(f"cannot write {segment.path}: {error}") from error
         segment.end += len(data)
         return segment.end
+
+    def _cut_back(self, segment: JournalSegment) -> None:
+        """No half record stays behind the last one."""
+        try:
+            os.ftruncate(self._fd, segment.end - segment.start)
+        except OSError as error:
+            logger.error(
+                "%s: a half record stays until it is opened again: %s", segment.path, error
+            )
 
     def sync(self) -> None:
         """Make all appended records durable. Runs in any thread."""
@@ -286,7 +358,8 @@ class Journal:
             if end <= self._durable:
                 return
             try:
-                os.fsync(segment.fd)
+                os.fsync(self._fd)
+                self._mark(end)
             # the kernel may have dropped the pages: nothing later may be called durable
             except OSError as error:
                 self._failure = error
@@ -324,9 +397,10 @@ class Journal:
         index = bisect.bisect_right(self._segments, position, key=lambda segment: segment.start) - 1
         segment = self._segments[max(index, 0)]
         offset = position - segment.start
-        payload = (
-            payload_at(segment.fd, offset, segment.end - segment.start) if offset >= 0 else None
-        )
+        payload = None
+        if offset >= 0:
+            with open(segment.path, "rb", buffering=0) as file:
+                payload = payload_at(file.fileno(), offset, segment.end - segment.start)
         if payload is None:
             raise JournalError(
                 f"no correct record at position {position} (byte {offset} of {segment.path})"
@@ -343,10 +417,11 @@ class Journal:
             ):
                 continue
             size, whole = segment.end - segment.start, 0
-            for begin, end, payload in frames(segment.fd, size):
-                whole, position = end, segment.start + begin
-                if (start is None or position >= start) and (stop is None or position < stop):
-                    yield position, payload
+            with open(segment.path, "rb", buffering=0) as file:
+                for begin, end, payload in frames(file.fileno(), size):
+                    whole, position = end, segment.start + begin
+                    if (start is None or position >= start) and (stop is None or position < stop):
+                        yield position, payload
             if whole < size:
                 raise JournalError(f"the journal file {segment.path} is damaged at byte {whole}")
 
@@ -373,13 +448,16 @@ class Journal:
                 offsets.append(size)
                 size += len(data)
             os.fsync(fd)
+        except BaseException:
+            path.unlink()  # a full disk gets its space back
+            raise
         finally:
             os.close(fd)
         return Base(path, end, [end - size + offset for offset in offsets])
 
     def install(self, base: Base) -> None:
         """Put `base` in the place of all files before its end:
-        one rename, then the old files go.
+        one rename, then the old files go. Runs in any thread, also while others append.
         """
         path = base.path.with_suffix("")
         os.rename(base.path, path)
@@ -390,13 +468,9 @@ class Journal:
             for segment in self._segments
             if segment.end <= base.end and segment is not self._segments[-1]
         ]
-        kept = self._segments[len(old) :]
-        self._segments = [
-            JournalSegment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
-            *kept,
-        ]
+        # in one step of the interpreter: `append` adds to the end of the same list
+        self._segments[: len(old)] = [JournalSegment(path, base.end - size, base.end)]
         for segment in old:
-            os.close(segment.fd)
             segment.path.unlink()
 
     def close(self) -> None:
@@ -404,12 +478,12 @@ class Journal:
         if self._lock_fd < 0:
             return
         try:
-            if self._segments and self._failure is None:
+            if self._mark_fd >= 0 and self._failure is None:
                 self.sync()
         finally:
             with self._syncing:
-                for segment in self._segments:
-                    os.close(segment.fd)
                 self._segments = []
-                os.close(self._lock_fd)
-                self._lock_fd = -1
+                for fd in (self._fd, self._mark_fd, self._lock_fd):
+                    if fd >= 0:
+                        os.close(fd)
+                self._fd = self._mark_fd = self._lock_fd = -1
