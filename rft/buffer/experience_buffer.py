@@ -359,9 +359,10 @@ class ExperienceBuffer(BatchedCalls):
         """What no retained checkpoint needs may go: `position` and `step` are the smallest that any
         of them has.
 
-        Whole segments go; the groups in them that are still needed move into a compacted file.
+        Whole segments go; the groups in them that are still needed move into a compacted file. That
+        is begun here, and nobody waits for it: of a large journal it takes minutes.
         """
-        await self._ledger.retain(position, step)
+        self._ledger.retain(position, step)
 
     # The supervisor
 
@@ -388,6 +389,7 @@ class ExperienceBuffer(BatchedCalls):
             else None,
             "journal_bytes": journal.size,
             "journal_position": journal.position,
+            "failed_retentions": self._ledger.failed_retentions,
             "fsyncs": journal.fsyncs,
             "commits": journal.commits,
             **{name: self._counts[name] for name in COUNTERS},
@@ -413,7 +415,7 @@ class ExperienceBuffer(BatchedCalls):
         await self._waits.close()
         if self._copy is not None:
             self._copy.close()
-        self._ledger.journal.close()
+        await self._ledger.close()
 
     # Inside
 

@@ -460,7 +460,11 @@ class Journal:
         one rename, then the old files go. Runs in any thread, also while others append.
         """
         path = base.path.with_suffix("")
-        os.rename(base.path, path)
+        try:
+            os.rename(base.path, path)
+        except OSError:
+            base.path.unlink()
+            raise
         durable.sync_directory(self.directory)
         size = path.stat().st_size
         old = [
