@@ -35,6 +35,7 @@ from rft.buffer.progress import Evicted, Group, JournalRecord, StepSize
 from rft.buffer.selection import BatchSelection, OverRollout, Replay
 from rft.config import ExperienceBufferConfig
 from rft.config.explorer import OverRolloutConfig
+from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
 COUNTERS = (
@@ -72,13 +73,14 @@ class ExperienceBuffer(BatchedCalls):
         experiences_per_step: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         clock: Callable[[], float] = time.time,
+        files: Files = FILES,
     ) -> None:
         self.timeout = config.max_read_timeout
         self.size = StepSize(tasks_per_step, experiences_per_step)
         self.repeat_times = repeat_times
         self.max_staleness = max_staleness
         self.total_steps = total_steps
-        self._ledger = Ledger(directory, segment_bytes)
+        self._ledger = Ledger(directory, segment_bytes, files)
         self._progress = self._ledger.progress
         self._over = OverRollout(over_rollout or OverRolloutConfig(), self.size)
         self._published: int | None = None  # unknown until a trainer says where it begins

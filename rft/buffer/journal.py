@@ -24,6 +24,7 @@ Only the log that is written to is kept open; no file is ever in memory as a who
 
 import asyncio
 import bisect
+import contextlib
 import logging
 import os
 import struct
@@ -34,7 +35,7 @@ from pathlib import Path
 
 import xxhash
 
-from rft.ground import durable
+from rft.ground.durable import FILES, Files
 
 HEADER = struct.Struct("<4sIQ")
 MAGIC = b"rft\x01"
@@ -78,53 +79,42 @@ def frame(payload: bytes) -> bytes:
     )
 
 
-def read_at(fd: int, size: int, offset: int) -> bytes:
-    """These bytes of a file, or fewer where it ends:
-
-    Linux gives at most 0x7ffff000 of them in one call.
-    """
-    data = os.pread(fd, size, offset)
-    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-        data += more
-    return data
-
-
-def payload_at(fd: int, offset: int, end: int) -> bytes | None:
+def payload_at(fd: int, offset: int, end: int, files: Files = FILES) -> bytes | None:
     """The payload of the frame that begins at `offset` and lies before `end`; None if there is no
     whole and correct one.
     """
-    header = read_at(fd, HEADER.size, offset)
+    header = files.read(fd, HEADER.size, offset)
     if len(header) < HEADER.size:
         return None
     magic, length, checksum = HEADER.unpack(header)
     start = offset + HEADER.size
     if magic != MAGIC or start + length > end:
         return None
-    payload = read_at(fd, length, start)
+    payload = files.read(fd, length, start)
     return payload if xxhash.xxh3_64_intdigest(payload, seed=length) == checksum else None
 
 
-def frames(fd: int, size: int) -> Iterator[tuple[int, int, bytes]]:
+def frames(fd: int, size: int, files: Files = FILES) -> Iterator[tuple[int, int, bytes]]:
     """(begin, end, payload) of the correct frames that a file of `size` bytes begins with; one of
     them is in memory at a time.
     """
     offset = 0
-    while offset < size and (payload := payload_at(fd, offset, size)) is not None:
+    while offset < size and (payload := payload_at(fd, offset, size, files)) is not None:
         end = offset + HEADER.size + len(payload)
         yield offset, end, payload
         offset = end
 
 
-def has_frame_after(fd: int, offset: int, size: int) -> bool:
+def has_frame_after(fd: int, offset: int, size: int, files: Files = FILES) -> bool:
     """Whether any correct frame begins behind `offset`: then the bad
     bytes there are damage, not a torn tail.
     """
     at = offset + 1
     while at < size:
-        data = read_at(fd, min(LOOK_BYTES, size - at), at)
+        data = files.read(fd, min(LOOK_BYTES, size - at), at)
         found = data.find(MAGIC)
         while found >= 0:
-            if payload_at(fd, at + found, size) is not None:
+            if payload_at(fd, at + found, size, files) is not None:
                 return True
             found = data.find(MAGIC, found + 1)
         at += max(len(data) - len(MAGIC) + 1, 1)  # it may lie across two looks
@@ -136,9 +126,8 @@ def marked(position: int) -> bytes:
     return MARK.pack(MAGIC, position, xxhash.xxh3_64_intdigest(packed))
 
 
-def mark_in(path: Path) -> int | None:
+def mark_in(data: bytes) -> int | None:
     """The position that the file tells; None where there is none, or no whole one."""
-    data = path.read_bytes() if path.exists() else b""
     if len(data) != MARK.size:
         return None
     position = int(MARK.unpack(data)[1])
@@ -161,31 +150,25 @@ def payloads(directory: Path) -> Iterator[bytes]:
             )
 
 
-def take_lock(directory: Path) -> int:
-    descriptor = durable.lock(directory / "lock")
-    if descriptor is None:
-        owner = durable.signed_by(directory / "lock") or "unknown"
-        raise JournalError(
-            f"the journal {directory} is already open in process {owner}: one process may write "
-            "it at a time. End that process, or give this run another name or directory."
-        )
-    durable.sign(descriptor, str(os.getpid()))
-    return descriptor
-
-
 class Journal:
     """The log in `directory`, open for one writer.
 
     `fsyncs` and `commits` count what their names say.
     """
 
-    def __init__(self, directory: str | Path, segment_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        segment_bytes: int = 64 * 2**20,
+        files: Files = FILES,
+    ) -> None:
+        self.files = files
         self.directory = Path(directory)
         self.segment_bytes = segment_bytes
         self.fsyncs = 0
         self.commits = 0
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = take_lock(self.directory)
+        self.files.make(self.directory)
+        self._lock_fd = self._take_lock()
         self._segments: list[JournalSegment] = []
         self._fd = self._mark_fd = -1  # of the last log, and of `durable`
         self._failure: BaseException | None = None
@@ -201,20 +184,31 @@ class Journal:
 
     # Opening
 
+    def _take_lock(self) -> int:
+        lock = self.directory / "lock"
+        descriptor = self.files.lock(lock)
+        if descriptor is None:
+            owner = self.files.content(lock).decode(errors="replace").strip() or "unknown"
+            raise JournalError(
+                f"the journal {self.directory} is already open in process {owner}: one process "
+                "may write it at a time. End that process, or give this run another name or "
+                "directory."
+            )
+        return descriptor
+
     def _open(self) -> None:
-        for leftover in self.directory.glob("*.tmp"):
-            leftover.unlink()
-        bases = sorted(self.directory.glob("*.base"))
-        logs = sorted(self.directory.glob("*.log"))
-        mark = mark_in(self.directory / "durable")
+        for leftover in self.files.names(self.directory, ".tmp"):
+            self.files.unlink(leftover)
+        bases = self.files.names(self.directory, ".base")
+        logs = self.files.names(self.directory, ".log")
+        mark = mark_in(self.files.content(self.directory / "durable"))
         end = int(bases[-1].stem) if bases else 0
         if bases:
-            size = bases[-1].stat().st_size
-            self._segments.append(self._checked(bases[-1], end - size, end))
+            self._segments.append(self._checked(bases[-1], None, end))
         # a crash during `install` leaves them
         replaced = [*bases[:-1], *(log for log in logs if int(log.stem) < end)]
         for path in replaced:
-            path.unlink()
+            self.files.unlink(path)
         logs = [log for log in logs if log not in replaced]
         for log in logs:
             if int(log.stem) != end:
@@ -227,17 +221,15 @@ class Journal:
         if mark is not None and end < mark:
             raise self._lacking(end, mark, logs[-1].name if logs else f"{end:020d}.log")
         if logs:
-            self._fd = os.open(logs[-1], os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            self._fd = self.files.write_to(logs[-1])
         else:
             self._begin_segment(end)
         # bytes that a killed writer left to the kernel count as written from here on
-        os.fsync(self._fd)
-        self._mark_fd = os.open(
-            self.directory / "durable", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
-        )
+        self.files.sync(self._fd)
+        self._mark_fd = self.files.change(self.directory / "durable")
         self._mark(end)
-        os.fsync(self._mark_fd)
-        durable.sync_directory(self.directory)
+        self.files.sync(self._mark_fd)
+        self.files.sync_directory(self.directory)
 
     def _lacking(self, start: int, end: int, name: str) -> JournalError:
         return JournalError(
@@ -246,15 +238,19 @@ class Journal:
             "restore that file, or move the directory away."
         )
 
-    def _checked(self, path: Path, start: int, sound: int | None) -> JournalSegment:
-        """`sound`: the position up to which it was synced; None: nobody knows."""
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            good = max((end for _, end, _ in frames(file.fileno(), size)), default=0)
+    def _checked(self, path: Path, begin: int | None, sound: int | None) -> JournalSegment:
+        """`begin`: its first position; None: of a base, which ends at `sound`.
+
+        `sound`: the position up to which it was synced; None: nobody knows.
+        """
+        with self._reading(path) as fd:
+            size = self.files.size(fd)
+            start = int(sound or 0) - size if begin is None else begin
+            good = max((end for _, end, _ in frames(fd, size, self.files)), default=0)
             damaged = good < size and (
                 start + good < sound
                 if sound is not None
-                else has_frame_after(file.fileno(), good, size)
+                else has_frame_after(fd, good, size, self.files)
             )
         if damaged:
             there = "with acknowledged data behind it" if sound else "with more data behind it"
@@ -273,30 +269,42 @@ class Journal:
                 good,
                 start + good,
             )
-            os.truncate(path, good)
+            fd = self.files.write_to(path)
+            try:
+                self.files.truncate(fd, good)
+            finally:
+                self.files.close(fd)
         return JournalSegment(path, start, start + good)
 
     def _begin_segment(self, start: int) -> None:
         """Write on in a new file. Raises OSError, and leaves none that a later try would meet."""
         path = self.directory / f"{start:020d}.log"
         # the lock says that nobody else writes it: what is there is an empty one, of an earlier try
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = self.files.write_to(path)
         try:
-            durable.sync_directory(self.directory)
+            self.files.sync_directory(self.directory)
         except OSError:
-            os.close(fd)
+            self.files.close(fd)
             raise
         with self._syncing:
             old, self._fd = self._fd, fd
             self._segments.append(JournalSegment(path, start, start))
         if old >= 0:
-            os.close(old)
+            self.files.close(old)
 
     def _mark(self, position: int) -> None:
         """Say how far the journal is durable, for whoever opens it after a crash; not synced: what
         a power loss takes of it is told by the frames.
         """
-        os.pwrite(self._mark_fd, marked(position), 0)
+        self.files.put(self._mark_fd, marked(position))
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[int]:
+        fd = self.files.read_from(path)
+        try:
+            yield fd
+        finally:
+            self.files.close(fd)
 
     # Writing
 
@@ -332,7 +340,7 @@ class Journal:
                 raise JournalError(f"cannot begin a file behind {segment.path}: {error}") from error
             segment = self._segments[-1]
         try:
-            durable.write_all(self._fd, data)
+            self.files.write(self._fd, data)
         except OSError as error:
             self._failure = error
             self._cut_back(segment)
@@ -343,7 +351,7 @@ class Journal:
     def _cut_back(self, segment: JournalSegment) -> None:
         """No half record stays behind the last one."""
         try:
-            os.ftruncate(self._fd, segment.end - segment.start)
+            self.files.truncate(self._fd, segment.end - segment.start)
         except OSError as error:
             logger.error(
                 "%s: a half record stays until it is opened again: %s", segment.path, error
@@ -358,7 +366,7 @@ class Journal:
             if end <= self._durable:
                 return
             try:
-                os.fsync(self._fd)
+                self.files.sync(self._fd)
                 self._mark(end)
             # the kernel may have dropped the pages: nothing later may be called durable
             except OSError as error:
@@ -399,8 +407,8 @@ class Journal:
         offset = position - segment.start
         payload = None
         if offset >= 0:
-            with open(segment.path, "rb", buffering=0) as file:
-                payload = payload_at(file.fileno(), offset, segment.end - segment.start)
+            with self._reading(segment.path) as fd:
+                payload = payload_at(fd, offset, segment.end - segment.start, self.files)
         if payload is None:
             raise JournalError(
                 f"no correct record at position {position} (byte {offset} of {segment.path})"
@@ -417,8 +425,8 @@ class Journal:
             ):
                 continue
             size, whole = segment.end - segment.start, 0
-            with open(segment.path, "rb", buffering=0) as file:
-                for begin, end, payload in frames(file.fileno(), size):
+            with self._reading(segment.path) as fd:
+                for begin, end, payload in frames(fd, size, self.files):
                     whole, position = end, segment.start + begin
                     if (start is None or position >= start) and (stop is None or position < stop):
                         yield position, payload
@@ -440,19 +448,19 @@ class Journal:
         """
         path = self.directory / f"{end:020d}.base.tmp"
         offsets, size = [], 0
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        fd = self.files.write_to(path, empty=True)
         try:
             for payload in payloads:
                 data = frame(payload)
-                durable.write_all(fd, data)
+                self.files.write(fd, data)
                 offsets.append(size)
                 size += len(data)
-            os.fsync(fd)
+            self.files.sync(fd)
         except BaseException:
-            path.unlink()  # a full disk gets its space back
+            self.files.unlink(path)  # a full disk gets its space back
             raise
         finally:
-            os.close(fd)
+            self.files.close(fd)
         return Base(path, end, [end - size + offset for offset in offsets])
 
     def install(self, base: Base) -> None:
@@ -461,12 +469,13 @@ class Journal:
         """
         path = base.path.with_suffix("")
         try:
-            os.rename(base.path, path)
+            self.files.rename(base.path, path)
         except OSError:
-            base.path.unlink()
+            self.files.unlink(base.path)
             raise
-        durable.sync_directory(self.directory)
-        size = path.stat().st_size
+        self.files.sync_directory(self.directory)
+        with self._reading(path) as fd:
+            size = self.files.size(fd)
         old = [
             segment
             for segment in self._segments
@@ -475,7 +484,7 @@ class Journal:
         # in one step of the interpreter: `append` adds to the end of the same list
         self._segments[: len(old)] = [JournalSegment(path, base.end - size, base.end)]
         for segment in old:
-            segment.path.unlink()
+            self.files.unlink(segment.path)
 
     def close(self) -> None:
         """Sync, close the files and let others open the journal. Does nothing the second time."""
@@ -489,5 +498,5 @@ class Journal:
                 self._segments = []
                 for fd in (self._fd, self._mark_fd, self._lock_fd):
                     if fd >= 0:
-                        os.close(fd)
+                        self.files.close(fd)
                 self._fd = self._mark_fd = self._lock_fd = -1

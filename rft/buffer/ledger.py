@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from rft.buffer.delivery import StoredGroup
 from rft.buffer.journal import Journal, JournalError
 from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
+from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[int |
 class Ledger:
     """The journal in `directory` and the progress it records."""
 
-    def __init__(self, directory: str, segment_bytes: int) -> None:
-        self.journal = Journal(directory, segment_bytes)
+    def __init__(self, directory: str, segment_bytes: int, files: Files = FILES) -> None:
+        self.journal = Journal(directory, segment_bytes, files)
         self.progress = Progress()
         self._rows: dict[int, int] = {}  # group -> position of its experiences
         # (position, finished steps there), where it changed

@@ -16,6 +16,7 @@ import pytest
 
 from rft.buffer import journal as journal_module
 from rft.buffer.journal import HEADER, Journal, JournalError
+from rft.ground import durable
 
 WRITER = """
 import asyncio, os, sys
@@ -193,7 +194,7 @@ def test_a_file_that_cannot_be_begun_is_told_and_the_next_start_goes_on(
     journal = Journal(tmp_path, segment_bytes=150)
     journal.append([b"a" * 100])
     with monkeypatch.context() as patched:
-        patched.setattr(journal_module.durable, "sync_directory", failing)
+        patched.setattr(durable, "sync_directory", failing)
         with pytest.raises(JournalError, match="cannot begin a file behind .*Input/output error"):
             journal.append([b"b" * 100])
     with pytest.raises(JournalError, match="failed before"):
