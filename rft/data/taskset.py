@@ -239,7 +239,7 @@ class Taskset(Epochs):
         return [self.name, task.draw, task.row, value, *(self._selector.belief(task.draw) or ())]
 
     def recall(self, told: list[list[Any]], running: list[Task]) -> None:
-        """Of earlier processes: the lessons that were kept, and the tasks that have to run again."""
+        """Of earlier processes: the lessons that were kept, and the tasks that are to run again."""
         ours = [lesson for lesson in told if lesson[0] == self.name]
         self._selector.recall(
             [(draw, row, value) for _, draw, row, value, *_ in ours],

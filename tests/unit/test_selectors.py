@@ -256,6 +256,19 @@ def test_a_run_that_was_killed_draws_what_an_unbroken_one_draws(
     assert [len(lesson) for lesson in told].count(6) == 1
 
 
+def test_a_belief_is_kept_only_with_a_task_of_the_batch_that_it_was_made_for() -> None:
+    """With one before, a run could go on in front of a batch whose draw is to know less."""
+    made = DifficultyBased(Rows(2, 2, 0, 0))
+    made.recall([(n, n % 2, 0.5) for n in range(64)], [])
+    made.row(0, 0, 64)
+    assert made.belief(63) is None
+    before, belief = made.belief(65) or (0, b"")
+    assert before == 62 and made.belief(65) is None, "and then not again so soon"
+    other = DifficultyBased(Rows(2, 2, 0, 0))
+    other.believe(belief)
+    assert other.alpha.tobytes() == made.alpha.tobytes() and made.alpha.max() > 2
+
+
 # --- several sets ---------------------------------------------------------------------------------
 
 
