@@ -223,6 +223,18 @@ class StepSize:
         return steps
 
 
+def remember(told: list[list[Any]], lesson: list[Any]) -> None:
+    """Keep a lesson, [taskset, draw, row, value]. One with a belief, [..., draw, belief], takes the
+    place of all before that draw, so that what is kept does not grow with the run.
+    """
+    if len(lesson) > 4:
+        name, before = lesson[0], lesson[4]
+        told[:] = [
+            old[:4] if old[0] == name else old for old in told if old[0] != name or old[1] >= before
+        ]
+    told.append(lesson)
+
+
 def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
     """Whether any step after `step` would train the group later than `max_staleness` allows."""
     return (
@@ -286,7 +298,7 @@ class Progress:
     num_failed: int = 0
     num_evicted: int = 0
     num_experiences: int = 0  # of all groups that were stored
-    # by explorer, for all of the run: small
+    # by explorer, what its task selector learned of its groups: `remember`
     told: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     # Records
@@ -315,7 +327,7 @@ class Progress:
                 self.num_stored += 1
                 self.num_experiences += record.size
                 if record.told is not None:
-                    self.told.setdefault(group.explorer, []).append(record.told)
+                    remember(self.told.setdefault(group.explorer, []), record.told)
             case GroupFailed():
                 del self.waiting[record.group]
                 self.num_failed += 1

@@ -333,7 +333,7 @@ class Explorer:
         if dropped_by:  # the buffer admits another task in its place
             await self._abandon(group, task, dropped_by)
             return
-        lesson = None if value is None else [task.taskset, task.draw, task.row, value]
+        lesson = None if value is None else self.taskset.lesson(task, value)
         await self.put((group, encode(experiences), lesson))
         self._tell(task, value)
 
