@@ -253,7 +253,10 @@ class ExperienceBuffer(BatchedCalls):
         """
         self._progress.check_resume(step)
         self._attempt += 1
-        self._published, self._done_before = step, self._progress.done(self.size)
+        # engines that outlived the trainer before this one may serve an older version until it
+        # publishes its own
+        before = step if self._published is None else min(step, self._published)
+        self._published, self._done_before = before, self._progress.done(self.size)
         # a plain stop was meant for the trainer before
         self._stopped = self._stopped if self._stop_is_failure else ""
         await self._record(records.Resumed(step=step, run_epoch=run_epoch))

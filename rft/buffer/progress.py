@@ -380,18 +380,26 @@ class Progress:
         waiting: Collection[Group] = self.waiting.values()
         if before is not None:
             waiting = [group for group in waiting if group.number < before]
-        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        leases, steps = self._taken(published), max(0, self.next_step - published)
         if any(lease.uses for lease in leases):  # not in the order of admission
             again = sum(size.are(lease.first) for lease in leases)
-            return (again + size.are(waiting)) // size.units
-        return len(leases) + size.formed(waiting)
+            forgotten = (steps - len(leases)) * size.units
+            return (again + forgotten + size.are(waiting)) // size.units
+        return steps + size.formed(waiting)
+
+    def _taken(self, published: int) -> list[Lease]:
+        """Of the steps from `published` on that are taken; those of which a checkpoint has made the
+        leases unnecessary are forgotten, and count as whole steps.
+        """
+        return [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
 
     def slots(self, published: int, size: StepSize, max_staleness: int) -> int:
         """How many groups, or experiences, are missing until no group may start; negative after a
         resume to an older version.
         """
-        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        leases, steps = self._taken(published), max(0, self.next_step - published)
         taken = sum(size.are(lease.first) if lease.uses else size.units for lease in leases)
+        taken += (steps - len(leases)) * size.units
         return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
 
     def missing(self, total_steps: int, size: StepSize) -> int:
