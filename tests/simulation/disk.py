@@ -58,7 +58,7 @@ class Medium:
         self.names: dict[Path, Content] = {}
         self.synced: dict[Path, Content] = {}
         self.changes: list[tuple[Path, Content | None]] = []  # of names since the last sync
-        self.locks: dict[Path, "SimulatedFiles"] = {}
+        self.locks: dict[Path, SimulatedFiles] = {}
 
     def set(self, path: Path, content: Content | None) -> None:
         self.changes.append((path, content))

@@ -18,7 +18,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rft.buffer.delivery import opened
