@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 
 from rft.buffer.delivery import Facts, StoredGroup, oldest_version, trained
 from rft.buffer.journal import JournalError
-from rft.buffer.progress import Group, StepSize, due
+from rft.buffer.progress import Group, StepSize, due, remember
 from rft.buffer.sql_tables import OPEN, Tables, blobs, now
 from rft.ground import redact
 from rft.ground.experience import decode, encode
@@ -71,15 +71,26 @@ class Steps:
         return [(row.number, row.task) for row in db.execute(query.order_by(groups.c.number))]
 
     def told(self, db: Connection, name: str) -> list[list[Any]]:
-        """What the task selector of this explorer was told, in that order."""
-        groups = self.tables.groups
+        """What the task selector of this explorer was told and has to know."""
+        groups, kept = self.tables.groups, list[list[Any]]()
         query = sql.select(groups.c.told).where(
             groups.c.explorer == name, groups.c.told.is_not(None)
         )
-        return [
-            decode(lesson, list[Any])
-            for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars()
-        ]
+        for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars():
+            remember(kept, decode(lesson, list[Any]))
+        return kept
+
+    def forget_told(self, db: Connection, explorer: str) -> None:
+        """Lessons that a later one has taken the place of."""
+        groups = self.tables.groups
+        mine = (groups.c.explorer == explorer) & groups.c.told.is_not(None)
+        kept = {encode(lesson) for lesson in self.told(db, explorer)}
+        rows = db.execute(sql.select(groups.c.number, groups.c.told).where(mine)).all()
+        for number, told in rows:
+            short = encode(decode(told, list[Any])[:4])
+            if bytes(told) not in kept:
+                left = short if short in kept else None
+                db.execute(groups.update().where(groups.c.number == number).values(told=left))
 
     def incarnation(self, db: Connection, name: str) -> int | None:
         explorers = self.tables.explorers
@@ -212,7 +223,11 @@ class Steps:
             "stored_at": now(db),
         }
         found["told"] = None if told is None else encode(told)
-        db.execute(groups.update().where(groups.c.number == group).values(found))
+        mine = groups.c.number == group
+        db.execute(groups.update().where(mine).values(found))
+        if told is not None and len(told) > 4:
+            explorer = db.execute(sql.select(groups.c.explorer).where(mine)).scalar_one()
+            self.forget_told(db, explorer)
 
     def fail(self, db: Connection, group: int, reason: str) -> None:
         groups = self.tables.groups

@@ -94,6 +94,14 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
     return [entry for entry in ordered if entry.path not in wanted]
 
 
+def rolling(entries: list[Entry], policy: Retention) -> list[Entry]:
+    """The newest ones, which a run goes on from; not what is kept beside them, tagged or best or
+    every so many steps, and would hold all data since then. Oldest first.
+    """
+    ordered = sorted(entries, key=lambda entry: (entry.epoch, entry.step))
+    return ordered[-policy.last :] if policy.last else ordered
+
+
 def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
     sign = 1 if policy.best_is_lowest else -1
     scored = [entry for entry in ordered if entry.step in policy.scores]

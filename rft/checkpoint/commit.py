@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rft.checkpoint import fence
-from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, step_of
+from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, rolling, step_of
 from rft.checkpoint.records import (
     FORMAT,
     MANIFEST,
@@ -266,7 +266,7 @@ class Committer:
         for entry in dropped:
             log.info("retention removes %s", entry.path)
             self.storage.remove(entry.path)
-        left = [entry for entry in entries if entry not in dropped]
+        left = rolling([e for e in entries if e not in dropped], output.retention)
         if left and not output.collection:
             self.report(Retained(oldest=read_manifest(self.storage, left[0].path).loop))
 

@@ -189,8 +189,8 @@ class Freed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Retained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest one that
-    retention has left.
+    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest of the last
+    ones (`max_checkpoints_to_keep`), whatever else is kept or tagged.
     """
 
     oldest: dict[str, Any]

@@ -75,9 +75,7 @@ def assemble(
     with trace.span("resume"):
         step, losses = resume(checkpoints, models, feed, skips, epoch)
     checkpoints.start(models)
-    # no answer mixes two versions, and engines that sleep answer nothing
-    alone = config.deterministic or config.cluster.colocate
-    control.await_engines(explorer, hold=alone)
+    control.await_engines(explorer, hold=True)
     publisher.connect()
     reporter = None
     if lead:
@@ -95,7 +93,7 @@ def assemble(
             config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False
         ),
         checkpoints=checkpoints,
-        evaluations=build_evaluations(config, alone, explorer, synchronizer, reporter, checkpoints),
+        evaluations=build_evaluations(config, explorer, synchronizer, reporter, checkpoints),
         skips=skips,
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
@@ -111,7 +109,6 @@ def assemble(
 
 def build_evaluations(
     config: Config,
-    alone: bool,
     explorer: "ExplorerHandle | None",
     synchronizer: SynchronizerHandle | None,
     reporter: StepReporter | None,
@@ -124,7 +121,8 @@ def build_evaluations(
         explorer,
         config.explorer,
         scoring(reporter, checkpoints) if reporter else unheard,
-        alone,
+        # no answer mixes two versions, and engines that sleep answer nothing
+        alone=config.deterministic or config.cluster.colocate,
         served=partial(synchronizer.ask, Synchronizer.wait_for) if synchronizer else unheard,
         reported=reporter.evaluated if reporter else (),
     )

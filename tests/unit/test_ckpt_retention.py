@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rft.checkpoint.catalog import Entry, expired
+from rft.checkpoint.catalog import Entry, expired, rolling
 from rft.checkpoint.records import Retention
 
 POLICIES = st.builds(
@@ -36,6 +36,12 @@ def test_rules_are_a_union() -> None:
     assert left(entries, policy) == [2, 3, 5, 7, 10, 11, 12]
     lowest = Retention(last=1, best=1, best_is_lowest=True, scores=policy.scores)
     assert left(entries, lowest) == [2, 8, 12]
+
+
+def test_what_is_kept_beside_the_last_ones_holds_no_data() -> None:
+    entries = [entry(step, tagged=step == 1) for step in (1, 5, 8, 9)]
+    assert [e.step for e in rolling(entries, Retention(last=2, every=5))] == [8, 9]
+    assert [e.step for e in rolling(entries, Retention(last=0))] == [1, 5, 8, 9]
 
 
 def test_of_equal_scores_the_later_one_stays() -> None:

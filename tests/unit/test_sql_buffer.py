@@ -46,6 +46,11 @@ def change(url: str, statement: str) -> None:
         connection.execute(sql.text(statement))
 
 
+def scalar(url: str, query: str) -> int:
+    with sql.create_engine(url).connect() as connection:
+        return int(connection.execute(sql.text(query)).scalar_one())
+
+
 def test_processes_that_are_killed_lose_nothing_and_repeat_nothing(
     url: str, tmp_path: Path
 ) -> None:
@@ -226,6 +231,26 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url:
         )
 
     run(test)
+
+
+def test_lessons_are_kept_until_a_belief_takes_their_place(url: str, tmp_path: Path) -> None:
+    """In both stores."""
+    lessons = [["t", n, n, 0.5] for n in range(3)] + [["u", 0, 0, 1.0]]
+    lessons += [["t", 3, 3, 0.5, 2, b"belief"], ["t", 4, 4, 0.5], ["t", 5, 5, 0.5, 4, b"later"]]
+    kept = [["u", 0, 0, 1.0], ["t", 4, 4, 0.5], ["t", 5, 5, 0.5, 4, b"later"]]
+
+    async def test() -> None:
+        mine = ExperienceBuffer(ExperienceBufferConfig(), str(tmp_path / "q"), 2, 2, None, None)
+        for one in (mine, buffer(url)):
+            await one.attach_explorer("e")
+            for lesson in lessons:
+                await one.put((await one.admit("e", b"t", {"next": 0})) or 0, rows(1.0), lesson)
+            assert (await one.attach_explorer("e"))["told"] == kept
+            assert (await one.attach_explorer("f"))["told"] == []
+            await one.shutdown()
+
+    run(test)
+    assert scalar(url, "select count(told) from experience_buffer_groups") == 3
 
 
 def test_a_later_attempt_of_a_trainer_ends_the_earlier_one(url: str) -> None:
