@@ -255,7 +255,8 @@ class SqlBuffer(BatchedCalls):
 
         found = await self._do(attach)
         self._trainer, self._attempt = (me, run_epoch), self._attempt + 1
-        self._published = step
+        # engines that outlived the trainer before this one may serve an older version
+        self._published = step if self._published is None else min(step, self._published)
         self._stopped = self._stopped if self._stop_is_failure else ""
         self._beat()
         logger.info(

@@ -173,8 +173,8 @@ class Run:
         self._compare(buffer.part)
         self.before(self)
         made = self._explorer(explorer)
-        self._watch(buffer, buffer.part.watch())
-        self._watch(explorer, _watched(made))
+        self._watch(buffer, buffer.part.watch)
+        self._watch(explorer, lambda: _watched(made))
         self._trainer()
         while True:
             who, error = await self.dead.get()
@@ -219,11 +219,11 @@ class Run:
         found.put.call = noted
         return found
 
-    def _watch(self, process: Process, work: Any) -> None:
+    def _watch(self, process: Process, work: Callable[[], Any]) -> None:
         async def watched() -> None:
             error: BaseException | None = None
             try:
-                await work
+                await work()
             except BaseException as caught:
                 error = caught
             if process is self.world.processes[process.name]:
@@ -254,7 +254,7 @@ class Run:
 
     def _trainer(self) -> Process:
         process = self.world.start("trainer")
-        self._watch(process, self._train(process))
+        self._watch(process, lambda: self._train(process))
         return process
 
     async def _train(self, process: Process) -> None:
