@@ -15,6 +15,8 @@ from sqlalchemy import Connection
 
 from rft.buffer.sql_tables import Tables, now
 
+LOOK_S = 0.1
+
 
 class Silence:
     """Who has been silent for `lease_s`: its entry, which each process changes every `lease_s / 4`,
@@ -30,9 +32,9 @@ class Silence:
         # name: its entry, and what was watched when it came
         self._seen: dict[str, tuple[float, float]] = {}
 
-    def of(self, heard: dict[str, float], now: float) -> set[str]:
-        """The silent ones of these. `now`: by the clock that wrote the entries; for one that is
-        seen for the first time it counts as half of a lease, at most.
+    def of(self, heard: dict[str, float], now: float) -> dict[str, float]:
+        """The silent ones of these, with their entries. `now`: by the clock that wrote the entries;
+        for one that is seen for the first time it counts as half of a lease, at most.
         """
         with self._lock:
             last, self._last = self._last, self.clock()
@@ -44,7 +46,11 @@ class Silence:
                     self._seen[name] = entry, self._watched - before
                 elif self._seen[name][0] != entry:
                     self._seen[name] = entry, self._watched
-            return {name for name in heard if self._watched - self._seen[name][1] >= self.lease_s}
+            return {
+                name: entry
+                for name, entry in heard.items()
+                if self._watched - self._seen[name][1] >= self.lease_s
+            }
 
 
 class Lives:
@@ -57,6 +63,7 @@ class Lives:
         self.lease_s = lease_s
         self.clock = clock
         self._explorers, self._trainers = Silence(lease_s, clock), Silence(lease_s, clock)
+        self._looked, self._found = -LOOK_S, dict[str, float]()
 
     def beat(self, db: Connection, explorers: list[str], trainer: str | None) -> None:
         """Tell the others that these live, and look at them: who looks seldom sees late."""
@@ -70,13 +77,18 @@ class Lives:
         self.silent_explorers(db)
         self.silent_trainers(db)
 
-    def silent_explorers(self, db: Connection) -> set[str]:
-        return self._silent(db, self.tables.explorers, self._explorers)
+    def silent_explorers(self, db: Connection) -> dict[str, float]:
+        """As of `LOOK_S` ago at most: it is asked for every group."""
+        at = self.clock()
+        if at - self._looked >= LOOK_S:
+            self._found = self._silent(db, self.tables.explorers, self._explorers)
+            self._looked = at
+        return self._found
 
-    def silent_trainers(self, db: Connection) -> set[str]:
+    def silent_trainers(self, db: Connection) -> dict[str, float]:
         return self._silent(db, self.tables.trainers, self._trainers)
 
     @staticmethod
-    def _silent(db: Connection, table: sql.Table, silence: Silence) -> set[str]:
+    def _silent(db: Connection, table: sql.Table, silence: Silence) -> dict[str, float]:
         heard = {row.name: row.heard for row in db.execute(sql.select(table.c.name, table.c.heard))}
         return silence.of(heard, now(db))

@@ -563,10 +563,13 @@ class Steps:
     def _release_of_the_silent(self, db: Connection, asking: str) -> None:
         """Batches that a silent trainer took and has not saved are free again."""
         trainers, groups, leases = self.tables.trainers, self.tables.groups, self.tables.leases
-        silent = trainers.c.name.in_(self.lives.silent_trainers(db) - {asking})
+        silent = self.lives.silent_trainers(db)
+        others = trainers.c.name.in_(silent.keys() - {asking})
         for row in db.execute(
-            sql.select(trainers).where(silent).with_for_update(skip_locked=True)
+            sql.select(trainers).where(others).with_for_update(skip_locked=True)
         ).all():
+            if row.heard != silent[row.name]:
+                continue  # it has said something since
             lost = (leases.c.trainer == row.name) & (leases.c.step >= row.saved)
             if db.execute(leases.delete().where(lost)).rowcount:
                 mine = (

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
 from rft.buffer.sql_lives import Silence
 from rft.buffer.sql_patience import passes
-from rft.buffer.sql_steps import Lost
+from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, check_database, connect, create, shown
 from rft.config import ConfigError, ExperienceBufferConfig
 from tests.unit.sql_world import Clock, buffer, exactly_once, rows, silent_but_for
@@ -211,7 +212,9 @@ def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
     run(test)
 
 
-def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url: str) -> None:
+def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         clock = Clock()
         explorer, silent, other = (
@@ -227,6 +230,12 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url:
         await silent.saved(1)
         assert await taken(silent, 1) == [2, 3]
         assert await taken(other, 0) == [4, 5], "nobody is silent yet"
+        with monkeypatch.context() as patched:  # it said something after it was looked at
+            patched.setattr(other._lives, "silent_trainers", lambda db: {"p/silent/trainer": 0.0})
+            choose = partial(other._steps.choose, trainer="p/other/trainer", step=1)
+            assert WAIT is await other._do(
+                partial(choose, min_model_version=None, input_done=False, incomplete=False)
+            )
         await silent_but_for(clock, 60, explorer, other)
         assert await taken(other, 1) == [2, 3]
         with pytest.raises(Lost, match="another trainer has it"):
