@@ -78,6 +78,7 @@ class SqlBuffer(BatchedCalls):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout = config.max_read_timeout
+        self._patience = max(self.timeout, RETRY_S)  # where nobody waits for a shorter time
         self.lease_s = config.lease_s
         self.max_bytes = int(config.max_experience_mb * 2**20)
         self.repeat_times = repeat_times
@@ -126,7 +127,7 @@ class SqlBuffer(BatchedCalls):
                 "told": told,
             }
 
-        found = await self._do(attach, patience=self.timeout)
+        found = await self._do(attach, patience=self._patience)
         self._beat()
         return found
 
@@ -225,7 +226,7 @@ class SqlBuffer(BatchedCalls):
             self._steps.store(db, group, rows, facts, tasks, told)
             return True
 
-        stored = await self._do(put, patience=self.timeout)
+        stored = await self._do(put, patience=self._patience)
         self._counts["duplicate_puts"] += not stored
         self._counts["experiences"] += len(rows) if stored else 0
         self._counts["short_groups"] += stored and len(rows) < self.repeat_times
@@ -243,7 +244,7 @@ class SqlBuffer(BatchedCalls):
             self._steps.fail(db, group, reason)
             return True
 
-        if await self._do(abandon, patience=self.timeout):
+        if await self._do(abandon, patience=self._patience):
             logger.warning("group %d was abandoned: %s", group, reason)
         else:
             self._counts["late_abandons"] += 1
@@ -258,7 +259,7 @@ class SqlBuffer(BatchedCalls):
             await self._notify()
         else:
             me = f"{self.owner}/{explorer}"
-            await self._do(lambda db: self._steps.done(db, me), patience=self.timeout)
+            await self._do(lambda db: self._steps.done(db, me), patience=self._patience)
 
     # Trainer
 
@@ -500,7 +501,7 @@ class SqlBuffer(BatchedCalls):
         trainer = self._trainer[0] if self._trainer else None
         beat = partial(self._lives.beat, explorers=list(self._explorers), trainer=trainer)
         # whether the database is away for too long is said by the calls that need it
-        await self._do(beat, tells=False, patience=self.timeout)
+        await self._do(beat, tells=False, patience=self._patience)
 
     def _check_explorer(self, db: Connection, name: str) -> None:
         if self._steps.incarnation(db, name) != self._explorers.get(name):

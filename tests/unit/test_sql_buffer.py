@@ -75,7 +75,7 @@ def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
         engine.dispose()
 
     with ThreadPoolExecutor(8) as threads:
-        for number in range(20):
+        for number in range(8):
             list(threads.map(opened_at_once, [f"sqlite:///{tmp_path / str(number)}.db"] * 8))
 
 
@@ -161,7 +161,7 @@ def test_it_admits_and_takes_what_the_queue_does(
 
 def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: str) -> None:
     async def test() -> None:
-        one, two = (buffer(url, max_staleness=0, max_read_timeout=0.5) for _ in range(2))
+        one, two = (buffer(url, max_staleness=0, max_read_timeout=0.2) for _ in range(2))
         trainer = buffer(url, max_staleness=0)
         for mine, name in ((one, "a"), (two, "b")):
             await mine.attach_explorer(name)
