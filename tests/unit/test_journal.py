@@ -137,7 +137,7 @@ def test_a_flipped_byte_is_refused_with_file_and_offset(tmp_path: Path, seed: in
     assert log.read_bytes() == bytes(data), "a refused file stays as it is"
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_it_opens_after_any_power_loss_that_left_what_was_acknowledged(
     tmp_path: Path, seed: int
 ) -> None:
@@ -211,12 +211,12 @@ def test_a_file_that_cannot_be_begun_is_told_and_the_next_start_goes_on(
 def test_a_journal_of_many_files_keeps_few_of_them_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     journal = Journal(tmp_path, segment_bytes=50)
-    for _ in range(40):
+    for _ in range(20):
         journal.append([b"x" * 50])
     journal.install(journal.write_base(int(journal.cut(500) or 0), [b"kept"]))
     there = len(os.listdir("/proc/self/fd")) - before
-    assert len(list(tmp_path.glob("*.log"))) > 30 and there <= 3
-    assert len([journal.read(position) for position, _ in journal.records()]) > 30
+    assert len(list(tmp_path.glob("*.log"))) > 10 and there <= 3
+    assert len([journal.read(position) for position, _ in journal.records()]) > 10
     journal.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
