@@ -548,11 +548,13 @@ class Steps:
 
     def _uncovered(self, db: Connection, trainer: str, published: int) -> int:
         """Steps that were taken and that the published version does not contain."""
-        leases = self.tables.leases
+        leases, trainers = self.tables.leases, self.tables.trainers
         query = sql.select(sql.func.count()).where(
             leases.c.trainer == trainer, leases.c.step >= published
         )
-        return int(db.execute(query).scalar_one())
+        oldest = sql.select(trainers.c.oldest_step).where(trainers.c.name == trainer)
+        forgotten = max(0, (db.execute(oldest).scalar() or 0) - published)
+        return int(db.execute(query).scalar_one()) + forgotten
 
     def _all_done(self, db: Connection) -> bool:
         """Explorers were here, and each has said that it has nothing more."""

@@ -121,6 +121,7 @@ def test_it_admits_and_takes_what_the_queue_does(
         mine = ExperienceBuffer(
             *(ExperienceBufferConfig(), str(tmp_path / "queue"), 2, 2, limit, None),
             experiences_per_step=experiences,
+            segment_bytes=300,
         )
         both, running, published, step = (mine, theirs), set[int](), 0, 0
         for one in both:
@@ -131,7 +132,7 @@ def test_it_admits_and_takes_what_the_queue_does(
                 lambda db, published=published: theirs._steps.may_admit(db, me, published, None)
             )
             assert (may is True) == mine._may_admit()
-            act = chance.choice(["admit", "admit", "put", "put", "take", "publish"])
+            act = chance.choice(["admit", "admit", "put", "put", "take", "publish", "save"])
             if act == "admit" and mine._may_admit():
                 most = table[len(running) % 7][1]
                 (number,) = {await one.admit("e", b"t", {"next": 0}, most) for one in both}
@@ -150,6 +151,11 @@ def test_it_admits_and_takes_what_the_queue_does(
                 published = step
                 for one in both:
                     await one.published(step)
+            elif act == "save":  # what is forgotten of the steps before still fills slots
+                for one in both:
+                    await one.saved(step)
+                    await one.retain(await one.position(), step)
+                await mine._ledger.retained()
             for interval in (1, 2):
                 assert await mine.wants_weights(interval) == await theirs.wants_weights(interval)
         assert step > 3
