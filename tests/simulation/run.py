@@ -33,6 +33,7 @@ STEPS, GROUPS, KEPT = 6, 3, 2
 PARTS = ("buffer", "explorer", "trainer")
 RESTARTS = 12
 DEATHS = (PartGone, Killed, asyncio.CancelledError)
+LONGEST_ROLLOUT_S = 300.0  # the product ends a task by its timeout
 LONGEST_S = 36_000.0  # of simulated time
 
 
@@ -74,7 +75,7 @@ class Sampler:
 
     async def run(self, group: int, task: Task, holds: int) -> list[Experience]:
         began = self.run_.served
-        await asyncio.sleep(self.chance.paretovariate(1.5))
+        await asyncio.sleep(min(self.chance.paretovariate(1.5), LONGEST_ROLLOUT_S))
         if self.chance.random() < self.run_.failing:
             raise RuntimeError("the environment fell over")
         ends = VersionSpan(start=0, end=1, version=began)
