@@ -143,7 +143,9 @@ def test_it_opens_after_any_power_loss_that_left_what_was_acknowledged(
     """Pages behind the last fsync are on the disk or read as zeros, in any order."""
     chance = random.Random(seed)
     size = chance.choice([100, 900, 3000, 9000])
-    acknowledged, others = ([os.urandom(size) for _ in range(n)] for n in (3, chance.randrange(2, 7)))
+    acknowledged, others = (
+        [os.urandom(size) for _ in range(n)] for n in (3, chance.randrange(2, 7))
+    )
     log, synced = crashed(tmp_path, acknowledged, others)
     page, share = chance.choice([512, 4096]), chance.choice([0.1, 0.5])
     with open(log, "r+b") as file:
