@@ -381,10 +381,17 @@ class Progress:
         if before is not None:
             waiting = [group for group in waiting if group.number < before]
         leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        forgotten = self._forgotten(published)
         if any(lease.uses for lease in leases):  # not in the order of admission
             again = sum(size.are(lease.first) for lease in leases)
-            return (again + size.are(waiting)) // size.units
-        return len(leases) + size.formed(waiting)
+            return forgotten + (again + size.are(waiting)) // size.units
+        return forgotten + len(leases) + size.formed(waiting)
+
+    def _forgotten(self, published: int) -> int:
+        """Steps from `published` on that were taken and are no longer known: a checkpoint may be
+        complete, and its data gone, before anybody serves it.
+        """
+        return max(0, min(self.oldest_step, self.next_step) - published)
 
     def slots(self, published: int, size: StepSize, max_staleness: int) -> int:
         """How many groups, or experiences, are missing until no group may start; negative after a
@@ -392,6 +399,7 @@ class Progress:
         """
         leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
         taken = sum(size.are(lease.first) if lease.uses else size.units for lease in leases)
+        taken += self._forgotten(published) * size.units
         return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
 
     def missing(self, total_steps: int, size: StepSize) -> int:
