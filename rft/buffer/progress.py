@@ -380,26 +380,26 @@ class Progress:
         waiting: Collection[Group] = self.waiting.values()
         if before is not None:
             waiting = [group for group in waiting if group.number < before]
-        leases, steps = self._taken(published), max(0, self.next_step - published)
+        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        forgotten = self._forgotten(published)
         if any(lease.uses for lease in leases):  # not in the order of admission
             again = sum(size.are(lease.first) for lease in leases)
-            forgotten = (steps - len(leases)) * size.units
-            return (again + forgotten + size.are(waiting)) // size.units
-        return steps + size.formed(waiting)
+            return forgotten + (again + size.are(waiting)) // size.units
+        return forgotten + len(leases) + size.formed(waiting)
 
-    def _taken(self, published: int) -> list[Lease]:
-        """Of the steps from `published` on that are taken; those of which a checkpoint has made the
-        leases unnecessary are forgotten, and count as whole steps.
+    def _forgotten(self, published: int) -> int:
+        """Steps from `published` on that were taken and are no longer known: a checkpoint may be
+        complete, and its data gone, before anybody serves it.
         """
-        return [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        return max(0, min(self.oldest_step, self.next_step) - published)
 
     def slots(self, published: int, size: StepSize, max_staleness: int) -> int:
         """How many groups, or experiences, are missing until no group may start; negative after a
         resume to an older version.
         """
-        leases, steps = self._taken(published), max(0, self.next_step - published)
+        leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
         taken = sum(size.are(lease.first) if lease.uses else size.units for lease in leases)
-        taken += (steps - len(leases)) * size.units
+        taken += self._forgotten(published) * size.units
         return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
 
     def missing(self, total_steps: int, size: StepSize) -> int:

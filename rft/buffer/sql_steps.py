@@ -547,14 +547,16 @@ class Steps:
         return is_open & ((groups.c.state == "stored") | groups.c.explorer.in_(alive))
 
     def _uncovered(self, db: Connection, trainer: str, published: int) -> int:
-        """Steps that were taken and that the published version does not contain."""
+        """Steps that were taken and that the published version does not contain; of those before
+        `oldest_step` the leases are gone.
+        """
         leases, trainers = self.tables.leases, self.tables.trainers
-        query = sql.select(sql.func.count()).where(
+        held = sql.select(sql.func.count()).where(
             leases.c.trainer == trainer, leases.c.step >= published
         )
         oldest = sql.select(trainers.c.oldest_step).where(trainers.c.name == trainer)
-        forgotten = max(0, (db.execute(oldest).scalar() or 0) - published)
-        return int(db.execute(query).scalar_one()) + forgotten
+        row = db.execute(sql.select(held.scalar_subquery(), oldest.scalar_subquery())).one()
+        return int(row[0]) + max(0, int(row[1] or 0) - published)
 
     def _all_done(self, db: Connection) -> bool:
         """Explorers were here, and each has said that it has nothing more."""

@@ -237,6 +237,19 @@ def test_the_slot_formula_counts_started_groups_until_a_version_covers_their_ste
     assert progress.slots(1, two, 2) == 3
 
 
+def test_a_step_whose_lease_is_forgotten_counts_until_a_version_covers_it() -> None:
+    progress, two = Progress(), StepSize(2)
+    for group in range(2):
+        progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}))
+        progress.apply(Stored(group=group, experiences=b""))
+    progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
+    progress.apply(Consumed(step=0))
+    before = progress.steps_ahead(0, two), progress.slots(0, two, 1)
+    progress.forget(1)
+    assert (progress.steps_ahead(0, two), progress.slots(0, two, 1)) == before == (1, 2)
+    assert (progress.steps_ahead(1, two), progress.slots(1, two, 1)) == (0, 4)
+
+
 def test_after_an_incomplete_step_the_next_one_takes_what_would_become_too_stale() -> None:
     progress = Progress()
     for group in range(8):

@@ -179,6 +179,7 @@ def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: st
         await one.put(0, rows(1.0))
         await two.put(1, rows(1.0))
         assert await taken(trainer, 0) == [0, 1]
+        await trainer.retain(0, 1)  # a checkpoint of step 1 is there before anybody serves it
         await two.published(1)
         assert await two.admit("b", b"t", {}) == 2, "b serves version 1, which covers step 0"
         with pytest.raises(TimeoutError):
