@@ -20,6 +20,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
@@ -46,6 +47,8 @@ EXIT_TIMEOUT_S = 1.0  # between the end of a child's socket and its exit status
 HEADER = struct.Struct("<I")  # of a frame: the length of the body behind it
 LONGEST = 2**32 - 1
 AT_ONCE = 2**16  # bytes: small frames are read several at a time
+SHORTAGE_S = 0.2  # until a listener asks again for what this process or machine had none of
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class BrokenFrame(ConnectionError):
@@ -94,6 +97,45 @@ def messages(stream: socket.socket, limit: int = LONGEST) -> Iterator[bytes]:
         yield from frames.split(part)
     if frames.rest:
         raise BrokenFrame("the stream ended inside a message")
+
+
+def one_message(stream: socket.socket, limit: int, within_s: float) -> bytes:
+    """The next body and not one byte behind it, all of it in `within_s`, however slowly it comes.
+
+    Raises BrokenFrame, or what `recv` raises: TimeoutError when the time is over.
+    """
+    deadline = time.monotonic() + within_s
+
+    def exactly(size: int) -> bytearray:
+        data, got = bytearray(size), 0
+        while got < size:
+            stream.settimeout(max(deadline - time.monotonic(), 1e-6))  # 0 would mean: never wait
+            here = stream.recv_into(memoryview(data)[got:])
+            if not here:
+                raise BrokenFrame("the stream ended inside a message")
+            got += here
+        return data
+
+    size = HEADER.unpack(exactly(HEADER.size))[0]
+    if size > limit:
+        raise BrokenFrame(f"a message of {size} bytes is too long")
+    return bytes(exactly(size))
+
+
+def accepted(listener: socket.socket, pause: Callable[[float], object]) -> socket.socket | None:
+    """The next connection of a listener that goes on whatever happens to one. None: whoever came is
+    gone again, or there was no descriptor left for it, and it waits in the kernel; then this has
+    called `pause(SHORTAGE_S)`. Raises OSError when the listener itself is closed.
+    """
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            log.warning("a connection has to wait: %s", error.strerror)
+            pause(SHORTAGE_S)
+        elif error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+            raise
+        return None
 
 
 class ShortExit:
