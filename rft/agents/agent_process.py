@@ -21,6 +21,7 @@ from typing import IO, Any
 from rft.ground.device import thread_environment
 from rft.ground.experience import Record, Task, decode, encode
 from rft.ground.process import die_with_parent, ending, kill_family, python_path, tied
+from rft.ground.surroundings import foreign
 from rft.rollout.rewards import lookup
 
 TAIL = 2000  # bytes of what a failed agent wrote last
@@ -114,14 +115,7 @@ async def _process(
 
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:
-    """The explorer's own, without what is not the agent's business."""
-    from rft.ground.redact import PASSED_ON
-
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith((PASSED_ON, "RFT_ENDPOINT"))
-    }
+    kept = foreign("programs")
     direct = ",".join(filter(None, [kept.get("NO_PROXY", ""), LOOPBACK]))
     return (
         kept

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import psutil
 
 from rft.ground.device import thread_environment
+from rft.ground.surroundings import foreign
 
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -334,7 +335,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._command = list(command) or [sys.executable, "-m", module]
-        self._environment = environment  # None: all of this process's, and its packages
+        self._environment = environment  # None: of a reward's process, and this one's packages
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._frames = Frames()
@@ -359,7 +360,7 @@ class Child:
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=os.environ | thread_environment(1) | python_path()
+                env=foreign("rewards") | thread_environment(1) | python_path()
                 if self._environment is None
                 else {**self._environment, **thread_environment(1)},
             )

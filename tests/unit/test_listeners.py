@@ -21,6 +21,7 @@ from rft.sync import plan as plans
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused, handshake
 from rft.sync.plan import Share, part_of
 from rft.sync.sender import WeightSender
+from tests.unit import fuzzed
 
 PATIENT_S = 20.0
 
@@ -180,3 +181,10 @@ def test_first_words_that_lack_one_are_refused(name: str, sender: WeightSender) 
         with pytest.raises(PeerRefused):
             comes_in(sender, **said)
     comes_in(sender, **first_words(sender)).close()
+
+
+@pytest.mark.parametrize("name", list(fuzzed.listeners(Path())))
+def test_what_is_malformed_ends_nothing(name: str, tmp_path: Path) -> None:
+    """The same few every time; thousands drawn anew are in tests/verify."""
+    seen = fuzzed.fuzz(fuzzed.listeners(tmp_path)[name], seed=19, cases=40)
+    assert (seen.wrong, seen.cases) == ([], 40)

@@ -1,7 +1,7 @@
 """Which connections the endpoint keeps, and for how long.
 
-    socket ──► Gate() makes a `Line` around aiohttp's own protocol
-           ──► a request has come whole (`Line.answering`) ──► answered ──► idle
+    socket ──► ConnectionGate() makes a `ConnectionLine` around aiohttp's own protocol
+           ──► a request has come whole (`ConnectionLine.answering`) ──► answered ──► idle
 
 In: what the kernel accepted. Out: the bytes, passed on as they are. Invariants: from the beginning
 of a connection, or the end of an answer, to the last byte of the next request's header there is one
@@ -21,20 +21,20 @@ STRANGERS = 128  # connections that have not shown a key
 MOST_LINES = 4096
 
 
-class Gate:
+class ConnectionGate:
     """Makes the protocol of every connection. `make`: aiohttp's."""
 
     def __init__(self, make: Callable[[], Any]):
         self.make = make
-        self.lines: dict[asyncio.BaseTransport, Line] = {}
-        self.strangers: dict[Line, None] = {}  # oldest first
+        self.lines: dict[asyncio.BaseTransport, ConnectionLine] = {}
+        self.strangers: dict[ConnectionLine, None] = {}  # oldest first
         # the process needs descriptors for other things, too
         self.most = min(MOST_LINES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
-    def __call__(self) -> "Line":
-        return Line(self, self.make())
+    def __call__(self) -> "ConnectionLine":
+        return ConnectionLine(self, self.make())
 
-    def enter(self, line: "Line", transport: asyncio.Transport) -> None:
+    def enter(self, line: "ConnectionLine", transport: asyncio.Transport) -> None:
         if len(self.lines) >= self.most and not self.strangers:
             transport.abort()  # all of them belong to those who have a key
             return
@@ -43,7 +43,7 @@ class Gate:
         self.lines[transport] = line
         self.strangers[line] = None
 
-    def leave(self, line: "Line") -> None:
+    def leave(self, line: "ConnectionLine") -> None:
         self.strangers.pop(line, None)
         self.lines.pop(line.transport, None)  # type: ignore[arg-type]
 
@@ -64,10 +64,10 @@ class Gate:
                 line.limit(IDLE_S)
 
 
-class Line(asyncio.Protocol):
+class ConnectionLine(asyncio.Protocol):
     """One connection, between the loop and aiohttp."""
 
-    def __init__(self, gate: Gate, inner: Any):
+    def __init__(self, gate: ConnectionGate, inner: Any):
         self.gate = gate
         self.inner = inner
         self.transport: asyncio.Transport | None = None

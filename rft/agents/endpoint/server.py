@@ -28,7 +28,7 @@ from aiohttp import web
 
 from rft.agents.endpoint import chat_format, replies
 from rft.agents.endpoint.chat_format import ApiError, Asked
-from rft.agents.endpoint.connections import Gate
+from rft.agents.endpoint.connections import ConnectionGate
 from rft.agents.endpoint.registry import OpenedSession, Registry
 from rft.agents.endpoint.replies import SampledChoice
 from rft.agents.endpoint.served_models import Model
@@ -37,6 +37,9 @@ from rft.ground.experience import LARGEST_REWARD, Completion, Sampling, is_rewar
 from rft.rollout.context import Access, AgentSession
 
 log = logging.getLogger(__name__)
+# what comes that is no request is answered with 400; a stack for each would fill a disk with them
+STRANGE_REQUESTS = logging.getLogger(f"{__name__}.strange")
+STRANGE_REQUESTS.setLevel(logging.CRITICAL)
 KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
 LARGEST_BODY = 64 * 2**20
 BODY_S = 60.0  # from a request's header to the last byte behind it
@@ -57,7 +60,7 @@ class OpenAIEndpoint:
         self.url = ""
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
-        self._gate: Gate | None = None
+        self._gate: ConnectionGate | None = None
         self._expiring: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -72,10 +75,12 @@ class OpenAIEndpoint:
             for prefix in (scope, f"{scope}/v1"):
                 app.router.add_post(f"{prefix}/feedback", self._feedback)
                 app.router.add_post(f"{prefix}/commit", self._commit)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=STRANGE_REQUESTS
+        )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._gate = Gate(self._runner.server)
+        self._gate = ConnectionGate(self._runner.server)
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self._gate, host, port)
         bound = self._listening.sockets[0].getsockname()

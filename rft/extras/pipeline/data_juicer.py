@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import shlex
 import socket
 import subprocess
@@ -34,6 +33,7 @@ from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
 from rft.ground.experience import Experience
 from rft.ground.process import end_family, ending, family, python_path, tied
+from rft.ground.surroundings import foreign
 
 log = logging.getLogger(__name__)
 COMMAND = "{python} -m trinity.service.data_juicer.server.server --host 127.0.0.1 --port {port}"
@@ -229,7 +229,7 @@ class JuicerServer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | python_path(),
+                env=foreign("rewards") | python_path(),
             )
         client = JuicerClient(f"http://127.0.0.1:{port}", ANSWER_S)
         try:
