@@ -304,9 +304,8 @@ def python_path() -> dict[str, str]:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """A command that becomes this one and dies with this process, whatever kills that.
-
-    The kernel's promise survives exec, so it holds for programs that know nothing of it.
+    """A command that runs this one, and ends with this process, whatever kills that: the program,
+    and all that it has started, which know nothing of it. Its end is the program's own.
     """
     return [sys.executable, "-m", "rft.ground.process", str(os.getpid()), *command]
 
@@ -422,5 +421,35 @@ class Child:
             self._socket = None
 
 
-if __name__ == "__main__" and die_with_parent(int(sys.argv[1])):  # see `tied`
-    os.execvp(sys.argv[2], sys.argv[2:])
+def guard(parent: int, command: list[str]) -> None:
+    """Body of `tied`. The kernel tells it of its parent's end, and orphans of the program are its
+    children: a program that was only told to die itself would leave its own children behind.
+    """
+    guarding = os.getpid()
+
+    def end(*_: object) -> None:
+        end_descendants()
+        os._exit(1)
+
+    def begin() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(guarding)
+
+    logging.disable()  # what is on stderr is the program's
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, end)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return
+    code = subprocess.Popen(command, close_fds=False, preexec_fn=begin).wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_descendants()
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(-code, signal.SIG_DFL) if -code not in (9, 19) else None
+        os.kill(guarding, -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":  # see `tied`
+    guard(int(sys.argv[1]), sys.argv[2:])

@@ -36,6 +36,7 @@ from tests.unit.packed_sender import BUCKET, Weights
 from tests.unit.scripted import TOKEN, Pool, listening
 
 HANG_S = 30.0
+WAIT_S = 1.0  # of a trainer rank for a version that does not come
 Open = Callable[[], socket.socket]
 NUMBERS = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63, -1)
 
@@ -96,7 +97,7 @@ def tcp(host: str, port: int, *first: bytes) -> Open:
 @contextmanager
 def trainer_rank() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None]]]:
     weights = Weights()
-    sender = WeightSender(weights, 1, HANG_S)
+    sender = WeightSender(weights, 1, WAIT_S)
     sender.follow(plans.build([weights.blocks()], BUCKET), 0)
     sender.open(1)
     hello = {

@@ -74,13 +74,13 @@ def test_what_does_not_end_is_ended_with_its_children(
 @pytest.mark.parametrize(
     ("program", "limits"),
     [
-        ("import os\nwhile True: os.fork()", {"seconds": 3.0}),
+        ("import os\nwhile True: os.fork()", {"seconds": 1.0}),
         (
             (
                 "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
                 "args=(60,)).start()"
             ),
-            {"seconds": 3.0},
+            {"seconds": 1.0},
         ),
     ],
 )
