@@ -275,6 +275,9 @@ class Taskset(Epochs):
             raw.get(key) if key else None
             for key in (config.format.workflow_key, config.format.reward_fn_key)
         )
+        for name in (workflow, reward):
+            if why := task_source.not_allowed(name, config.format):
+                raise ConfigError(f"taskset {self.name}: row {row + 1} has {why}")
         return Task(
             id=f"{self.name}/{self._epoch}/{row}" + (f"/{draw}" if again else ""),
             taskset=self.name,
