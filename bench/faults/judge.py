@@ -20,7 +20,7 @@ import xxhash
 from bench.faults.loader import Loaded, Loader
 from bench.faults.toy import Cut, shapes
 
-COMMITTED = re.compile(r"(?:step|v)_(\d{8})(?:\.[0-9a-z]+)?")
+COMMITTED = re.compile(r"(?:step|v)_(\d{8,})(?:\.[0-9a-z]+)?")
 CHUNK = 8 * 2**20
 WIDTH = {"float32": 4, "bfloat16": 2, "int64": 8}
 

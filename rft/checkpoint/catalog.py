@@ -8,6 +8,7 @@ fits; the newest entry and every tagged one stay, whatever the rules say.
 import logging
 import re
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import PurePosixPath
 
 import msgspec
@@ -16,7 +17,7 @@ from rft.checkpoint.records import MANIFEST, Manifest, Retention, decode_json, s
 from rft.checkpoint.storage import Storage
 
 log = logging.getLogger(__name__)
-COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
+COMMITTED = re.compile(r"(step|v)_(\d{8}|[1-9]\d{8,17})(\.[0-9a-z]+)?", re.ASCII)
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +38,14 @@ def committed(storage: Storage, collection: str = "") -> list[str]:
     """Paths of all directories with a manifest, by step,
     ascending (a name alone proves nothing).
     """
-    names = [name for name in storage.list(collection) if step_of(name) is not None]
-    paths = [f"{collection}/{name}" if collection else name for name in sorted(names)]
-    return [path for path in paths if MANIFEST in storage.list(path)]
+    return [path for path in named(storage, collection) if MANIFEST in storage.list(path)]
+
+
+def named(storage: Storage, collection: str = "") -> list[str]:
+    """Paths below it that have a committed directory's name, by step, ascending."""
+    steps = [(step_of(name), name) for name in storage.list(collection)]
+    names = [name for step, name in sorted((s, n) for s, n in steps if s is not None)]
+    return [f"{collection}/{name}" if collection else name for name in names]
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:
@@ -96,7 +102,8 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
 
 def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
     sign = 1 if policy.best_is_lowest else -1
-    scored = [entry for entry in ordered if entry.step in policy.scores]
+    # NaN is greater and less than nothing: sorted, it would push the best out
+    scored = [e for e in ordered if isfinite(policy.scores.get(e.step, nan))]
     return sorted(scored, key=lambda entry: (sign * policy.scores[entry.step], -entry.step))[
         : policy.best
     ]

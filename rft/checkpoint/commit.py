@@ -260,13 +260,16 @@ class Committer:
         self._check_epoch()
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
-        dropped = [
-            entry for entry in expired(entries, output.retention) if entry.path not in in_use
-        ]
-        for entry in dropped:
+        left = list(entries)
+        for entry in expired(entries, output.retention):
+            if entry.path in in_use:
+                continue
             log.info("retention removes %s", entry.path)
-            self.storage.remove(entry.path)
-        left = [entry for entry in entries if entry not in dropped]
+            try:
+                self.storage.remove(entry.path)
+                left.remove(entry)
+            except OSError as error:  # the others go, and it is still there to be loaded
+                log.error("%s cannot be removed: %s", entry.path, error)
         if left and not output.collection:
             self.report(Retained(oldest=read_manifest(self.storage, left[0].path).loop))
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ class CheckpointManager:
         if loop is None:
             return None
         self.newest = self.requested = loop["step"]
-        self.scores = {int(step): value for step, value in loop.pop("scores", {}).items()}
+        self.scores = restore.scores_of(loop)
         return loop
 
     def _loaded(self, step: int) -> set[str]:
@@ -358,9 +359,16 @@ class CheckpointManager:
         return False
 
     def score(self, step: int, metrics: dict[str, float]) -> None:
-        """What an evaluation of version `step` gave: `keep_best` goes by `best_metric`."""
-        if self.config.best_metric in metrics:
-            self.scores[step] = metrics[self.config.best_metric]
+        """What an evaluation of version `step` gave: `keep_best` goes by `best_metric`, and one
+        that is not finite is no score.
+        """
+        if self.config.best_metric not in metrics:
+            return
+        value = metrics[self.config.best_metric]
+        if isfinite(value):
+            self.scores[step] = value
+        else:
+            log.warning("%s of step %d is %g: no score", self.config.best_metric, step, value)
 
     def before_update(self) -> float:
         """To be called before weights change; returns when the last save's copies are made, with

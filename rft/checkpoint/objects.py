@@ -22,7 +22,7 @@ from rft.checkpoint.records import MANIFEST, final_name
 
 QUARANTINED = "QUARANTINED"
 # names that `draft` makes; others are not ours to sweep
-OURS = re.compile(r"(step|v)_\d{8}\.e\d+n\d+")
+OURS = re.compile(r"(step|v)_\d{8,}\.e\d+n\d+")
 PART = 32 * 2**20  # bytes of one part of a multipart upload
 
 

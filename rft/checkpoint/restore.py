@@ -58,17 +58,34 @@ class ReadReport(msgspec.Struct, kw_only=True):
     chunk: int = 0
 
 
+def scores_of(loop: dict[str, Any]) -> dict[int, float]:
+    """Taken out of a loop state. JSON knows no NaN: older manifests have null for it."""
+    scores = loop.pop("scores", {})
+    return {int(step): value for step, value in scores.items() if isinstance(value, int | float)}
+
+
 def sweep(storage: Storage) -> None:
-    """Remove drafts and half-deleted directories of earlier attempts.
+    """Remove drafts and half-deleted directories of earlier attempts; what cannot be removed stays,
+    and is told of.
 
     Called by one rank, after the run epoch was taken.
     """
     for collection in ("", WEIGHTS):
         for path in storage.leftovers(collection):
-            storage.remove(path)
+            _remove(storage.remove, path)
         for name in storage.list(collection):
             if ".new-" in name:
-                storage.discard(f"{collection}/{name}" if collection else name)
+                _remove(storage.discard, f"{collection}/{name}" if collection else name)
+
+
+def _remove(act: Callable[[str], object], path: str) -> None:
+    """A file that another node has open, one of another owner: no reason not to start."""
+    try:
+        act(path)
+    except OSError as error:
+        log.error(
+            "%s is left over and cannot be removed, nothing else is affected: %s", path, error
+        )
 
 
 def prepare(storage: Storage, ranks: "Collective", patience_s: float = PATIENCE_S) -> None:
