@@ -88,6 +88,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(encode_json(msgspec.structs.replace(self, seal=""))).hexdigest()
 
 
+class LoopState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resume builds on of a manifest's `loop`. JSON has null for what is no number."""
+
+    step: int
+    run_epoch: int = 0
+    journal: int | None = None
+    scores: dict[str, float | None] = {}
+    recent_losses: list[float | None] = []
+    skips: tuple[int, int] = (0, 0)
+
+
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """What to keep: the union of all rules. 0 or None: the rule keeps nothing of its own; `last=0`
     keeps everything.
@@ -241,8 +252,11 @@ def encode_json(record: Any) -> bytes:
 
 
 def decode_json(data: bytes, kind: type[Record]) -> Record:
-    """Raises msgspec.DecodeError (a ValueError) for anything that is not exactly such a record."""
-    return msgspec.json.decode(data, type=kind)
+    """Raises ValueError for anything that is not exactly such a record."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def sha256(data: bytes) -> str:

@@ -31,7 +31,7 @@ from rft.checkpoint.reader import (
     patiently,
 )
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, open_storage
+from rft.checkpoint.storage import LATEST, WEIGHTS, NotAFile, Storage, open_storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class ReadReport(msgspec.Struct, kw_only=True):
 
 def scores_of(loop: dict[str, Any]) -> dict[int, float]:
     """Taken out of a loop state. JSON knows no NaN: older manifests have null for it."""
-    scores = loop.pop("scores", {})
-    return {int(step): value for step, value in scores.items() if isinstance(value, int | float)}
+    scores = loop.pop("scores", {}).items()
+    return {int(s): value for s, value in scores if s.isdecimal() and value is not None}
 
 
 def sweep(storage: Storage) -> None:
@@ -116,7 +116,7 @@ def load(
         parts = ranks.gather(msgspec.to_builtins(part))
         is_good, following = _by_first(ranks, partial(candidates.after, path, parts))
         if is_good:
-            policy.restore(small)
+            _take_over(policy, small, f"{storage.where}/{path}", ranks)
             if ranks.rank == 0:
                 log.info("resumed from %s/%s", storage.where, path)
             return loop
@@ -141,10 +141,32 @@ def adopt(
     part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
     said = ranks.gather(msgspec.to_builtins(part))
     _by_first(ranks, partial(_refuse_all_but_good, said))
-    policy.restore(small)
+    _take_over(policy, small, f"{storage.where}/{path}", ranks)
     if ranks.rank == 0:
         log.info("begun from %s/%s", storage.where, path)
     return loop
+
+
+def _take_over(
+    policy: Snapshotable, small: dict[str, bytes], where: str, ranks: "Collective"
+) -> None:
+    """Counters and generators. A rank that cannot must not leave the others waiting for it."""
+    why = ""
+    try:
+        policy.restore(small)
+    except Exception as error:  # of content that some stranger's hashes vouch for
+        why = f"{type(error).__name__}: {error}"
+    said = ranks.gather([socket.gethostname(), why])
+    _by_first(ranks, partial(_refuse_small, where, said))
+
+
+def _refuse_small(where: str, said: list[tuple[str, str]]) -> None:
+    for rank, (host, why) in enumerate(said):
+        if why:
+            raise RestoreRefused(
+                f"rank {rank} on {host}: the small state in {where} cannot be taken over: {why}. "
+                "Nothing was set aside for it"
+            )
 
 
 def _refuse_all_but_good(said: list[Any]) -> None:
@@ -221,7 +243,7 @@ class Candidates:
         for path in committed(self.storage):
             try:
                 manifest = catalog.read_manifest(self.storage, path)
-            except (ValueError, IsADirectoryError) as error:
+            except (ValueError, NotAFile) as error:
                 self._put_aside(path, str(error))
                 continue
             candidates.append((manifest.epoch, manifest.step, path))

@@ -185,7 +185,8 @@ def resume(
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
-    return step, deque(loop.get("recent_losses", []), maxlen=LOSS_WINDOW)
+    losses = [loss for loss in loop.get("recent_losses", []) if loss is not None]
+    return step, deque(losses, maxlen=LOSS_WINDOW)
 
 
 # --- where batches come from ---------------------------------------------------------------------
