@@ -13,15 +13,28 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from rft.checkpoint.records import MANIFEST, Manifest, Retention, decode_json, sha256
-from rft.checkpoint.storage import Storage
+from rft.checkpoint.records import (
+    LATEST,
+    MANIFEST,
+    QUARANTINED,
+    Manifest,
+    Retention,
+    decode_json,
+    sha256,
+)
+from rft.checkpoint.storage import NotAFile, Storage
 
 log = logging.getLogger(__name__)
 COMMITTED = re.compile(r"(step|v)_(\d{8}|[1-9]\d{8,17})(\.[0-9a-z]+)?", re.ASCII)
 
 
+RANK_FILE = re.compile(r"r\d{5,}\.(bin|json)")
+
+
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """LATEST: where a reader may look first. Never believed: the committed manifests decide."""
+    """LATEST: where a reader may look first. Never believed: the committed manifests decide. But
+    what it names was committed once: if it is no checkpoint now, that is said.
+    """
 
     name: str
     epoch: int
@@ -46,6 +59,34 @@ def named(storage: Storage, collection: str = "") -> list[str]:
     steps = [(step_of(name), name) for name in storage.list(collection)]
     names = [name for step, name in sorted((s, n) for s, n in steps if s is not None)]
     return [f"{collection}/{name}" if collection else name for name in names]
+
+
+def hint(storage: Storage, collection: str = "") -> Hint | None:
+    """What LATEST says, if anything. Raises OSError where the medium fails."""
+    try:
+        data = storage.get(f"{collection}/{LATEST}" if collection else LATEST)
+        return decode_json(data, Hint)
+    except (FileNotFoundError, NotAFile, ValueError):
+        return None
+
+
+def lost(storage: Storage, collection: str = "") -> list[str]:
+    """Paths of what was committed, still has its ranks' files, and no manifest any more."""
+    told = hint(storage, collection)
+    drafts = set(storage.leftovers(collection)) - ({told.name} if told else set())
+    found = []
+    for path in named(storage, collection):
+        names = storage.list(path)
+        is_ours = any(RANK_FILE.fullmatch(name) for name in names)
+        if is_ours and path not in drafts and not {MANIFEST, QUARANTINED} & set(names):
+            found.append(path)
+    return found
+
+
+def astray(storage: Storage, collection: str = "") -> str:
+    """The path that LATEST names, if that is no checkpoint any more; else nothing."""
+    told = hint(storage, collection)
+    return told.name if told and told.name not in committed(storage, collection) else ""
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:

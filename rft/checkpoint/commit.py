@@ -18,8 +18,10 @@ from pathlib import Path
 
 from rft.checkpoint import fence
 from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, step_of
+from rft.checkpoint.catalog import hint as hint_of
 from rft.checkpoint.records import (
     FORMAT,
+    LATEST,
     MANIFEST,
     Begin,
     CheckpointSettings,
@@ -36,7 +38,7 @@ from rft.checkpoint.records import (
     sha256,
 )
 from rft.checkpoint.sharding import digest
-from rft.checkpoint.storage import LATEST, Storage
+from rft.checkpoint.storage import Storage
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 from rft.ground import durable
 
@@ -227,10 +229,7 @@ class Committer:
     def _point(self, collection: str, name: str, manifest: Manifest) -> None:
         """Move the hint, only ever forward."""
         path = f"{collection}/{LATEST}" if collection else LATEST
-        try:
-            old = decode_json(self.storage.get(path), Hint)
-        except (FileNotFoundError, ValueError):
-            old = None
+        old = hint_of(self.storage, collection)
         hint = Hint(name=name, epoch=manifest.epoch, step=manifest.step)
         if old is None or (old.epoch, old.step) <= (hint.epoch, hint.step):
             self.storage.put(path, encode_json(hint))

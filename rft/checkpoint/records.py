@@ -20,6 +20,8 @@ Extent = tuple[int, ...]
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 MANIFEST = "MANIFEST.json"
+QUARANTINED = "QUARANTINED"  # in an object store, which knows no rename: it is set aside
+LATEST = "LATEST"
 
 
 class Region(msgspec.Struct, frozen=True):

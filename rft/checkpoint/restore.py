@@ -30,8 +30,9 @@ from rft.checkpoint.reader import (
     StorageUnreachable,
     patiently,
 )
+from rft.checkpoint.records import LATEST, MANIFEST
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.storage import LATEST, WEIGHTS, NotAFile, Storage, open_storage
+from rft.checkpoint.storage import WEIGHTS, NotAFile, Storage, open_storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -71,8 +72,11 @@ def sweep(storage: Storage) -> None:
     Called by one rank, after the run epoch was taken.
     """
     for collection in ("", WEIGHTS):
+        told = catalog.hint(storage, collection)
         for path in storage.leftovers(collection):
-            _remove(storage.remove, path)
+            # in an object store a checkpoint that has lost its manifest looks like a draft
+            if told is None or path != told.name:
+                _remove(storage.remove, path)
         for name in storage.list(collection):
             if ".new-" in name:
                 _remove(storage.discard, f"{collection}/{name}" if collection else name)
@@ -190,6 +194,10 @@ def newest_of(where: str) -> str:
     found = [path for path in committed(storage) if path == name or not name]
     if not found:
         raise FileNotFoundError(f"{where} holds no complete checkpoint")
+    if not name and (gone := [*catalog.lost(storage), *filter(None, [catalog.astray(storage)])]):
+        raise FileNotFoundError(
+            f"{where} has lost its checkpoint {gone[-1]}: name the one to begin from"
+        )
     try:
         entries = [(catalog.read_manifest(storage, path), path) for path in found]
     except ValueError as error:
@@ -247,7 +255,15 @@ class Candidates:
                 self._put_aside(path, str(error))
                 continue
             candidates.append((manifest.epoch, manifest.step, path))
-        return max(candidates)[2] if candidates else None
+        for path in catalog.lost(self.storage):
+            self._put_aside(path, f"{self.storage.where}/{path}/{MANIFEST} is missing")
+        newest = max(candidates)[2] if candidates else None
+        if newest and not self.rejected and (gone := catalog.astray(self.storage)):
+            log.error(
+                "%s: %s names %s, which is no checkpoint any more; the newest is %s",
+                *(self.storage.where, LATEST, gone, newest),
+            )
+        return newest
 
     def after(self, tried: str, said: list[Any]) -> tuple[bool, str | None]:
         """(whether every rank has read `tried`, else the one to be tried next).
@@ -371,8 +387,11 @@ def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patienc
 
 def _lost(storage: Storage, rejected: list[str], said: list[Any]) -> str:
     """Why there should be a checkpoint, or nothing. Raises RestoreRefused."""
-    if rejected or LATEST in storage.list():
+    names = storage.list()
+    if rejected or LATEST in names:
         return "; ".join(rejected) or "LATEST points nowhere"
+    if aside := [name for name in names if name.startswith(".bad-")]:
+        return f"{aside[-1]} was set aside by an earlier start"
     here = said[0][0]
     for rank, (host, seen, unreachable) in enumerate(said):
         if unreachable:

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, Protocol
 
 from rft.checkpoint.records import final_name
 
-LATEST = "LATEST"
 BLOCK = 4096  # bytes that every device takes as a unit
 RECORD_BYTES = 2**31  # of a manifest or a receipt, at most
 DIRECT_BYTES = 2**23  # below this the page cache is quicker

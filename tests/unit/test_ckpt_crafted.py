@@ -16,7 +16,7 @@ import torch
 from states import PATIENCE, OneRank, State, write_cut
 
 from rft.checkpoint import restore
-from rft.checkpoint.catalog import committed, read_manifest
+from rft.checkpoint.catalog import Hint, committed, read_manifest
 from rft.checkpoint.records import Receipt, decode_json, encode_json, sha256
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
@@ -195,6 +195,53 @@ def test_what_is_crafted_is_refused_and_the_one_before_taken(
     assert f"{NEW}" in caplog.text and "set aside as" in caplog.text
     assert committed(open_storage(root)) == ["step_00000001"]
     assert len(list(root.glob(f".bad-{NEW}-*"))) == 1
+
+
+def point(root: Path) -> None:
+    (root / "LATEST").write_bytes(encode_json(Hint(name=NEW, epoch=1, step=2)))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_lost_manifest_is_said_and_the_rest_of_it_set_aside(
+    root: Path, is_named: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_named:
+        point(root)
+    (root / NEW / "MANIFEST.json").unlink()
+    for command in ("verify", "ls"):
+        assert ckpt.main([command, str(root)]) == 1
+    told = capsys.readouterr().out
+    assert f"{NEW}  DAMAGED  {root}/{NEW}/MANIFEST.json is missing" in told
+    assert f"manifest lost: {NEW}" in told and "unfinished" not in told
+    with pytest.raises(FileNotFoundError, match=f"lost its checkpoint {NEW}: name the one"):
+        restore.newest_of(str(root))
+    assert started(root)[0] == {"step": 1}
+    assert f"set aside as {root}/.bad-{NEW}-" in caplog.text
+    assert f"{root}/{NEW}/MANIFEST.json is missing" in caplog.text
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_checkpoint_that_latest_names_and_that_is_gone_is_said(
+    root: Path, is_there: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point(root)
+    shutil.rmtree(root / NEW)
+    if is_there:
+        (root / NEW).mkdir()
+    assert ckpt.main(["verify", str(root)]) == 1
+    assert f"{NEW}  DAMAGED  LATEST names it" in capsys.readouterr().out
+    assert started(root)[0] == {"step": 1}
+    assert f"LATEST names {NEW}, which is no checkpoint any more" in caplog.text
+    assert not list(root.glob(".bad-*"))
+
+
+def test_without_manifests_and_hint_there_is_no_start_at_step_0_however_often(root: Path) -> None:
+    for path in root.glob("*/MANIFEST.json"):
+        path.unlink()
+    refused = [started(root)[0] for _ in range(2)]
+    assert [type(error) for error in refused] == [FileNotFoundError] * 2, refused
+    assert "step_00000001/MANIFEST.json is missing" in str(refused[0])
+    assert ".bad-step_" in str(refused[1]) and len(list(root.glob(".bad-*/*.bin"))) == 4
 
 
 def test_small_state_that_is_none_refuses_the_start_on_every_rank(root: Path) -> None:
