@@ -58,6 +58,8 @@ class PendingCommit:
     output: Output
     since: float
     complete_since: float | None = None
+    failing_since: float | None = None
+    cause: str = ""  # of that
     done: bool = False
     bytes: int = 0  # of all ranks, once that is known
 
@@ -79,17 +81,40 @@ class Committer:
     def look(self) -> None:
         """One round over all drafts, oldest first.
 
-        A failing medium is reported and does not end the agent.
+        A failing medium is tried again, then reported, and does not end the agent.
         """
         for draft in list(self.drafts):
             try:
                 name = self._advance(draft)
-            except (OSError, CommitError, ValueError) as error:
+            except OSError as error:
+                self._is_failing(draft, str(error))
+                continue
+            except (CommitError, ValueError) as error:
                 self._fail(draft, str(error))
                 continue
             if name is not None:
                 self._committed(draft, name)
+            elif draft.complete_since is None:
+                draft.failing_since = None
         self.drafts = [draft for draft in self.drafts if not draft.done]
+
+    def _is_failing(self, draft: PendingCommit, cause: str) -> None:
+        """What fails here the next in the line may do: as long as one of them may, this save has
+        not failed, and for one lease more, as each goes by its own clock.
+        """
+        now = time.monotonic()
+        if draft.failing_since is None:
+            log.error("%s: %s; tried again", draft.output.draft, cause)
+            draft.failing_since = now
+        draft.cause = cause
+        if now > draft.failing_since + self._patience_s + self.settings.lease_s:
+            self._fail(draft, cause)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long this rank tries what fails: all end at the same time, whoever had to begin."""
+        line, rank = min(self.settings.world, LINE), self.settings.rank
+        return self.settings.lease_s * (line - rank if rank < line else line)
 
     def _advance(self, draft: PendingCommit) -> str | None:
         """Name under which the draft is published by now, by whomever; None: not yet.
@@ -108,8 +133,13 @@ class Committer:
             raise self._gone(draft.output.draft)
         if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
             draft.complete_since = draft.complete_since or time.monotonic()
-            if time.monotonic() >= draft.complete_since + rank * self.settings.lease_s:
+            now = time.monotonic()
+            since = now if draft.failing_since is None else draft.failing_since
+            is_its_turn = now >= draft.complete_since + rank * self.settings.lease_s
+            if is_its_turn and now <= since + self._patience_s:
                 return self._commit(draft)
+            if now > since + self._patience_s:
+                raise OSError(draft.cause)
         self._check_time(draft, names)
         return None
 
