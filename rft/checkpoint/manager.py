@@ -195,7 +195,10 @@ class CheckpointManager:
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size, free)
-        slots = SlotPool([Slot(number, size, self.device) for number in range(2)])
+        patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
+        slots = SlotPool(
+            [Slot(number, size, self.device) for number in range(2)], patience_s, self._idle_s
+        )
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
         )
@@ -215,12 +218,15 @@ class CheckpointManager:
         log_path = (
             self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
         )
-        self._link = Link(settings, self._hear, log_path, self._agent)
+        self._link = Link(settings, self._hear, log_path, self._agent, patience_s=patience_s)
         log.info(
             "checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB",
             total / 1e9,
             size / 1e9,
         )
+
+    def _idle_s(self) -> float:
+        return 0.0 if self._link is None else self._link.idle_s
 
     def _check_memory(self, wanted: int, free: int) -> None:
         """Pages are touched at once: too little memory must be an error now, and not the end of

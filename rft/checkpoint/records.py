@@ -237,10 +237,11 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent lives; `doing` since `for_s` seconds."""
+    """The agent lives; `doing` since `for_s` seconds. `is_waiting`: for work, or for its turn."""
 
     doing: str
     for_s: float
+    is_waiting: bool
 
 
 Request = CheckpointSettings | Begin | Window | Drop | Export | Close

@@ -178,6 +178,9 @@ class CheckpointConfig(Section):
     agent_deadline_s: Annotated[
         PosFloat, "for writing one checkpoint, also after the trainer is gone"
     ] = 600.0
+    staging_patience_s: Annotated[
+        PosFloat, "the longest that training waits for an agent or a disk that does not get on"
+    ] = 30.0
     lease_s: Annotated[
         PosFloat, "after this the next rank's agent commits what the one before has not"
     ] = 5.0
