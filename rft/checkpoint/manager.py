@@ -74,6 +74,7 @@ class SaveOutcome:
     open: set[str]
     cause: str = ""
     name: str = ""  # of the committed directory
+    is_repeated: bool = False  # it failed, and the same step was saved again
 
 
 @dataclass
@@ -302,6 +303,8 @@ class CheckpointManager:
         )
         self.requested = step if full else self.requested
         with self._changed:
+            for outcome in self._outcomes.values():
+                outcome.is_repeated |= outcome.step == step and bool(outcome.cause)
             self._outcomes[identity] = SaveOutcome(step, {output.collection for output in outputs})
         self._stager.await_done()
         messages = SaveMessages(self._link, begin)
@@ -397,7 +400,11 @@ class CheckpointManager:
         """Until the saves of `step` are committed. Raises RuntimeError when one failed."""
         deadline = time.monotonic() + 2 * self.config.agent_deadline_s
         with self._changed:
-            known = [outcome for outcome in self._outcomes.values() if outcome.step == step]
+            known = [
+                outcome
+                for outcome in self._outcomes.values()
+                if outcome.step == step and not outcome.is_repeated
+            ]
             self._changed.wait_for(
                 lambda: not any(o.open for o in known), max(0.0, deadline - time.monotonic())
             )

@@ -251,7 +251,12 @@ class TrainerConfig(Section):
     balance_batch: Annotated[
         Bool, "ranks get rows of equal cost; false: as many each, in order"
     ] = True
-    save_interval: Annotated[NonNegInt, "steps; 0: only at the end"] = 0
+    save_interval: Annotated[NonNegInt, "steps; 0: by save_minutes, and at the end"] = 0
+    save_minutes: Annotated[
+        FiniteNonNegFloat,
+        "without save_interval, minutes between checkpoints, at a step's end; 0: only at the end. "
+        "Off with deterministic=true",
+    ] = 10.0
     save_strategy: Annotated[
         Literal["unrestricted", "single_node", "single_process", "single_thread"],
         "who writes at a time",

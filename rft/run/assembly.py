@@ -35,6 +35,7 @@ from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
+from rft.trainer.saving import save_times
 from rft.trainer.trainer import LOSS_WINDOW, Trainer
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def assemble(
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
+        save_times=save_times(config, mesh.broadcast),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,

@@ -426,6 +426,19 @@ def test_the_same_step_saved_again_is_another_directory(memory_path: Path) -> No
     assert load(root, found, 3) == {"seen": 5, "step": 5} and equal(found, plain().fill(2))
 
 
+def test_a_save_that_failed_and_its_second_try(memory_path: Path, hand: Hand) -> None:
+    state = plain()
+    with managed(memory_path / "c", state, agent=hand.command) as manager:
+        hand.set("full")
+        manager.save(1, state, {"seen": 1})
+        manager.before_update()
+        with pytest.raises(RuntimeError, match="No space left"):
+            manager.wait(1)
+        hand.clear("full")
+        save(manager, 1, state)
+        assert manager.newest == 1 and manager.metrics()["checkpoint/failed"] == 1
+
+
 def test_a_save_that_cannot_be_encoded_fails_alone(memory_path: Path) -> None:
     state = plain()
     with managed(memory_path / "c", state) as manager:
