@@ -89,6 +89,14 @@ def astray(storage: Storage, collection: str = "") -> str:
     return told.name if told and told.name not in committed(storage, collection) else ""
 
 
+def doubt(storage: Storage) -> str:
+    """Why there may have been a newer checkpoint than those that are there, or nothing."""
+    if hint(storage) is None:
+        return f"{LATEST} is missing or damaged: nothing tells whether there was a newer one"
+    gone = astray(storage)
+    return f"{LATEST} names {gone}, which is no checkpoint any more" if gone else ""
+
+
 def read_manifest(storage: Storage, path: str) -> Manifest:
     """The manifest of a committed directory. Raises ValueError when it is damaged.
 

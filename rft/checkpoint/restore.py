@@ -258,11 +258,8 @@ class Candidates:
         for path in catalog.lost(self.storage):
             self._put_aside(path, f"{self.storage.where}/{path}/{MANIFEST} is missing")
         newest = max(candidates)[2] if candidates else None
-        if newest and not self.rejected and (gone := catalog.astray(self.storage)):
-            log.error(
-                "%s: %s names %s, which is no checkpoint any more; the newest is %s",
-                *(self.storage.where, LATEST, gone, newest),
-            )
+        if newest and not self.rejected and (doubt := catalog.doubt(self.storage)):
+            log.error("%s: %s; the newest is %s", self.storage.where, doubt, newest)
         return newest
 
     def after(self, tried: str, said: list[Any]) -> tuple[bool, str | None]:
