@@ -194,19 +194,22 @@ class LocalStorage:
             self.disk.unlink(self.root / path)
 
     def get(self, path: str) -> bytes:
-        with self.open(path) as file:
+        with self._regular(path) as file:
             if os.fstat(file.fileno()).st_size > RECORD_BYTES:
                 raise NotAFile(errno.EFBIG, "is larger than any record", str(self.root / path))
             return file.read()
 
     def open(self, path: str) -> BinaryIO:
+        return self._regular(path)
+
+    def _regular(self, path: str) -> io.FileIO:
         """Never waits: a pipe to which nobody writes is no file."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         descriptor = os.open(self.root / path, flags)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise NotAFile(errno.EINVAL, "is no regular file", str(self.root / path))
-        return os.fdopen(descriptor, "rb", buffering=0)
+        return io.FileIO(descriptor, "rb")
 
     def size(self, path: str) -> int:
         return (self.root / path).stat().st_size
