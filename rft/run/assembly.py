@@ -35,6 +35,7 @@ from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
+from rft.trainer.saving import save_times
 from rft.trainer.trainer import LOSS_WINDOW, Trainer
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def assemble(
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
+        save_times=save_times(config, mesh.broadcast),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,
@@ -183,7 +185,8 @@ def resume(
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
-    return step, deque(loop.get("recent_losses", []), maxlen=LOSS_WINDOW)
+    losses = [loss for loss in loop.get("recent_losses", []) if loss is not None]
+    return step, deque(losses, maxlen=LOSS_WINDOW)
 
 
 # --- where batches come from ---------------------------------------------------------------------
