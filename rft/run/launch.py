@@ -216,7 +216,8 @@ class StageRun:
 
 def last_line(path: Path) -> str:
     """What a run told last, for whoever looks for what broke it."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = there.splitlines()
     return lines[-1] if lines else "none"
 
 
@@ -255,6 +256,5 @@ def main_log(job: Path, level: str) -> None:
     """The supervisor's own log; what the user must read goes to the terminal instead."""
     job.mkdir(parents=True, exist_ok=True)
     logs.hide_secrets()
-    handler = logging.FileHandler(job / "supervisor.log")
-    handler.setFormatter(logs.RedactedFormatter(logs.FORMAT))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    stream = logs.Redacted((job / "supervisor.log").open("a", encoding="utf-8"))
+    logging.basicConfig(level=level.upper(), format=logs.FORMAT, stream=stream, force=True)
