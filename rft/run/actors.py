@@ -37,7 +37,7 @@ from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
-from rft.run import cards, cluster, modes, parts
+from rft.run import cards, cluster, modes, owners, parts
 from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
@@ -88,7 +88,7 @@ class Actors:
         self.auxiliary: dict[str, EngineHandle] = {}
         restarts = config.explorer.rollout_model.max_restarts
         self.fleet = EngineFleet(self._create_engine, log_dir, restarts, self._fail, say)
-        self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
+        self.socket = ControlSocket(fence.control_dir(owners.place(config)), self._answer)
         self.threads: list[threading.Thread] = []
         self.ready = False
         self.closing = False

@@ -8,26 +8,31 @@ may use.
 In: the job's directory; a function from question to answer. Out: `ask`, for a command in another
 process; `NobodyAnswers` when no supervisor is there. Invariants: the socket is open to its owner
 alone before anybody can connect; a caller that says nothing, or does not listen, is left after
-`LINE_S`; closing it removes it, unless a later attempt has put its own there.
+`LINE_S`; one that is answered at is not taken over; closing it removes it.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rft.ground import durable
 from rft.ground.experience import encode
 from rft.ground.process import frame, messages
 
 log = logging.getLogger(__name__)
 NAME = "supervisor.sock"
 MOST_BYTES = 2**20  # of a question or an answer
+PAUSE_S = 0.1  # after a caller could not be let in
+CLOSED = (errno.EBADF, errno.EINVAL)
 LINE_S = 5.0  # for a question to come or an answer to go
 ADDRESS_BYTES = 100  # of an address; the kernel's field has 108, and less elsewhere
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -45,16 +50,19 @@ class ControlSocket:
         self.answer = answer
         self.thread: threading.Thread | None = None
         self._listener = socket.socket(socket.AF_UNIX)
-        self._inode = 0
+        self._lock: int | None = None
 
     def open(self) -> None:
+        """Raises OSError where it cannot listen, or another supervisor does."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / NAME
+        self._lock = durable.lock(self.directory / f"{NAME}.lock")
+        if self._lock is None:
+            raise OSError(errno.EADDRINUSE, f"another process answers at {path}")
         path.unlink(missing_ok=True)  # of a supervisor that was killed
         with _address(self.directory) as address:
             self._listener.bind(address)
         os.chmod(path, 0o600)  # nobody can connect before `listen`
-        self._inode = path.stat().st_ino
         self._listener.listen()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -65,17 +73,22 @@ class ControlSocket:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         if self.thread is not None:
             self.thread.join(timeout)
-            path = self.directory / NAME
-            if path.exists() and path.stat().st_ino == self._inode:
-                path.unlink()
+            (self.directory / NAME).unlink(missing_ok=True)
         self._listener.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _serve(self) -> None:
         while True:
             try:
                 caller, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if error.errno in CLOSED:
+                    return
+                log.warning("a caller could not be let in: %s", error)
+                time.sleep(PAUSE_S)  # of too many open files: the caller still waits
+                continue
             with caller:
                 try:
                     self._reply_to(caller)

@@ -7,7 +7,8 @@
 
 In: filled and checked stage configs. Out: exit code 0, or one message that names part, phase and
 cause and that part's exit code. Ranks come and go, it outlives them. Invariant: whatever way a
-stage ends, no process that it started is left after `shutdown_grace_s`.
+stage ends, no process that it started is left after `shutdown_grace_s`; a second start of the same
+role in the same directory (`rft.run.owners`) touches nothing.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from rft.config import Config, ConfigError, is_remote
 from rft.ground.device import quiet_environment, thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
+from rft.run import owners
 from rft.run.cards import VISIBLE
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
@@ -66,30 +68,17 @@ def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
                 name = stages[index].stage_name or stages[index].name
                 print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
                 continue
-            main_log(configs.job_dir(stages[index]), stages[index].log.level)
             try:
-                config = ready(stages, index, check)
-                if config.mode == "bench":
-                    check_exports(config)
-                StageRun(config, events).run()
+                with owners.held(stages[index]):
+                    main_log(owners.place(stages[index]), stages[index].log.level)
+                    config = ready(stages, index, check)
+                    if config.mode == "bench":
+                        check_exports(config)
+                    StageRun(config, events).run()
             except StageFailed as error:
                 print(f"rft: {error}", file=sys.stderr, flush=True)
                 return error.code
     return 0
-
-
-def resolved_of(config: Config) -> Path:
-    """Where a stage's config is written down.
-
-    Explorers of a database run beside the trainer of the same name.
-    """
-    job = configs.job_dir(config)
-    if (
-        config.mode in ("explore", "serve")
-        and config.buffer.trainer_input.experience_buffer.storage_type == "sql"
-    ):
-        return job / "explorers" / config.explorer.name / "resolved.yaml"
-    return (job / "bench" if config.mode == "bench" else job) / "resolved.yaml"
 
 
 class StageRun:
@@ -109,7 +98,7 @@ class StageRun:
         config = self.config
         self.supervisor = Supervisor(config, self.events, say, self.task)
         self.log_dir = self.supervisor.log_dir
-        self.resolved = resolved_of(config)
+        self.resolved = owners.place(config) / "resolved.yaml"
         configs.save(config, self.resolved)
         say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
         for line in start_table(config):
