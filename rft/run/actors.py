@@ -24,7 +24,7 @@ from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
-from rft.ground import plugins
+from rft.ground import plugins, scratch
 from rft.ground.device import (
     network_environment,
     quiet_environment,
@@ -346,6 +346,7 @@ def hosted(cls: Callable[..., Any], log_config: LogConfig, computes: bool) -> ty
             logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             # the raylet; Ray itself only looks for it now and then, and not everywhere
             die_with_parent()
+            scratch.enter()
             plugins.load()
             if not computes:
                 wait_for_turn()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
+from rft.ground import scratch
 from rft.ground.device import quiet_environment, thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
@@ -90,12 +91,14 @@ class StageRun:
         self.events = events
         self.job = configs.job_dir(config)
         self.ranks: subprocess.Popen[bytes] | None = None
+        self.scratch: scratch.Scratch | None = None
 
     def run(self) -> None:
         """Raises StageFailed unless the stage did all of its work;
         ConfigError if it cannot even begin.
         """
         config = self.config
+        scratch.sweep()  # of runs that were killed
         self.supervisor = Supervisor(config, self.events, say, self.task)
         self.log_dir = self.supervisor.log_dir
         self.resolved = owners.place(config) / "resolved.yaml"
@@ -129,6 +132,8 @@ class StageRun:
         if names := self.supervisor.rank_cards:
             environment[VISIBLE] = ",".join(names)
         command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
+        if (own := scratch.take()) is not None:
+            self.scratch, environment = own, environment | own.environment()
         trace.instant("ranks start")
         self.ranks = subprocess.Popen(
             command, env=environment | self.supervisor.environment(), start_new_session=True
@@ -201,6 +206,9 @@ class StageRun:
                 f"rft: checkpoint agent(s) {numbers} still write what was staged, and end by "
                 "themselves"
             )
+        elif self.scratch is not None:  # else the next start removes it
+            self.scratch.remove()
+        scratch.sweep()  # of the actors
 
 
 def last_line(path: Path) -> str:

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from rft import config as configs
 from rft.config import Config, ConfigError
-from rft.ground import redact
+from rft.ground import redact, scratch
 from rft.ground.device import hosted_store
 from rft.ground.errors import refuse
 from rft.ground.experience import Record
@@ -193,6 +193,7 @@ def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announceme
         return Announcement(code=0)
     owners.hold(stages[count])  # for the life of this rank 0, until it starts anew for a stage
     config = ready(stages, count, check)
+    scratch.sweep()
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
     print(*start_table(config), sep="\n", flush=True)
