@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
+from rft.monitor import left_out
+
 WINDOW = 20  # steps over which the time per step is averaged: old steps may have had other lengths
 # label, metric, form; no label: joined to the column before; an unrecorded metric is left out
 COLUMNS = (
@@ -89,6 +91,8 @@ class Console:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+        if told := left_out.told():
+            print(f"left out of what this run records: {told}", file=self._stream, flush=True)
 
 
 def cells(metrics: dict[str, float]) -> list[str]:

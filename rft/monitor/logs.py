@@ -4,7 +4,8 @@ for stray output alike.
 Invariants: after `redirect`, whatever the process or a library or child of it prints to stderr (and
 stdout, unless kept for the user) is in that file and not on the user's terminal; what passes
 through Python's streams has no secret in it; a log file does not grow without end, however much a
-library prints.
+library prints; a line that a full disk does not take is counted (`left_out`), and whoever printed
+it goes on.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rft.ground import redact
-from rft.monitor import trace
+from rft.monitor import left_out, trace
 
 if TYPE_CHECKING:
     from rft.config import LogConfig
@@ -39,8 +40,17 @@ class Redacted:
         self.stream = stream
 
     def write(self, line: str) -> int:
-        self.stream.write(redact.text(line))
+        try:
+            self.stream.write(redact.text(line))
+        except OSError as error:
+            left_out.note("lines of logs", error)
         return len(line)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            left_out.note("lines of logs", error)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -50,18 +60,30 @@ class Redacted:
         return getattr(self.stream, name)
 
 
-class RedactedFormatter(logging.Formatter):
-    """For handlers that write to a file of their own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redact.text(super().format(record))
-
-
 def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None:
     """Send this process's stderr, logging and (unless kept)
     stdout to `path`, and begin its timeline.
     """
     path = where(path.parent, config) / path.name
+    refused = None
+    hide_secrets()
+    try:
+        _send_to(path, keep_stdout)
+    except OSError as error:  # it prints where whoever started it does
+        refused = error
+    logging.basicConfig(level=config.level.upper(), format=FORMAT, stream=sys.stderr, force=True)
+    if refused is not None:
+        left_out.note("a process's log file", refused)
+    show_stacks_on_signal()
+    if config.max_mb and refused is None:
+        limit = int(config.max_mb * 1e6)
+        threading.Thread(
+            target=_keep_small, args=(path, limit), name="log-size", daemon=True
+        ).start()
+    trace.start(path.stem)
+
+
+def _send_to(path: Path, keep_stdout: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     flush()
@@ -69,15 +91,6 @@ def redirect(path: Path, config: "LogConfig", keep_stdout: bool = False) -> None
     if not keep_stdout:
         os.dup2(file, 1)
     os.close(file)
-    hide_secrets()
-    logging.basicConfig(level=config.level.upper(), format=FORMAT, stream=sys.stderr, force=True)
-    show_stacks_on_signal()
-    if config.max_mb:
-        limit = int(config.max_mb * 1e6)
-        threading.Thread(
-            target=_keep_small, args=(path, limit), name="log-size", daemon=True
-        ).start()
-    trace.start(path.stem)
 
 
 def where(log_dir: Path, config: "LogConfig") -> Path:

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import ConfigError
+from rft.ground import durable
+from rft.monitor import left_out
 from rft.monitor.run_record import RunRecord
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,11 @@ class MLflow:
         path = job_dir / self._mark
         if resume_step < 1 or not path.exists():
             return None
-        run = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            run = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be read (%s): a new MLflow run begins", path, error)
+            return None
         self._server.call("mlflow/runs/update", {"run_id": run["id"], "status": "RUNNING"})
         return run  # type: ignore[no-any-return]
 
@@ -128,8 +134,11 @@ class MLflow:
                 "mlflow/runs/log-batch", {"run_id": found["id"], "params": params[at : at + PARAMS]}
             )
         path = job_dir / self._mark
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found), encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.put(path, json.dumps(found))
+        except OSError as error:  # a resume begins a run of its own there
+            left_out.note("the name of MLflow's run", error)
         return found
 
     def _experiment(self, name: str) -> str:

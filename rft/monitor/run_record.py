@@ -4,11 +4,14 @@ and `RunRecord`, through which everybody reads a run's directory.
 In: metrics and rows with their step. Out: lines `{"step": 37, "time_s": 12.3, ...}`; `time_s` is
 time spent in this job, going on where the resumed run stood. Invariants: a line is written whole by
 one append and never changed; after a resume at step T nothing of a later step is left, so no step
-appears twice however often the run was killed. Who reads writes nothing, also beside a run that is
-under way.
+appears twice however often the run was killed. A line that a full disk does not take is counted
+(`left_out`); a file with lines that cannot be read is set aside, and what can be goes on. Who reads
+writes nothing, also beside a run that is under way.
 """
 
+import itertools
 import json
+import logging
 import math
 import os
 import time
@@ -21,7 +24,9 @@ from typing import Any
 import yaml
 
 from rft.ground import durable, redact
+from rft.monitor import left_out
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
@@ -104,25 +109,76 @@ class RunRecord:
 
 
 class JsonLines:
-    """One append-only file.
+    """One append-only file, of this process alone.
 
     `resume_step` below 1: nothing was resumed, all that is there will be made again.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_lines(path) if 0 < resume_step >= line["step"]]
-        self.last: dict[str, Any] = kept[-1] if kept else {}
-        durable.put(path, "".join(_encode(line) for line in kept))
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self.path, self.resume_step = path, resume_step
+        self.last: dict[str, Any] = {}
+        self._file: int | None = None  # not yet: the disk was full when it was to begin
+        self._torn = False
+        self._guarded(self._begin)
 
     def append(self, line: dict[str, Any]) -> None:
+        """One line, or none: what cannot be written is counted."""
         data = _encode(line).encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        self._guarded(lambda: self._write(data))
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            left_out.note(f"lines of {self.path.name}", error)
+
+    def _begin(self) -> None:
+        """Keep the lines up to `resume_step`, and open behind them."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        found, damaged = _read(self.path)
+        kept = [line for line in found if 0 < self.resume_step >= line["step"]]
+        text = "".join(_encode(line) for line in kept)
+        if damaged:
+            self._set_aside(damaged, text)
+        else:
+            durable.put(self.path, text)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self.last = kept[-1] if kept else {}
+
+    def _set_aside(self, damaged: int, text: str) -> None:
+        """`text`, what could be read, takes the place of the file, which keeps all it has."""
+        aside = _free_name(self.path)
+        self.path.replace(aside)
+        try:
+            durable.put(self.path, text)
+        except OSError:
+            aside.replace(self.path)  # for the next try
+            raise
+        log.warning(
+            "%s: %d line(s) cannot be read: it is kept as %s, and what can be read goes on",
+            self.path,
+            damaged,
+            aside.name,
+        )
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            self._begin()
+        assert self._file is not None
+        before = os.fstat(self._file).st_size
+        try:
+            # a part of a line that could not be taken back is a line of its own
+            durable.write_all(self._file, b"\n" + data if self._torn else data)
+            self._torn = False
+        except OSError:
+            self._torn = True
+            os.ftruncate(self._file, before)
+            self._torn = False
+            raise
 
 
 class RunFiles:
@@ -183,10 +239,34 @@ def is_number(value: object) -> bool:
 
 def read_lines(path: Path) -> list[Row]:
     """Read all whole lines; the torn end of a file whose writer was killed is not one."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Row], int]:
+    """The lines that can be read, and how many cannot: a page of zeros, a torn line inside, a bit
+    that has changed.
+    """
     if not path.exists():
-        return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.split("\n") if line]
+        return [], 0
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    lines = [_record(line) for line in whole.split(b"\n") if line]
+    found = [line for line in lines if line is not None]
+    return found, len(lines) - len(found)
+
+
+def _record(line: bytes) -> Row | None:
+    try:
+        found = json.loads(line)
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    whole = isinstance(found, dict) and isinstance(found.get("step"), int)
+    return found if whole else None
+
+
+def _free_name(path: Path) -> Path:
+    """For a damaged file; one that was set aside before stays."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _encode(line: dict[str, Any]) -> str:

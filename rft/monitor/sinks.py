@@ -8,12 +8,15 @@ MLflow as configured.
 
 One process of the run owns the monitor; `step` is always the policy version. Invariants: what
 cannot be built is refused when it is built, naming the key and the fix; an API key reaches the
-service's client and no file or log.
+service's client and no file or log; a sink that fails later is counted (`left_out`, and the metric
+`monitor/left_out`), and neither the other sinks nor the caller hear of it.
 """
 
 import difflib
+import functools
 import hashlib
 import importlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +25,14 @@ from typing import Any, Literal, TextIO, get_args
 from rft.config import ConfigError, MonitorConfig, arguments
 from rft.ground import redact
 from rft.ground.protocols import MetricSink
+from rft.monitor import left_out
 from rft.monitor.console import Console
 from rft.monitor.metrics import with_other_names
 from rft.monitor.mlflow import MLflow
 from rft.monitor.run_record import RunFiles, RunRecord
 
 Mode = Literal["offline", "online", "disabled"]
+AGAIN_S = 30.0  # between two tries to go on with files that could not be written
 
 
 class Monitor:
@@ -39,21 +44,29 @@ class Monitor:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         metrics = with_other_names(metrics) if self.other_names else metrics
-        for sink in self.sinks:
-            sink.log(metrics, step)
+        if lost := left_out.count():
+            metrics = metrics | {"monitor/left_out": float(lost)}
+        self._each(lambda sink: sink.log(metrics, step))
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
         found = redact.record(list(rows))
-        for sink in self.sinks:
-            sink.table(name, found, step)
+        self._each(lambda sink: sink.table(name, found, step))
 
     def histograms(self, values: dict[str, list[float]], step: int) -> None:
-        for sink in self.sinks:
-            sink.histograms(values, step)
+        self._each(lambda sink: sink.histograms(values, step))
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        """The console last: it says what was left out."""
+        self._each(lambda sink: sink.close(), reversed(self.sinks))
+
+    def _each(
+        self, work: Callable[[MetricSink], None], sinks: Iterable[MetricSink] | None = None
+    ) -> None:
+        for sink in self.sinks if sinks is None else sinks:
+            try:
+                work(sink)
+            except Exception as error:  # of whatever service: records are not the run
+                left_out.note(f"calls of {type(sink).__name__}", error)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -64,35 +77,58 @@ class Monitor:
 
 class TensorBoard:
     """Event files under `<job>/monitor/tensorboard`; events after the
-    resumed step are purged by the reader.
+    resumed step are purged by the reader. A file that could not be written goes on in a new one.
     """
 
     def __init__(self, job_dir: Path, project: str, name: str, resume_step: int) -> None:
         module = _needs("torch.utils.tensorboard", "tensorboard", "tensorboard")
         purge_step = resume_step + 1 if resume_step > 0 else 0
         self._summary = _needs("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard")
-        self._writer = module.SummaryWriter(
-            str(job_dir / "monitor" / "tensorboard"), purge_step=purge_step, max_queue=1000
-        )
+        directory = str(job_dir / "monitor" / "tensorboard")
+        self._begun = functools.partial(module.SummaryWriter, directory, max_queue=1000)
+        self._writer: Any = None
+        self._tried = 0.0
+        try:
+            self._writer = self._begun(purge_step=purge_step)
+        except OSError as error:
+            left_out.note("calls of TensorBoard", error)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All in one event: each would have to be handed to the writer's thread on its own."""
         found = self._summary.Summary()
         for name, value in metrics.items():
             found.value.add(tag=name, simple_value=value)
-        self._writer.file_writer.add_summary(found, step)
+        self._send(lambda writer: writer.file_writer.add_summary(found, step))
 
     def table(self, name: str, rows: Iterable[dict[str, Any]], step: int) -> None:
-        self._writer.add_text(name, markdown(list(rows)), step)
+        self._send(lambda writer: writer.add_text(name, markdown(list(rows)), step))
 
     def histograms(self, values: dict[str, list[float]], step: int) -> None:
         import numpy as np
 
         for name, found in values.items():
-            self._writer.add_histogram(name, np.array(found), step)
+            self._send(
+                lambda writer, name=name, found=found: writer.add_histogram(
+                    name, np.array(found), step
+                )
+            )
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _send(self, call: Callable[[Any], None]) -> None:
+        """Its writer's thread ends at the first error, and says so at every later call."""
+        if self._writer is None:
+            if time.monotonic() < self._tried + AGAIN_S:
+                raise OSError("TensorBoard's file could not be written")
+            self._tried = time.monotonic()
+            self._writer = self._begun()
+        try:
+            call(self._writer)
+        except OSError:
+            self._writer = None
+            raise
 
 
 class Wandb:

@@ -8,7 +8,8 @@ In: names and small arguments, from any thread of any process of the run. Out:
 (`rft.tools.timeline`). Recording is on where the supervisor has said so (`turn_on`), for everything
 that it starts. Invariants: an event is one append, so a process that is killed leaves all that it
 did, and what it was doing; a file never grows over LIMIT_BYTES, and the one before it is kept;
-where recording is off a span costs nothing.
+where recording is off a span costs nothing; what cannot be written is counted (`left_out`), and
+nobody who records hears of it.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rft.ground import redact
+from rft.ground import durable, redact
+from rft.monitor import left_out
 
 # of the environment: where the processes of this attempt record; absent: they do not
 DIRECTORY = "RFT_TRACE_DIR"
@@ -43,6 +45,7 @@ class Recorder:
         # one clock for all processes, steps of it only here
         self._offset = time.time_ns() - time.perf_counter_ns()
         self._size = 0
+        self._torn = False
         self._turning = threading.Lock()
         self._counted: dict[str, float] = {}
         self._head()
@@ -55,11 +58,7 @@ class Recorder:
         told = f',"args":{_plain(args)}' if args else ""
         who = f'"pid":{self.pid},"tid":{threading.get_native_id()}'
         line = f'{{"name":"{name}","ph":"{phase}","ts":{at:.1f},{who}{more}{told}}},\n'
-        data = line.encode()
-        os.write(self._file, data)
-        self._size += len(data)
-        if self._size > self.limit:
-            self._turn_over()
+        self._append(line.encode())
 
     def may_count(self, name: str) -> bool:
         now = time.monotonic()
@@ -71,8 +70,20 @@ class Recorder:
     def close(self) -> None:
         os.close(self._file)
 
+    def _append(self, data: bytes) -> None:
+        try:
+            # what a full disk took of the event before it is a line of its own
+            durable.write_all(self._file, b"\n" + data if self._torn else data)
+            self._torn = False
+            self._size += len(data)
+            if self._size > self.limit:
+                self._turn_over()
+        except OSError as error:
+            self._torn = True
+            left_out.note("events of the timeline", error)
+
     def _head(self) -> None:
-        os.write(self._file, b"[\n")
+        self._append(b"[\n")
         self.event("M", "process_name", {"name": self.part})
 
     def _turn_over(self) -> None:
@@ -116,7 +127,10 @@ def start(part: str) -> None:
     stop()
     global _recorder
     if DIRECTORY in os.environ:
-        _recorder = Recorder(Path(os.environ[DIRECTORY]), part)
+        try:
+            _recorder = Recorder(Path(os.environ[DIRECTORY]), part)
+        except OSError as error:
+            left_out.note("a process's timeline", error)
 
 
 def stop() -> None:

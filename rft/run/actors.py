@@ -24,7 +24,7 @@ from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
-from rft.ground import plugins, surroundings
+from rft.ground import plugins, scratch, surroundings
 from rft.ground.device import (
     network_environment,
     quiet_environment,
@@ -37,7 +37,7 @@ from rft.monitor import logs, trace
 from rft.rollout.engine import RolloutEngine
 from rft.rollout.explorer import EndpointFactory, Explorer, ExplorerHandle
 from rft.rollout.pool import EngineHandle
-from rft.run import cards, cluster, modes, parts
+from rft.run import cards, cluster, modes, owners, parts
 from rft.run.cards import VISIBLE
 from rft.run.control_socket import ControlSocket
 from rft.run.fleet import EngineFleet, PartFailed
@@ -88,7 +88,7 @@ class Actors:
         self.auxiliary: dict[str, EngineHandle] = {}
         restarts = config.explorer.rollout_model.max_restarts
         self.fleet = EngineFleet(self._create_engine, log_dir, restarts, self._fail, say)
-        self.socket = ControlSocket(fence.control_dir(configs.job_dir(config)), self._answer)
+        self.socket = ControlSocket(fence.control_dir(owners.place(config)), self._answer)
         self.threads: list[threading.Thread] = []
         self.ready = False
         self.closing = False
@@ -366,6 +366,7 @@ def hosted(
             logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             # the raylet; Ray itself only looks for it now and then, and not everywhere
             die_with_parent()
+            scratch.enter()
             plugins.load()
             if not computes:
                 wait_for_turn()

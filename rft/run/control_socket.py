@@ -8,11 +8,12 @@ may use.
 In: the job's directory; a function from question to answer. Out: `ask`, for a command in another
 process; `NobodyAnswers` when no supervisor is there. Invariants: the socket is open to its owner
 alone before anybody can connect; a caller that says nothing, or does not listen, is left after
-`LINE_S`, however slowly it speaks; no caller and no shortage of descriptors ends the thread;
-closing it removes it, unless a later attempt has put its own there.
+`LINE_S`, however slowly it speaks; no caller and no shortage of descriptors ends the thread; one
+that is answered at is not taken over; closing it removes it.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from rft.ground import durable
 from rft.ground.experience import encode
 from rft.ground.process import accepted, frame, one_message
 
@@ -46,17 +48,20 @@ class ControlSocket:
         self.answer = answer
         self.thread: threading.Thread | None = None
         self._listener = socket.socket(socket.AF_UNIX)
-        self._inode = 0
         self._closing = threading.Event()
+        self._lock: int | None = None
 
     def open(self) -> None:
+        """Raises OSError where it cannot listen, or another supervisor does."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / NAME
+        self._lock = durable.lock(self.directory / f"{NAME}.lock")
+        if self._lock is None:
+            raise OSError(errno.EADDRINUSE, f"another process answers at {path}")
         path.unlink(missing_ok=True)  # of a supervisor that was killed
         with _address(self.directory) as address:
             self._listener.bind(address)
         os.chmod(path, 0o600)  # nobody can connect before `listen`
-        self._inode = path.stat().st_ino
         self._listener.listen()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -68,10 +73,11 @@ class ControlSocket:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         if self.thread is not None:
             self.thread.join(timeout)
-            path = self.directory / NAME
-            if path.exists() and path.stat().st_ino == self._inode:
-                path.unlink()
+            (self.directory / NAME).unlink(missing_ok=True)
         self._listener.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _serve(self) -> None:
         while True:

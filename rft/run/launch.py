@@ -7,7 +7,8 @@
 
 In: filled and checked stage configs. Out: exit code 0, or one message that names part, phase and
 cause and that part's exit code. Ranks come and go, it outlives them. Invariant: whatever way a
-stage ends, no process that it started is left after `shutdown_grace_s`.
+stage ends, no process that it started is left after `shutdown_grace_s`; a second start of the same
+role in the same directory (`rft.run.owners`) touches nothing.
 """
 
 import contextlib
@@ -26,10 +27,11 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
-from rft.ground import surroundings
+from rft.ground import scratch, surroundings
 from rft.ground.device import quiet_environment, thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
+from rft.run import owners
 from rft.run.cards import VISIBLE
 from rft.run.stages import StageFailed, check_exports, finished, ready, say
 from rft.run.supervisor import (
@@ -67,30 +69,17 @@ def run_stages(stages: list[Config], check: Callable[[Config], None]) -> int:
                 name = stages[index].stage_name or stages[index].name
                 print(f"{name}: already finished, see {configs.job_dir(stages[index])}", flush=True)
                 continue
-            main_log(configs.job_dir(stages[index]), stages[index].log.level)
             try:
-                config = ready(stages, index, check)
-                if config.mode == "bench":
-                    check_exports(config)
-                StageRun(config, events).run()
+                with owners.held(stages[index]):
+                    main_log(owners.place(stages[index]), stages[index].log.level)
+                    config = ready(stages, index, check)
+                    if config.mode == "bench":
+                        check_exports(config)
+                    StageRun(config, events).run()
             except StageFailed as error:
                 print(f"rft: {error}", file=sys.stderr, flush=True)
                 return error.code
     return 0
-
-
-def resolved_of(config: Config) -> Path:
-    """Where a stage's config is written down.
-
-    Explorers of a database run beside the trainer of the same name.
-    """
-    job = configs.job_dir(config)
-    if (
-        config.mode in ("explore", "serve")
-        and config.buffer.trainer_input.experience_buffer.storage_type == "sql"
-    ):
-        return job / "explorers" / config.explorer.name / "resolved.yaml"
-    return (job / "bench" if config.mode == "bench" else job) / "resolved.yaml"
 
 
 class StageRun:
@@ -102,15 +91,17 @@ class StageRun:
         self.events = events
         self.job = configs.job_dir(config)
         self.ranks: subprocess.Popen[bytes] | None = None
+        self.scratch: scratch.Scratch | None = None
 
     def run(self) -> None:
         """Raises StageFailed unless the stage did all of its work;
         ConfigError if it cannot even begin.
         """
         config = self.config
+        scratch.sweep()  # of runs that were killed
         self.supervisor = Supervisor(config, self.events, say, self.task)
         self.log_dir = self.supervisor.log_dir
-        self.resolved = resolved_of(config)
+        self.resolved = owners.place(config) / "resolved.yaml"
         configs.save(config, self.resolved)
         say(f"{config.stage_name or config.name}: {describe(config)}; logs in {self.log_dir}")
         for line in start_table(config):
@@ -142,6 +133,8 @@ class StageRun:
         if names := self.supervisor.rank_cards:
             environment[VISIBLE] = ",".join(names)
         command = [sys.executable, "-m", "rft.run.elastic", str(self.resolved)]
+        if (own := scratch.take()) is not None:
+            self.scratch, environment = own, environment | own.environment()
         trace.instant("ranks start")
         self.ranks = subprocess.Popen(
             command, env=environment | self.supervisor.environment(), start_new_session=True
@@ -214,11 +207,15 @@ class StageRun:
                 f"rft: checkpoint agent(s) {numbers} still write what was staged, and end by "
                 "themselves"
             )
+        elif self.scratch is not None:  # else the next start removes it
+            self.scratch.remove()
+        scratch.sweep()  # of the actors
 
 
 def last_line(path: Path) -> str:
     """What a run told last, for whoever looks for what broke it."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = there.splitlines()
     return lines[-1] if lines else "none"
 
 
@@ -257,6 +254,5 @@ def main_log(job: Path, level: str) -> None:
     """The supervisor's own log; what the user must read goes to the terminal instead."""
     job.mkdir(parents=True, exist_ok=True)
     logs.hide_secrets()
-    handler = logging.FileHandler(job / "supervisor.log")
-    handler.setFormatter(logs.RedactedFormatter(logs.FORMAT))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    stream = logs.Redacted((job / "supervisor.log").open("a", encoding="utf-8"))
+    logging.basicConfig(level=level.upper(), format=logs.FORMAT, stream=stream, force=True)

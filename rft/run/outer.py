@@ -26,13 +26,13 @@ from omegaconf import DictConfig
 
 from rft import config as configs
 from rft.config import Config, ConfigError
-from rft.ground import redact
+from rft.ground import redact, scratch
 from rft.ground.device import hosted_store
 from rft.ground.errors import refuse
 from rft.ground.experience import Record
 from rft.ground.plugins import imported
 from rft.monitor import logs, trace
-from rft.run import sidecar
+from rft.run import owners, sidecar
 from rft.run.cards import launched, nodes_of
 from rft.run.stages import StageFailed, finished, ready
 from rft.run.supervisor import start_table
@@ -191,7 +191,9 @@ def _next_stage(raw: DictConfig, prepared: Prepared, check: Check) -> Announceme
         if stages[0].finish:
             imported(stages[0].finish)(stages)
         return Announcement(code=0)
+    owners.hold(stages[count])  # for the life of this rank 0, until it starts anew for a stage
     config = ready(stages, count, check)
+    scratch.sweep()
     resolved = configs.job_dir(config) / "resolved.yaml"
     configs.save(config, resolved)
     print(*start_table(config), sep="\n", flush=True)

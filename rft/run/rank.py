@@ -105,8 +105,8 @@ def main(path: str, terminal: int | None = None) -> int:
             "phase": rank.phase,
             "cause": control.cause(error),
         }
-        tell(record, log_dir, number, terminal)
         try:
+            tell(record, log_dir, number, terminal)
             logs.ask_stacks_of_siblings()
             keep_batch(rank)
         finally:

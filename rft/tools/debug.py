@@ -29,7 +29,7 @@ from rft.data.taskset import Taskset, build_tasksets
 from rft.ground.errors import refuse
 from rft.ground.experience import Experience, Task, decode, encode
 from rft.ground.process import adopt_orphans
-from rft.run import launch
+from rft.run import launch, owners
 from rft.run.stages import StageFailed
 from rft.run.supervisor import Events, signals_as_events
 from rft.tools import config as config_tool
@@ -95,9 +95,9 @@ def attempt(config: Config, task: Task) -> list[Experience]:
 
     answers: list[bytes] = []
     events: Events = queue.SimpleQueue()
-    launch.main_log(configs.job_dir(config), config.log.level)
     adopt_orphans()
-    with signals_as_events(events):
+    with owners.held(config), signals_as_events(events):
+        launch.main_log(owners.place(config), config.log.level)
         launch.StageRun(
             config,
             events,

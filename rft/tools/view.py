@@ -67,7 +67,11 @@ def tokenizer_of(source: Path, model: str | None) -> Any:
     resolved = next(
         (
             path
-            for path in (directory / "resolved.yaml", directory / "bench" / "resolved.yaml")
+            for path in (
+                directory / "resolved.yaml",
+                directory / "bench" / "resolved.yaml",
+                *sorted(directory.glob("explorers/*/resolved.yaml")),
+            )
             if path.is_file()
         ),
         None,

@@ -21,6 +21,7 @@ from rft.config import Config, ConfigError, TrainerConfig
 from rft.ground import durable
 from rft.ground.device import Device
 from rft.ground.experience import Batch, EvalResult, Experience, encode
+from rft.monitor import left_out
 from rft.monitor.metrics import Speed
 from rft.monitor.run_record import RunRecord
 from rft.monitor.sinks import build
@@ -57,8 +58,8 @@ class StepReporter:
             f"eval/{taskset.name}/accuracy"
             for taskset in config.buffer.explorer_input.eval_tasksets
         ]
-        # those of this step and before: `build` has dropped the rest
-        rows = RunRecord(job).rows
+        # `build` has dropped those of later steps, unless the disk is full
+        rows = [row for row in RunRecord(job).rows if row["step"] <= step]
         self.evaluated = {
             row["step"]: row for row in rows if sets and all(name in row for name in sets)
         }
@@ -178,7 +179,10 @@ class SkippedSteps:
                     f", the critic's {metrics['critic/loss']:g} and {metrics['critic/grad_norm']:g}"
                 )
             if self.lead:
-                self.keep(Batch(step=step - 1, experiences=experiences))
+                try:
+                    self.keep(Batch(step=step - 1, experiences=experiences))
+                except OSError as error:
+                    left_out.note("batches of skipped steps", error)
                 log.warning("step %d skipped: %s; its batch is in %s", step, what, path)
             if self.limit and self.in_a_row >= self.limit:
                 self.barrier("saving the batch of a skipped step")
@@ -262,9 +266,12 @@ class Profiler:
             self.device.capture(False)
             return
         self._torch.stop()
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"steps_{self.first}_{step}_rank_{self.rank}.json"
-        self._torch.export_chrome_trace(str(path))
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._torch.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            left_out.note("profiles", error)
         log.info("profile of steps %d to %d: %s", self.first, step, path)
 
     def span(self, name: str) -> AbstractContextManager[Any]:

@@ -1,17 +1,29 @@
 """Logs that stay small and in their place, and what a process says that hangs or is stopped."""
 
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from rft.config import LogConfig
-from rft.monitor import logs
+from rft.monitor import left_out, logs
 from rft.trainer.reporting import SkippedSteps
 
+UNABLE = """
+import sys
+from pathlib import Path
+from rft.config import LogConfig
+from rft.monitor import logs
+logs.redirect(Path(sys.argv[1]), LogConfig(), keep_stdout=True)
+print("trains")
+"""
 SIBLING = """
 import os, sys, signal
 from pathlib import Path
@@ -60,6 +72,29 @@ def test_a_log_that_is_too_long_turns_over_and_its_writers_go_on(tmp_path: Path)
         path.read_bytes() == b"new"
         and (tmp_path / "engine_0.log.1").read_bytes() == b"old " * 100 + b"more"
     )
+
+
+def test_a_full_disk_costs_lines_of_a_log_and_nobody_who_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: Counter[str] = Counter()
+    monkeypatch.setattr(left_out, "_left_out", lost)
+    with pytest.raises(OSError, match="No space"), open("/dev/full", "w", buffering=1) as full:
+        print("a step", file=logs.Redacted(full), flush=True)
+        logging.StreamHandler(logs.Redacted(full)).emit(logging.makeLogRecord({"msg": "a step"}))
+    assert lost["lines of logs"] >= 2, "and only whoever closed the file itself heard of it"
+
+
+def test_a_log_that_cannot_begin_leaves_its_process_where_it_prints(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("no directory")
+    told = subprocess.run(
+        [sys.executable, "-c", UNABLE, str(tmp_path / "logs" / "rank_0.log")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "a process's log file" in told.stderr and "the run goes on" in told.stderr
+    assert told.stdout == "trains\n"
 
 
 def test_logs_can_lie_in_a_directory_per_node(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """Metrics, timer, console, files and services: what a person and a plot get to see of a run."""
 
+import contextlib
 import io
 import json
 import math
 import os
+import resource
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rft.config import ConfigError, MonitorConfig
-from rft.monitor import run_record, sinks
+from rft.monitor import left_out, run_record, sinks
 from rft.monitor.console import Console, cells, duration, evaluations
 from rft.monitor.metrics import Timer
 
@@ -202,10 +206,10 @@ def test_a_resume_that_dies_while_dropping_lines_leaves_the_old_file(
     path.write_text('{"step": 1}\n{"step": 2}\n')
 
     def die(descriptor: int) -> None:
-        raise OSError("killed here")
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(run_record.os, "fsync", die)
-    with pytest.raises(OSError, match="killed here"):
+    with pytest.raises(KeyboardInterrupt):
         run_record.JsonLines(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -215,6 +219,109 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     files.log({"loss": 1.0}, 1)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
     files.close()
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What is left out in this test alone."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(left_out, "_left_out", found)
+    return found
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """A disk that takes a part of a write and then nothing, by the kernel's own limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("hurt", ["zeros inside", "torn inside", "flipped bit", "no object"])
+def test_a_damaged_file_is_set_aside_and_the_resume_goes_on(
+    tmp_path: Path, hurt: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b"".join(b'{"step": %d, "time_s": 1.0, "loss": 0.5}\n' % step for step in range(1, 200))
+    bad = {
+        "zeros inside": good[:1024] + bytes(2048) + good[3072:],
+        "torn inside": good[:-30] + b'{"step": 199, "x": 1}\n',
+        "flipped bit": good[:2012] + bytes([good[2012] ^ 0x80]) + good[2013:],
+        "no object": good + b"[1]\n",
+    }[hurt]
+    path.write_bytes(bad)
+    files = run_record.RunFiles(tmp_path, 150)
+    files.log({"loss": 1.0}, 151)
+    files.close()
+    steps = [line["step"] for line in lines(path)]
+    assert steps[0] == 1 and steps[-2:] == [150, 151] and len(steps) == len(set(steps))
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == bad
+    assert len(caplog.messages) == 1 and "metrics.jsonl.damaged-1" in caplog.text
+    again = run_record.RunFiles(tmp_path, 151)
+    again.close()
+    assert len(caplog.messages) == 1, "what was set aside is not found again"
+
+
+def test_a_full_disk_costs_lines_and_tears_none(tmp_path: Path, lost: Counter[str]) -> None:
+    out = io.StringIO()
+    monitor = sinks.build(NO_SERVICE, tmp_path, "p", "run", resume_step=0, stream=out)
+    monitor.log({"loss": 1.0}, 1)
+    with no_file_beyond((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        monitor.log({"loss": 2.0}, 2)
+        monitor.log({"loss": 3.0}, 3)
+    monitor.log({"loss": 4.0}, 4)
+    monitor.close()
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in found] == [1, 4] and found[1]["monitor/left_out"] == 2
+    assert out.getvalue().endswith("left out of what this run records: lines of metrics.jsonl 2\n")
+
+
+def test_a_resume_on_a_full_disk_goes_on_when_there_is_room(
+    tmp_path: Path, lost: Counter[str]
+) -> None:
+    before = '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(before)
+    with no_file_beyond(5):
+        files = run_record.JsonLines(tmp_path / "metrics.jsonl", 1)
+        files.append({"step": 2, "loss": 1.0})
+        assert (tmp_path / "metrics.jsonl").read_text() == before
+    files.append({"step": 3})
+    files.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert lost["lines of metrics.jsonl"] == 2
+
+
+def test_a_service_that_fails_costs_nobody_else_anything(
+    tmp_path: Path, lost: Counter[str]
+) -> None:
+    class Broken(sinks.Nowhere):
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            raise ConnectionError("gone")
+
+    files = run_record.RunFiles(tmp_path, 0)
+    monitor = sinks.Monitor([Broken(tmp_path, "p", "run", 0), files])
+    monitor.log({"loss": 1.0}, 1)
+    monitor.close()
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1 and lost == {"calls of Broken": 1}
+
+
+def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(
+    tmp_path: Path, lost: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "AGAIN_S", 0.0)
+    board = sinks.TensorBoard(tmp_path, "p", "run", 0)
+    monitor = sinks.Monitor([board])
+    broken = board._writer.file_writer.event_writer._async_writer._worker
+    broken.exception = OSError(28, "No space left on device")  # as its thread leaves it
+    monitor.log({"loss": 1.0}, 1)
+    monitor.log({"loss": 2.0}, 2)
+    monitor.close()
+    assert lost == {"calls of TensorBoard": 1}
+    found = b"".join(path.read_bytes() for path in (tmp_path / "monitor").rglob("events*"))
+    assert b"loss" in found
 
 
 def test_reading_merges_a_late_evaluation_into_its_step(tmp_path: Path) -> None:

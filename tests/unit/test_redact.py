@@ -246,8 +246,7 @@ def test_what_python_prints_and_logs_has_none() -> None:
     redacted = logs.Redacted(stream)
     print(TEXT, file=redacted)
     redacted.writelines([TEXT, "fine"])
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(logs.RedactedFormatter("%(message)s"))
+    handler = logging.StreamHandler(redacted)
     handler.emit(logging.LogRecord("x", logging.ERROR, "f", 1, "key %s", (TEXT,), None))
     assert "planted" not in stream.getvalue() and "fine" in stream.getvalue()
 

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rft.monitor import trace
+from rft.monitor import left_out, trace
 from rft.tools import timeline
 
 KILLED = """
@@ -78,6 +79,38 @@ def test_a_process_that_is_killed_leaves_what_it_did_and_was_doing(recording: Pa
     events = json.loads(timeline.write(recording).read_text())["traceEvents"]
     ends = [event for event in events if event["ph"] == "E" and event["name"] == "train"]
     assert [event["args"] for event in ends] == [{"unfinished": True}]
+
+
+def test_a_full_disk_costs_events_and_nobody_who_records_hears_of_it(
+    recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: Counter[str] = Counter()
+    monkeypatch.setattr(left_out, "_left_out", lost)
+    trace.start("rank_0")
+    trace.instant("before")
+    recorder = trace._recorder
+    assert recorder is not None
+    taken = os.dup(recorder._file)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recorder._file)
+    with trace.span("train"):
+        trace.instant("checkpoint failed", step=1)
+    os.write(taken, b'{"name":"half')  # of what the disk took before it was full
+    os.dup2(taken, recorder._file)
+    trace.instant("after")
+    os.close(taken), os.close(full)
+    assert names(recording) == [("M", "process_name"), ("i", "before"), ("i", "after")]
+    assert lost == {"events of the timeline": 3}
+
+
+def test_a_process_whose_timeline_cannot_begin_works_without_one(
+    recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_out, "_left_out", Counter())
+    (recording / "logs" / "attempt_1" / "trace").write_text("no directory")
+    trace.start("rank_0")
+    trace.instant("unheard")
+    assert left_out.count() == 1
 
 
 def test_a_torn_line_costs_itself_only(recording: Path) -> None:

@@ -1,0 +1,108 @@
+"""What a process leaves in the temporary directory is removed when it is dead, and nothing else."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rft.ground import scratch
+
+LEAVES = """
+import os, socket, sys, tempfile
+from rft.ground import scratch
+scratch.enter()
+place = tempfile.mkdtemp()
+socket.socket(socket.AF_UNIX).bind(os.path.join(tempfile.gettempdir(), "x" * 36))
+open(os.path.join(tempfile.gettempdir(), "vllm_dist_0a"), "w").close()
+print(tempfile.gettempdir(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of this test, with a short name, and its shared memory."""
+    with tempfile.TemporaryDirectory(prefix="t") as made:
+        (Path(made) / "shm").mkdir()
+        monkeypatch.setattr(scratch, "SHARED_MEMORY", Path(made) / "shm")
+        monkeypatch.setenv("TMPDIR", made)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(made)
+
+
+def left_by_one(end: int | None) -> "tuple[Path, subprocess.Popen[bytes]]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    place = Path(process.stdout.readline().decode().strip())
+    if end is not None:
+        process.send_signal(end)
+        process.communicate()
+    return place, process
+
+
+def test_what_a_killed_process_left_is_swept_and_what_others_have_is_not(temporary: Path) -> None:
+    dead, _ = left_by_one(signal.SIGKILL)
+    alive, process = left_by_one(None)
+    others = [temporary / "tmpabc", temporary / f"rft-{os.getuid()}" / "not-a-lock"]
+    segments = [temporary / "shm" / name for name in ("vllm_dist_0a-tp:0-[0-1]-cpushm_0", "psm_1")]
+    for path in others:
+        path.mkdir()
+    for path in segments:
+        path.touch()
+    assert len(list(dead.iterdir())) == 3 and dead.parent == temporary / f"rft-{os.getuid()}"
+    (alive / "vllm_dist_0a").rename(alive / "vllm_dist_0b")
+    assert scratch.sweep() == [dead] and scratch.sweep() == []
+    assert not dead.exists() and not segments[0].exists() and segments[1].exists()
+    assert len(list(alive.iterdir())) == 3 and all(path.is_dir() for path in others)
+    process.communicate()
+    assert scratch.sweep() == [alive]
+    assert sorted(path.name for path in others[1].parent.iterdir()) == ["not-a-lock"]
+
+
+def test_its_own_is_gone_at_the_end_and_compilers_keep_their_cache(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it as it is loaded
+    own = scratch.take()
+    assert own is not None
+    environment = own.environment()
+    assert environment["TMPDIR"] == str(own.directory) and own.directory.is_dir()
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    own.remove()
+    assert list((temporary / f"rft-{os.getuid()}").iterdir()) == []
+
+
+def test_a_process_within_one_takes_another_beside_it(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = scratch.take()
+    assert outer is not None
+    monkeypatch.setattr(tempfile, "tempdir", str(outer.directory))
+    inner = scratch.take()
+    assert inner is not None and inner.directory.parent == outer.directory.parent
+    with socket.socket(socket.AF_UNIX) as line:  # vLLM's have names of 36 letters
+        line.bind(str(inner.directory / ("x" * 36)))
+    inner.remove()
+    outer.remove()
+
+
+def test_where_there_can_be_none_everything_stays_where_it_is(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = temporary / f"rft-{os.getuid()}"
+    place.symlink_to(temporary)  # somebody else's
+    assert scratch.take() is None and "somebody else's" in caplog.text
+    place.unlink()
+    monkeypatch.setattr(scratch, "LONGEST", 5)
+    assert scratch.take() is None and "too long" in caplog.text
+    assert not place.exists()
