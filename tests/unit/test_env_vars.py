@@ -78,6 +78,8 @@ def test_the_explorer_alone_is_started_with_them(
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment as users have it."""
+    for name in [name for name in os.environ if name.startswith("RFT_SECRET_")]:
+        monkeypatch.delenv(name)  # of a config that another test has saved
     for name in surroundings.NAMED.values():
         monkeypatch.setenv(name, "")
     for name, value in {
