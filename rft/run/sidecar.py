@@ -142,6 +142,7 @@ def main(resolved: str, launcher: int) -> int:
 
 def _hold(supervisor: Supervisor, job: Path) -> str:
     """Start the actors, tell the ranks where they are, wait for the end; why that is a bad one."""
+    supervisor.guard()
     if not supervisor.start():
         return ""
     record = json.dumps({"pid": os.getpid(), "environment": supervisor.environment()})

@@ -159,7 +159,9 @@ def test_every_mode_starts_its_parts_and_no_others(
     )
     run = launch.StageRun(config, queue.SimpleQueue())
     alone = Alone(config, tmp_path, lambda *_: None, lambda line: None)
-    run.supervisor = SimpleNamespace(start=lambda: alone.start() or True)  # type: ignore[assignment]
+    run.supervisor = SimpleNamespace(  # type: ignore[assignment]
+        start=lambda: alone.start() or True, guard=lambda: None
+    )
     monkeypatch.setattr(run, "_start_ranks", lambda: started.append("ranks"))
     run._start()
     assert sorted(started) == sorted(parts)
