@@ -153,7 +153,7 @@ def test_every_mode_starts_its_parts_and_no_others(
     monkeypatch.setattr(cluster, "start", lambda config: "here")
     monkeypatch.setattr(actors.parts, "build_tasksets", lambda *_, **__: (None, []))
     monkeypatch.setattr(actors.EngineFleet, "run", lambda *_: None)
-    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
     monkeypatch.setattr(
         modes, "evaluate_checkpoints", lambda *_: asked.append("evaluate_checkpoints")
     )
