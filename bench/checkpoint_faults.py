@@ -1,7 +1,7 @@
-"""Injected faults against checkpoints: kill -9, power loss, I/O errors, corruption, concurrency,
-and a control that must fail.
+"""Injected faults against checkpoints: kill -9, power loss, I/O errors, corruption (as listed, and
+drawn anew each time), concurrency, and a control that must fail.
 
-    python -m bench.checkpoint_faults [--quick] [--count N] [--only CLASS]
+    python -m bench.checkpoint_faults [--quick] [--count N] [--only CLASS] [--seed N]
 
 Out: a table per class and one last JSON line. `meets`: nothing accepted that was not saved, the
 newest good one always found, no acknowledged commit lost, and the control and every mutant (a disk
@@ -9,13 +9,14 @@ that skips one kind of sync) found guilty by the same judges.
 """
 
 import argparse
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 
 from bench import report
-from bench.faults import concurrency, control, corruption, errors, executed, kills, power
+from bench.faults import concurrency, control, corruption, drawn, errors, executed, kills, power
 from bench.faults.judge import Tally
 from bench.faults.kills import Ground
 from bench.faults.loader import Loader
@@ -35,8 +36,9 @@ QUICK = {
     "power": 130,
     "errors": 55,
     "concurrency": 15,
-    "corruption": 220,
+    "corruption": 170,
 }
+DRAWN = {True: 50, False: 1000}
 CONTROLS = 72
 MUTANT_STATES = {True: 40, False: 200}
 SHOWN = 12  # problems printed per class
@@ -50,7 +52,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--count", type=int, default=FULL, help="injections in all, without the control"
     )
-    parser.add_argument("--only", choices=[*SHARES, "control", "mutants"], help="one class")
+    parser.add_argument(
+        "--only", choices=[*SHARES, "drawn", "control", "mutants"], help="one class"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbelow(10**9), help="of the drawn corruptions"
+    )
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or what is on the RAM disk would stay
     counts = (
@@ -63,6 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name, (run, _) in SHARES.items():
             if asked.only in (None, name):
                 tallies[name] = timed(lambda run=run, name=name: run(ground, counts[name]))
+        if asked.only in (None, "drawn"):
+            tallies["drawn"] = timed(lambda: drawn.run(ground, DRAWN[asked.quick], asked.seed))
         if asked.only in (None, "errors"):
             tallies["full disk"] = timed(
                 lambda: full_disks(ground, (0, 3, 6) if asked.quick else range(9))
@@ -135,7 +144,10 @@ def finish(
     }
     sound = not any(tally.bad for tally in tallies.values())
     seeing = (guilty is None or (guilty.wrong > 0 and guilty.lost > 0)) and all(mutants.values())
-    config = {"quick": asked.quick, "count": asked.count, "only": asked.only, "worlds": [1, 2]}
+    config = {
+        **{"quick": asked.quick, "count": asked.count, "only": asked.only},
+        **{"worlds": [1, 2], "seed": asked.seed},
+    }
     report.last_line(
         "checkpoint_faults",
         {},

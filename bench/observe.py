@@ -201,6 +201,7 @@ def trainer_of(
     from rft.sync.style import Cadence
     from rft.trainer.feed import Feed
     from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
+    from rft.trainer.saving import SaveTimes
     from rft.trainer.trainer import Trainer
 
     feed = Feed(
@@ -260,6 +261,7 @@ def trainer_of(
         stopping=lambda: False,
         on_phase=lambda phase: None,
         export=lambda step: None,
+        save_times=SaveTimes(0, 0.0, mesh.broadcast),
     )
     return trainer, reporter
 

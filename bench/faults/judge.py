@@ -20,7 +20,7 @@ import xxhash
 from bench.faults.loader import Loaded, Loader
 from bench.faults.toy import Cut, shapes
 
-COMMITTED = re.compile(r"(?:step|v)_(\d{8})(?:\.[0-9a-z]+)?")
+COMMITTED = re.compile(r"(?:step|v)_(\d{8,})(?:\.[0-9a-z]+)?")
 CHUNK = 8 * 2**20
 WIDTH = {"float32": 4, "bfloat16": 2, "int64": 8}
 
@@ -74,16 +74,25 @@ def committed(root: Path) -> list[Held]:
     return sorted((examine(path) for path in found), key=lambda held: (held.epoch, held.cut.step))
 
 
+def content(path: Path) -> bytes:
+    """Of a file; a pipe or a device would be read for ever."""
+    if not path.is_file():
+        raise OSError(f"{path} is no file")
+    return path.read_bytes()
+
+
 def examine(path: Path) -> Held:
     cut, epoch = Cut(-1), -1
     try:
-        raw = (path / "MANIFEST.json").read_bytes()
+        raw = content(path / "MANIFEST.json")
         manifest = json.loads(raw)
         loop = manifest["loop"]
         epoch = manifest["epoch"]
         cut = Cut(manifest["step"], loop.get("variant", 0), loop.get("scale", 1))
-        return Held(path, epoch, cut, _flaw(path, raw, manifest, cut))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        named = int(COMMITTED.fullmatch(path.name)[1])
+        why = _flaw(path, raw, manifest, cut) if named == cut.step else "its name"
+        return Held(path, epoch, cut, why)
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         return Held(path, epoch, cut, f"{type(error).__name__}: {error}")
 
 
@@ -96,11 +105,11 @@ def _flaw(path: Path, raw: bytes, manifest: dict[str, Any], cut: Cut) -> str:
     if len(manifest["receipts"]) != manifest["world"]:
         return "number of receipts"
     for name, digest in manifest["receipts"].items():
-        raw = (path / name).read_bytes()
+        raw = content(path / name)
         if hashlib.sha256(raw).hexdigest() != digest:
             return f"hash of {name}"
         receipt = json.loads(raw)
-        data = (path / receipt["file"]).read_bytes()
+        data = content(path / receipt["file"])
         hashes = [
             xxhash.xxh3_128_hexdigest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)
         ]

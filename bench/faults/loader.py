@@ -1,7 +1,7 @@
 """The real loader in a process of its own, for torch makes a process that forks slow.
 
-In, a JSON line per request: root, scale, sweep. Out, a JSON line: the loop state and a sha256 per
-tensor that was filled in, or the error of `restore.load`; and what it said.
+In, a JSON line per request: root, scale, sweep, patience_s. Out, a JSON line: the loop state and a
+sha256 per tensor that was filled in, or the error of `restore.load`; and what it said.
 """
 
 import hashlib
@@ -38,11 +38,16 @@ class Loader:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def load(self, root: Path, scale: int = 1, sweep: bool = False) -> Loaded:
+    def load(
+        self,
+        root: Path,
+        scale: int = 1,
+        sweep: bool = False,
+        patience_s: float = restore.PATIENCE_S,
+    ) -> Loaded:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(
-            json.dumps({"root": str(root), "scale": scale, "sweep": sweep}) + "\n"
-        )
+        asked = {"root": str(root), "scale": scale, "sweep": sweep, "patience_s": patience_s}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         loop = answer["loop"]
@@ -126,7 +131,7 @@ def answer(request: dict[str, Any], said: Said) -> dict[str, Any]:
     try:
         if request["sweep"]:
             restore.sweep(storage)
-        loop = restore.load(storage, OneRank(), policy, None)
+        loop = restore.load(storage, OneRank(), policy, None, request["patience_s"])
     except Exception as problem:  # whatever it is, it is what the judge wants to see
         error = f"{type(problem).__name__}: {problem}"
     return {

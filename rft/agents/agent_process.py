@@ -1,13 +1,14 @@
 """A run of an agent in a process of its own, which ends with it: a function or a command in, what
 it returned out.
 
-    explorer ── own session ──► python -m rft.agents.agent_process ──► user's function ──► result
-                                python -m rft.ground.process ──► becomes the user's program
+    explorer ── own session ──► python -m rft.ground.process, which ends with the explorer
+            ──► python -m rft.agents.agent_process ──► user's function ──► result
+            ──► the user's program
 
 OPENAI_BASE_URL and OPENAI_API_KEY are in its environment. A command reads the task as a line of
 JSON from its standard input. Files, not pipes, carry what goes in and comes out, so nobody waits
 for a pipe that a grandchild holds open. Invariant: when a run is over, however it ends, its
-process, its process group and all its descendants are killed; it ends with the explorer, too.
+process, its process group and all its descendants are killed; they end with the explorer, too.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from typing import IO, Any
 
 from rft.ground.device import thread_environment
 from rft.ground.experience import Record, Task, decode, encode
-from rft.ground.process import die_with_parent, ending, kill_family, python_path, tied
+from rft.ground.process import ending, kill_family, python_path, tied
+from rft.ground.surroundings import foreign
 from rft.rollout.rewards import lookup
 
 TAIL = 2000  # bytes of what a failed agent wrote last
@@ -52,13 +54,7 @@ async def run_function(
     order = encode(Order(function=name, task=task, access=(base_url, api_key), args=args))
     with tempfile.TemporaryFile() as answer:
         code, said = await _process(
-            [
-                sys.executable,
-                "-m",
-                "rft.agents.agent_process",
-                str(os.getpid()),
-                str(answer.fileno()),
-            ],
+            tied([sys.executable, "-m", "rft.agents.agent_process", str(answer.fileno())]),
             order,
             base_url,
             api_key,
@@ -114,14 +110,7 @@ async def _process(
 
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:
-    """The explorer's own, without what is not the agent's business."""
-    from rft.ground.redact import PASSED_ON
-
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith((PASSED_ON, "RFT_ENDPOINT"))
-    }
+    kept = foreign("programs")
     direct = ",".join(filter(None, [kept.get("NO_PROXY", ""), LOOPBACK]))
     return (
         kept
@@ -144,9 +133,7 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def main() -> None:
-    parent, descriptor = map(int, sys.argv[1:])
-    if not die_with_parent(parent):
-        return
+    descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     order = decode(sys.stdin.buffer.read(), Order)
     try:

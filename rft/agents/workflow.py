@@ -37,6 +37,8 @@ class AgentSettings:
     args: dict[str, Any] = field(default_factory=dict)  # of the function, by name
     # auto: returned, or posted, or else by the task's reward | posted: waited for | task
     reward: str = "auto"
+    # the agent's own key posts it, too; false: only the run's, which an agent is not told
+    agent_posts_reward: bool = False
     reward_timeout: float = 60.0  # seconds that a posted one may come after the agent's end
     merge: bool = True  # one experience per token sequence that only grew; false: one per answer
     # seconds of one run; default: explorer.max_timeout is the limit of all
@@ -70,6 +72,8 @@ class AgentSettings:
             )
         if self.reward not in REWARDS:
             yield (f"{key}.reward={self.reward}: choose one of {', '.join(REWARDS)}")
+        if not isinstance(self.agent_posts_reward, bool):
+            yield f"{key}.agent_posts_reward={self.agent_posts_reward}: give true or false"
         for name in ("reward_timeout", "timeout"):
             value = getattr(self, name)
             if value is not None and (
@@ -110,7 +114,8 @@ class AgentWorkflow:
     async def _run(
         self, settings: AgentSettings, task: Task, ctx: WorkflowContext, sample: int
     ) -> list[Experience]:
-        opened, limit = ctx.open_session(task.sampling), asyncio.timeout(settings.timeout)
+        opened = ctx.open_session(task.sampling, may_reward=settings.agent_posts_reward)
+        limit = asyncio.timeout(settings.timeout)
         try:
             async with limit:
                 returned = await self._agent(settings, task, ctx, opened.access)

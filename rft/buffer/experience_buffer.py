@@ -35,6 +35,7 @@ from rft.buffer.progress import Evicted, Group, JournalRecord, StepSize
 from rft.buffer.selection import BatchSelection, OverRollout, Replay
 from rft.config import ExperienceBufferConfig
 from rft.config.explorer import OverRolloutConfig
+from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
 COUNTERS = (
@@ -72,13 +73,14 @@ class ExperienceBuffer(BatchedCalls):
         experiences_per_step: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         clock: Callable[[], float] = time.time,
+        files: Files = FILES,
     ) -> None:
         self.timeout = config.max_read_timeout
         self.size = StepSize(tasks_per_step, experiences_per_step)
         self.repeat_times = repeat_times
         self.max_staleness = max_staleness
         self.total_steps = total_steps
-        self._ledger = Ledger(directory, segment_bytes)
+        self._ledger = Ledger(directory, segment_bytes, files)
         self._progress = self._ledger.progress
         self._over = OverRollout(over_rollout or OverRolloutConfig(), self.size)
         self._published: int | None = None  # unknown until a trainer says where it begins
@@ -251,7 +253,10 @@ class ExperienceBuffer(BatchedCalls):
         """
         self._progress.check_resume(step)
         self._attempt += 1
-        self._published, self._done_before = step, self._progress.done(self.size)
+        # engines that outlived the trainer before this one may serve an older version until it
+        # publishes its own
+        before = step if self._published is None else min(step, self._published)
+        self._published, self._done_before = before, self._progress.done(self.size)
         # a plain stop was meant for the trainer before
         self._stopped = self._stopped if self._stop_is_failure else ""
         await self._record(records.Resumed(step=step, run_epoch=run_epoch))
@@ -359,9 +364,10 @@ class ExperienceBuffer(BatchedCalls):
         """What no retained checkpoint needs may go: `position` and `step` are the smallest that any
         of them has.
 
-        Whole segments go; the groups in them that are still needed move into a compacted file.
+        Whole segments go; the groups in them that are still needed move into a compacted file. That
+        is begun here, and nobody waits for it: of a large journal it takes minutes.
         """
-        await self._ledger.retain(position, step)
+        self._ledger.retain(position, step)
 
     # The supervisor
 
@@ -388,6 +394,7 @@ class ExperienceBuffer(BatchedCalls):
             else None,
             "journal_bytes": journal.size,
             "journal_position": journal.position,
+            "failed_retentions": self._ledger.failed_retentions,
             "fsyncs": journal.fsyncs,
             "commits": journal.commits,
             **{name: self._counts[name] for name in COUNTERS},
@@ -413,7 +420,7 @@ class ExperienceBuffer(BatchedCalls):
         await self._waits.close()
         if self._copy is not None:
             self._copy.close()
-        self._ledger.journal.close()
+        await self._ledger.close()
 
     # Inside
 

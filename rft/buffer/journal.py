@@ -9,16 +9,22 @@ checkpoint can store it as a number.
     <end>.base   records kept from before `end` by the last compaction; lies at positions [end -
                  size, end)
     <start>.log  segments, each begins where the one before ends; only the last one is written to
+    durable      how far an fsync has come: written behind it, so it never says too much
     lock         held by the one process that has the journal open
 
 A frame is magic, length, xxh3-64 of the payload seeded with the length, payload. Invariant: every
 file but the last log is complete and synced before the next one exists, so only the last can have a
-torn tail. Opening checks every frame: a torn tail is cut off with a warning; a bad frame with good
-ones behind it is damage and refuses to open.
+torn tail. Opening checks every frame. A bad one behind the position in `durable` was never
+acknowledged, whatever lies behind it (pages go to the disk in any order): the log is cut off there,
+with a warning. One before it is damage, and refuses to open. A power loss may leave an older
+position in `durable`, which is as good: it tells less damage, and refuses no more. In a journal of
+an older rft, without that file, a bad frame with good ones behind it is damage.
+Only the log that is written to is kept open; no file is ever in memory as a whole.
 """
 
 import asyncio
 import bisect
+import contextlib
 import logging
 import os
 import struct
@@ -29,11 +35,13 @@ from pathlib import Path
 
 import xxhash
 
-from rft.ground import durable
+from rft.ground.durable import FILES, Files
 
 HEADER = struct.Struct("<4sIQ")
 MAGIC = b"rft\x01"
 MAX_PAYLOAD = 2**32 - 1  # the length field has 32 bits
+MARK = struct.Struct("<4sQQ")  # of the file `durable`: magic, position, checksum of the position
+LOOK_BYTES = 2**20  # read at once to find a frame behind a bad one
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +52,11 @@ class JournalError(RuntimeError):
 
 @dataclass
 class JournalSegment:
-    """An open file that holds the positions [start, end)."""
+    """A file that holds the positions [start, end)."""
 
     path: Path
     start: int
     end: int
-    fd: int
 
 
 @dataclass(frozen=True)
@@ -72,54 +79,59 @@ def frame(payload: bytes) -> bytes:
     )
 
 
-def read_at(fd: int, size: int, offset: int) -> bytes:
-    """These bytes of a file, or fewer where it ends:
-
-    Linux gives at most 0x7ffff000 of them in one call.
-    """
-    data = os.pread(fd, size, offset)
-    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-        data += more
-    return data
-
-
-def payload_at(fd: int, offset: int, end: int) -> bytes | None:
+def payload_at(fd: int, offset: int, end: int, files: Files = FILES) -> bytes | None:
     """The payload of the frame that begins at `offset` and lies before `end`; None if there is no
     whole and correct one.
     """
-    header = read_at(fd, HEADER.size, offset)
+    header = files.read(fd, HEADER.size, offset)
     if len(header) < HEADER.size:
         return None
     magic, length, checksum = HEADER.unpack(header)
     start = offset + HEADER.size
     if magic != MAGIC or start + length > end:
         return None
-    payload = read_at(fd, length, start)
+    payload = files.read(fd, length, start)
     return payload if xxhash.xxh3_64_intdigest(payload, seed=length) == checksum else None
 
 
-def frames(fd: int, size: int) -> Iterator[tuple[int, int, bytes]]:
+def frames(fd: int, size: int, files: Files = FILES) -> Iterator[tuple[int, int, bytes]]:
     """(begin, end, payload) of the correct frames that a file of `size` bytes begins with; one of
     them is in memory at a time.
     """
     offset = 0
-    while offset < size and (payload := payload_at(fd, offset, size)) is not None:
+    while offset < size and (payload := payload_at(fd, offset, size, files)) is not None:
         end = offset + HEADER.size + len(payload)
         yield offset, end, payload
         offset = end
 
 
-def has_frame_after(fd: int, offset: int, size: int) -> bool:
+def has_frame_after(fd: int, offset: int, size: int, files: Files = FILES) -> bool:
     """Whether any correct frame begins behind `offset`: then the bad
     bytes there are damage, not a torn tail.
     """
-    data = read_at(fd, size - offset, offset)
-    at = data.find(MAGIC, 1)
-    while at >= 0:
-        if payload_at(fd, offset + at, size) is not None:
-            return True
-        at = data.find(MAGIC, at + 1)
+    at = offset + 1
+    while at < size:
+        data = files.read(fd, min(LOOK_BYTES, size - at), at)
+        found = data.find(MAGIC)
+        while found >= 0:
+            if payload_at(fd, at + found, size, files) is not None:
+                return True
+            found = data.find(MAGIC, found + 1)
+        at += max(len(data) - len(MAGIC) + 1, 1)  # it may lie across two looks
     return False
+
+
+def marked(position: int) -> bytes:
+    packed = position.to_bytes(8, "little")
+    return MARK.pack(MAGIC, position, xxhash.xxh3_64_intdigest(packed))
+
+
+def mark_in(data: bytes) -> int | None:
+    """The position that the file tells; None where there is none, or no whole one."""
+    if len(data) != MARK.size:
+        return None
+    position = int(MARK.unpack(data)[1])
+    return position if marked(position) == data else None
 
 
 def payloads(directory: Path) -> Iterator[bytes]:
@@ -138,32 +150,27 @@ def payloads(directory: Path) -> Iterator[bytes]:
             )
 
 
-def take_lock(directory: Path) -> int:
-    descriptor = durable.lock(directory / "lock")
-    if descriptor is None:
-        owner = durable.signed_by(directory / "lock") or "unknown"
-        raise JournalError(
-            f"the journal {directory} is already open in process {owner}: one process may write "
-            "it at a time. End that process, or give this run another name or directory."
-        )
-    durable.sign(descriptor, str(os.getpid()))
-    return descriptor
-
-
 class Journal:
     """The log in `directory`, open for one writer.
 
     `fsyncs` and `commits` count what their names say.
     """
 
-    def __init__(self, directory: str | Path, segment_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        segment_bytes: int = 64 * 2**20,
+        files: Files = FILES,
+    ) -> None:
+        self.files = files
         self.directory = Path(directory)
         self.segment_bytes = segment_bytes
         self.fsyncs = 0
         self.commits = 0
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = take_lock(self.directory)
+        self.files.make(self.directory)
+        self._lock_fd = self._take_lock()
         self._segments: list[JournalSegment] = []
+        self._fd = self._mark_fd = -1  # of the last log, and of `durable`
         self._failure: BaseException | None = None
         self._durable = 0
         self._syncing = threading.Lock()
@@ -177,50 +184,83 @@ class Journal:
 
     # Opening
 
+    def _take_lock(self) -> int:
+        lock = self.directory / "lock"
+        descriptor = self.files.lock(lock)
+        if descriptor is None:
+            owner = self.files.content(lock).decode(errors="replace").strip() or "unknown"
+            raise JournalError(
+                f"the journal {self.directory} is already open in process {owner}: one process "
+                "may write it at a time. End that process, or give this run another name or "
+                "directory."
+            )
+        return descriptor
+
     def _open(self) -> None:
-        for leftover in self.directory.glob("*.tmp"):
-            leftover.unlink()
-        bases = sorted(self.directory.glob("*.base"))
-        logs = sorted(self.directory.glob("*.log"))
+        for leftover in self.files.names(self.directory, ".tmp"):
+            self.files.unlink(leftover)
+        bases = self.files.names(self.directory, ".base")
+        logs = self.files.names(self.directory, ".log")
+        mark = mark_in(self.files.content(self.directory / "durable"))
         end = int(bases[-1].stem) if bases else 0
         if bases:
-            size = bases[-1].stat().st_size
-            self._segments.append(self._checked(bases[-1], end - size, may_be_torn=False))
+            self._segments.append(self._checked(bases[-1], None, end))
         # a crash during `install` leaves them
         replaced = [*bases[:-1], *(log for log in logs if int(log.stem) < end)]
         for path in replaced:
-            path.unlink()
+            self.files.unlink(path)
         logs = [log for log in logs if log not in replaced]
         for log in logs:
             if int(log.stem) != end:
-                raise JournalError(
-                    f"the journal {self.directory} lacks the positions {end} to {int(log.stem)}, "
-                    f"which should be in {end:020d}.log: "
-                    "restore that file, or move the directory away."
-                )
-            self._segments.append(self._checked(log, end, may_be_torn=log == logs[-1]))
+                raise self._lacking(end, int(log.stem), f"{end:020d}.log")
+            following = logs[logs.index(log) + 1 :]
+            self._segments.append(
+                self._checked(log, end, int(following[0].stem) if following else mark)
+            )
             end = self._segments[-1].end
-        if not logs:
-            self._segments.append(self._new_segment(end))
+        if mark is not None and end < mark:
+            raise self._lacking(end, mark, logs[-1].name if logs else f"{end:020d}.log")
+        if logs:
+            self._fd = self.files.write_to(logs[-1])
+        else:
+            self._begin_segment(end)
         # bytes that a killed writer left to the kernel count as written from here on
-        os.fsync(self._segments[-1].fd)
-        durable.sync_directory(self.directory)
+        self.files.sync(self._fd)
+        self._mark_fd = self.files.change(self.directory / "durable")
+        self._mark(end)
+        self.files.sync(self._mark_fd)
+        self.files.sync_directory(self.directory)
 
-    def _checked(self, path: Path, start: int, may_be_torn: bool) -> JournalSegment:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            good = max((end for _, end, _ in frames(file.fileno(), size)), default=0)
+    def _lacking(self, start: int, end: int, name: str) -> JournalError:
+        return JournalError(
+            f"the journal {self.directory} lacks the positions {start} to {end}, "
+            f"which should be in {name}: "
+            "restore that file, or move the directory away."
+        )
+
+    def _checked(self, path: Path, begin: int | None, sound: int | None) -> JournalSegment:
+        """`begin`: its first position; None: of a base, which ends at `sound`.
+
+        `sound`: the position up to which it was synced; None: nobody knows.
+        """
+        with self._reading(path) as fd:
+            size = self.files.size(fd)
+            start = int(sound or 0) - size if begin is None else begin
+            good = max((end for _, end, _ in frames(fd, size, self.files)), default=0)
             damaged = good < size and (
-                not may_be_torn or has_frame_after(file.fileno(), good, size)
+                start + good < sound
+                if sound is not None
+                else has_frame_after(fd, good, size, self.files)
+            )
+        if damaged:
+            there = "with acknowledged data behind it" if sound else "with more data behind it"
+            raise JournalError(
+                f"the journal file {path} is damaged at byte {good} of {size} (position "
+                f"{start + good}), {there}. Restore the file from a copy; "
+                f"or move {self.directory} away to begin with an empty buffer, "
+                "which loses the experiences that were not trained yet."
             )
         if good < size:
-            if damaged:
-                raise JournalError(
-                    f"the journal file {path} is damaged at byte {good} of {size} (position "
-                    f"{start + good}), with more data behind it. Restore the file from a copy; "
-                    f"or move {self.directory} away to begin with an empty buffer, "
-                    "which loses the experiences that were not trained yet."
-                )
             logger.warning(
                 "journal file %s: cutting off a torn record of %d bytes at byte %d (position %d), "
                 "which was never acknowledged",
@@ -229,14 +269,42 @@ class Journal:
                 good,
                 start + good,
             )
-            os.truncate(path, good)
-        return JournalSegment(path, start, start + good, os.open(path, os.O_RDWR | os.O_APPEND))
+            fd = self.files.write_to(path)
+            try:
+                self.files.truncate(fd, good)
+            finally:
+                self.files.close(fd)
+        return JournalSegment(path, start, start + good)
 
-    def _new_segment(self, start: int) -> JournalSegment:
+    def _begin_segment(self, start: int) -> None:
+        """Write on in a new file. Raises OSError, and leaves none that a later try would meet."""
         path = self.directory / f"{start:020d}.log"
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-        durable.sync_directory(self.directory)
-        return JournalSegment(path, start, start, fd)
+        # the lock says that nobody else writes it: what is there is an empty one, of an earlier try
+        fd = self.files.write_to(path)
+        try:
+            self.files.sync_directory(self.directory)
+        except OSError:
+            self.files.close(fd)
+            raise
+        with self._syncing:
+            old, self._fd = self._fd, fd
+            self._segments.append(JournalSegment(path, start, start))
+        if old >= 0:
+            self.files.close(old)
+
+    def _mark(self, position: int) -> None:
+        """Say how far the journal is durable, for whoever opens it after a crash; not synced: what
+        a power loss takes of it is told by the frames.
+        """
+        self.files.put(self._mark_fd, marked(position))
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[int]:
+        fd = self.files.read_from(path)
+        try:
+            yield fd
+        finally:
+            self.files.close(fd)
 
     # Writing
 
@@ -265,17 +333,29 @@ class Journal:
             and segment.end - segment.start + len(data) > self.segment_bytes
         ):
             self.sync()
-            segment = self._new_segment(segment.end)
-            self._segments.append(segment)
+            try:
+                self._begin_segment(segment.end)
+            except OSError as error:
+                self._failure = error
+                raise JournalError(f"cannot begin a file behind {segment.path}: {error}") from error
+            segment = self._segments[-1]
         try:
-            durable.write_all(segment.fd, data)
+            self.files.write(self._fd, data)
         except OSError as error:
             self._failure = error
-            # no half record in front of a later one
-            os.ftruncate(segment.fd, segment.end - segment.start)
+            self._cut_back(segment)
             raise JournalError(f"cannot write {segment.path}: {error}") from error
         segment.end += len(data)
         return segment.end
+
+    def _cut_back(self, segment: JournalSegment) -> None:
+        """No half record stays behind the last one."""
+        try:
+            self.files.truncate(self._fd, segment.end - segment.start)
+        except OSError as error:
+            logger.error(
+                "%s: a half record stays until it is opened again: %s", segment.path, error
+            )
 
     def sync(self) -> None:
         """Make all appended records durable. Runs in any thread."""
@@ -286,7 +366,8 @@ class Journal:
             if end <= self._durable:
                 return
             try:
-                os.fsync(segment.fd)
+                self.files.sync(self._fd)
+                self._mark(end)
             # the kernel may have dropped the pages: nothing later may be called durable
             except OSError as error:
                 self._failure = error
@@ -324,9 +405,10 @@ class Journal:
         index = bisect.bisect_right(self._segments, position, key=lambda segment: segment.start) - 1
         segment = self._segments[max(index, 0)]
         offset = position - segment.start
-        payload = (
-            payload_at(segment.fd, offset, segment.end - segment.start) if offset >= 0 else None
-        )
+        payload = None
+        if offset >= 0:
+            with self._reading(segment.path) as fd:
+                payload = payload_at(fd, offset, segment.end - segment.start, self.files)
         if payload is None:
             raise JournalError(
                 f"no correct record at position {position} (byte {offset} of {segment.path})"
@@ -343,10 +425,11 @@ class Journal:
             ):
                 continue
             size, whole = segment.end - segment.start, 0
-            for begin, end, payload in frames(segment.fd, size):
-                whole, position = end, segment.start + begin
-                if (start is None or position >= start) and (stop is None or position < stop):
-                    yield position, payload
+            with self._reading(segment.path) as fd:
+                for begin, end, payload in frames(fd, size, self.files):
+                    whole, position = end, segment.start + begin
+                    if (start is None or position >= start) and (stop is None or position < stop):
+                        yield position, payload
             if whole < size:
                 raise JournalError(f"the journal file {segment.path} is damaged at byte {whole}")
 
@@ -365,51 +448,55 @@ class Journal:
         """
         path = self.directory / f"{end:020d}.base.tmp"
         offsets, size = [], 0
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        fd = self.files.write_to(path, empty=True)
         try:
             for payload in payloads:
                 data = frame(payload)
-                durable.write_all(fd, data)
+                self.files.write(fd, data)
                 offsets.append(size)
                 size += len(data)
-            os.fsync(fd)
+            self.files.sync(fd)
+        except BaseException:
+            self.files.unlink(path)  # a full disk gets its space back
+            raise
         finally:
-            os.close(fd)
+            self.files.close(fd)
         return Base(path, end, [end - size + offset for offset in offsets])
 
     def install(self, base: Base) -> None:
         """Put `base` in the place of all files before its end:
-        one rename, then the old files go.
+        one rename, then the old files go. Runs in any thread, also while others append.
         """
         path = base.path.with_suffix("")
-        os.rename(base.path, path)
-        durable.sync_directory(self.directory)
-        size = path.stat().st_size
+        try:
+            self.files.rename(base.path, path)
+        except OSError:
+            self.files.unlink(base.path)
+            raise
+        self.files.sync_directory(self.directory)
+        with self._reading(path) as fd:
+            size = self.files.size(fd)
         old = [
             segment
             for segment in self._segments
             if segment.end <= base.end and segment is not self._segments[-1]
         ]
-        kept = self._segments[len(old) :]
-        self._segments = [
-            JournalSegment(path, base.end - size, base.end, os.open(path, os.O_RDONLY)),
-            *kept,
-        ]
+        # in one step of the interpreter: `append` adds to the end of the same list
+        self._segments[: len(old)] = [JournalSegment(path, base.end - size, base.end)]
         for segment in old:
-            os.close(segment.fd)
-            segment.path.unlink()
+            self.files.unlink(segment.path)
 
     def close(self) -> None:
         """Sync, close the files and let others open the journal. Does nothing the second time."""
         if self._lock_fd < 0:
             return
         try:
-            if self._segments and self._failure is None:
+            if self._mark_fd >= 0 and self._failure is None:
                 self.sync()
         finally:
             with self._syncing:
-                for segment in self._segments:
-                    os.close(segment.fd)
                 self._segments = []
-                os.close(self._lock_fd)
-                self._lock_fd = -1
+                for fd in (self._fd, self._mark_fd, self._lock_fd):
+                    if fd >= 0:
+                        self.files.close(fd)
+                self._fd = self._mark_fd = self._lock_fd = -1

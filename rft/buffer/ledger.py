@@ -2,8 +2,10 @@
 experiences lie.
 
 In: `append(record)`, durable after `await commit()`. Out: `progress`, and the experiences of a
-lease, read from the journal. `retain` drops what no checkpoint needs. Invariant: `progress` is the
-fold of the journal's records, in order; a record that cannot be written changes nothing.
+lease, read from the journal. `retain` drops what no checkpoint needs, beside everything else:
+nobody waits for it, and where it fails (a full disk) the journal stays as it was, until the next
+one. Invariant: `progress` is the fold of the journal's records, in order; a record that cannot be
+written changes nothing.
 """
 
 import asyncio
@@ -11,8 +13,9 @@ import logging
 from collections.abc import Iterator
 
 from rft.buffer.delivery import StoredGroup
-from rft.buffer.journal import Journal
+from rft.buffer.journal import Journal, JournalError
 from rft.buffer.progress import JournalRecord, Lease, Progress, Stored, decode_record
+from rft.ground.durable import FILES, Files
 from rft.ground.experience import encode
 
 logger = logging.getLogger(__name__)
@@ -48,14 +51,17 @@ def folded(journal: Journal, end: int, oldest_step: int) -> Iterator[tuple[int |
 class Ledger:
     """The journal in `directory` and the progress it records."""
 
-    def __init__(self, directory: str, segment_bytes: int) -> None:
-        self.journal = Journal(directory, segment_bytes)
+    def __init__(self, directory: str, segment_bytes: int, files: Files = FILES) -> None:
+        self.journal = Journal(directory, segment_bytes, files)
         self.progress = Progress()
         self._rows: dict[int, int] = {}  # group -> position of its experiences
         # (position, finished steps there), where it changed
         self._finished: list[tuple[int, int]] = []
         self._files = asyncio.Lock()  # rows do not move while a batch is read
-        self._retention = asyncio.Lock()
+        self._wanted: tuple[int, int | None] | None = None  # of the next retention
+        self._retention: asyncio.Task[None] | None = None
+        self._closing = False
+        self.failed_retentions = 0
         for position, payload in self.journal.records():
             self._apply(decode_record(payload), position)
 
@@ -97,29 +103,53 @@ class Ledger:
                 part = StoredGroup(group=number, timeline=group.run_epoch, experiences=b"")
                 yield from read_parts(self.journal, [(self._rows[number], part)])
 
-    async def retain(self, position: int, step: int | None) -> None:
-        """Drop whole segments before `position`, except for what a resume at `step` or later needs.
+    def retain(self, position: int, step: int | None) -> None:
+        """Begin to drop whole segments before `position`, except for what a resume at `step` or
+        later needs; of several that wait the last one counts.
 
         Without `step` it is the number of steps that were finished at `position`.
         """
-        async with self._retention:
+        self._wanted = (position, step)
+        if self._retention is None or self._retention.done():
+            self._retention = asyncio.create_task(self._retain())
+
+    async def retained(self) -> None:
+        """Return when nothing is being dropped."""
+        if self._retention is not None:
+            await self._retention
+
+    async def close(self) -> None:
+        self._closing = True
+        await self.retained()
+        self.journal.close()
+
+    async def _retain(self) -> None:
+        while self._wanted is not None:
+            (position, step), self._wanted = self._wanted, None
             finished = next((steps for at, steps in reversed(self._finished) if at < position), 0)
             oldest = min(finished, self.progress.finished, finished if step is None else step)
             end = self.journal.cut(position)
-            if end is not None:
+            if end is None:
+                continue
+            try:
                 await self._compact(end, oldest)
+            except (OSError, JournalError) as error:
+                self.failed_retentions += 1
+                logger.warning("the journal could not be cut, and stays as it is: %s", error)
 
     async def _compact(self, end: int, oldest: int) -> None:
         before, groups = self.journal.size, []
 
         def payloads() -> Iterator[bytes]:
             for group, payload in folded(self.journal, end, oldest):
+                if self._closing:
+                    raise JournalError("it is closed, and will be cut after its next start")
                 groups.append(group)
                 yield payload
 
         base = await asyncio.to_thread(self.journal.write_base, end, payloads())
         async with self._files:
-            self.journal.install(base)
+            await asyncio.to_thread(self.journal.install, base)
             moved = {
                 group: at
                 for group, at in zip(groups, base.positions, strict=True)

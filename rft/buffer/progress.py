@@ -223,6 +223,18 @@ class StepSize:
         return steps
 
 
+def remember(told: list[list[Any]], lesson: list[Any]) -> None:
+    """Keep a lesson, [taskset, draw, row, value]. One with a belief, [..., draw, belief], takes the
+    place of all before that draw, so that what is kept does not grow with the run.
+    """
+    if len(lesson) > 4:
+        name, before = lesson[0], lesson[4]
+        told[:] = [
+            old[:4] if old[0] == name else old for old in told if old[0] != name or old[1] >= before
+        ]
+    told.append(lesson)
+
+
 def is_due(group: Group, step: int, max_staleness: int | None) -> bool:
     """Whether any step after `step` would train the group later than `max_staleness` allows."""
     return (
@@ -286,7 +298,7 @@ class Progress:
     num_failed: int = 0
     num_evicted: int = 0
     num_experiences: int = 0  # of all groups that were stored
-    # by explorer, for all of the run: small
+    # by explorer, what its task selector learned of its groups: `remember`
     told: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     # Records
@@ -315,7 +327,7 @@ class Progress:
                 self.num_stored += 1
                 self.num_experiences += record.size
                 if record.told is not None:
-                    self.told.setdefault(group.explorer, []).append(record.told)
+                    remember(self.told.setdefault(group.explorer, []), record.told)
             case GroupFailed():
                 del self.waiting[record.group]
                 self.num_failed += 1
@@ -369,10 +381,17 @@ class Progress:
         if before is not None:
             waiting = [group for group in waiting if group.number < before]
         leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
+        forgotten = self._forgotten(published)
         if any(lease.uses for lease in leases):  # not in the order of admission
             again = sum(size.are(lease.first) for lease in leases)
-            return (again + size.are(waiting)) // size.units
-        return len(leases) + size.formed(waiting)
+            return forgotten + (again + size.are(waiting)) // size.units
+        return forgotten + len(leases) + size.formed(waiting)
+
+    def _forgotten(self, published: int) -> int:
+        """Steps from `published` on that were taken and are no longer known: a checkpoint may be
+        complete, and its data gone, before anybody serves it.
+        """
+        return max(0, min(self.oldest_step, self.next_step) - published)
 
     def slots(self, published: int, size: StepSize, max_staleness: int) -> int:
         """How many groups, or experiences, are missing until no group may start; negative after a
@@ -380,6 +399,7 @@ class Progress:
         """
         leases = [self.leases[s] for s in range(published, self.next_step) if s in self.leases]
         taken = sum(size.are(lease.first) if lease.uses else size.units for lease in leases)
+        taken += self._forgotten(published) * size.units
         return (max_staleness + 1) * size.units - taken - size.are(self.waiting.values())
 
     def missing(self, total_steps: int, size: StepSize) -> int:

@@ -22,6 +22,7 @@ them is retained.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +33,12 @@ import msgspec
 import sqlalchemy as sql
 from sqlalchemy import Connection
 
-from rft.buffer import sql_steps as steps
 from rft.buffer.calls import BatchedCalls, Waiters
-from rft.buffer.delivery import Delivery, StoredGroup, bad_reward, facts_of
+from rft.buffer.delivery import Delivery, bad_reward, facts_of
 from rft.buffer.progress import StepSize
-from rft.buffer.sql_steps import WAIT, Lost
+from rft.buffer.sql_lives import Lives
+from rft.buffer.sql_patience import LONGEST_NAP_S, NAP_S, RETRY_S, failure, passes
+from rft.buffer.sql_steps import WAIT, Lost, Steps
 from rft.buffer.sql_tables import Tables, connect, create
 from rft.config import ExperienceBufferConfig
 from rft.ground.experience import encode
@@ -51,6 +53,7 @@ COUNTERS = (
     "over_stale_groups",
     "bad_rewards",
     "oversized_groups",
+    "database_retries",
 )
 
 logger = logging.getLogger(__name__)
@@ -72,8 +75,10 @@ class SqlBuffer(BatchedCalls):
         max_staleness: int | None,
         total_steps: int | None,
         experiences_per_step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout = config.max_read_timeout
+        self._patience = max(self.timeout, RETRY_S)  # where nobody waits for a shorter time
         self.lease_s = config.lease_s
         self.max_bytes = int(config.max_experience_mb * 2**20)
         self.repeat_times = repeat_times
@@ -83,7 +88,8 @@ class SqlBuffer(BatchedCalls):
         self._engine = connect(str(config.path))
         create(self._engine, self._tables)
         size = StepSize(tasks_per_step, experiences_per_step)
-        self._steps = steps.Steps(self._tables, size, max_staleness, config.lease_s)
+        self._lives = Lives(self._tables, config.lease_s, clock)
+        self._steps = Steps(self._tables, size, max_staleness, self._lives)
         self._pool = ThreadPoolExecutor(
             1 if self._engine.dialect.name == "sqlite" else 4, thread_name_prefix="buffer"
         )
@@ -121,7 +127,7 @@ class SqlBuffer(BatchedCalls):
                 "told": told,
             }
 
-        found = await self._do(attach)
+        found = await self._do(attach, patience=self._patience)
         self._beat()
         return found
 
@@ -132,12 +138,16 @@ class SqlBuffer(BatchedCalls):
         most: list[int | None] | None = None,
     ) -> list[int]:
         """As `ExperienceBuffer.admit_some`. All explorers share the slots."""
-        me = f"{self.owner}/{explorer}"
+        me, tried = f"{self.owner}/{explorer}", list[int]()
 
         def admit(db: Connection) -> list[int] | object:
             self._steps.lock_buffer(db)
             self._check_explorer(db, me)
-            numbers: list[int] = []
+            # an earlier try may have been committed, though its answer was lost
+            if tried and self._steps.is_running(db, me, tried[0]):
+                return tried
+            tried.clear()
+            numbers = tried
             for (task, cursor), made in zip(tasks, most or [None] * len(tasks), strict=True):
                 free = self._steps.may_admit(
                     db, f"{self.owner}/trainer", self._published, self.total_steps
@@ -162,12 +172,16 @@ class SqlBuffer(BatchedCalls):
 
     async def readmit(self, explorer: str, group: int) -> None:
         """Wait until an unfinished group from `attach_explorer` may start again."""
-        me = f"{self.owner}/{explorer}"
+        me, tries = f"{self.owner}/{explorer}", 0
 
         def readmit(db: Connection) -> bool | object:
+            nonlocal tries
             self._check_explorer(db, me)
+            if tries and self._steps.is_running(db, me, group):
+                return True
             if not self._steps.is_free(db, f"{self.owner}/trainer", group, self._published):
                 return WAIT
+            tries += 1
             if not self._steps.restart(db, me, group, self._version_now(), self._epoch(db)):
                 raise ValueError(
                     f"group {group} is not an unfinished group of explorer {explorer!r}"
@@ -202,13 +216,17 @@ class SqlBuffer(BatchedCalls):
             return
         tasks = [row.task for row in msgspec.msgpack.decode(experiences, type=list[_Task])]
 
+        tries = 0
+
         def put(db: Connection) -> bool:
+            nonlocal tries
             if not self._steps.is_open(db, group):
-                return False
+                return tries > 0  # by an earlier try
+            tries += 1
             self._steps.store(db, group, rows, facts, tasks, told)
             return True
 
-        stored = await self._do(put)
+        stored = await self._do(put, patience=self._patience)
         self._counts["duplicate_puts"] += not stored
         self._counts["experiences"] += len(rows) if stored else 0
         self._counts["short_groups"] += stored and len(rows) < self.repeat_times
@@ -216,13 +234,17 @@ class SqlBuffer(BatchedCalls):
     async def abandon(self, group: int, reason: str) -> None:
         """Give a group up: no step waits for it any more. Does nothing for one that is stored."""
 
-        def abandon(db: Connection) -> bool:
-            is_open = self._steps.is_open(db, group)
-            if is_open:
-                self._steps.fail(db, group, reason)
-            return is_open
+        tries = 0
 
-        if await self._do(abandon):
+        def abandon(db: Connection) -> bool:
+            nonlocal tries
+            if not self._steps.is_open(db, group):
+                return tries > 0
+            tries += 1
+            self._steps.fail(db, group, reason)
+            return True
+
+        if await self._do(abandon, patience=self._patience):
             logger.warning("group %d was abandoned: %s", group, reason)
         else:
             self._counts["late_abandons"] += 1
@@ -236,7 +258,8 @@ class SqlBuffer(BatchedCalls):
             self._input_done = True
             await self._notify()
         else:
-            await self._do(lambda db: self._steps.done(db, f"{self.owner}/{explorer}"))
+            me = f"{self.owner}/{explorer}"
+            await self._do(lambda db: self._steps.done(db, me), patience=self._patience)
 
     # Trainer
 
@@ -255,7 +278,8 @@ class SqlBuffer(BatchedCalls):
 
         found = await self._do(attach)
         self._trainer, self._attempt = (me, run_epoch), self._attempt + 1
-        self._published = step
+        # engines that outlived the trainer before this one may serve an older version
+        self._published = step if self._published is None else min(step, self._published)
         self._stopped = self._stopped if self._stop_is_failure else ""
         self._beat()
         logger.info(
@@ -280,27 +304,25 @@ class SqlBuffer(BatchedCalls):
             return encode(Delivery(step=step))
         me, epoch = f"{self.owner}/{trainer}", self._trainer[1] if self._trainer else 0
 
-        def take(
-            db: Connection, incomplete: bool = False
-        ) -> tuple[list[StoredGroup], bool] | object:
+        def take(db: Connection, incomplete: bool = False) -> tuple[bool, bool, int] | object:
+            """Whether there is a batch, whether from before, and how many of it are too late."""
             if attempt != self._attempt:
                 raise RuntimeError(f"take({step}): another trainer has attached since")
             self._steps.lock_trainer(db, me, epoch)
             lease = self._steps.lease(db, me, step)
-            if lease is None:
-                numbers = self._steps.choose(
-                    db, me, step, min_model_version, self._input_done, incomplete
-                )
-                if numbers is WAIT or not numbers:
-                    return WAIT if numbers is WAIT else ([], False)
-                late = self._steps.take(db, me, step, epoch, numbers)
-                self._counts["over_stale_groups"] += len(late)
-                self._counts["incomplete_batches"] += incomplete
-            return self._steps.parts(db, me, step), lease is not None and lease != epoch
+            if lease is not None:
+                return True, lease != epoch, 0
+            numbers = self._steps.choose(
+                db, me, step, min_model_version, self._input_done, incomplete
+            )
+            if numbers is WAIT or not numbers:
+                return WAIT if numbers is WAIT else (False, False, 0)
+            return True, False, len(self._steps.take(db, me, step, epoch, numbers))
 
         found = await self._until(take, or_stopped=True)
         if found is WAIT and not self._stopped:
             found = await self._do(lambda db: take(db, incomplete=True))
+            self._counts["incomplete_batches"] += found is not WAIT
         if self._stop_is_failure:
             raise RuntimeError(self._stopped)
         if found is WAIT:
@@ -310,7 +332,11 @@ class SqlBuffer(BatchedCalls):
                 f"no experiences for step {step} in {self.timeout:g} s (max_read_timeout): "
                 f"is an explorer alive? ({await self._where()})"
             )
-        parts, replayed = found
+        is_batch, replayed, late = found
+        self._counts["over_stale_groups"] += late
+        # a transaction of its own: the groups are not locked for as long as they are read
+        read = partial(self._steps.parts, trainer=me, run_epoch=epoch, step=step)
+        parts = await self._do(read, tells=False) if is_batch else []
         return encode(
             Delivery(step=step, parts=parts, replayed=replayed, waited_s=loop.time() - begin)
         )
@@ -400,19 +426,37 @@ class SqlBuffer(BatchedCalls):
 
     # Inside
 
-    async def _do(self, change: Callable[[Connection], Any], tells: bool = True) -> Any:
-        """One transaction, in a thread. `tells`: it may have changed what others here wait for."""
-        self._waits.check_open()
+    async def _do(
+        self,
+        change: Callable[[Connection], Any],
+        tells: bool = True,
+        patience: float = RETRY_S,
+    ) -> Any:
+        """One transaction, in a thread; again for `patience` seconds after an error that passes,
+        also where it was committed and only the answer got lost. `tells`: it may have changed what
+        others here wait for.
+        """
 
         def run() -> Any:
             with self._engine.begin() as db:
                 return change(db)
 
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(self._pool, run)
-        except sql.exc.SQLAlchemyError as error:
-            self._waits.fail(error)
-            raise steps.failure(error) from None
+        loop = asyncio.get_running_loop()
+        deadline, nap = loop.time() + patience, NAP_S
+        while True:
+            self._waits.check_open()
+            try:
+                found = await loop.run_in_executor(self._pool, run)
+                break
+            except sql.exc.SQLAlchemyError as error:
+                failed = failure(error)
+                if not passes(error) or loop.time() + nap > deadline:
+                    self._waits.fail(failed)
+                    raise failed from None
+            self._counts["database_retries"] += 1
+            logger.warning("%s; trying again", failed)
+            await asyncio.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_S)
         if tells:
             await self._notify()
         return found
@@ -425,7 +469,9 @@ class SqlBuffer(BatchedCalls):
             seen = self._changes
             if or_stopped and self._stopped:
                 return WAIT
-            found = await self._do(attempt, tells=False)  # an attempt that has to wait wakes nobody
+            # an attempt that has to wait wakes nobody
+            patience = max(deadline - loop.time(), RETRY_S)
+            found = await self._do(attempt, tells=False, patience=patience)
             if found is not WAIT:
                 await self._notify()
             left = deadline - loop.time()
@@ -447,14 +493,16 @@ class SqlBuffer(BatchedCalls):
         while True:
             await asyncio.sleep(self.lease_s / 4)
             try:
-                trainer = self._trainer[0] if self._trainer else None
-                await self._do(
-                    partial(self._steps.beat, explorers=list(self._explorers), trainer=trainer),
-                    tells=False,
-                )  # noqa: B023
+                await self._beat_once()
             except Exception as error:  # ends the run through `watch`: nobody awaits this task
                 self._waits.fail(error)
                 return
+
+    async def _beat_once(self) -> None:
+        trainer = self._trainer[0] if self._trainer else None
+        beat = partial(self._lives.beat, explorers=list(self._explorers), trainer=trainer)
+        # whether the database is away for too long is said by the calls that need it
+        await self._do(beat, tells=False, patience=self._patience)
 
     def _check_explorer(self, db: Connection, name: str) -> None:
         if self._steps.incarnation(db, name) != self._explorers.get(name):

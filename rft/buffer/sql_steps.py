@@ -6,6 +6,7 @@ whoever decides about a row has it locked (PostgreSQL: for update; SQLite: the w
 two processes never decide about the same one at the same time.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from sqlalchemy import Connection
 
 from rft.buffer.delivery import Facts, StoredGroup, oldest_version, trained
 from rft.buffer.journal import JournalError
-from rft.buffer.progress import Group, StepSize, due
-from rft.buffer.sql_tables import OPEN, Tables, blobs, now
-from rft.ground import redact
+from rft.buffer.progress import Group, StepSize, due, remember
+from rft.buffer.sql_lives import Lives
+from rft.buffer.sql_tables import GONE, OPEN, Tables, blobs, counted, now
 from rft.ground.experience import decode, encode
 
 WAIT = object()  # not now: look again after a change
@@ -27,21 +28,12 @@ class Lost(RuntimeError):
     """Another process has taken over what this one held."""
 
 
-def failure(error: sql.exc.SQLAlchemyError) -> JournalError:
-    """In one line, without the statement's values."""
-    cause = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return JournalError(
-        "the experience buffer's database failed: "
-        f"{redact.text(cause[0] if cause else type(error).__name__)}"
-    )
-
-
 @dataclass(frozen=True)
 class Steps:
     tables: Tables
     size: StepSize
     max_staleness: int | None
-    lease_s: float
+    lives: Lives
 
     # Explorers
 
@@ -71,15 +63,26 @@ class Steps:
         return [(row.number, row.task) for row in db.execute(query.order_by(groups.c.number))]
 
     def told(self, db: Connection, name: str) -> list[list[Any]]:
-        """What the task selector of this explorer was told, in that order."""
-        groups = self.tables.groups
+        """What the task selector of this explorer was told and has to know."""
+        groups, kept = self.tables.groups, list[list[Any]]()
         query = sql.select(groups.c.told).where(
             groups.c.explorer == name, groups.c.told.is_not(None)
         )
-        return [
-            decode(lesson, list[Any])
-            for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars()
-        ]
+        for lesson in db.execute(query.order_by(groups.c.stored_at)).scalars():
+            remember(kept, decode(lesson, list[Any]))
+        return kept
+
+    def forget_told(self, db: Connection, explorer: str) -> None:
+        """Lessons that a later one has taken the place of."""
+        groups = self.tables.groups
+        mine = (groups.c.explorer == explorer) & groups.c.told.is_not(None)
+        kept = {encode(lesson) for lesson in self.told(db, explorer)}
+        rows = db.execute(sql.select(groups.c.number, groups.c.told).where(mine)).all()
+        for number, told in rows:
+            short = encode(decode(told, list[Any])[:4])
+            if bytes(told) not in kept:
+                left = short if short in kept else None
+                db.execute(groups.update().where(groups.c.number == number).values(told=left))
 
     def incarnation(self, db: Connection, name: str) -> int | None:
         explorers = self.tables.explorers
@@ -146,6 +149,11 @@ class Steps:
         )
         return number
 
+    def is_running(self, db: Connection, explorer: str, group: int) -> bool:
+        groups = self.tables.groups
+        mine = (groups.c.number == group) & (groups.c.explorer == explorer)
+        return db.execute(sql.select(groups.c.state).where(mine)).scalar() == "running"
+
     def is_free(self, db: Connection, trainer: str, group: int, published: int | None) -> bool:
         """Whether an unfinished group may start again: few enough that no step has taken are in
         front of it.
@@ -177,8 +185,11 @@ class Steps:
         state = db.execute(
             sql.select(groups.c.state).where(groups.c.number == group).with_for_update()
         ).scalar()
-        if state is None:
-            raise ValueError(f"group {group} was never admitted")
+        if state is None:  # nobody needs it any more, or there never was one
+            buffers = self.tables.buffers
+            query = sql.select(buffers.c.next_group).where(buffers.c.name == self.tables.name)
+            if not 0 <= group < int(db.execute(query).scalar_one()):
+                raise ValueError(f"group {group} was never admitted")
         return state in ("running", "left")
 
     def store(
@@ -212,7 +223,11 @@ class Steps:
             "stored_at": now(db),
         }
         found["told"] = None if told is None else encode(told)
-        db.execute(groups.update().where(groups.c.number == group).values(found))
+        mine = groups.c.number == group
+        db.execute(groups.update().where(mine).values(found))
+        if told is not None and len(told) > 4:
+            explorer = db.execute(sql.select(groups.c.explorer).where(mine)).scalar_one()
+            self.forget_told(db, explorer)
 
     def fail(self, db: Connection, group: int, reason: str) -> None:
         groups = self.tables.groups
@@ -377,8 +392,9 @@ class Steps:
             ).scalars()
         )
 
-    def parts(self, db: Connection, trainer: str, step: int) -> list[StoredGroup]:
+    def parts(self, db: Connection, trainer: str, run_epoch: int, step: int) -> list[StoredGroup]:
         """The groups of a lease with all of their experiences, in admission order."""
+        self.check_lease(db, trainer, run_epoch, step)
         groups = self.tables.groups
         held = (groups.c.trainer == trainer) & (groups.c.step == step)
         query = (
@@ -403,14 +419,18 @@ class Steps:
             )
         return found
 
-    def consumed(self, db: Connection, trainer: str, run_epoch: int, step: int) -> None:
+    def check_lease(self, db: Connection, trainer: str, run_epoch: int, step: int) -> None:
+        """Raise Lost where the batch is another's; until the end of the transaction it is not."""
         self.lock_trainer(db, trainer, run_epoch)
         if self.lease(db, trainer, step) is None:
             raise Lost(
                 f"the batch of step {step} is no longer {trainer}'s: "
-                f"it was silent for experience_buffer.lease_s={self.lease_s:g} s, "
+                f"it was silent for experience_buffer.lease_s={self.lives.lease_s:g} s, "
                 "and another trainer has it; go on from the newest checkpoint"
             )
+
+    def consumed(self, db: Connection, trainer: str, run_epoch: int, step: int) -> None:
+        self.check_lease(db, trainer, run_epoch, step)
         trainers = self.tables.trainers
         db.execute(
             trainers.update()
@@ -429,9 +449,25 @@ class Steps:
         done = (groups.c.trainer == trainer) & (groups.c.step < step) & (groups.c.state == "stored")
         db.execute(rows.delete().where(rows.c.group.in_(sql.select(groups.c.number).where(done))))
         db.execute(groups.update().where(done).values(state="consumed"))
+        self._drop_groups(db, trainer)
         db.execute(leases.delete().where(leases.c.trainer == trainer, leases.c.step < step))
         older = (trainers.c.name == trainer) & (trainers.c.oldest_step < step)
         db.execute(trainers.update().where(older).values(oldest_step=step))
+
+    def _drop_groups(self, db: Connection, trainer: str) -> None:
+        """Rows of groups that are over, once nobody learns from what they told; counted."""
+        groups, totals = self.tables.groups, self.tables.totals
+        over = (
+            (groups.c.state == "consumed") & (groups.c.trainer == trainer)
+        ) | groups.c.state.in_(("failed", "evicted"))
+        gone = groups.delete().where(over, groups.c.told.is_(None))
+        rows = db.execute(gone.returning(groups.c.number, groups.c.state, groups.c.trained)).all()
+        counts = Counter(row.state for row in rows)
+        counts["trained"] = sum(row.trained or 0 for row in rows)
+        evicted = [row.number for row in rows if row.state == "evicted"]
+        data = self.tables.experiences
+        db.execute(data.delete().where(data.c.group.in_(evicted)))
+        db.execute(totals.update().values({name: totals.c[name] + counts[name] for name in GONE}))
 
     def next_step(self, db: Connection, trainer: str) -> int:
         """The first step of this trainer that has no lease."""
@@ -467,39 +503,13 @@ class Steps:
         if self.size.experiences is None:
             return self.count(db)["stored"]
         total = sql.func.coalesce(sql.func.sum(self.tables.groups.c.trained), 0)
-        return int(db.execute(sql.select(total)).scalar_one())
+        gone = sql.select(self.tables.totals.c.trained).scalar_subquery()
+        return int(db.execute(sql.select(total + gone)).scalar_one())
 
     # All
 
-    def beat(self, db: Connection, explorers: list[str], trainer: str | None) -> None:
-        heard = now(db)
-        for table, names in (
-            (self.tables.explorers, explorers),
-            (self.tables.trainers, [trainer] if trainer else []),
-        ):
-            if names:
-                db.execute(table.update().where(table.c.name.in_(names)).values(heard=heard))
-
     def count(self, db: Connection) -> dict[str, int]:
-        groups = self.tables.groups
-        state, held = groups.c.state, groups.c.trainer.is_not(None)
-        query = sql.select(state, held.label("held"), sql.func.count().label("number")).group_by(
-            state, held
-        )
-        found = {(row.state, bool(row.held)): int(row.number) for row in db.execute(query)}
-        ready, stored = found.get(("stored", False), 0), found.get(("stored", True), 0)
-        return {
-            "issued": sum(found.values()),
-            "stored": ready
-            + stored
-            + sum(n for (name, _), n in found.items() if name in ("consumed", "evicted")),
-            "failed": found.get(("failed", False), 0),
-            "evicted": found.get(("evicted", False), 0),
-            "ready_groups": ready,
-            "running_groups": sum(
-                n for (name, _), n in found.items() if name in ("running", "left")
-            ),
-        }
+        return counted(db, self.tables)
 
     def _trainer(self, db: Connection, name: str) -> Any:
         trainers = self.tables.trainers
@@ -529,19 +539,24 @@ class Steps:
 
     def _is_awaited(self, db: Connection) -> sql.ColumnElement[bool]:
         groups, explorers = self.tables.groups, self.tables.explorers
+        silent = self.lives.silent_explorers(db)
         alive = sql.select(explorers.c.name).where(
-            explorers.c.heard >= now(db) - self.lease_s, explorers.c.done == 0
+            explorers.c.done == 0, explorers.c.name.not_in(silent)
         )
         is_open = groups.c.state.in_(OPEN) & groups.c.trainer.is_(None)
         return is_open & ((groups.c.state == "stored") | groups.c.explorer.in_(alive))
 
     def _uncovered(self, db: Connection, trainer: str, published: int) -> int:
-        """Steps that were taken and that the published version does not contain."""
-        leases = self.tables.leases
-        query = sql.select(sql.func.count()).where(
+        """Steps that were taken and that the published version does not contain; of those before
+        `oldest_step` the leases are gone.
+        """
+        leases, trainers = self.tables.leases, self.tables.trainers
+        held = sql.select(sql.func.count()).where(
             leases.c.trainer == trainer, leases.c.step >= published
         )
-        return int(db.execute(query).scalar_one())
+        oldest = sql.select(trainers.c.oldest_step).where(trainers.c.name == trainer)
+        row = db.execute(sql.select(held.scalar_subquery(), oldest.scalar_subquery())).one()
+        return int(row[0]) + max(0, int(row[1] or 0) - published)
 
     def _all_done(self, db: Connection) -> bool:
         """Explorers were here, and each has said that it has nothing more."""
@@ -552,10 +567,13 @@ class Steps:
     def _release_of_the_silent(self, db: Connection, asking: str) -> None:
         """Batches that a silent trainer took and has not saved are free again."""
         trainers, groups, leases = self.tables.trainers, self.tables.groups, self.tables.leases
-        silent = (trainers.c.heard < now(db) - self.lease_s) & (trainers.c.name != asking)
+        silent = self.lives.silent_trainers(db)
+        others = trainers.c.name.in_(silent.keys() - {asking})
         for row in db.execute(
-            sql.select(trainers).where(silent).with_for_update(skip_locked=True)
+            sql.select(trainers).where(others).with_for_update(skip_locked=True)
         ).all():
+            if row.heard != silent[row.name]:
+                continue  # it has said something since
             lost = (leases.c.trainer == row.name) & (leases.c.step >= row.saved)
             if db.execute(leases.delete().where(lost)).rowcount:
                 mine = (

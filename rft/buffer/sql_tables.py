@@ -8,7 +8,8 @@ rows that they decide about. Invariant: an experience is msgpack, and no column 
 executable.
 
     groups       one row per task admitted, `number` in admission order; who made it, who holds it
-                 for which step
+                 for which step; until nobody needs it
+    totals       what the rows that are gone were
     experiences  one row per experience, until no retained checkpoint of the trainer that holds it
                  is older
     leases       which trainer took which step's batch      trainers, explorers
@@ -18,6 +19,7 @@ executable.
 import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,17 +39,19 @@ from sqlalchemy import (
 )
 
 from rft.buffer.delivery import StoredGroup
+from rft.buffer.sql_patience import client_limits, server_limits
 from rft.config import ConfigError, ExperienceBufferConfig
 from rft.ground import redact
 from rft.ground.errors import refuse_all
 from rft.ground.experience import encode
 
-SCHEMA = 2
+SCHEMA = 3
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg"}
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
-LOCK_WAIT_S = 60.0  # for SQLite's one write lock, and to connect
+LOCK_WAIT_S = 5.0  # for SQLite's one write lock; then a call tries again
 LOOK_S = 0.02
 KEY = "buffer.trainer_input.experience_buffer"
+GONE = ("consumed", "failed", "evicted", "trained")  # states of groups; the last: experiences
 OPEN = ("running", "left", "stored")  # states of a group that some step may still take
 
 
@@ -97,6 +101,7 @@ class Tables:
             Column("reward", Float),
             Column("data", LargeBinary, nullable=False),
         )
+        self.totals = self._table("totals", *(Column(n, big, nullable=False) for n in GONE))
         self.leases = self._table(
             "leases",
             Column("trainer", text, primary_key=True),
@@ -148,11 +153,13 @@ def connect(url: str) -> Engine:
                     address, connect_args={"timeout": LOCK_WAIT_S, "check_same_thread": False}
                 )
             )
-        return sql.create_engine(
-            address,
-            pool_pre_ping=True,
-            isolation_level="READ COMMITTED",
-            connect_args={"connect_timeout": int(LOCK_WAIT_S)},
+        return _postgres(
+            sql.create_engine(
+                address,
+                pool_pre_ping=True,
+                isolation_level="READ COMMITTED",
+                connect_args=client_limits(address.query.__contains__),
+            )
         )
     except (sql.exc.ArgumentError, ValueError) as error:
         raise ConfigError(
@@ -160,6 +167,17 @@ def connect(url: str) -> Engine:
         ) from None
     except ImportError as error:
         raise ConfigError(f"{KEY}.path={shown(url)}: {error}; install psycopg[binary]") from None
+
+
+def _postgres(engine: Engine) -> Engine:
+    @sql.event.listens_for(engine, "connect")
+    def on_connect(connection: object, _record: object) -> None:
+        with connection.cursor() as cursor:  # type: ignore[attr-defined]
+            for name, value in server_limits().items():
+                cursor.execute("select set_config(%s, %s, false)", (name, str(value)))
+        connection.commit()  # type: ignore[attr-defined]
+
+    return engine
 
 
 def _sqlite(engine: Engine) -> Engine:
@@ -210,6 +228,8 @@ def create(engine: Engine, tables: Tables) -> None:
             connection.execute(
                 tables.buffers.insert().values(name=tables.name, version=SCHEMA, next_group=0)
             )
+        if connection.execute(sql.select(tables.totals)).first() is None:
+            connection.execute(tables.totals.insert().values(dict.fromkeys(GONE, 0)))
 
 
 def _check_schema(connection: Connection, tables: Tables) -> None:
@@ -220,6 +240,9 @@ def _check_schema(connection: Connection, tables: Tables) -> None:
         version = connection.execute(query).scalar()
         if version == 1:
             _count_experiences(connection, tables)
+        if version in (1, 2):  # without totals, which are made with the other tables
+            here = tables.buffers.c.name == tables.name
+            connection.execute(tables.buffers.update().where(here).values(version=SCHEMA))
             version = SCHEMA
         wrong = (
             None
@@ -244,11 +267,10 @@ def _count_experiences(connection: Connection, tables: Tables) -> None:
     """Tables of version 1 counted groups. Greedy baselines, which are not trained on, are counted
     with the others of a group that was stored under it.
     """
-    groups, buffers = tables.groups, tables.buffers
+    groups = tables.groups
     for name in ("trained", "most"):
         connection.execute(sql.text(f'ALTER TABLE "{groups.name}" ADD COLUMN {name} INTEGER'))
     connection.execute(groups.update().values(trained=groups.c.size))
-    connection.execute(buffers.update().where(buffers.c.name == tables.name).values(version=SCHEMA))
 
 
 def check_database(config: ExperienceBufferConfig, at_start: bool = True) -> None:
@@ -310,6 +332,32 @@ def stored(connection: Connection, tables: Tables) -> Iterator[StoredGroup]:
             timeline=group.run_epoch,
             experiences=encode(blobs(connection, tables, group.number)),
         )
+
+
+def counted(connection: Connection, tables: Tables) -> dict[str, int]:
+    """How many groups there ever were, in which state."""
+    groups = tables.groups
+    state, held = groups.c.state, groups.c.trainer.is_not(None)
+    query = sql.select(state, held.label("held"), sql.func.count().label("number")).group_by(
+        state, held
+    )
+    gone = [
+        sql.select(sql.literal(name), sql.literal(None), tables.totals.c[name]) for name in GONE[:3]
+    ]
+    found = Counter[tuple[str, bool]]()
+    for name, is_held, number in connection.execute(query.union_all(*gone)):  # at one moment
+        found[name, bool(is_held)] += int(number)
+    ready, stored = found.get(("stored", False), 0), found.get(("stored", True), 0)
+    return {
+        "issued": sum(found.values()),
+        "stored": ready
+        + stored
+        + sum(n for (name, _), n in found.items() if name in ("consumed", "evicted")),
+        "failed": found.get(("failed", False), 0),
+        "evicted": found.get(("evicted", False), 0),
+        "ready_groups": ready,
+        "running_groups": sum(n for (name, _), n in found.items() if name in ("running", "left")),
+    }
 
 
 def blobs(connection: Connection, tables: Tables, group: int) -> list[msgspec.Raw]:

@@ -75,7 +75,8 @@ class Agent:
         self._queued: set[Window] = set()  # received, and not begun to be read by the main thread
         self._lock = threading.Lock()
         self.orphaned_at: float | None = None
-        self.doing, self.doing_since = "waiting", time.monotonic()
+        # what, since when, whether it waits for something: one tuple, for it is read meanwhile
+        self.doing = ("waiting", time.monotonic(), True)
         self._writers: dict[str, Writer] = {}
         self._exports: dict[str, threading.Thread] = {}  # by name of the checkpoint that is read
         self._exported: set[str] = set()
@@ -90,7 +91,7 @@ class Agent:
         self.wire.send(Ready(pid=os.getpid()))
         while isinstance(message := self.inbox.get(), Begin | Window | Drop):
             self._handle(message)
-            self._now("waiting")
+            self._now("waiting", True)
         for writer in self._writers.values():  # begun and never staged as a whole
             self._give_up(writer, f"rank {self.settings.rank} ended before this save was staged")
         self.to_watch.put(None)
@@ -113,7 +114,9 @@ class Agent:
 
     def _beat(self) -> None:
         while True:
-            self.wire.send(Beat(doing=self.doing, for_s=time.monotonic() - self.doing_since))
+            doing, since, is_waiting = self.doing
+            for_s = time.monotonic() - since
+            self.wire.send(Beat(doing=doing, for_s=for_s, is_waiting=is_waiting))
             if (
                 self.orphaned_at is not None
                 and time.monotonic() > self.orphaned_at + self.settings.deadline_s
@@ -121,15 +124,22 @@ class Agent:
                 log.error(
                     "the trainer is gone for %g s, still %s: giving up",
                     self.settings.deadline_s,
-                    self.doing,
+                    doing,
                 )
                 for exporter in list(self._exporters):
                     end_family(exporter)
                 os._exit(1)
             time.sleep(BEAT_S)
 
-    def _now(self, doing: str) -> None:
-        self.doing, self.doing_since = doing, time.monotonic()
+    def _now(self, doing: str, is_waiting: bool = False) -> None:
+        self.doing = (doing, time.monotonic(), is_waiting)
+
+    def _wrote(self, count: int) -> None:
+        """A piece is written: whoever waits knows that the disk gets on."""
+        doing = self.doing[0]
+        self._now("waiting, for the rate is limited", True)
+        self.pacer(count)
+        self._now(doing)
 
     def _free_dropped(self, identity: str) -> None:
         """Windows that were not begun are given back at once: somebody waits for their slots."""
@@ -151,7 +161,7 @@ class Agent:
     def _handle(self, message: Begin | Window | Drop) -> None:
         writer = self._writers.get(message.id)
         if isinstance(message, Begin):
-            self._writers[message.id] = Writer(message, self.settings, self.storage, self.pacer)
+            self._writers[message.id] = Writer(message, self.settings, self.storage, self._wrote)
         elif isinstance(message, Drop):
             if writer is not None:
                 self._give_up(writer, message.why)
@@ -161,9 +171,10 @@ class Agent:
             self.wire.send(Freed(id=message.id, slot=message.slot))
 
     def _write(self, writer: Writer, message: Window) -> None:
-        self._now(f"writing step {writer.begin.step}")
+        self._now("waiting for other ranks to write", True)
         try:
             with self.gate.passed(), trace.span("write", step=writer.begin.step):
+                self._now(f"writing step {writer.begin.step}")
                 writer.window(
                     memoryview(self.slots[message.slot])[: message.stop - message.start],
                     message.start,

@@ -8,19 +8,33 @@ fits; the newest entry and every tagged one stay, whatever the rules say.
 import logging
 import re
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import PurePosixPath
 
 import msgspec
 
-from rft.checkpoint.records import MANIFEST, Manifest, Retention, decode_json, sha256
-from rft.checkpoint.storage import Storage
+from rft.checkpoint.records import (
+    LATEST,
+    MANIFEST,
+    QUARANTINED,
+    Manifest,
+    Retention,
+    decode_json,
+    sha256,
+)
+from rft.checkpoint.storage import NotAFile, Storage
 
 log = logging.getLogger(__name__)
-COMMITTED = re.compile(r"(step|v)_(\d{8})(\.[0-9a-z]+)?")
+COMMITTED = re.compile(r"(step|v)_(\d{8}|[1-9]\d{8,17})(\.[0-9a-z]+)?", re.ASCII)
+
+
+RANK_FILE = re.compile(r"r\d{5,}\.(bin|json)")
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True):
-    """LATEST: where a reader may look first. Never believed: the committed manifests decide."""
+    """LATEST: where a reader may look first. Never believed: the committed manifests decide. But
+    what it names was committed once: if it is no checkpoint now, that is said.
+    """
 
     name: str
     epoch: int
@@ -37,9 +51,50 @@ def committed(storage: Storage, collection: str = "") -> list[str]:
     """Paths of all directories with a manifest, by step,
     ascending (a name alone proves nothing).
     """
-    names = [name for name in storage.list(collection) if step_of(name) is not None]
-    paths = [f"{collection}/{name}" if collection else name for name in sorted(names)]
-    return [path for path in paths if MANIFEST in storage.list(path)]
+    return [path for path in named(storage, collection) if MANIFEST in storage.list(path)]
+
+
+def named(storage: Storage, collection: str = "") -> list[str]:
+    """Paths below it that have a committed directory's name, by step, ascending."""
+    steps = [(step_of(name), name) for name in storage.list(collection)]
+    names = [name for step, name in sorted((s, n) for s, n in steps if s is not None)]
+    return [f"{collection}/{name}" if collection else name for name in names]
+
+
+def hint(storage: Storage, collection: str = "") -> Hint | None:
+    """What LATEST says, if anything. Raises OSError where the medium fails."""
+    try:
+        data = storage.get(f"{collection}/{LATEST}" if collection else LATEST)
+        return decode_json(data, Hint)
+    except (FileNotFoundError, NotAFile, ValueError):
+        return None
+
+
+def lost(storage: Storage, collection: str = "") -> list[str]:
+    """Paths of what was committed, still has its ranks' files, and no manifest any more."""
+    told = hint(storage, collection)
+    drafts = set(storage.leftovers(collection)) - ({told.name} if told else set())
+    found = []
+    for path in named(storage, collection):
+        names = storage.list(path)
+        is_ours = any(RANK_FILE.fullmatch(name) for name in names)
+        if is_ours and path not in drafts and not {MANIFEST, QUARANTINED} & set(names):
+            found.append(path)
+    return found
+
+
+def astray(storage: Storage, collection: str = "") -> str:
+    """The path that LATEST names, if that is no checkpoint any more; else nothing."""
+    told = hint(storage, collection)
+    return told.name if told and told.name not in committed(storage, collection) else ""
+
+
+def doubt(storage: Storage) -> str:
+    """Why there may have been a newer checkpoint than those that are there, or nothing."""
+    if hint(storage) is None:
+        return f"{LATEST} is missing or damaged: nothing tells whether there was a newer one"
+    gone = astray(storage)
+    return f"{LATEST} names {gone}, which is no checkpoint any more" if gone else ""
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:
@@ -94,9 +149,18 @@ def expired(entries: list[Entry], policy: Retention) -> list[Entry]:
     return [entry for entry in ordered if entry.path not in wanted]
 
 
+def rolling(entries: list[Entry], policy: Retention) -> list[Entry]:
+    """The newest ones, which a run goes on from; not what is kept beside them, tagged or best or
+    every so many steps, and would hold all data since then. Oldest first.
+    """
+    ordered = sorted(entries, key=lambda entry: (entry.epoch, entry.step))
+    return ordered[-policy.last :] if policy.last else ordered
+
+
 def _best(ordered: list[Entry], policy: Retention) -> list[Entry]:
     sign = 1 if policy.best_is_lowest else -1
-    scored = [entry for entry in ordered if entry.step in policy.scores]
+    # NaN is greater and less than nothing: sorted, it would push the best out
+    scored = [e for e in ordered if isfinite(policy.scores.get(e.step, nan))]
     return sorted(scored, key=lambda entry: (sign * policy.scores[entry.step], -entry.step))[
         : policy.best
     ]

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rft.checkpoint import fence
-from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, step_of
+from rft.checkpoint.catalog import Hint, expired, list_entries, read_manifest, rolling, step_of
+from rft.checkpoint.catalog import hint as hint_of
 from rft.checkpoint.records import (
     FORMAT,
+    LATEST,
     MANIFEST,
     Begin,
     CheckpointSettings,
@@ -36,7 +38,7 @@ from rft.checkpoint.records import (
     sha256,
 )
 from rft.checkpoint.sharding import digest
-from rft.checkpoint.storage import LATEST, Storage
+from rft.checkpoint.storage import Storage
 from rft.checkpoint.writer import abandoned_name, file_name, receipt_name
 from rft.ground import durable
 
@@ -56,6 +58,8 @@ class PendingCommit:
     output: Output
     since: float
     complete_since: float | None = None
+    failing_since: float | None = None
+    cause: str = ""  # of that
     done: bool = False
     bytes: int = 0  # of all ranks, once that is known
 
@@ -77,17 +81,40 @@ class Committer:
     def look(self) -> None:
         """One round over all drafts, oldest first.
 
-        A failing medium is reported and does not end the agent.
+        A failing medium is tried again, then reported, and does not end the agent.
         """
         for draft in list(self.drafts):
             try:
                 name = self._advance(draft)
-            except (OSError, CommitError, ValueError) as error:
+            except OSError as error:
+                self._is_failing(draft, str(error))
+                continue
+            except (CommitError, ValueError) as error:
                 self._fail(draft, str(error))
                 continue
             if name is not None:
                 self._committed(draft, name)
+            elif draft.complete_since is None:
+                draft.failing_since = None
         self.drafts = [draft for draft in self.drafts if not draft.done]
+
+    def _is_failing(self, draft: PendingCommit, cause: str) -> None:
+        """What fails here the next in the line may do: as long as one of them may, this save has
+        not failed, and for one lease more, as each goes by its own clock.
+        """
+        now = time.monotonic()
+        if draft.failing_since is None:
+            log.error("%s: %s; tried again", draft.output.draft, cause)
+            draft.failing_since = now
+        draft.cause = cause
+        if now > draft.failing_since + self._patience_s + self.settings.lease_s:
+            self._fail(draft, cause)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long this rank tries what fails: all end at the same time, whoever had to begin."""
+        line, rank = min(self.settings.world, LINE), self.settings.rank
+        return self.settings.lease_s * (line - rank if rank < line else line)
 
     def _advance(self, draft: PendingCommit) -> str | None:
         """Name under which the draft is published by now, by whomever; None: not yet.
@@ -106,8 +133,13 @@ class Committer:
             raise self._gone(draft.output.draft)
         if rank < LINE and all(receipt_name(r) in names for r in range(self.settings.world)):
             draft.complete_since = draft.complete_since or time.monotonic()
-            if time.monotonic() >= draft.complete_since + rank * self.settings.lease_s:
+            now = time.monotonic()
+            since = now if draft.failing_since is None else draft.failing_since
+            is_its_turn = now >= draft.complete_since + rank * self.settings.lease_s
+            if is_its_turn and now <= since + self._patience_s:
                 return self._commit(draft)
+            if now > since + self._patience_s:
+                raise OSError(draft.cause)
         self._check_time(draft, names)
         return None
 
@@ -227,10 +259,7 @@ class Committer:
     def _point(self, collection: str, name: str, manifest: Manifest) -> None:
         """Move the hint, only ever forward."""
         path = f"{collection}/{LATEST}" if collection else LATEST
-        try:
-            old = decode_json(self.storage.get(path), Hint)
-        except (FileNotFoundError, ValueError):
-            old = None
+        old = hint_of(self.storage, collection)
         hint = Hint(name=name, epoch=manifest.epoch, step=manifest.step)
         if old is None or (old.epoch, old.step) <= (hint.epoch, hint.step):
             self.storage.put(path, encode_json(hint))
@@ -260,13 +289,17 @@ class Committer:
         self._check_epoch()
         entries = list_entries(self.storage, output.collection)
         in_use = self.in_use()
-        dropped = [
-            entry for entry in expired(entries, output.retention) if entry.path not in in_use
-        ]
-        for entry in dropped:
+        left = list(entries)
+        for entry in expired(entries, output.retention):
+            if entry.path in in_use:
+                continue
             log.info("retention removes %s", entry.path)
-            self.storage.remove(entry.path)
-        left = [entry for entry in entries if entry not in dropped]
+            try:
+                self.storage.remove(entry.path)
+                left.remove(entry)
+            except OSError as error:  # the others go, and it is still there to be loaded
+                log.error("%s cannot be removed: %s", entry.path, error)
+        left = rolling(left, output.retention)
         if left and not output.collection:
             self.report(Retained(oldest=read_manifest(self.storage, left[0].path).loop))
 

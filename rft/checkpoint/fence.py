@@ -11,12 +11,14 @@ afterwards is checked against the newer epoch before it is published.
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rft.ground import durable
 
+NUMBER = re.compile(r"[1-9]\d{0,17}", re.ASCII)
 LOOK_S = 0.05  # between looks at locks; nothing tells when another process's lock goes
 
 
@@ -25,10 +27,10 @@ def control_dir(job: Path) -> Path:
 
 
 def newest_epoch(control: Path) -> int:
+    """Files with other names are not ours."""
     directory = control / "epochs"
-    return (
-        max((int(name) for name in os.listdir(directory)), default=0) if directory.is_dir() else 0
-    )
+    names = os.listdir(directory) if directory.is_dir() else []
+    return max((int(name) for name in names if NUMBER.fullmatch(name)), default=0)
 
 
 def take_epoch(control: Path, above: int = 0) -> int:
@@ -67,8 +69,12 @@ def hold(path: Path) -> int:
 
 
 def holder(path: Path) -> int:
-    """Process number of the agent that has locked `path`."""
-    return int(durable.signed_by(path) or 0)
+    """Process number of the agent that has locked `path`; 0 where nothing tells.
+
+    A full disk takes the lock and not the number: then the kernel is asked.
+    """
+    signed = durable.signed_by(path)
+    return int(signed) if NUMBER.fullmatch(signed) else durable.locker(path)
 
 
 def living_agents(control: Path) -> list[Path]:

@@ -3,8 +3,9 @@ it again.
 
 In: requests. Out: reports, handed to `on_report` by a reader thread. Invariants: a save that was
 staged and whose slot was not given back is told again to the next agent, so the death of an agent
-costs time and nothing else; no request waits for the agent; one that says nothing for `deadline_s`
-is killed, and the next starts when it is gone: two never write the same draft.
+costs time and nothing else; no request waits for the agent; one that says nothing for `patience_s`,
+or whose disk takes `deadline_s` over one operation, is killed, and the next starts when it is gone:
+two never write the same draft.
 """
 
 import logging
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 AGENT = (sys.executable, "-m", "rft.checkpoint.agent")
 SILENT_S = 2.0  # without a beat: stopped, or starved of the processor
 STALLED_S = 30.0  # over one operation: a disk that does not answer
-START_S = 60.0  # for an agent to say its first word, where deadline_s is shorter
+START_S = 60.0  # for an agent to say its first word, where patience_s is shorter
 LOOK_S = 0.5
 BROKEN = "the agent cannot run"
 DEAF = "the agent takes no messages"
@@ -72,8 +73,10 @@ class Link:
         log_path: Path | None,
         command: tuple[str, ...] = AGENT,
         stalled_s: float = STALLED_S,
+        patience_s: float = STALLED_S,
     ):
         self.settings = settings
+        self.patience_s = patience_s
         self.stalled_s = stalled_s
         self.deaths = 0
         self.state = "starting"  # starting | ready | silent | stalled | broken | closed
@@ -86,6 +89,8 @@ class Link:
         # Since the agent last said something, counted in looks: time in which this process itself
         # was stopped is not the agent's.
         self._quiet_s = 0.0
+        self._stalled_for_s = 0.0  # what it was about when it last said something
+        self._is_killed = False
         self._fruitless = 0
         self._closing = threading.Event()
         self._ended = threading.Event()
@@ -96,6 +101,11 @@ class Link:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def idle_s(self) -> float:
+        """For how long the agent has said nothing, or its disk not got on with one operation."""
+        return max(self._quiet_s, self._stalled_for_s)
 
     def begin(self, message: Begin) -> None:
         with self._lock:
@@ -181,7 +191,8 @@ class Link:
         Called with the lock.
         """
         self._process, self._outbox = process, Outbox(wire)
-        self.state, self._quiet_s = "starting", 0.0
+        self.state, self._is_killed = "starting", False
+        self._quiet_s = self._stalled_for_s = 0.0
         self._outbox.send(self.settings)
         threading.Thread(
             target=self._listen,
@@ -197,11 +208,8 @@ class Link:
                 self._fruitless = 0
                 self._enter("ready")
             elif isinstance(report, Beat):
-                self._enter(
-                    "stalled"
-                    if report.doing != "waiting" and report.for_s > self.stalled_s
-                    else "ready"
-                )
+                self._stalled_for_s = 0.0 if report.is_waiting else report.for_s
+                self._enter("stalled" if self._stalled_for_s > self.stalled_s else "ready")
             elif not (isinstance(report, Freed) and report.slot == NO_SLOT) and self._note(report):
                 self._on_report(report)
         code = process.wait()
@@ -329,18 +337,22 @@ class Link:
             with self._lock:
                 self._quiet_s += LOOK_S
                 is_new = self.state == "starting"
-                limit_s = max(self.settings.deadline_s, START_S if is_new else SILENT_S)
+                limit_s = max(self.patience_s, START_S if is_new else SILENT_S)
                 if self.state == "broken" or self._process.poll() is not None:
                     continue
-                if self._quiet_s > limit_s:
+                why = "said nothing" if self._quiet_s > limit_s else ""
+                if self._stalled_for_s > self.settings.deadline_s:
+                    why = "is not done with one operation of its disk"
+                if why and not self._is_killed:
                     log.error(
-                        "checkpoint agent of rank %d said nothing for %g s, killed",
+                        "checkpoint agent of rank %d %s for %.0f s, killed",
                         self.settings.rank,
-                        limit_s,
+                        why,
+                        self.idle_s,
                     )
                     # also a stopped one; the thread that hears it to its end starts the next
                     self._process.kill()
-                    self._quiet_s = 0.0
+                    self._is_killed = True
                 elif self._quiet_s > SILENT_S and not is_new:
                     self._enter("silent")
 

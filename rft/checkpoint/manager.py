@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class SaveOutcome:
     open: set[str]
     cause: str = ""
     name: str = ""  # of the committed directory
+    is_repeated: bool = False  # it failed, and the same step was saved again
 
 
 @dataclass
@@ -171,7 +173,7 @@ class CheckpointManager:
         if loop is None:
             return None
         self.newest = self.requested = loop["step"]
-        self.scores = {int(step): value for step, value in loop.pop("scores", {}).items()}
+        self.scores = restore.scores_of(loop)
         return loop
 
     def _loaded(self, step: int) -> set[str]:
@@ -194,7 +196,10 @@ class CheckpointManager:
         size = slot_size(total, self.config.host_memory_gb)
         windows = windows_of(self._plan.regions, size, total)
         self._check_memory(2 * size, free)
-        slots = SlotPool([Slot(number, size, self.device) for number in range(2)])
+        patience_s = min(self.config.staging_patience_s, self.config.agent_deadline_s)
+        slots = SlotPool(
+            [Slot(number, size, self.device) for number in range(2)], patience_s, self._idle_s
+        )
         self._stager = Stager(
             slots, self._plan.regions, windows, self.device.copier(), self.config.agent_deadline_s
         )
@@ -214,12 +219,15 @@ class CheckpointManager:
         log_path = (
             self.log_dir / f"checkpoint_agent_{self.ranks.rank}.log" if self.log_dir else None
         )
-        self._link = Link(settings, self._hear, log_path, self._agent)
+        self._link = Link(settings, self._hear, log_path, self._agent, patience_s=patience_s)
         log.info(
             "checkpoints: %.3f GB per save of this rank, 2 slots of %.3f GB",
             total / 1e9,
             size / 1e9,
         )
+
+    def _idle_s(self) -> float:
+        return 0.0 if self._link is None else self._link.idle_s
 
     def _check_memory(self, wanted: int, free: int) -> None:
         """Pages are touched at once: too little memory must be an error now, and not the end of
@@ -295,6 +303,8 @@ class CheckpointManager:
         )
         self.requested = step if full else self.requested
         with self._changed:
+            for outcome in self._outcomes.values():
+                outcome.is_repeated |= outcome.step == step and bool(outcome.cause)
             self._outcomes[identity] = SaveOutcome(step, {output.collection for output in outputs})
         self._stager.await_done()
         messages = SaveMessages(self._link, begin)
@@ -358,9 +368,16 @@ class CheckpointManager:
         return False
 
     def score(self, step: int, metrics: dict[str, float]) -> None:
-        """What an evaluation of version `step` gave: `keep_best` goes by `best_metric`."""
-        if self.config.best_metric in metrics:
-            self.scores[step] = metrics[self.config.best_metric]
+        """What an evaluation of version `step` gave: `keep_best` goes by `best_metric`, and one
+        that is not finite is no score.
+        """
+        if self.config.best_metric not in metrics:
+            return
+        value = metrics[self.config.best_metric]
+        if isfinite(value):
+            self.scores[step] = value
+        else:
+            log.warning("%s of step %d is %g: no score", self.config.best_metric, step, value)
 
     def before_update(self) -> float:
         """To be called before weights change; returns when the last save's copies are made, with
@@ -383,7 +400,11 @@ class CheckpointManager:
         """Until the saves of `step` are committed. Raises RuntimeError when one failed."""
         deadline = time.monotonic() + 2 * self.config.agent_deadline_s
         with self._changed:
-            known = [outcome for outcome in self._outcomes.values() if outcome.step == step]
+            known = [
+                outcome
+                for outcome in self._outcomes.values()
+                if outcome.step == step and not outcome.is_repeated
+            ]
             self._changed.wait_for(
                 lambda: not any(o.open for o in known), max(0.0, deadline - time.monotonic())
             )

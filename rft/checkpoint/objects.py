@@ -18,11 +18,10 @@ from typing import Any, BinaryIO, cast
 
 from fsspec.core import url_to_fs
 
-from rft.checkpoint.records import MANIFEST, final_name
+from rft.checkpoint.records import MANIFEST, QUARANTINED, final_name
 
-QUARANTINED = "QUARANTINED"
 # names that `draft` makes; others are not ours to sweep
-OURS = re.compile(r"(step|v)_\d{8}\.e\d+n\d+")
+OURS = re.compile(r"(step|v)_\d{8,}\.e\d+n\d+")
 PART = 32 * 2**20  # bytes of one part of a multipart upload
 
 

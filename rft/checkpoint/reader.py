@@ -14,13 +14,32 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, BinaryIO, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 
 from rft.checkpoint.catalog import read_manifest
-from rft.checkpoint.records import CHUNK, FORMAT, MANIFEST, Receipt, Region, decode_json, sha256
-from rft.checkpoint.sharding import Box, Claim, CoverageError, boxes, check_coverage, overlap
-from rft.checkpoint.storage import Storage, read_at
+from rft.checkpoint.records import (
+    CHUNK,
+    FORMAT,
+    MANIFEST,
+    LoopState,
+    Receipt,
+    Region,
+    decode_json,
+    sha256,
+)
+from rft.checkpoint.sharding import (
+    Box,
+    Claim,
+    CoverageError,
+    boxes,
+    check_coverage,
+    check_place,
+    overlap,
+)
+from rft.checkpoint.storage import NotAFile, Storage, read_at
+from rft.checkpoint.writer import file_name, receipt_name
 from rft.ground.names import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -98,8 +117,8 @@ class OpenFiles:
         def once() -> Found:
             try:
                 return read()
-            except IsADirectoryError as error:
-                raise Damaged(f"{self.where(name)} is a directory", name) from error
+            except NotAFile as error:
+                raise Damaged(f"{self.where(name)} {error.strerror}", name) from error
             except OSError as error:
                 self.close()  # a handle may be stale, or the descriptors spent
                 names = (
@@ -131,7 +150,7 @@ class RankFile:
     """The bytes of one rank, verified chunk by chunk as they are read; the last chunk is kept."""
 
     def __init__(self, files: OpenFiles, receipt: Receipt):
-        self.name = receipt.file
+        self.name, self.bytes = receipt.file, receipt.bytes
         self._files, self._receipt = files, receipt
         self._kept: tuple[int, bytes] = (-1, b"")
 
@@ -185,23 +204,54 @@ class Checkpoint:
                 f"{self.where} has format {self.manifest.format}, this rft reads {FORMAT}: use the "
                 "rft that wrote it"
             )
+        self._check_manifest()
         self.receipts = [
-            self._receipt(name, digest) for name, digest in sorted(self.manifest.receipts.items())
+            self._receipt(rank, self.manifest.receipts[receipt_name(rank)])
+            for rank in range(self.manifest.world)
         ]
+        if sum(receipt.bytes for receipt in self.receipts) != self.manifest.bytes:
+            raise Damaged(f"{self.where}: the receipts vouch for other bytes than {MANIFEST}")
+        self._sound: set[str] = set()  # keys whose pieces fit together
         self._pieces: dict[str, list[tuple[RankFile, Region]]] = defaultdict(list)
         for receipt in self.receipts:
             file = RankFile(self._files, receipt)
             for region in receipt.regions:
                 self._pieces[region.key].append((file, region))
 
-    def _receipt(self, name: str, digest: str) -> Receipt:
+    def _check_manifest(self) -> None:
+        """A seal says who wrote it, not that it makes sense: the directory may be a stranger's."""
+        manifest, names = self.manifest, set(self.manifest.receipts)
+        try:
+            step = msgspec.convert(manifest.loop, LoopState).step
+        except ValueError as error:
+            raise Damaged(f"{self.where}/{MANIFEST}: its loop state is none: {error}") from error
+        if step != manifest.step or step < 0:
+            raise Damaged(f"{self.where}/{MANIFEST}: its loop state is not of step {manifest.step}")
+        if len(names) != manifest.world or names != set(map(receipt_name, range(len(names)))):
+            raise Damaged(
+                f"{self.where}/{MANIFEST}: its {len(names)} receipts are not those of "
+                f"{manifest.world} ranks"
+            )
+
+    def _receipt(self, rank: int, digest: str) -> Receipt:
+        name, manifest = receipt_name(rank), self.manifest
         where = f"{self.where}/{name}"
         data = self._files.attempt(name, lambda: self._storage.get(f"{self.path}/{name}"))
         if sha256(data) != digest:
             raise Damaged(f"{where} was changed")
-        receipt = decode_json(data, Receipt)
-        if receipt.id != self.manifest.id:
+        try:
+            receipt = decode_json(data, Receipt)
+        except ValueError as error:
+            raise Damaged(f"{where} is no receipt: {error}") from error
+        if receipt.id != manifest.id:
             raise Damaged(f"{where} is of another save")
+        same = ("format", "step", "epoch", "world", "layout")
+        wrong = [key for key in same if getattr(receipt, key) != getattr(manifest, key)]
+        wrong += ["rank"] * (receipt.rank != rank) + ["file"] * (receipt.file != file_name(rank))
+        if wrong:
+            raise Damaged(f"{where} does not fit {MANIFEST} in: {', '.join(wrong)}")
+        if receipt.bytes < 0 or len(receipt.chunks) != -(-receipt.bytes // CHUNK):
+            raise Damaged(f"{where} has {len(receipt.chunks)} hashes for {receipt.bytes} bytes")
         return receipt
 
     @property
@@ -247,12 +297,22 @@ class Checkpoint:
         filled = 0
         for target in boxes(claim):
             view = out[target.start : target.start + prod(target.shape)].reshape(target.shape)
-            for file, region in self._pieces[claim.key]:
+            for file, region in self._pieces_of(claim.key):
                 for source in boxes(region):
                     filled += _copy(file, region, source, target, view)
         if filled != len(out):
             raise Damaged(f"{self.where}: {filled} of {len(out)} elements of {claim.key} are there")
         return out
+
+    def _pieces_of(self, key: str) -> list[tuple[RankFile, Region]]:
+        """That they hold every element once is looked at where they are first used: to do so for
+        all, on every rank, would take long where ranks are many.
+        """
+        found = self._pieces[key]
+        if key not in self._sound:
+            self._check_coverage([(file.bytes, region) for file, region in found])
+            self._sound.add(key)
+        return found
 
     def whole(self, key: str) -> np.ndarray:
         """A whole tensor, in its shape, as unsigned integers."""
@@ -283,9 +343,14 @@ class Checkpoint:
             if receipt.file == file:
                 RankFile(self._files, receipt).chunk(chunk)
 
-    def _check_coverage(self) -> None:
+    def _check_coverage(self, placed: list[tuple[int, Region]] | None = None) -> None:
+        """`placed`: (bytes of its file, region); default: all regions."""
+        if placed is None:
+            placed = [(one.bytes, region) for one in self.receipts for region in one.regions]
         try:
-            check_coverage(region for receipt in self.receipts for region in receipt.regions)
+            for size, region in placed:
+                check_place(region, size)
+            check_coverage(region for _, region in placed)
         except CoverageError as error:
             raise Damaged(f"{self.where}: {error}") from error
 

@@ -20,6 +20,8 @@ Extent = tuple[int, ...]
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 MANIFEST = "MANIFEST.json"
+QUARANTINED = "QUARANTINED"  # in an object store, which knows no rename: it is set aside
+LATEST = "LATEST"
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -86,6 +88,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> str:
         return hashlib.sha256(encode_json(msgspec.structs.replace(self, seal=""))).hexdigest()
+
+
+class LoopState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resume builds on of a manifest's `loop`. JSON has null for what is no number."""
+
+    step: int
+    run_epoch: int = 0
+    journal: int | None = None
+    scores: dict[str, float | None] = {}
+    recent_losses: list[float | None] = []
+    skips: tuple[int, int] = (0, 0)
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,8 +202,8 @@ class Freed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Retained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest one that
-    retention has left.
+    """From rank 0's agent, after each commit of a checkpoint: loop state of the oldest of the last
+    ones (`max_checkpoints_to_keep`), whatever else is kept or tagged.
     """
 
     oldest: dict[str, Any]
@@ -224,10 +237,11 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent lives; `doing` since `for_s` seconds."""
+    """The agent lives; `doing` since `for_s` seconds. `is_waiting`: for work, or for its turn."""
 
     doing: str
     for_s: float
+    is_waiting: bool
 
 
 Request = CheckpointSettings | Begin | Window | Drop | Export | Close
@@ -241,8 +255,11 @@ def encode_json(record: Any) -> bytes:
 
 
 def decode_json(data: bytes, kind: type[Record]) -> Record:
-    """Raises msgspec.DecodeError (a ValueError) for anything that is not exactly such a record."""
-    return msgspec.json.decode(data, type=kind)
+    """Raises ValueError for anything that is not exactly such a record."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def sha256(data: bytes) -> str:

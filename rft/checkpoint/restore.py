@@ -30,8 +30,9 @@ from rft.checkpoint.reader import (
     StorageUnreachable,
     patiently,
 )
+from rft.checkpoint.records import LATEST, MANIFEST
 from rft.checkpoint.sharding import Claim, claim_of
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage, open_storage
+from rft.checkpoint.storage import WEIGHTS, NotAFile, Storage, open_storage
 from rft.ground.protocols import Piece, Snapshotable
 
 if TYPE_CHECKING:
@@ -58,17 +59,37 @@ class ReadReport(msgspec.Struct, kw_only=True):
     chunk: int = 0
 
 
+def scores_of(loop: dict[str, Any]) -> dict[int, float]:
+    """Taken out of a loop state. JSON knows no NaN: older manifests have null for it."""
+    scores = loop.pop("scores", {}).items()
+    return {int(s): value for s, value in scores if s.isdecimal() and value is not None}
+
+
 def sweep(storage: Storage) -> None:
-    """Remove drafts and half-deleted directories of earlier attempts.
+    """Remove drafts and half-deleted directories of earlier attempts; what cannot be removed stays,
+    and is told of.
 
     Called by one rank, after the run epoch was taken.
     """
     for collection in ("", WEIGHTS):
+        told = catalog.hint(storage, collection)
         for path in storage.leftovers(collection):
-            storage.remove(path)
+            # in an object store a checkpoint that has lost its manifest looks like a draft
+            if told is None or path != told.name:
+                _remove(storage.remove, path)
         for name in storage.list(collection):
             if ".new-" in name:
-                storage.discard(f"{collection}/{name}" if collection else name)
+                _remove(storage.discard, f"{collection}/{name}" if collection else name)
+
+
+def _remove(act: Callable[[str], object], path: str) -> None:
+    """A file that another node has open, one of another owner: no reason not to start."""
+    try:
+        act(path)
+    except OSError as error:
+        log.error(
+            "%s is left over and cannot be removed, nothing else is affected: %s", path, error
+        )
 
 
 def prepare(storage: Storage, ranks: "Collective", patience_s: float = PATIENCE_S) -> None:
@@ -99,7 +120,7 @@ def load(
         parts = ranks.gather(msgspec.to_builtins(part))
         is_good, following = _by_first(ranks, partial(candidates.after, path, parts))
         if is_good:
-            policy.restore(small)
+            _take_over(policy, small, f"{storage.where}/{path}", ranks)
             if ranks.rank == 0:
                 log.info("resumed from %s/%s", storage.where, path)
             return loop
@@ -124,10 +145,32 @@ def adopt(
     part, small, loop = _read(storage, path, ranks, policy, layout, patience_s)
     said = ranks.gather(msgspec.to_builtins(part))
     _by_first(ranks, partial(_refuse_all_but_good, said))
-    policy.restore(small)
+    _take_over(policy, small, f"{storage.where}/{path}", ranks)
     if ranks.rank == 0:
         log.info("begun from %s/%s", storage.where, path)
     return loop
+
+
+def _take_over(
+    policy: Snapshotable, small: dict[str, bytes], where: str, ranks: "Collective"
+) -> None:
+    """Counters and generators. A rank that cannot must not leave the others waiting for it."""
+    why = ""
+    try:
+        policy.restore(small)
+    except Exception as error:  # of content that some stranger's hashes vouch for
+        why = f"{type(error).__name__}: {error}"
+    said = ranks.gather([socket.gethostname(), why])
+    _by_first(ranks, partial(_refuse_small, where, said))
+
+
+def _refuse_small(where: str, said: list[tuple[str, str]]) -> None:
+    for rank, (host, why) in enumerate(said):
+        if why:
+            raise RestoreRefused(
+                f"rank {rank} on {host}: the small state in {where} cannot be taken over: {why}. "
+                "Nothing was set aside for it"
+            )
 
 
 def _refuse_all_but_good(said: list[Any]) -> None:
@@ -151,6 +194,10 @@ def newest_of(where: str) -> str:
     found = [path for path in committed(storage) if path == name or not name]
     if not found:
         raise FileNotFoundError(f"{where} holds no complete checkpoint")
+    if not name and (gone := [*catalog.lost(storage), *filter(None, [catalog.astray(storage)])]):
+        raise FileNotFoundError(
+            f"{where} has lost its checkpoint {gone[-1]}: name the one to begin from"
+        )
     try:
         entries = [(catalog.read_manifest(storage, path), path) for path in found]
     except ValueError as error:
@@ -204,11 +251,16 @@ class Candidates:
         for path in committed(self.storage):
             try:
                 manifest = catalog.read_manifest(self.storage, path)
-            except (ValueError, IsADirectoryError) as error:
+            except (ValueError, NotAFile) as error:
                 self._put_aside(path, str(error))
                 continue
             candidates.append((manifest.epoch, manifest.step, path))
-        return max(candidates)[2] if candidates else None
+        for path in catalog.lost(self.storage):
+            self._put_aside(path, f"{self.storage.where}/{path}/{MANIFEST} is missing")
+        newest = max(candidates)[2] if candidates else None
+        if newest and not self.rejected and (doubt := catalog.doubt(self.storage)):
+            log.error("%s: %s; the newest is %s", self.storage.where, doubt, newest)
+        return newest
 
     def after(self, tried: str, said: list[Any]) -> tuple[bool, str | None]:
         """(whether every rank has read `tried`, else the one to be tried next).
@@ -332,8 +384,11 @@ def _nothing(storage: Storage, rejected: list[str], ranks: "Collective", patienc
 
 def _lost(storage: Storage, rejected: list[str], said: list[Any]) -> str:
     """Why there should be a checkpoint, or nothing. Raises RestoreRefused."""
-    if rejected or LATEST in storage.list():
+    names = storage.list()
+    if rejected or LATEST in names:
         return "; ".join(rejected) or "LATEST points nowhere"
+    if aside := [name for name in names if name.startswith(".bad-")]:
+        return f"{aside[-1]} was set aside by an earlier start"
     here = said[0][0]
     for rank, (host, seen, unreachable) in enumerate(said):
         if unreachable:

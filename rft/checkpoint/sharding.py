@@ -9,6 +9,7 @@ exactly once; `check_coverage` proves it.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from rft.checkpoint.records import ALIGN, Extent, Region, encode_json, sha256
@@ -17,6 +18,7 @@ from rft.ground.protocols import Piece
 
 # keys of weights proper: they come first in a file, so that they are a file of their own too
 MODEL = "model/"
+DIMENSIONS = 8  # of a tensor, at most
 
 
 class CoverageError(ValueError):
@@ -188,6 +190,7 @@ def check_coverage(pieces: Iterable[Region | Claim]) -> None:
     """Raises CoverageError unless every element of every named tensor is held exactly once."""
     by_key: dict[str, list[Region | Claim]] = defaultdict(list)
     for piece in pieces:
+        check_piece(piece)
         by_key[piece.key].append(piece)
     for key, held_pieces in by_key.items():
         shapes = {(piece.global_shape, piece.dtype) for piece in held_pieces}
@@ -196,33 +199,56 @@ def check_coverage(pieces: Iterable[Region | Claim]) -> None:
                 f"{key}: pieces disagree about shape and dtype: {sorted(map(str, shapes))}"
             )
         held = [box for piece in held_pieces for box in boxes(piece)]
-        for box in held:
-            inside = zip(box.offset, box.shape, held_pieces[0].global_shape, strict=True)
-            if any(low < 0 or low + n > whole for low, n, whole in inside):
-                raise CoverageError(
-                    f"{key}: a piece at {box.offset} of shape {box.shape} is outside "
-                    f"{held_pieces[0].global_shape}"
-                )
-        count, whole = sum(prod(box.shape) for box in held), prod(held_pieces[0].global_shape)
-        if count != whole or _collide(held):
+        shape = held_pieces[0].global_shape
+        if not _fill(held, shape):
+            count, whole = sum(prod(box.shape) for box in held), prod(shape)
             raise CoverageError(
                 f"{key}: {count} of {whole} elements are stored"
                 + (", some twice" if count >= whole else "")
             )
 
 
-def _collide(held: list[Box]) -> bool:
-    """Does any element lie in two boxes? Sorted by first row, a box need only be held against those
-    that begin inside it.
+def check_piece(piece: Region | Claim) -> None:
+    """Raises CoverageError unless it is a part of a tensor, whoever has made it up."""
+    whole, offset, shape, flat = piece.global_shape, piece.offset, piece.shape, piece.flat
+    if piece.dtype not in ITEM_BYTES:
+        raise CoverageError(f"{piece.key}: {piece.dtype} is no dtype of a checkpoint")
+    if not len(whole) == len(offset) == len(shape) <= DIMENSIONS:
+        raise CoverageError(
+            f"{piece.key}: a piece at {offset} of shape {shape} is of {whole}, "
+            f"of at most {DIMENSIONS} dimensions"
+        )
+    inside = zip(offset, shape, whole, strict=True)
+    if any(low < 0 or count < 0 or low + count > size for low, count, size in inside):
+        raise CoverageError(f"{piece.key}: a piece at {offset} of shape {shape} is outside {whole}")
+    if flat is not None and not 0 <= flat[0] <= flat[1] <= prod(shape):
+        raise CoverageError(f"{piece.key}: elements {flat} are outside a box of shape {shape}")
+
+
+def check_place(region: Region, size: int) -> None:
+    """Raises CoverageError unless its bytes are as many as it needs, inside a file of `size`."""
+    check_piece(region)
+    elements = region.flat[1] - region.flat[0] if region.flat else prod(region.shape)
+    needed = elements * ITEM_BYTES[region.dtype]
+    if region.bytes != needed or not 0 <= region.at <= size - needed:
+        raise CoverageError(
+            f"{region.key}: {region.bytes} bytes at {region.at} of {size} are not the "
+            f"{needed} of its elements"
+        )
+
+
+def _fill(held: list[Box], shape: Extent) -> bool:
+    """Do these boxes hold every element of the whole once, and none twice?
+
+    Just when their corners, signed, add up to those of the whole: a sum of boxes is given by its
+    mixed difference, and that of a box is its corners. So no two boxes need be compared.
     """
-    ordered = sorted(held, key=lambda box: box.offset)
-    for number, box in enumerate(ordered):
-        end = box.offset[0] + box.shape[0] if box.shape else 1
-        for other in ordered[number + 1 :]:
-            if not other.offset:
-                return True
-            if other.offset[0] >= end:
-                break
-            if overlap(box, other):
-                return True
-    return False
+    corners: dict[Extent, int] = defaultdict(int)
+    whole = Box((0,) * len(shape), shape, 0)
+    for count, box in [(-1, whole), *((1, box) for box in held)]:
+        if 0 in box.shape:
+            continue
+        ends = [((low, 1), (low + n, -1)) for low, n in zip(box.offset, box.shape, strict=True)]
+        for corner in product(*ends):
+            corners[tuple(at for at, _ in corner)] += count * prod(sign for _, sign in corner)
+    return not any(corners.values())

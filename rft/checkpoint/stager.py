@@ -7,8 +7,8 @@ the agent.
 
 In: tensors by reference, valid until the next update. Out: windows of bytes in the order of the
 rank's file. Invariant: no byte is read after `await_copies` has returned; no slot is written before
-its agent has given it back. An agent that gives nothing back costs one wait of `deadline_s`: until
-a slot is back, later saves fail at once.
+its agent has given it back. An agent that gives nothing back costs one wait, of `patience_s` where
+it is silent and of `deadline_s` where it works: until a slot is back, later saves fail at once.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from rft.checkpoint.records import Region, Window
@@ -76,21 +76,33 @@ class Slot:
 
 
 class SlotPool:
-    """Which slots are free. Leased by the stager, given back by reports of the agent."""
+    """Which slots are free. Leased by the stager, given back by reports of the agent.
 
-    def __init__(self, slots: list[Slot]):
+    `idle_s`: how long the agent, or its disk, has not got on; beyond `patience_s` nobody waits.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        patience_s: float = inf,
+        idle_s: Callable[[], float] = lambda: 0.0,
+    ):
         self.all = slots
+        self.patience_s = patience_s
+        self._idle_s = idle_s
         self._free = list(slots)
         self._is_overdue = False  # a lease was waited for in vain, and nothing has come back since
         self._changed = threading.Condition()
 
     def lease(self, deadline_s: float) -> Slot | None:
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._free, 0.0 if self._is_overdue else deadline_s
-            ):
-                self._is_overdue = True
-                return None
+            end = time.monotonic() + (0.0 if self._is_overdue else deadline_s)
+            while not self._free:
+                left = min(end - time.monotonic(), self.patience_s - self._idle_s())
+                if left <= 0:
+                    self._is_overdue = True
+                    return None
+                self._changed.wait(left)
             return self._free.pop(0)
 
     def give_back(self, number: int) -> None:
@@ -221,8 +233,8 @@ class Stager:
                 slot = self.slots.lease(max(0.0, before + self.deadline_s - time.monotonic()))
                 if slot is None:
                     raise TimeoutError(
-                        f"no slot came back within {self.deadline_s:g} s: the agent hangs or the "
-                        "disk does"
+                        f"no slot came back within {self.deadline_s:g} s, or the agent or its disk "
+                        f"has hung for {self.slots.patience_s:g} s"
                     )
                 for position in inside:
                     self._copy(slot, self.regions[position], tensors[position], start)

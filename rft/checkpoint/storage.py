@@ -17,6 +17,7 @@ import fcntl
 import io
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +25,17 @@ from typing import Any, BinaryIO, Protocol
 
 from rft.checkpoint.records import final_name
 
-LATEST = "LATEST"
 BLOCK = 4096  # bytes that every device takes as a unit
+RECORD_BYTES = 2**31  # of a manifest or a receipt, at most
 DIRECT_BYTES = 2**23  # below this the page cache is quicker
 WEIGHTS = "weights"  # collection of model-only saves
 SCRATCH = ".trash-"  # prefix of directories that are being deleted
+
+
+class NotAFile(OSError):
+    """A directory, a pipe, a device, or far too much, where a file should be: it is what lies there
+    that is wrong, not the medium.
+    """
 
 
 class Sink(Protocol):
@@ -187,10 +194,22 @@ class LocalStorage:
             self.disk.unlink(self.root / path)
 
     def get(self, path: str) -> bytes:
-        return (self.root / path).read_bytes()
+        with self._regular(path) as file:
+            if os.fstat(file.fileno()).st_size > RECORD_BYTES:
+                raise NotAFile(errno.EFBIG, "is larger than any record", str(self.root / path))
+            return file.read()
 
     def open(self, path: str) -> BinaryIO:
-        return open(self.root / path, "rb", buffering=0)
+        return self._regular(path)
+
+    def _regular(self, path: str) -> io.FileIO:
+        """Never waits: a pipe to which nobody writes is no file."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        descriptor = os.open(self.root / path, flags)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise NotAFile(errno.EINVAL, "is no regular file", str(self.root / path))
+        return io.FileIO(descriptor, "rb")
 
     def size(self, path: str) -> int:
         return (self.root / path).stat().st_size

@@ -36,6 +36,11 @@ class FormatConfig(Section):
         Str | None, "tasks: column that names the workflow of a row; null in it: the set's"
     ] = None
     reward_fn_key: Annotated[Str | None, "tasks: the same for its reward"] = None
+    allowed_functions: Annotated[
+        list[Str],
+        "tasks: functions of your own (package.module:function, path/to/file.py:function) that a "
+        "row may name in these columns, beside the names that rft and plug-ins know",
+    ] = field(default_factory=list)
 
     @property
     def prompt_column(self) -> str:

@@ -39,3 +39,30 @@ def is_remote(config: Config) -> bool:
 def grace_of(environment: Mapping[str, str]) -> float:
     """Before a terminal somebody waits; a Slurm job may have a large model to save."""
     return 120.0 if "SLURM_JOB_ID" in environment else 20.0
+
+
+# arguments of rewards and operators that name the variable of a key, and those that have a default
+KEY_ARGUMENTS = ("key_variable", "api_key_env")
+ASK_JUDGES = ("remote_judge", "llm")
+JUDGES = ("OPENAI_API_KEY", "OPENAI_BASE_URL")
+
+
+def variables_of_rewards(config: Config) -> list[str]:
+    """Variables that this config names, or means by a default, as keys of what rewards and
+    operators ask.
+    """
+    given = config.buffer.explorer_input
+    sets = [*filter(None, [given.taskset]), *given.tasksets, *given.eval_tasksets]
+    pipelines = config.data_processor
+    operators = [*pipelines.task_pipeline.operators, *pipelines.experience_pipeline.operators]
+    asked = [(str(one.name), one.args) for one in operators]
+    asked += [
+        (str(one.default_reward_fn_type or given.default_reward_fn_type), one.reward_fn_args)
+        for one in sets
+    ]
+    found = [
+        str(arguments[key]) for _, arguments in asked for key in KEY_ARGUMENTS if key in arguments
+    ]
+    if any(word in name for name, _ in asked for word in ASK_JUDGES):
+        found += JUDGES
+    return found

@@ -140,6 +140,12 @@ class ExplorerConfig(Section):
     env_vars: Annotated[dict[str, Str], "environment of workflows and rewards"] = field(
         default_factory=dict
     )
+    passed_variables: Annotated[
+        list[Str],
+        "names of variables of your environment that rewards, agents, environments and operators "
+        "of pipelines get; others like PATH and HF_HOME they have, keys and tokens not: "
+        "docs/security.md",
+    ] = field(default_factory=list)
     reward_workers: Annotated[PosInt, "processes that compute rewards"] = 1
     reward_timeout: Annotated[PosFloat, "seconds for one reward; then its worker is killed"] = 10.0
     rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)

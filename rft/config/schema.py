@@ -178,6 +178,9 @@ class CheckpointConfig(Section):
     agent_deadline_s: Annotated[
         PosFloat, "for writing one checkpoint, also after the trainer is gone"
     ] = 600.0
+    staging_patience_s: Annotated[
+        PosFloat, "the longest that training waits for an agent or a disk that does not get on"
+    ] = 30.0
     lease_s: Annotated[
         PosFloat, "after this the next rank's agent commits what the one before has not"
     ] = 5.0
@@ -248,7 +251,12 @@ class TrainerConfig(Section):
     balance_batch: Annotated[
         Bool, "ranks get rows of equal cost; false: as many each, in order"
     ] = True
-    save_interval: Annotated[NonNegInt, "steps; 0: only at the end"] = 0
+    save_interval: Annotated[NonNegInt, "steps; 0: by save_minutes, and at the end"] = 0
+    save_minutes: Annotated[
+        FiniteNonNegFloat,
+        "without save_interval, minutes between checkpoints, at a step's end; 0: only at the end. "
+        "Off with deterministic=true",
+    ] = 10.0
     save_strategy: Annotated[
         Literal["unrestricted", "single_node", "single_process", "single_thread"],
         "who writes at a time",

@@ -12,7 +12,8 @@ no files, no clock.
 The first four are functions of (epoch, position). The last one is a function of that and of what it
 was told, and of nothing else: batch b is drawn with what the batches up to b - 2 - lag told, in the
 order of the tasks, whenever that was heard. So a run that was killed draws what an unbroken one
-draws, as long as everything that was told is told again (`recall`).
+draws, as long as everything that was told is told again (`recall`). So that this does not grow for
+ever, what was learned of it (`belief`) may take its place (`believe`).
 """
 
 import random
@@ -22,12 +23,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rft.config import TaskSelectorConfig, arguments, nearest
 from rft.ground.errors import refuse_all
 
 LEARNING = "difficulty_based"
+BELIEF_EVERY = 64  # lessons, at least
 RANGES = (("lamb", 0, 1), ("rho", 0, 1), ("tau", 0, 1e9), ("m", 1e-9, 1e9))  # of its options
 
 
@@ -136,6 +139,15 @@ class RowOrder:
         still to be told of.
         """
 
+    def belief(self, draw: int) -> tuple[int, bytes] | None:
+        """What was learned of all tasks before a draw, and that draw: it is kept with the lesson of
+        task `draw`, in place of theirs. None: nothing needs to be.
+        """
+        return None
+
+    def believe(self, belief: bytes) -> None:
+        """Begin with an earlier `belief`; `recall` was called with the lessons behind it."""
+
 
 class FixedOrder(RowOrder):
     """`order(epoch)`: the rows of a whole epoch."""
@@ -190,6 +202,7 @@ class DifficultyBased(RowOrder):
         """
         self.alpha, self.beta = np.ones(self.rows), np.ones(self.rows)
         self.learned = 0  # batches whose rewards are in the beliefs
+        self._unkept = len(told)  # lessons since the beliefs were kept
         self._heard = sorted(tuple(item) for item in told)
         self._open = set(running)
         self._batch, self._drawn = -1, [0]
@@ -206,7 +219,22 @@ class DifficultyBased(RowOrder):
         """The mean reward of a task, or None: it failed, and nothing is learned of it."""
         self._open.discard(draw)
         if value is not None:
+            self._unkept += 1
             insort(self._heard, (draw, row, value))
+
+    def belief(self, draw: int) -> tuple[int, bytes] | None:
+        """As often as makes it no larger than the lessons. Only with a task of the batch that was
+        drawn last: who goes on from there draws nothing that is to know less.
+        """
+        if self._unkept < max(self.rows, BELIEF_EVERY) or draw // self.batch_size != self._batch:
+            return None
+        self._unkept = 0
+        found = (self.learned, self.alpha.tobytes(), self.beta.tobytes())
+        return self.learned * self.batch_size, msgspec.msgpack.encode(found)
+
+    def believe(self, belief: bytes) -> None:
+        self.learned, *counts = msgspec.msgpack.decode(belief, type=tuple[int, bytes, bytes])
+        self.alpha, self.beta = (np.frombuffer(one, np.float64).copy() for one in counts)
 
     def is_waiting(self, draw: int) -> bool:
         """Whether this draw begins a batch that depends on a task which still runs."""

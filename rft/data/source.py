@@ -123,6 +123,18 @@ def _numbers(config: TasksetConfig, name: str, key: str) -> Iterator[float]:
         yield float(value)
 
 
+def not_allowed(name: str | None, config: FormatConfig) -> str:
+    """Why a row may not name this workflow or reward; "" where it may. A row is data: which code of
+    the user's is run says the config.
+    """
+    if not name or ":" not in name or name in config.allowed_functions:
+        return ""
+    return (
+        f"{name!r}, and a row names only what rft and plug-ins know: if this function is meant, "
+        "add it to format.allowed_functions"
+    )
+
+
 def names_in(config: TasksetConfig, which: str, key: str) -> set[str]:
     """The different names in the column that `format.workflow_key` or `format.reward_fn_key`
     (`which`) means.
@@ -135,6 +147,8 @@ def names_in(config: TasksetConfig, which: str, key: str) -> set[str]:
                 f"{key}.format.{which}: {where} has {value!r} as {name!r}, "
                 "which must be a name or null"
             )
+        if why := not_allowed(value, config.format):
+            raise ConfigError(f"{key}.format.{which}: {where} has {why}")
         found |= {value} if value else set()
     if name and not found:
         raise ConfigError(

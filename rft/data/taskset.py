@@ -230,12 +230,24 @@ class Taskset(Epochs):
         """The mean reward of a task, or None when it failed."""
         self._selector.tell(task.draw, task.row, value)
 
-    def recall(self, told: list[list[Any]], running: list[Task]) -> None:
-        """Of earlier processes: [taskset, draw, row, value] of every task, and the tasks that have
-        to run again.
+    def lesson(self, task: Task, value: float) -> list[Any] | None:
+        """What a buffer keeps of a task, and gives to `recall`: [taskset, draw, row, value], at
+        times with what was learned of all tasks before a draw, [..., draw, belief].
         """
-        ours = [(draw, row, value) for name, draw, row, value in told if name == self.name]
-        self._selector.recall(ours, [task.draw for task in running if task.taskset == self.name])
+        if not self.learns:
+            return None
+        return [self.name, task.draw, task.row, value, *(self._selector.belief(task.draw) or ())]
+
+    def recall(self, told: list[list[Any]], running: list[Task]) -> None:
+        """Of earlier processes: the lessons that were kept, and the tasks that are to run again."""
+        ours = [lesson for lesson in told if lesson[0] == self.name]
+        self._selector.recall(
+            [(draw, row, value) for _, draw, row, value, *_ in ours],
+            [task.draw for task in running if task.taskset == self.name],
+        )
+        for lesson in ours:
+            if len(lesson) > 4:
+                self._selector.believe(lesson[5])
 
     def _make_sampling(self, key_path: str) -> Sampling:
         args = self.config.rollout_args
@@ -263,6 +275,9 @@ class Taskset(Epochs):
             raw.get(key) if key else None
             for key in (config.format.workflow_key, config.format.reward_fn_key)
         )
+        for name in (workflow, reward):
+            if why := task_source.not_allowed(name, config.format):
+                raise ConfigError(f"taskset {self.name}: row {row + 1} has {why}")
         return Task(
             id=f"{self.name}/{self._epoch}/{row}" + (f"/{draw}" if again else ""),
             taskset=self.name,
@@ -338,6 +353,9 @@ class Mixture(Epochs):
         for one in self.sets:
             if one.name == task.taskset:
                 one.tell(task, value)
+
+    def lesson(self, task: Task, value: float) -> list[Any] | None:
+        return next(one for one in self.sets if one.name == task.taskset).lesson(task, value)
 
     def recall(self, told: list[list[Any]], running: list[Task]) -> None:
         for one in self.sets:

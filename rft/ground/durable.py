@@ -5,8 +5,9 @@ durable when the call returns; a descriptor that is the lock for as long as it i
 draft has its final name only after its bytes are on the medium (write, fsync, rename, fsync of the
 directory: LWN, "Ensuring data reaches disk", 2011).
 
-Locks are `flock`: the kernel gives them back when a holder dies, however it dies. Checkpoints have
-their own seam for the same system calls (`rft.checkpoint.storage`), which fault tests replace.
+Locks are `flock`: the kernel gives them back when a holder dies, however it dies. `Files` are the
+system calls of what keeps files open for long; simulations have others. Checkpoints have their own
+seam (`rft.checkpoint.storage`), which fault tests replace.
 """
 
 import contextlib
@@ -89,6 +90,22 @@ def is_locked(path: Path, by_anybody: bool = False) -> bool:
         os.close(descriptor)
 
 
+def locker(path: Path, table: Path = Path("/proc/locks")) -> int:
+    """Process number of whoever holds `path` alone, as the kernel's table has it; 0: it does not.
+
+    1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
+    """
+    node = str(path.stat().st_ino)
+    if not table.exists():
+        return 0
+    for line in table.read_text(encoding="ascii").splitlines():
+        fields = line.split()
+        is_whole = fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"]
+        if is_whole and fields[5].rpartition(":")[2] == node:
+            return max(0, int(fields[4]))
+    return 0
+
+
 def sign(descriptor: int, text: str) -> None:
     """Say in a lock's file who holds it. Raises OSError."""
     os.ftruncate(descriptor, 0)
@@ -98,3 +115,80 @@ def sign(descriptor: int, text: str) -> None:
 def signed_by(path: Path) -> str:
     """What the last holder of a lock has said of itself, empty where nothing was."""
     return path.read_text(encoding="utf-8", errors="replace").strip()
+
+
+class Files:
+    """The system calls of a journal, by descriptor. All raise OSError."""
+
+    def make(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def lock(self, path: Path) -> int | None:
+        """Signed with the number of this process; None if another one has it."""
+        descriptor = lock(path)
+        if descriptor is not None:
+            sign(descriptor, str(os.getpid()))
+        return descriptor
+
+    def names(self, directory: Path, ending: str) -> list[Path]:
+        """Those that end so, sorted."""
+        return sorted(directory.glob(f"*{ending}"))
+
+    def content(self, path: Path) -> bytes:
+        """Empty where there is no file."""
+        return path.read_bytes() if path.exists() else b""
+
+    def read_from(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def write_to(self, path: Path, empty: bool = False) -> int:
+        """Made where it is missing; what is written goes behind its end."""
+        how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if empty else 0)
+        return os.open(path, how, 0o644)
+
+    def change(self, path: Path) -> int:
+        """Made where it is missing; written in place by `put`."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def size(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
+
+    def read(self, descriptor: int, size: int, offset: int) -> bytes:
+        """These bytes of a file, or fewer where it ends:
+
+        Linux gives at most 0x7ffff000 of them in one call.
+        """
+        data = os.pread(descriptor, size, offset)
+        while len(data) < size and (
+            more := os.pread(descriptor, size - len(data), offset + len(data))
+        ):
+            data += more
+        return data
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        write_all(descriptor, data)
+
+    def put(self, descriptor: int, data: bytes) -> None:
+        """At the beginning."""
+        os.pwrite(descriptor, data, 0)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def sync_directory(self, directory: Path) -> None:
+        sync_directory(directory)
+
+
+FILES = Files()

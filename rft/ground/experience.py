@@ -16,11 +16,18 @@ import msgspec
 StopReason = Literal["stop", "length", "abort", "prompt_too_long"]
 # of `Experience.info`: in a group, only those that say the same are compared with each other
 PEERS = "peers"
+# a reward beyond it, either way, is a mistake or an attempt: one of them would rule its batch
+LARGEST_REWARD = 1e6
 T = TypeVar("T")
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Base of all records: defaults left out on the wire, unknown fields ignored when read."""
+
+
+def is_reward(value: float) -> bool:
+    """Finite, and no larger than any that means something. False for NaN."""
+    return -LARGEST_REWARD <= value <= LARGEST_REWARD
 
 
 class VersionSpan(Record, kw_only=True):

@@ -20,6 +20,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -31,11 +32,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
 from rft.ground.device import thread_environment
+from rft.ground.surroundings import foreign
 
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -46,6 +48,8 @@ EXIT_TIMEOUT_S = 1.0  # between the end of a child's socket and its exit status
 HEADER = struct.Struct("<I")  # of a frame: the length of the body behind it
 LONGEST = 2**32 - 1
 AT_ONCE = 2**16  # bytes: small frames are read several at a time
+SHORTAGE_S = 0.2  # until a listener asks again for what this process or machine had none of
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class BrokenFrame(ConnectionError):
@@ -94,6 +98,45 @@ def messages(stream: socket.socket, limit: int = LONGEST) -> Iterator[bytes]:
         yield from frames.split(part)
     if frames.rest:
         raise BrokenFrame("the stream ended inside a message")
+
+
+def one_message(stream: socket.socket, limit: int, within_s: float) -> bytes:
+    """The next body and not one byte behind it, all of it in `within_s`, however slowly it comes.
+
+    Raises BrokenFrame, or what `recv` raises: TimeoutError when the time is over.
+    """
+    deadline = time.monotonic() + within_s
+
+    def exactly(size: int) -> bytearray:
+        data, got = bytearray(size), 0
+        while got < size:
+            stream.settimeout(max(deadline - time.monotonic(), 1e-6))  # 0 would mean: never wait
+            here = stream.recv_into(memoryview(data)[got:])
+            if not here:
+                raise BrokenFrame("the stream ended inside a message")
+            got += here
+        return data
+
+    size = HEADER.unpack(exactly(HEADER.size))[0]
+    if size > limit:
+        raise BrokenFrame(f"a message of {size} bytes is too long")
+    return bytes(exactly(size))
+
+
+def accepted(listener: socket.socket, pause: Callable[[float], object]) -> socket.socket | None:
+    """The next connection of a listener that goes on whatever happens to one. None: whoever came is
+    gone again, or there was no descriptor left for it, and it waits in the kernel; then this has
+    called `pause(SHORTAGE_S)`. Raises OSError when the listener itself is closed.
+    """
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            log.warning("a connection has to wait: %s", error.strerror)
+            pause(SHORTAGE_S)
+        elif error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+            raise
+        return None
 
 
 class ShortExit:
@@ -264,9 +307,8 @@ def python_path() -> dict[str, str]:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """A command that becomes this one and dies with this process, whatever kills that.
-
-    The kernel's promise survives exec, so it holds for programs that know nothing of it.
+    """A command that runs this one, and ends with this process, whatever kills that: the program,
+    and all that it has started, which know nothing of it. Its end is the program's own.
     """
     return [sys.executable, "-m", "rft.ground.process", str(os.getpid()), *command]
 
@@ -295,7 +337,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._command = list(command) or [sys.executable, "-m", module]
-        self._environment = environment  # None: all of this process's, and its packages
+        self._environment = environment  # None: of a reward's process, and this one's packages
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._frames = Frames()
@@ -320,7 +362,7 @@ class Child:
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=os.environ | thread_environment(1) | python_path()
+                env=foreign("rewards") | thread_environment(1) | python_path()
                 if self._environment is None
                 else {**self._environment, **thread_environment(1)},
             )
@@ -382,5 +424,35 @@ class Child:
             self._socket = None
 
 
-if __name__ == "__main__" and die_with_parent(int(sys.argv[1])):  # see `tied`
-    os.execvp(sys.argv[2], sys.argv[2:])
+def guard(parent: int, command: list[str]) -> None:
+    """Body of `tied`. The kernel tells it of its parent's end, and orphans of the program are its
+    children: a program that was only told to die itself would leave its own children behind.
+    """
+    guarding = os.getpid()
+
+    def end(*_: object) -> None:
+        end_descendants()
+        os._exit(1)
+
+    def begin() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(guarding)
+
+    logging.disable()  # what is on stderr is the program's
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, end)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return
+    code = subprocess.Popen(command, close_fds=False, preexec_fn=begin).wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_descendants()
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(-code, signal.SIG_DFL) if -code not in (9, 19) else None
+        os.kill(guarding, -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":  # see `tied`
+    guard(int(sys.argv[1]), sys.argv[2:])

@@ -2,7 +2,8 @@
 are written.
 
 In: the environment's variables whose names say that they hold a secret, the keys of free
-dictionaries whose names do, and addresses with a password in them. Out: the same text with HIDDEN
+dictionaries whose names do, and what is a secret by its form: a password in an address, a value
+behind `api_key=` or `Bearer`, the path of a webhook. Out: the same text with HIDDEN
 in their places. Invariants: a value is taken out wherever it stands, whatever the sentence around
 it; what is shorter than MIN_LENGTH is not looked for, for it would be found in words.
 """
@@ -20,16 +21,33 @@ MIN_LENGTH = 6
 # prefix of variables through which a config's secrets reach the processes of the run
 PASSED_ON = "RFT_SECRET_"
 VARIABLES = re.compile(
-    r"(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|MLFLOW_TRACKING_USERNAME)$|^"
-    + PASSED_ON,
+    r"(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|_PAT|_PASS|_PWD"
+    r"|ACCESS_KEY_ID|_WEBHOOK|WEBHOOK_URL|CONNECTION_STRING|_DSN|DATABASE_URL"
+    r"|MLFLOW_TRACKING_USERNAME)$|^" + PASSED_ON,
     re.IGNORECASE,
 )
 KEYS = re.compile(
-    r"(^|_)(api_?key|access_key|secret|secret_key|password|passwd|token|credentials?)$",
+    r"(^|_)(api_?key|access_key|access_key_id|account_key|private_key|secret|secret_key|password"
+    r"|passwd|passphrase|pwd|pat|token|credentials?|auth|authorization|webhook|webhook_url"
+    r"|connection_string|dsn|(openai|anthropic|azure|wandb|hf|huggingface|aws|gcp)_key)$",
     re.IGNORECASE,
 )
 NAMED = re.compile(r"\$\{oc\.env:(\w+)\}")  # in the place of a secret
-IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)")  # user:password
+# user:password, up to the last @ of the word: a password may have / and @ in it; a port has not
+IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:(?!\d+(?:[/?#\s]|$))[^\s'\"]+(?=@)")
+VALUE = r"[^\s&;,'\"<>(){}\[\]]{6,}"  # of MIN_LENGTH
+BY_FORM = re.compile(
+    rf"(?P<name>(?:api_?key|access_?key|account_?key|client_?secret|secret|passwo?r?d|pwd|passphrase"
+    rf"|(?<![a-z_])(?:access_|auth_|refresh_)?token|(?<=[?&])(?:key|sig|signature|auth))=)"
+    rf"(?!\$\{{){VALUE}"
+    rf"|(?P<bearer>\bbearer\s+)(?=\S*[\d._-]){VALUE}"
+    rf"|(?P<header>\bauthorization['\"]?\s*[:=]\s*['\"]?(?:basic\s+|token\s+)?)"
+    rf"(?!bearer|basic\s|token\s|\[){VALUE}"
+    r"|(?P<hook>\b(?:hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/"
+    r"|[\w.]*webhook\.office\.com/))[^\s'\"]+",
+    re.IGNORECASE,
+)
+MAYBE = re.compile(r"=|bearer|authorization|hooks?[./]", re.IGNORECASE)
 
 
 def is_secret_key(name: str) -> bool:
@@ -114,7 +132,14 @@ def _without(secrets: tuple[str, ...], line: str) -> str:
     for value in secrets:
         if value in line:
             line = line.replace(value, HIDDEN)
-    return IN_ADDRESS.sub(HIDDEN, line) if "://" in line else line
+    if "://" in line:
+        line = IN_ADDRESS.sub(HIDDEN, line)
+    return BY_FORM.sub(_hidden, line) if MAYBE.search(line) else line
+
+
+def _hidden(found: re.Match[str]) -> str:
+    """What is in front of the secret says what it was, and stays."""
+    return next(filter(None, found.groups())) + HIDDEN
 
 
 def record(found: Any) -> Any:
@@ -129,14 +154,23 @@ def _record(secrets: tuple[str, ...], found: Any) -> Any:
         return _without(secrets, found)
     if isinstance(found, Mapping):
         return {
-            key: HIDDEN
-            if value and isinstance(value, str) and is_secret_key(str(key))
-            else _record(secrets, value)
+            key: _secret(secrets, value) if is_secret_key(str(key)) else _record(secrets, value)
             for key, value in found.items()
         }
     if isinstance(found, list | tuple):
         return [_record(secrets, item) for item in found]
     return found
+
+
+def _secret(secrets: tuple[str, ...], value: Any) -> Any:
+    """Of a key that holds one: every text, of a list, too, and a number that is no count."""
+    if isinstance(value, list | tuple):
+        return [_secret(secrets, item) for item in value]
+    if isinstance(value, str):
+        return HIDDEN if value else value
+    if isinstance(value, int) and abs(value) >= 10**MIN_LENGTH:
+        return HIDDEN
+    return _record(secrets, value)
 
 
 def scrub(directory: Path) -> list[Path]:

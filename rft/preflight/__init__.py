@@ -9,6 +9,8 @@ config.json, the tokenizer's files and the task files; loads neither torch nor m
 """
 
 from rft.config import Config, Draft
+from rft.config.derived import variables_of_rewards
+from rft.ground import surroundings
 from rft.ground.errors import after, refuse_all
 from rft.preflight import (
     inputs_data,
@@ -87,6 +89,10 @@ def prepare(drafts: list[Draft], at_start: bool = True) -> None:
         if at_start:
             refusals.ask(rules_machine.GIVEN, draft.config)
         fill_config(draft.config, refusals, asks_ray=at_start)
+        if at_start:  # also what is tried below is a foreign process
+            explorer = draft.config.explorer
+            programs = [*explorer.env_vars, *explorer.passed_variables]
+            surroundings.pass_on(programs, variables_of_rewards(draft.config))
         later[number] = inputs_hubs.look_up(draft.config, refusals, pins, at_start)
         refusals.ask(checks(at_start), draft.config)
         told[number] = refusals.sentences()

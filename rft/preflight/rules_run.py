@@ -183,9 +183,12 @@ DEVICES = (
 
 
 def _variables(c: Config) -> Iterator[str]:
-    for name in c.explorer.env_vars:
+    explorer = c.explorer
+    given = [f"env_vars.{name}" for name in explorer.env_vars]
+    for one in [*given, *(f"passed_variables.{name}" for name in explorer.passed_variables)]:
+        name = one.partition(".")[2]
         if name.startswith("RFT_") or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield f"explorer.env_vars.{name}: give names of variables of your own; RFT_ are rft's"
+            yield f"explorer.{one}: give names of variables of your own; RFT_ are rft's"
 
 
 def _is_no_address(c: Config) -> bool:
@@ -205,7 +208,7 @@ EXPLORER = (
         "explorer.reward_timeout={explorer.reward_timeout:g} is longer than "
         "max_timeout={explorer.max_timeout:g}, which a task has for everything: lower it",
     ),
-    Rule("explorer.env_vars", _variables),
+    Rule("explorer.env_vars explorer.passed_variables", _variables),
     Rule(
         f"{OVER} {BUFFER}.storage_type {REPLAY}.enable mode {TYPE}",
         lambda c: (

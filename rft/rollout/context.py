@@ -100,7 +100,7 @@ class Endpoint(Protocol):
     @property
     def others(self) -> Mapping[str, AuxiliaryModel]: ...
     def base_url(self, session: str, model: str = "") -> str: ...
-    def open_session(self, sampling: Sampling) -> AgentSession: ...
+    def open_session(self, sampling: Sampling, may_reward: bool = False) -> AgentSession: ...
     def close_session(self, session: str) -> None: ...
     def stats(self) -> dict[str, float]: ...
     async def close(self) -> None: ...
@@ -344,10 +344,12 @@ class WorkflowContext:
             self._endpoint.base_url(self._own.session.id, model), self._own.access.api_key
         )
 
-    def open_session(self, sampling: Sampling) -> AgentSession:
-        """A session of the endpoint for one run of an agent; closed with this attempt."""
+    def open_session(self, sampling: Sampling, may_reward: bool = False) -> AgentSession:
+        """A session of the endpoint for one run of an agent; closed with this attempt.
+        `may_reward`: its key posts its reward.
+        """
         sampling = self._seeded(sampling, f"session {len(self._sessions)}")
-        self._sessions.append(self._endpoint.open_session(sampling))
+        self._sessions.append(self._endpoint.open_session(sampling, may_reward))
         return self._sessions[-1]
 
     def agent_slot(self) -> asyncio.Semaphore:

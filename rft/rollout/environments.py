@@ -29,8 +29,8 @@ import msgspec
 from rft.ground.errors import Late, refuse_all
 from rft.ground.experience import Record, Task
 from rft.ground.process import Child
-from rft.ground.redact import PASSED_ON
 from rft.ground.shipped import PACKAGE
+from rft.ground.surroundings import foreign
 
 ADAPTERS = PACKAGE / "extras" / "environments"
 PLACE = ".venv-env-{}"  # where `make env-NAME` puts a virtual environment
@@ -207,11 +207,11 @@ def problems(settings: EnvironmentSettings, key: str, has_api: bool) -> Iterator
 
 
 def surroundings() -> dict[str, str]:
-    """Of its process: this one's, without our packages and what is not its business."""
+    """Of its process, without our packages."""
     return {
         name: value
-        for name, value in os.environ.items()
-        if not name.startswith((PASSED_ON, "RFT_", "PYTHON"))
+        for name, value in foreign("programs").items()
+        if not name.startswith(("RFT_", "PYTHON"))
     } | {"PYTHONUNBUFFERED": "1"}
 
 

@@ -15,9 +15,10 @@ after a restart.
 What happens to one task is `rft.rollout.runner`, what its workflow may do `context`, and
 evaluations are `evaluation`.
 
-A deterministic run adds: `hold` ends what is being sampled before a trainer that came back
-publishes its weights, so that each group is sampled whole, from one version, with the same seeds
-however often it starts.
+`hold` ends what is being sampled before a trainer that came back publishes its weights: those may
+be older than what a group was admitted with, and its step too late for them. So each group is
+sampled whole, from a version that its step may train, and in a deterministic run with the same
+seeds however often it starts.
 """
 
 import asyncio
@@ -350,7 +351,7 @@ class Explorer:
         if dropped_by:  # the buffer admits another task in its place
             await self._abandon(group, task, dropped_by)
             return
-        lesson = None if value is None else [task.taskset, task.draw, task.row, value]
+        lesson = None if value is None else self.taskset.lesson(task, value)
         await self.put((group, encode(experiences), lesson))
         self._tell(task, value)
 

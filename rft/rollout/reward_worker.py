@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from rft.ground import plugins
-from rft.ground.experience import Record, Task, decode, encode
+from rft.ground.experience import LARGEST_REWARD, Record, Task, decode, encode, is_reward
 from rft.ground.process import frame, messages, parents_socket
 from rft.monitor import logs
 from rft.rollout.rewards import RewardFunction, prepare
@@ -84,7 +84,7 @@ def judged(value: Any) -> RewardResult:
             else {}
         )
         return RewardResult(
-            reward=sum(parts.values()) if isinstance(value, dict) else number(value), metrics=parts
+            reward=number(sum(parts.values()) if isinstance(value, dict) else value), metrics=parts
         )
     except (TypeError, ValueError) as error:
         return failure(error)
@@ -100,6 +100,8 @@ def number(value: Any) -> float:
     result = float(value)
     if not math.isfinite(result):
         raise ValueError(f"a reward must be finite, not {result}")
+    if not is_reward(result):
+        raise ValueError(f"a reward must be at most {LARGEST_REWARD:g} in size, not {result:g}")
     return result
 
 

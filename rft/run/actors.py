@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.checkpoint import fence
 from rft.config import Config, LogConfig
-from rft.ground import plugins
+from rft.ground import plugins, surroundings
 from rft.ground.device import (
     network_environment,
     quiet_environment,
@@ -264,9 +264,13 @@ class Actors:
             | {"RFT_LOG_FILE": str(self.log_dir / f"{spec.part}.log")}
             | trace.environment()
             | {plugins.VARIABLE: os.pathsep.join(self.config.plugin_dirs)}
+            | surroundings.names_to_tell()
         )
-        # reward workers inherit them
-        environment |= self.config.explorer.env_vars if spec.part == "explorer" else {}
+        is_engine = spec.part not in (*KEEP_BOOKS, "synchronizer")
+        others = surroundings.others_secrets("engine") if is_engine else []
+        environment |= dict.fromkeys(others, "")
+        # not through Ray, which writes `env_vars` to its logs
+        own = self.config.explorer.env_vars if spec.part == "explorer" else {}
         options = {
             "name": spec.name,
             "num_cpus": spec.cpus,
@@ -277,7 +281,13 @@ class Actors:
             environment[VISIBLE] = names
         elif spec.gpus and self.config.device == "cuda":
             options["num_gpus"] = spec.gpus
-        cls = hosted(spec.make.func, self.config.log, computes=spec.part not in KEEP_BOOKS)
+        cls = hosted(
+            spec.make.func,
+            self.config.log,
+            computes=spec.part not in KEEP_BOOKS,
+            own=own,
+            others=others,
+        )
         actor_class = ray.remote(cls).options(**options)
         return ActorHandle(actor_class.remote(*spec.make.args, **spec.make.keywords))
 
@@ -335,14 +345,24 @@ class Actors:
             )
 
 
-def hosted(cls: Callable[..., Any], log_config: LogConfig, computes: bool) -> type:
-    """`cls` as an actor that writes to the log file named in its environment.
+def hosted(
+    cls: Callable[..., Any],
+    log_config: LogConfig,
+    computes: bool,
+    own: Mapping[str, str],
+    others: Sequence[str],
+) -> type:
+    """`cls` as an actor that writes to the log file named in its environment, with variables of its
+    `own` in it, and without those of `others`, which it was started with empty.
 
     One that computes nothing gives way to others.
     """
 
     class Hosted(cls):  # type: ignore[misc,valid-type]
         def __init__(self, *arguments: Any, **named: Any):
+            for name in others:
+                os.environ.pop(name, None)
+            os.environ.update(own)
             logs.redirect(Path(os.environ["RFT_LOG_FILE"]), log_config)
             # the raylet; Ray itself only looks for it now and then, and not everywhere
             die_with_parent()

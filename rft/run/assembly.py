@@ -35,6 +35,7 @@ from rft.trainer import control
 from rft.trainer.feed import BatchSource, Feed, is_supervised
 from rft.trainer.models import Models
 from rft.trainer.reporting import Profiler, SkippedSteps, StepReporter
+from rft.trainer.saving import save_times
 from rft.trainer.trainer import LOSS_WINDOW, Trainer
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ def assemble(
     with trace.span("resume"):
         step, losses = resume(checkpoints, models, feed, skips, epoch)
     checkpoints.start(models)
-    # no answer mixes two versions, and engines that sleep answer nothing
-    alone = config.deterministic or config.cluster.colocate
-    control.await_engines(explorer, hold=alone)
+    control.await_engines(explorer, hold=True)
     publisher.connect()
     reporter = None
     if lead:
@@ -95,11 +94,12 @@ def assemble(
             config.synchronizer, ask=feed.wants_weights if rollouts else lambda interval: False
         ),
         checkpoints=checkpoints,
-        evaluations=build_evaluations(config, alone, explorer, synchronizer, reporter, checkpoints),
+        evaluations=build_evaluations(config, explorer, synchronizer, reporter, checkpoints),
         skips=skips,
         profiler=Profiler(config.trainer, mesh.rank, backend.device, backend.job / "profile"),
         log_step=reporter.step if reporter else unheard,
         export=partial(export, backend, checkpoints) if lead else unheard,
+        save_times=save_times(config, mesh.broadcast),
         token_loss=recipe.policy_loss(config.algorithm, models.kl.loss, is_cut(config)),
         run_epoch=epoch,
         stopping=stopping,
@@ -111,7 +111,6 @@ def assemble(
 
 def build_evaluations(
     config: Config,
-    alone: bool,
     explorer: "ExplorerHandle | None",
     synchronizer: SynchronizerHandle | None,
     reporter: StepReporter | None,
@@ -124,7 +123,8 @@ def build_evaluations(
         explorer,
         config.explorer,
         scoring(reporter, checkpoints) if reporter else unheard,
-        alone,
+        # no answer mixes two versions, and engines that sleep answer nothing
+        alone=config.deterministic or config.cluster.colocate,
         served=partial(synchronizer.ask, Synchronizer.wait_for) if synchronizer else unheard,
         reported=reporter.evaluated if reporter else (),
     )
@@ -185,7 +185,8 @@ def resume(
     skips.restore(loop.get("skips", [0, 0]))
     if isinstance(feed.source, control.QueueSource):
         feed.source.attach(step, epoch)
-    return step, deque(loop.get("recent_losses", []), maxlen=LOSS_WINDOW)
+    losses = [loss for loss in loop.get("recent_losses", []) if loss is not None]
+    return step, deque(losses, maxlen=LOSS_WINDOW)
 
 
 # --- where batches come from ---------------------------------------------------------------------

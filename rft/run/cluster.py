@@ -6,11 +6,15 @@ in the config (`rft.run.cards`). One that exists gives out its own, also to the 
 where it counts those of this machine. Ray is loaded where it is started.
 """
 
+import contextlib
 import logging
 import os
+import secrets
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rft.config import Config
@@ -73,6 +77,7 @@ def start(config: Config) -> str:
             ray.init(address=cluster.ray_address, **shared)
         else:
             os.environ.update(PRIVATE_RAY | loopback_environment(engines_too=True))
+            keep_token(Path.home(), os.environ)
             start_patiently(
                 # not a cluster that happens to run here, or that RAY_ADDRESS names
                 ray.init,
@@ -85,6 +90,24 @@ def start(config: Config) -> str:
                 **shared,
             )
     return ray.get_runtime_context().gcs_address
+
+
+def keep_token(home: Path, environment: Mapping[str, str]) -> None:
+    """Ray listens on every interface, whatever it is told, and asks for the token of a file that it
+    would make readable for all: whoever reads it runs code as this user.
+    """
+    if {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(environment):
+        return
+    path = home / ".ray" / "auth_token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:  # for this user alone
+            made.write(secrets.token_hex(32))
+            made.flush()
+            with contextlib.suppress(FileExistsError):  # another run was faster, with a whole one
+                os.link(made.name, path)
+    if path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
+        path.chmod(0o600)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ may use.
 In: the job's directory; a function from question to answer. Out: `ask`, for a command in another
 process; `NobodyAnswers` when no supervisor is there. Invariants: the socket is open to its owner
 alone before anybody can connect; a caller that says nothing, or does not listen, is left after
-`LINE_S`; closing it removes it, unless a later attempt has put its own there.
+`LINE_S`, however slowly it speaks; no caller and no shortage of descriptors ends the thread;
+closing it removes it, unless a later attempt has put its own there.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 
 from rft.ground.experience import encode
-from rft.ground.process import frame, messages
+from rft.ground.process import accepted, frame, one_message
 
 log = logging.getLogger(__name__)
 NAME = "supervisor.sock"
@@ -46,6 +47,7 @@ class ControlSocket:
         self.thread: threading.Thread | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._inode = 0
+        self._closing = threading.Event()
 
     def open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -61,6 +63,7 @@ class ControlSocket:
 
     def close(self, timeout: float = LINE_S) -> None:
         """Whoever is being answered has `timeout` seconds."""
+        self._closing.set()
         with contextlib.suppress(OSError):  # never opened
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         if self.thread is not None:
@@ -73,9 +76,11 @@ class ControlSocket:
     def _serve(self) -> None:
         while True:
             try:
-                caller, _ = self._listener.accept()
+                caller = accepted(self._listener, self._closing.wait)
             except OSError:  # closed
                 return
+            if caller is None:
+                continue
             with caller:
                 try:
                     self._reply_to(caller)
@@ -83,12 +88,12 @@ class ControlSocket:
                     log.warning("a caller was lost: %s", error)
 
     def _reply_to(self, caller: socket.socket) -> None:
-        caller.settimeout(LINE_S)
         try:
-            reply = self.answer(_read(caller))
+            reply = self.answer(_read(caller, LINE_S))
         except Exception as error:  # the run goes on; the caller hears what was wrong
             log.exception("a question could not be answered")
             reply = {"error": f"{type(error).__name__}: {error}"}
+        caller.settimeout(LINE_S)
         caller.sendall(frame(encode(reply)))
 
 
@@ -105,14 +110,11 @@ def ask(directory: Path, question: dict[str, Any], timeout: float) -> dict[str, 
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NobodyAnswers(f"nothing answers at {directory / NAME}") from error
         line.sendall(frame(encode(question)))
-        return _read(line)
+        return _read(line, timeout)
 
 
-def _read(line: socket.socket) -> dict[str, Any]:
-    body = next(messages(line, MOST_BYTES), None)
-    if body is None:
-        raise ConnectionError("the line ended before its end")
-    message = msgspec.msgpack.decode(body)
+def _read(line: socket.socket, within_s: float) -> dict[str, Any]:
+    message = msgspec.msgpack.decode(one_message(line, MOST_BYTES, within_s))
     if not isinstance(message, dict):
         raise ValueError("a question is an object")
     return message

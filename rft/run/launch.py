@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config, ConfigError, is_remote
+from rft.ground import surroundings
 from rft.ground.device import quiet_environment, thread_environment
 from rft.ground.process import adopt_orphans, ending
 from rft.monitor import logs, trace
@@ -136,7 +137,8 @@ class StageRun:
             self._start_ranks()
 
     def _start_ranks(self) -> None:
-        environment = os.environ | quiet_environment()
+        others = surroundings.others_secrets("rank")
+        environment = surroundings.without(os.environ, others) | quiet_environment()
         environment |= thread_environment(self.config.cluster.threads_per_rank)
         if names := self.supervisor.rank_cards:
             environment[VISIBLE] = ",".join(names)

@@ -8,7 +8,8 @@ On one host a Unix socket (abstract name, no file), otherwise TCP. In: an endpoi
 travels through the control plane and holds the secret without which no connection is accepted.
 Invariants: every operation inside a round ends within the timeout, with an exception if need be; a
 peer that dies or closes is an error at once, not after the timeout; nothing listens on another
-address than the one configured.
+address than the one configured. Who has not said the secret costs one of `STRANGERS` threads for
+`HELLO_S` at most, and a listener goes on whatever one connection does.
 """
 
 import hmac
@@ -23,12 +24,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from rft.ground.experience import Record, encode
-from rft.ground.process import HEADER, frame
+from rft.ground.process import HEADER, accepted, frame, one_message
 
 log = logging.getLogger(__name__)
 # bytes handed to the kernel at a time; what was just moved is still in the cache when it is hashed
@@ -36,6 +37,10 @@ CHUNK = 4 * 2**20
 BUFFER = 4 * 2**20  # of a socket; the kernel may grant less
 BACKLOG = 1024  # engine workers that may connect at the same moment
 RECORD_LIMIT = 2**20  # a longer record is no record of ours
+HELLO_LIMIT = 2**16  # and of somebody who has not said the secret yet
+HELLO_S = 10.0  # for the first words, from the connection to their last byte
+STRANGERS = 128  # connections that have not said the secret; the oldest goes when more come
+T = TypeVar("T")
 
 
 class PeerLost(ConnectionError):
@@ -100,7 +105,23 @@ class PeerConnection:
             raise PeerLost(f"{self.name}: a record of {size} bytes cannot be", self.engine)
         body = bytearray(size)
         self.receive(memoryview(body))
-        return msgspec.msgpack.decode(body)  # type: ignore[no-any-return]
+        try:
+            return read_record(body)
+        except ValueError as error:
+            raise self.said_wrong(error) from error
+
+    def receive_as(self, kind: type[T], patient: bool = False) -> T:
+        """The next record as one of `kind`. Raises PeerLost for what is none: who says such things
+        is no peer of ours any more, and this end is none the worse.
+        """
+        record = self.receive_record(patient)
+        try:
+            return msgspec.convert(record, kind)
+        except msgspec.ValidationError as error:
+            raise self.said_wrong(error) from error
+
+    def said_wrong(self, why: object) -> PeerLost:
+        return PeerLost(f"{self.name} said what cannot be: {why}", self.engine)
 
     def send(self, data: memoryview) -> None:
         """All of `data`, contiguous bytes; they may change again once this returns."""
@@ -175,9 +196,13 @@ class Listener:
             "unix": unix.getsockname(),
             "secret": self._secret,
         }
+        self._closed = threading.Event()
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._changing = threading.Lock()
         self._wake, asleep = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for listener in (tcp, unix, asleep):
+            listener.setblocking(False)  # whoever came may be gone before it is accepted
             self._selector.register(listener, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=self._listen, args=(asleep,), name="weights-listener", daemon=True
@@ -186,6 +211,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more connections; those that are open stay so."""
+        self._closed.set()
         self._wake.close()
         self._thread.join()
 
@@ -195,21 +221,52 @@ class Listener:
             if asleep in ready:
                 break
             for listener in ready:
-                connection, _ = listener.accept()  # type: ignore[union-attr]
-                threading.Thread(
-                    target=self._handshake, args=(connection,), name="weights-out", daemon=True
-                ).start()
+                connection = accepted(listener, self._closed.wait)  # type: ignore[arg-type]
+                if connection is not None:
+                    self._meet(connection)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _handshake(self, connection: socket.socket) -> None:
-        wire = PeerConnection(connection, "an unknown peer", self.timeout)
+    def _meet(self, connection: socket.socket) -> None:
+        """A thread for it, and the end of the oldest stranger where there are too many."""
+        with self._changing:
+            if len(self._strangers) >= STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):  # it has just gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes and closes it
+            self._strangers[connection] = None
         try:
-            hello = wire.receive_record()
-            if not hmac.compare_digest(str(hello.pop("secret", "")), self._secret):
+            threading.Thread(
+                target=self._handshake, args=(connection,), name="weights-out", daemon=True
+            ).start()
+        except RuntimeError as error:  # this machine has no more threads now
+            log.warning("a connection is refused: %s", error)
+            self._forget(connection)
+            connection.close()
+
+    def _forget(self, stranger: socket.socket) -> None:
+        with self._changing:
+            self._strangers.pop(stranger, None)
+
+    def _handshake(self, connection: socket.socket) -> None:
+        try:
+            hello = self._hello(connection)
+            wire = PeerConnection(connection, "an unknown peer", self.timeout)
+        except (OSError, ValueError) as error:
+            log.info("a stranger is left: %s", error)
+            connection.close()
+            return
+        finally:
+            self._forget(connection)
+        try:
+            if hello is None:
                 raise PeerRefused("wrong secret")
-            wire.name = self._admit(hello)
+            try:
+                wire.name = self._admit(hello)
+            except (LookupError, TypeError, ValueError) as error:
+                raise PeerRefused(f"these are no first words of ours: {error!r}") from error
             wire.send_record({"accepted": True})
         except PeerLost:
             wire.close()
@@ -221,6 +278,24 @@ class Listener:
             wire.close()
             return
         self._serve(wire, hello)
+
+    def _hello(self, connection: socket.socket) -> dict[str, Any] | None:
+        """What a stranger says first, without the secret; None where that is wrong."""
+        body = one_message(connection, HELLO_LIMIT, min(self.timeout, HELLO_S))
+        hello = read_record(body)
+        theirs = str(hello.pop("secret", "")).encode(errors="replace")
+        return hello if hmac.compare_digest(theirs, self._secret.encode()) else None
+
+
+def read_record(body: bytes | bytearray) -> dict[str, Any]:
+    """Raises ValueError."""
+    try:
+        found = msgspec.msgpack.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"no record: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"no record, but {type(found).__name__}")
+    return found
 
 
 def handshake(

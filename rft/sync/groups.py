@@ -21,9 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed import TCPStore
 
+from rft.ground.experience import Record
 from rft.ground.rounds import PACKED, GroupSeat
 from rft.ground.streams import settle
 from rft.sync.communicator import (
@@ -45,6 +47,17 @@ STAR, MESH = 0, 1  # connections to the leader; between each two
 Key = tuple[int, int, int]  # epoch, generation, and which of these
 
 
+class MemberHello(Record):
+    """First words of a member, to its leader or to another one."""
+
+    peer: str
+    engine: str
+    group: tuple[int, int, int]
+    place: int
+    machine: str = ""
+    endpoint: dict[str, Any] = {}
+
+
 class Meeting:
     """Where the members of a group come to their leader: `admit` and `serve` are those of its
     listener, for whoever says a "group" in its first words.
@@ -59,7 +72,8 @@ class Meeting:
 
     @staticmethod
     def admit(hello: dict[str, Any]) -> str:
-        return f"{hello['peer']} in group {hello['group'][1]}"
+        said = msgspec.convert(hello, MemberHello)
+        return f"{said.peer} in group {said.group[1]}"
 
     def serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         epoch, generation, which = hello["group"]

@@ -26,6 +26,28 @@ from rft.sync.plan import Bucket, WeightStream, row_bytes
 DENSEST = 1 / 16
 
 
+class WeightRequest(Record):
+    """What a worker asks for: a version; of its buckets these, None: all; and what it has all of
+    already.
+    """
+
+    version: int
+    buckets: list[int] | None = None
+    base: int | None = None
+
+
+class WrongBuckets(Record):
+    """What it says behind them; empty: it has everything."""
+
+    again: list[int]
+
+    def check(self, count: int, wire: PeerConnection) -> list[int]:
+        """They, if they are buckets of so many. Raises PeerLost."""
+        if len(self.again) > count or not set(self.again) <= set(range(count)):
+            raise wire.said_wrong(f"buckets {self.again[:8]} of {count}")
+        return self.again
+
+
 class BucketHead(Record, frozen=True):
     """What stands before a bucket of host memory: so many bytes, all of its own; or, with `base`, a
     delta from that version.

@@ -150,17 +150,30 @@ def mismatch(rank: int, trainer: LinkSide, name: str, engine: LinkSide) -> str |
     )
 
 
+class LinkAsked(Record):
+    """A worker's word on where it is; `alone`: it catches up."""
+
+    machine: str
+    alone: bool
+
+
+class LinkOpens(Record):
+    """Whether it can open the trainer's memory."""
+
+    opens: bool
+
+
 def decide(wire: PeerConnection, memory: "CardMemory") -> str:
     """The trainer rank's side."""
-    theirs = wire.receive_record()
-    is_here, opens = theirs.get("machine") == machine(), False
-    if is_here and not theirs["alone"]:
+    theirs = wire.receive_as(LinkAsked)
+    is_here, opens = theirs.machine == machine(), False
+    if is_here and not theirs.alone:
         told, probe = secrets.token_bytes(PROBE), memory.room(GRAIN)
         probe[:PROBE].copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
         memory.settle()
         wire.send_record({"memory": memory.share(probe), "holds": told})
-        opens = wire.receive_record()["opens"]
-    chosen = of_pair(PACKED, is_here, opens, theirs["alone"])
+        opens = wire.receive_as(LinkOpens).opens
+    chosen = of_pair(PACKED, is_here, opens, theirs.alone)
     wire.send_record({"link": chosen})
     return chosen
 

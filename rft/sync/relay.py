@@ -22,10 +22,11 @@ from typing import Any
 import msgspec
 
 from rft.ground import device as devices
+from rft.ground.experience import Record
 from rft.sync.buckets import Staging
 from rft.sync.connection import Listener, PeerConnection, PeerLost
 from rft.sync.groups import Meeting
-from rft.sync.history import Told, payload
+from rft.sync.history import Told, WeightRequest, WrongBuckets, payload
 from rft.sync.plan import Share, StreamPart
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,18 @@ log = logging.getLogger(__name__)
 # decodes on all cores, but then it gets some of their time.
 SILENCE_S = 30.0
 WAIT_S = 2.0  # between two words of one that lives
+
+
+class StreamHello(Record):
+    """First words of a worker behind this one."""
+
+    peer: str
+    epoch: int
+    digest: str
+    part: str
+    share: Share
+    stream: int
+    generation: int
 
 
 class NotComing(RuntimeError):
@@ -134,7 +147,8 @@ class Relay:
     def _admit(self, hello: dict[str, Any]) -> str:
         if "group" in hello:
             return self.meeting.admit(hello)
-        return f"stream {hello['stream']} to {hello['peer']}"
+        said = msgspec.convert(hello, StreamHello)
+        return f"stream {said.stream} to {said.peer}"
 
     def _serve(self, wire: PeerConnection, hello: dict[str, Any]) -> None:
         """Body of a thread: answers what one worker asks, until one of the two goes."""
@@ -146,7 +160,7 @@ class Relay:
         self._wires[wire] = key
         try:
             while True:
-                asked = wire.receive_record(patient=True)
+                asked = wire.receive_as(WeightRequest, patient=True)
                 try:
                     place, part = self._known(wire, hello, key)
                     self._answer(wire, place, part, asked, hello["generation"])
@@ -186,10 +200,10 @@ class Relay:
         wire: PeerConnection,
         place: int,
         part: StreamPart,
-        asked: dict[str, Any],
+        asked: WeightRequest,
         generation: int,
     ) -> None:
-        version, base = int(asked["version"]), asked.get("base")
+        version, base = asked.version, asked.base
 
         def is_decided() -> bool:
             here = self._version
@@ -207,11 +221,12 @@ class Relay:
                     raise NotComing(f"{self._name} is in another group now", self._name)
                 self._readers[wire] = version
             wire.send_record({"version": version})
-            wanted = list(range(len(part.stream.buckets)))
+            count = len(part.stream.buckets)
+            wanted = list(range(count))
             while wanted:
                 for number in wanted:
                     self._send(wire, place, part, number, base)
-                wanted, base = wire.receive_record()["again"], None
+                wanted, base = wire.receive_as(WrongBuckets).check(count, wire), None
         finally:
             with self._changed:
                 self._readers.pop(wire, None)

@@ -27,7 +27,7 @@ from rft.ground.protocols import WeightSource
 from rft.ground.streams import Beside, enter_thread
 from rft.sync.buckets import Blocks, Checksum, host_checksum, largest, pack, seed_of
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused
-from rft.sync.history import BucketHead, History, payload
+from rft.sync.history import BucketHead, History, WeightRequest, WrongBuckets, payload
 from rft.sync.links import BucketLink, LinkSide, MakeLink, mismatch
 from rft.sync.plan import Share, StreamPart, StreamPlan, part_of
 
@@ -164,7 +164,8 @@ class WeightSender:
                     link.room_to_send(largest(part), workers)
                     self._checksum.make()
             while True:
-                self._answer(wire, link, part, wire.receive_record(patient=True), beside)
+                asked = wire.receive_as(WeightRequest, patient=True)
+                self._answer(wire, link, part, asked, beside)
         except PeerLost as gone:
             log.info("%s", gone)
         except Exception as error:
@@ -186,17 +187,16 @@ class WeightSender:
         wire: PeerConnection,
         link: BucketLink | None,
         part: StreamPart,
-        asked: dict[str, Any],
+        asked: WeightRequest,
         beside: Beside,
     ) -> None:
-        """`asked`: for which version, and for which "buckets", if not all; and, where the worker
-        still has all of another one, for that.
-        """
-        version, base = int(asked["version"]), asked.get("base")
+        version, base = asked.version, asked.base
+        count = len(part.stream.buckets)
+        wanted = list(range(count)) if asked.buckets is None else asked.buckets
+        WrongBuckets(again=wanted).check(count, wire)
         try:
             with self.window.reading(version, wire.name), beside:
                 wire.send_record({"version": version})
-                wanted = asked.get("buckets", list(range(len(part.stream.buckets))))
                 while wanted:
                     if link is not None:
                         self._send_packed(wire, link, part, version, wanted)
@@ -204,7 +204,7 @@ class WeightSender:
                         self._send_changes(wire, part, version, base, wanted)
                     else:
                         self._send(wire, part, version, wanted)
-                    wanted, base = wire.receive_record()["again"], None
+                    wanted, base = wire.receive_as(WrongBuckets).check(count, wire), None
                     if wanted:
                         log.warning(
                             "%s: buckets %s of version %d arrived wrong, again",

@@ -22,9 +22,9 @@ from rft.checkpoint import catalog
 from rft.checkpoint.catalog import step_of
 from rft.checkpoint.export import Tensor, slabs
 from rft.checkpoint.reader import Checkpoint, Damaged, Mismatch, StorageUnreachable
-from rft.checkpoint.records import MANIFEST, Manifest, decode_json
+from rft.checkpoint.records import LATEST, MANIFEST, Manifest
 from rft.checkpoint.single import Busy
-from rft.checkpoint.storage import LATEST, WEIGHTS, Storage
+from rft.checkpoint.storage import WEIGHTS, Storage
 from rft.config import ConfigError
 from rft.ground.names import ITEM_BYTES
 from rft.monitor.run_record import flat
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """Exit code 1 when a committed one has a damaged manifest."""
+    """Exit code 1 when a committed one has a damaged manifest, or none any more."""
     run = find_run(options.run)
     storage, names = run.storage, run.storage.list()
     rows, damaged = [], []
@@ -130,15 +130,18 @@ def ls(options: argparse.Namespace) -> int:
     told = [_row(run, manifest, name, latest) for manifest, name in ordered]
     print(table(told) if told else "no checkpoints")
     _print_apart("damaged manifest", damaged)
+    lost = catalog.lost(storage)
     drafts = [
         n
         for n in names
-        if ".tmp-" in n or (step_of(n) is not None and MANIFEST not in storage.list(n))
+        if ".tmp-" in n
+        or (step_of(n) is not None and n not in lost and MANIFEST not in storage.list(n))
     ]
+    _print_apart("manifest lost", lost)
     _print_apart("unfinished", drafts)
     _print_apart("set aside as damaged", [n for n in names if n.startswith(".bad-")])
     _print_apart("weights only", [n for n in storage.list(WEIGHTS) if step_of(n) is not None])
-    return 1 if damaged else 0
+    return 1 if damaged or lost else 0
 
 
 def _row(run: Run, manifest: Manifest, name: str, latest: str) -> dict[str, str]:
@@ -161,10 +164,8 @@ def _row(run: Run, manifest: Manifest, name: str, latest: str) -> dict[str, str]
 
 
 def _latest(storage: Storage) -> str:
-    try:
-        return decode_json(storage.get(LATEST), catalog.Hint).name
-    except (OSError, ValueError):
-        return ""
+    told = catalog.hint(storage)
+    return told.name if told else ""
 
 
 def _age(run: Run, name: str) -> str:
@@ -240,8 +241,10 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def verify(options: argparse.Namespace) -> int:
-    run, names = _asked(options.checkpoint)
-    bad = 0
+    run, names, gone = _asked(options.checkpoint)
+    for line in gone:
+        print(line)
+    bad = len(gone)
     for name in names:
         began = time.monotonic()
         try:
@@ -261,19 +264,30 @@ def verify(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _asked(text: str) -> tuple[Run, list[str]]:
-    """One checkpoint, or all of a run: full and weights only, with a sound manifest or not."""
+def _asked(text: str) -> tuple[Run, list[str], list[str]]:
+    """One checkpoint, or all of a run: full and weights only, with a sound manifest or not; and a
+    line for each that was committed and is none any more.
+    """
     if "@" in text or step_of(text.rstrip("/")) is not None:
         run, name = find_checkpoint(text)
-        return run, [name]
+        return run, [name], []
     run = find_run(text)
     found = [*run.storage.list(), *(f"{WEIGHTS}/{name}" for name in run.storage.list(WEIGHTS))]
     names = [
         path for path in found if step_of(path) is not None and MANIFEST in run.storage.list(path)
     ]
-    if not names:
+    gone = []
+    for collection in ("", WEIGHTS):
+        lost, astray = (
+            catalog.lost(run.storage, collection),
+            catalog.astray(run.storage, collection),
+        )
+        gone += [f"{path}  DAMAGED  {run.where}/{path}/{MANIFEST} is missing" for path in lost]
+        if astray and astray not in lost:
+            gone.append(f"{astray}  DAMAGED  {LATEST} names it, and it is no checkpoint any more")
+    if not names and not gone:
         raise InputError(f"{run.where}: no checkpoints")
-    return run, names
+    return run, names, gone
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class PageServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     server: PageServer
+    timeout = 20  # seconds in which nothing comes
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
@@ -83,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
             asked = json.loads(self.rfile.read(int(length)) or b"{}")
             with self.server.asking:
                 found = json.dumps(answer(asked)).encode()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = (
                 str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             )

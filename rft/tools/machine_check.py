@@ -27,6 +27,7 @@ from packaging.version import Version
 from rft.preflight import rules_machine
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.preflight.rules_machine import LOCK, TE_LOCK, InstalledBuilds, version
+from rft.rollout import sandbox
 from rft.run import cards
 from rft.run.cards import Machine
 from rft.tools.fit import FAIL, OK, WARN, Finding, checked, gigabytes
@@ -76,6 +77,7 @@ def findings(asked: str) -> tuple[list[Finding], Met]:
         *versions(LOCK if on_gpus else CPU_LOCK),
         host(),
         ports(),
+        cells(),
         *gpus(machine, has, asked),
         meeting(met, asked),
         *(seen(machine, has, met) if on_gpus else ()),
@@ -149,6 +151,18 @@ def ports() -> Finding:
         return Finding(FAIL, "ports", said, "allow 127.0.0.1 in the firewall or sandbox")
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
     return Finding(OK, "ports", f"{low} to {high} are given out, and one was reached")
+
+
+def cells() -> Finding:
+    """Where programs that a model wrote are tried."""
+    if why := sandbox.obstacle():
+        said = f"programs of a model cannot be isolated ({why})"
+        return Finding(WARN, "cells", said, "only for code rewards and tools: docs/security.md")
+    counted = sandbox.shared_memory()
+    said = f"programs of a model are isolated; memory that they share: {counted}"
+    if counted.startswith("not"):
+        return Finding(WARN, "cells", said, "run as root, or with a delegated control group")
+    return Finding(OK, "cells", said)
 
 
 def meet(kind: str, count: int = RANKS) -> Met:

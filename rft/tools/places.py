@@ -126,7 +126,10 @@ def _opened(where: str | Path) -> Storage:
 
 
 def _holds_checkpoints(path: Path) -> bool:
-    return path.name == "checkpoints" or bool(committed(_opened(path)))
+    if path.name == "checkpoints":
+        return True
+    storage = _opened(path)
+    return bool(committed(storage) or catalog.lost(storage))
 
 
 def _job(path: Path) -> Run | None:

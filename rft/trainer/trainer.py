@@ -16,6 +16,7 @@ step tells is written down before its checkpoint can exist: a process that dies 
 resumes before the step and tells it again, instead of never.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,10 +33,12 @@ from rft.sync.style import Cadence
 from rft.trainer.control import Evaluations
 from rft.trainer.feed import Feed
 from rft.trainer.reporting import Profiler, SkippedSteps
+from rft.trainer.saving import SaveTimes
 
 if TYPE_CHECKING:
     from rft.trainer.models import Models
 
+log = logging.getLogger(__name__)
 LOSS_WINDOW = 5  # steps; one batch's loss is noisy, twenty would notice too late
 
 
@@ -62,6 +65,7 @@ class Trainer:
     # hears what this rank does now: a killed one cannot tell any more
     on_phase: Callable[[str], None]
     export: Callable[[int], None]  # begins one at rank 0, in the background
+    save_times: SaveTimes
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     timer: Timer = field(default_factory=Timer)
     phase: str = "starting"
@@ -103,10 +107,7 @@ class Trainer:
             )
             self.log_step(step, record | self.timer.pop(), batch.experiences)
             with self._doing("checkpoint"):
-                self._save(
-                    step,
-                    due=self.config.save_interval > 0 and step % self.config.save_interval == 0,
-                )
+                self._save(step, due=self.save_times.is_due(step))
             self._evaluate(step)
             self.profiler.end(step)
         self.profiler.close(step)
@@ -141,16 +142,21 @@ class Trainer:
         """
         full, weights = due and self.checkpoints.requested != step, self.publisher.claim_save(step)
         if full or weights:
-            self.checkpoints.save(
-                step, self.models, self.loop_state(step), full=full, weights=weights
-            )
+            self._begin_save(step, full, weights)
         for report in self.checkpoints.poll():
+            self.save_times.hear(report)
             if isinstance(report, Retained):
                 self.feed.retain(report.oldest)
             elif isinstance(report, Committed) and not report.collection:
                 self.feed.saved(report.step)
                 if self.config.save_hf_checkpoint == "always":
                     self.export(report.step)
+
+    def _begin_save(self, step: int, full: bool, weights: bool = False) -> None:
+        loop = self.loop_state(step)
+        is_begun = self.checkpoints.save(step, self.models, loop, full=full, weights=weights)
+        if full and is_begun:
+            self.save_times.begun(step)
 
     def loop_state(self, step: int) -> dict[str, Any]:
         return {
@@ -191,13 +197,30 @@ class Trainer:
             self._enter("final evaluation")
             self.evaluations.at_end(step)
         self._enter("committing the last checkpoint")
-        self.checkpoints.wait(step)
+        self._await_save(step)
         self._save(step, due=False)
         if self.complete and self.config.save_hf_checkpoint == "last":
             self.export(step)
         self._enter("waiting for the Hugging Face export")
         self.checkpoints.wait_exports()
         return step
+
+    def _await_save(self, step: int) -> None:
+        """Until the last checkpoint is there; one that failed is tried once more, on every rank.
+
+        Raises RuntimeError.
+        """
+        failed: RuntimeError | None = None
+        try:
+            self.checkpoints.wait(step)
+        except RuntimeError as error:
+            failed = error
+        if self.mesh.broadcast(failed is not None):
+            log.error("%s; tried once more", failed or "the last checkpoint failed at rank 0")
+            self._begin_save(step, full=True)
+            self.checkpoints.wait(step)
+        elif failed is not None:
+            raise failed
 
     @contextmanager
     def _doing(self, name: str) -> Iterator[None]:

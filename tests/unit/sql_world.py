@@ -16,6 +16,8 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,28 @@ def buffer(
     run: str = "p/run",
     max_staleness: int | None = None,
     experiences: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> SqlBuffer:
     config = ExperienceBufferConfig(storage_type="sql", path=url, **settings)
-    return SqlBuffer(config, run, TASKS, 2, max_staleness, None, experiences)
+    return SqlBuffer(config, run, TASKS, 2, max_staleness, None, experiences, clock)
+
+
+class Clock:
+    """Of one process; goes on when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def silent_but_for(clock: Clock, lease_s: float, *living: SqlBuffer) -> None:
+    """A lease goes by on `clock`, in which only these say that they live, and look around."""
+    for _ in range(5):
+        clock.now += lease_s / 4
+        for one in living:
+            await one._beat_once()
 
 
 async def explore(url: str, name: str, groups: int, hang_at: int) -> None:

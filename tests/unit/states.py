@@ -19,7 +19,7 @@ import torch
 from rft.checkpoint import sharding
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Checkpoint
-from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, sha256
+from rft.checkpoint.records import FORMAT, Manifest, Receipt, encode_json, final_name, sha256
 from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
 from rft.checkpoint.writer import ChunkHasher, file_name, receipt_name
@@ -164,22 +164,23 @@ def held(whole: np.ndarray, claim: Claim) -> np.ndarray:
     return inside[slice(*claim.flat)] if claim.flat else inside
 
 
-def write_cut(root: Path, whole: np.ndarray, ranks: list[list[Claim]]) -> Checkpoint:
+def write_cut(root: Path, whole: np.ndarray, ranks: list[list[Claim]], step: int = 1) -> Checkpoint:
     """A checkpoint made without the agent: of the tensor `t`, a file for each rank's claims."""
-    storage = open_storage(root)
-    (root / "step_00000001").mkdir(parents=True)
+    storage, name, total = open_storage(root), final_name("step", step), 0
+    (root / name).mkdir(parents=True)
     digests = {}
     for rank, claims in enumerate(ranks):
         regions = sharding.place(claims)
         data = bytearray(sharding.extent(regions))
         for region in regions:
             data[region.at : region.at + region.bytes] = held(whole, region).tobytes()
+        total += len(data)
         hasher = ChunkHasher()
         hasher.update(memoryview(data))
         receipt = Receipt(
             format=FORMAT,
             id="x",
-            step=1,
+            step=step,
             epoch=1,
             rank=rank,
             world=len(ranks),
@@ -191,23 +192,23 @@ def write_cut(root: Path, whole: np.ndarray, ranks: list[list[Claim]]) -> Checkp
             small={"rng": b""},
             local={},
         )
-        storage.put(f"step_00000001/{file_name(rank)}", bytes(data))
-        storage.put(f"step_00000001/{receipt_name(rank)}", encode_json(receipt))
+        storage.put(f"{name}/{file_name(rank)}", bytes(data))
+        storage.put(f"{name}/{receipt_name(rank)}", encode_json(receipt))
         digests[receipt_name(rank)] = sha256(encode_json(receipt))
     manifest = Manifest(
         format=FORMAT,
         id="x",
-        step=1,
+        step=step,
         epoch=1,
         world=len(ranks),
         layout="",
-        bytes=0,
+        bytes=total,
         receipts=digests,
-        loop={"step": 1},
+        loop={"step": step},
         about={},
     )
-    storage.put("step_00000001/MANIFEST.json", encode_json(manifest.sealed()))
-    return Checkpoint(storage, "step_00000001")
+    storage.put(f"{name}/MANIFEST.json", encode_json(manifest.sealed()))
+    return Checkpoint(storage, name)
 
 
 def load(root: Path, state: State, epoch: int = 2) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import psutil
 import pytest
@@ -107,10 +108,19 @@ def test_an_async_function_is_run_once_per_response(tmp_path: Path) -> None:
 
 
 def test_rewards_come_from_the_agent_or_from_the_task(tmp_path: Path) -> None:
-    posted = run(task(agent="two_turns", args={"posts": 0.5}), tmp_path)
+    posts = {"agent": "two_turns", "args": {"posts": 0.5}}
+    with pytest.raises(httpx.HTTPStatusError, match="403"):
+        run(task(**posts), tmp_path)
+    posted = run(task(**posts, agent_posts_reward=True), tmp_path)
     assert {one.reward for one in posted} == {0.5}
     waited = run(
-        task(agent="two_turns", args={"posts": 0.5, "returns": 3}, reward="posted"), tmp_path
+        task(
+            agent="two_turns",
+            args={"posts": 0.5, "returns": 3},
+            reward="posted",
+            agent_posts_reward=True,
+        ),
+        tmp_path,
     )
     assert {one.reward for one in waited} == {0.5}
     parts = run(task(agent="two_turns", args={"returns": {"a": 1, "b": 0.5}}), tmp_path)
@@ -135,6 +145,7 @@ def test_rewards_come_from_the_agent_or_from_the_task(tmp_path: Path) -> None:
             task(agent="two_turns", args={"returns": "much"}),
             "a reward must be a number, not 'much'",
         ),
+        (task(agent="two_turns", args={"returns": 1e9}), r"at most 1e\+06 in size, not 1e\+09"),
         (task(agent="never", timeout=0.01), "ran longer than 0.01 s"),
         (task(agent="quiet"), "asked the model for nothing"),
         (task(repeat=1, agent="fails"), r"ValueError: no such town \(.*agents_of_users.py:\d+\)"),

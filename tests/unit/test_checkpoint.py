@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from states import (
@@ -23,13 +24,17 @@ from states import (
     save,
     trainer_config,
     until,
+    write_cut,
 )
 
+from bench.faults.toy import Cut, begin, settings
+from rft.checkpoint import catalog, commit, restore
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.manager import CheckpointManager
 from rft.checkpoint.reader import Mismatch
-from rft.checkpoint.records import Committed, Retained
+from rft.checkpoint.records import Committed, Report, Retained
 from rft.checkpoint.restore import RestoreRefused
+from rft.checkpoint.sharding import Claim
 from rft.checkpoint.storage import open_storage
 from rft.config import AlgorithmConfig
 from rft.data.packing import Cost
@@ -224,8 +229,57 @@ def test_retention_keeps_last_every_and_best(memory_path: Path) -> None:
             lambda: told.extend(manager.poll()) or sum(isinstance(r, Retained) for r in told) == 8,
             "told of what is left",
         )
-    assert [r.oldest["step"] for r in told if isinstance(r, Retained)][-1] == 3
+    assert [r.oldest["step"] for r in told if isinstance(r, Retained)][-1] == 7, (
+        "data behind what is kept beside the last two may go"
+    )
     assert steps(root) == [f"step_{n:08d}" for n in (3, 4, 7, 8)]
+
+
+def test_a_score_that_is_no_number_breaks_neither_save_nor_resume(memory_path: Path) -> None:
+    state, config = plain(), trainer_config(best_metric="eval/x/accuracy", keep_best=1)
+    with managed(memory_path / "c", state, config=config) as manager:
+        for step, value in enumerate((0.3, float("nan"), 0.9, float("inf")), start=1):
+            manager.score(step, {"eval/x/accuracy": value})
+        save(manager, 5, state)
+    again = CheckpointManager(memory_path / "c", OneRank(), config, epoch=2)
+    assert again.load(state) is not None and again.scores == {1: 0.3, 3: 0.9}
+    assert restore.scores_of({"scores": {"1": None, "2": 0.5}}) == {2: 0.5}  # of an older rft
+
+
+def test_checkpoints_of_a_hundred_million_steps_are_found_in_order(memory_path: Path) -> None:
+    root, state, config = memory_path / "c", plain(), trainer_config(max_checkpoints_to_keep=2)
+    with managed(root, state, config=config) as manager:
+        for step in (99_999_999, 100_000_000, 1_000_000_000):
+            save(manager, step, state.fill(step % 7))
+    assert catalog.committed(manager.storage) == ["step_100000000", "step_1000000000"]
+    assert load(root, plain()) == {"seen": 10**9, "step": 10**9}
+    assert catalog.step_of("step_012345678") is None and catalog.step_of("step_1234567") is None
+
+
+def test_a_checkpoint_that_cannot_be_removed_keeps_no_other(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = memory_path / "c"
+    whole = np.zeros((1, 1), dtype=np.float32)
+    for step in (1, 2, 3):
+        write_cut(
+            root, whole, [[Claim("t", "float32", (1, 1), (0, 0), (1, 1), None)]], step
+        ).close()
+    heard: list[Report] = []
+    told = settings(str(root), str(root / "control"), 0, 1, 1, [], 0)
+    storage = open_storage(root)
+    remove = storage.remove
+
+    def refuse(path: str) -> None:
+        if path == "step_00000001":
+            raise PermissionError(1, "not yours", path)
+        remove(path)
+
+    monkeypatch.setattr(storage, "remove", refuse)
+    asked = begin(storage, Cut(3), 0, 1, "e0001n0000", keep=1)
+    commit.Committer(storage, told, heard.append)._retire(asked.outputs[0])
+    assert steps(root) == ["step_00000001", "step_00000003"]
+    assert heard == [Retained(oldest={"step": 3})], "what should be gone holds no data"
 
 
 def test_a_state_larger_than_the_slots_goes_through_in_windows(memory_path: Path) -> None:
@@ -395,6 +449,19 @@ def test_the_same_step_saved_again_is_another_directory(memory_path: Path) -> No
     assert len(steps(root)) == 2
     found = plain()
     assert load(root, found, 3) == {"seen": 5, "step": 5} and equal(found, plain().fill(2))
+
+
+def test_a_save_that_failed_and_its_second_try(memory_path: Path, hand: Hand) -> None:
+    state = plain()
+    with managed(memory_path / "c", state, agent=hand.command) as manager:
+        hand.set("full")
+        manager.save(1, state, {"seen": 1})
+        manager.before_update()
+        with pytest.raises(RuntimeError, match="No space left"):
+            manager.wait(1)
+        hand.clear("full")
+        save(manager, 1, state)
+        assert manager.newest == 1 and manager.metrics()["checkpoint/failed"] == 1
 
 
 def test_a_save_that_cannot_be_encoded_fails_alone(memory_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CLASSES = ("kills", "executed", "power", "errors", "concurrency", "corruption")
+CLASSES = ("kills", "executed", "power", "errors", "concurrency", "corruption", "drawn")
 MUTANTS = (
     "sync data",
     "sync receipt",

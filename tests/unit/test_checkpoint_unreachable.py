@@ -231,6 +231,43 @@ def test_a_root_that_cannot_be_made_refuses_the_start_on_every_rank() -> None:
     assert len(said) == 2 and len(set(said)) == 1
 
 
+class Sticky(Disk):
+    """A reader on another node has files of every directory open: nothing can be deleted, or, of
+    another owner, not even renamed.
+    """
+
+    def __init__(self, rename_too: bool):
+        self.rename_too = rename_too
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self.rename_too:
+            raise PermissionError(errno.EPERM, "not yours", str(source))
+        super().rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        raise OSError(errno.EBUSY, ".nfs000", str(path))
+
+    def unlink(self, path: Path) -> None:
+        raise OSError(errno.EBUSY, ".nfs001", str(path))
+
+
+@pytest.mark.parametrize("rename_too", [False, True])
+def test_leftovers_that_cannot_be_deleted_do_not_block_the_start(
+    root: Path, rename_too: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("step_00000004.tmp-e0001n0003", ".trash-step_00000001-12", ".trash-x"):
+        (root / name).mkdir()
+        (root / name / "r00000.bin").touch()
+    (root / ".LATEST.new-12").touch()
+    storage = LocalStorage(root, Sticky(rename_too))
+    restore.sweep(storage)
+    rank = Start(storage, plain())
+    start(rank)
+    assert rank.step == 3 and caplog.text.count("is left over and cannot be removed") == 4
+    restore.sweep(open_storage(root))
+    assert not list(root.glob("*.tmp-*")) and not list(root.glob(".[tL]*"))
+
+
 def test_damage_that_rank_0_does_not_find_is_refused_and_names_the_rank_that_does(
     root: Path,
 ) -> None:

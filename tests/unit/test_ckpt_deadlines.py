@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from states import PATIENCE, State, managed, plain, save, trainer_config, until
+from states import PATIENCE, Hand, State, managed, plain, save, trainer_config, until
 
 from rft.checkpoint import fence, sharding
 from rft.checkpoint.manager import CheckpointManager
@@ -88,7 +88,7 @@ def has_ended(pid: int) -> bool:
 def test_training_goes_on_beside_a_stopped_agent_which_is_killed_and_replaced(
     memory_path: Path, stop: Stop, when_busy: str
 ) -> None:
-    state, config = large(), trainer_config(when_busy=when_busy, agent_deadline_s=2.0)
+    state, config = large(), trainer_config(when_busy=when_busy, staging_patience_s=2.0)
     with managed(memory_path / "c", state, config=config) as manager:
         save(manager, 1, state)
         stopped = stop(manager._link.pid)
@@ -98,7 +98,6 @@ def test_training_goes_on_beside_a_stopped_agent_which_is_killed_and_replaced(
         assert has_ended(stopped)
         lock = fence.lock_path(memory_path / "c" / "control", manager.epoch, 0)
         assert manager._link.pid != stopped and fence.holder(lock) == manager._link.pid
-        config.checkpoint.agent_deadline_s = PATIENCE
         if when_busy != "newest_wins":
             # staged before it was missed, and told to the next agent
             manager.wait(2), manager.wait(3)
@@ -117,7 +116,7 @@ def test_saves_that_a_stopped_agent_cannot_take_are_reported_failed_and_continue
     with managed(memory_path / "c", state, config=config) as manager:
         save(manager, 1, state)
         # what one save waits for a slot; the agent itself is given longer
-        manager._stager.deadline_s = 0.1
+        manager._stager.slots.patience_s = 0.1
         stop(manager._link.pid)
         within(PATIENCE, lambda: train(manager, state, range(2, MANY)))
         for step in range(4, MANY):
@@ -127,10 +126,57 @@ def test_saves_that_a_stopped_agent_cannot_take_are_reported_failed_and_continue
             )
         os.kill(manager._link.pid, signal.SIGCONT)
         manager.wait(2), manager.wait(3)
-        manager._stager.deadline_s = PATIENCE
+        manager._stager.slots.patience_s = PATIENCE
         save(manager, MANY, state)
         metrics = manager.metrics()
         assert metrics["checkpoint/failed"] == MANY - 4 and metrics["checkpoint/agent_deaths"] == 0
+
+
+@pytest.fixture
+def hand(memory_path: Path) -> Iterator[Hand]:
+    found = Hand(memory_path / "hand")
+    yield found
+    found.close()
+
+
+def test_training_does_not_wait_for_a_disk_that_hangs_and_saves_again_when_it_is_back(
+    memory_path: Path, hand: Hand
+) -> None:
+    state, config = plain(), trainer_config(staging_patience_s=0.5)
+    with managed(memory_path / "c", state, config=config, agent=hand.command) as manager:
+        hand.hold("sync")
+        within(PATIENCE, lambda: train(manager, state, range(1, 5)))
+        for step in (3, 4):
+            with pytest.raises(RuntimeError, match="the agent or its disk has hung for 0.5 s"):
+                manager.wait(step)
+        assert manager.metrics()["checkpoint/agent_deaths"] == 0  # it might get on yet
+        hand.let_go("sync")
+        manager.wait(1), manager.wait(2)
+        save(manager, 5, state)
+
+
+def test_an_agent_whose_disk_hangs_for_good_is_replaced_and_the_save_written_again(
+    memory_path: Path, hand: Hand
+) -> None:
+    state, config = plain(), trainer_config(agent_deadline_s=1.0)
+    with managed(memory_path / "c", state, config=config, agent=hand.command) as manager:
+        hand.hold("sync")
+        train(manager, state, range(1, 2))
+        hanging = hand.await_arrival()
+        until(lambda: manager.metrics()["checkpoint/agent_deaths"] >= 1, "it is killed")
+        hand.let_go("sync")
+        until(lambda: manager.status.committed == 1, "the next one has written it")
+        assert has_ended(hanging)
+
+
+@pytest.mark.verify
+def test_an_agent_that_waits_for_its_rate_has_not_hung(memory_path: Path) -> None:
+    state = plain()
+    slow = trainer_config(staging_patience_s=0.6, rate_limit_mb=0.1)  # a save takes twice that
+    with managed(memory_path / "c", state, config=slow) as manager:
+        train(manager, state, range(1, 5))
+        for step in range(1, 5):
+            manager.wait(step)
 
 
 def test_closing_does_not_wait_for_a_stopped_agent(memory_path: Path, stop: Stop) -> None:
@@ -155,6 +201,26 @@ def test_after_one_wait_in_vain_no_save_waits_for_a_slot_until_one_is_back() -> 
     slots.give_back(0)
     thread.join(PATIENCE)
     assert waiting == [slot]
+    slot.close()
+
+
+def test_nobody_waits_for_an_agent_that_has_been_silent_for_long_enough() -> None:
+    idle, asked = [0.0], []
+
+    def idle_s() -> float:
+        asked.append(idle[-1])
+        return idle.pop() if len(idle) > 1 else idle[0]
+
+    slots = SlotPool([Slot(0, PAGE, choose("cpu"))], 30.0, idle_s)
+    slot = slots.lease(1e6)
+    assert slot is not None
+    idle[:] = [30.0, 29.999, 29.99]  # it is still waited for, and asked again
+    within(PATIENCE, lambda: slots.lease(1e6))
+    assert asked == [29.99, 29.999, 30.0]
+    idle[:] = [0.0]
+    within(PATIENCE, lambda: slots.lease(1e6))  # nor again, until a slot has come back
+    slots.give_back(0)
+    assert slots.lease(1e6) is slot
     slot.close()
 
 

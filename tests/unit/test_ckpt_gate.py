@@ -41,6 +41,33 @@ def test_two_attempts_never_share_an_epoch(memory_path: Path) -> None:
     assert sorted(taken) == list(range(1, 151)) and fence.newest_epoch(memory_path) == 150
 
 
+def test_files_that_are_no_number_are_no_epoch(memory_path: Path) -> None:
+    fence.take_epoch(memory_path)
+    for name in (".nfs0000", "2~", "0", "-7", "\u0663", "9" * 40, "README"):
+        (memory_path / "epochs" / name).touch()
+    assert fence.newest_epoch(memory_path) == 1 and fence.take_epoch(memory_path) == 2
+
+
+def test_who_holds_a_lock_is_known_on_a_full_disk_too(memory_path: Path) -> None:
+    path = fence.lock_path(memory_path, 1, 0)
+    path.parent.mkdir(parents=True)
+    path.write_text("4711")  # of the agent before
+    full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", full + HOLD, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert durable.signed_by(path) == "" and fence.holder(path) == process.pid
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(PATIENCE)
+    assert fence.holder(path) == 0
+
+
 def test_an_agents_lock_lasts_as_long_as_the_agent_and_await_agents_returns_then(
     memory_path: Path,
 ) -> None:

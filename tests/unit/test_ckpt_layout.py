@@ -112,6 +112,23 @@ def test_coverage_finds_every_hole_and_every_overlap(
             check_coverage([c for c in claims if c is not other] + [one])
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_coverage_is_what_counting_every_element_says(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=3).map(tuple))
+    found, count = [], np.zeros(shape, dtype=int)
+    for _ in range(data.draw(st.integers(1, 5))):
+        low = tuple(data.draw(st.integers(0, n)) for n in shape)
+        size = tuple(data.draw(st.integers(0, n - a)) for a, n in zip(low, shape, strict=True))
+        found.append(Claim("t", "int32", shape, low, size, None))
+        count[tuple(slice(a, a + n) for a, n in zip(low, size, strict=True))] += 1
+    if (count == 1).all():
+        check_coverage(found)
+        return
+    with pytest.raises(CoverageError):
+        check_coverage(found)
+
+
 def test_coverage_names_what_is_wrong() -> None:
     def claim(offset: int, count: int, whole: int = 8, dtype: str = "float32") -> Claim:
         return Claim("model/w", dtype, (whole,), (offset,), (count,), None)

@@ -222,10 +222,6 @@ def stays_flat(root: Path, saves: int) -> None:
         assert max(grown.values()) < 4 * 2**20 + saves * 2**12, grown
 
 
-def test_thirty_saves_leave_nothing_behind(memory_path: Path) -> None:
-    stays_flat(memory_path / "c", 30)
-
-
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
 def test_two_hundred_saves_leave_nothing_behind(memory_path: Path) -> None:

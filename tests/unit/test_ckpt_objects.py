@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from states import PATIENCE, OneRank, equal, every_kind, plain, save, trainer_config, until
 
-from rft.checkpoint import restore
+from rft.checkpoint import catalog, restore
 from rft.checkpoint.catalog import committed
 from rft.checkpoint.manager import CheckpointManager
-from rft.checkpoint.objects import QUARANTINED, ObjectStorage
+from rft.checkpoint.objects import ObjectStorage
+from rft.checkpoint.records import QUARANTINED, encode_json
 from rft.checkpoint.storage import open_storage, read_at
 
 
@@ -151,6 +152,19 @@ def test_only_our_drafts_without_manifest_are_swept(store: ObjectStorage) -> Non
         "step_00000004.e0001n0002",
     ]
     assert store.list("weights") == []
+
+
+def test_a_checkpoint_that_has_lost_its_manifest_is_no_draft_where_latest_names_it(
+    store: ObjectStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "step_00000002.e0001n0001"
+    store.put("LATEST", encode_json(catalog.Hint(name=name, epoch=1, step=2)))
+    store.put(f"{name}/r00000.bin", b"")
+    restore.sweep(store)
+    assert catalog.lost(store) == [name]
+    with pytest.raises(FileNotFoundError, match=f"{name}/MANIFEST.json is missing"):
+        restore.load(store, OneRank(), plain(), None, 0.0)
+    assert catalog.lost(store) == [] and store.list(name) == ["QUARANTINED", "r00000.bin"]
 
 
 def test_an_upload_that_is_given_up_leaves_no_object(store: ObjectStorage) -> None:

@@ -3,12 +3,14 @@ by the union of rules.
 """
 
 from dataclasses import replace
+from math import inf, nan
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rft.checkpoint.catalog import Entry, expired
+from rft.checkpoint.catalog import Entry, expired, rolling
 from rft.checkpoint.records import Retention
 
 POLICIES = st.builds(
@@ -38,10 +40,32 @@ def test_rules_are_a_union() -> None:
     assert left(entries, lowest) == [2, 8, 12]
 
 
+def test_what_is_kept_beside_the_last_ones_holds_no_data() -> None:
+    entries = [entry(step, tagged=step == 1) for step in (1, 5, 8, 9)]
+    assert [e.step for e in rolling(entries, Retention(last=2, every=5))] == [8, 9]
+    assert [e.step for e in rolling(entries, Retention(last=0))] == [1, 5, 8, 9]
+
+
 def test_of_equal_scores_the_later_one_stays() -> None:
     assert left(
         [entry(s) for s in (1, 2, 3)], Retention(last=1, best=1, scores={1: 0.5, 2: 0.5})
     ) == [2, 3]
+
+
+@pytest.mark.parametrize("first, third, kept", [(0.9, 0.5, 1), (0.3, 0.9, 3)])
+@pytest.mark.parametrize("lowest", [False, True])
+def test_a_score_that_is_no_number_pushes_nothing_out(
+    first: float, third: float, kept: int, lowest: bool
+) -> None:
+    sign = -1 if lowest else 1
+    scores = {1: sign * first, 2: nan, 3: sign * third, 4: sign * 0.4, 5: sign * inf}
+    policy = Retention(last=1, best=1, best_is_lowest=lowest, scores=scores)
+    assert left([entry(step) for step in range(1, 7)], policy) == [kept, 6]
+
+
+def test_the_best_of_nothing_but_nan_is_none() -> None:
+    policy = Retention(last=1, best=2, scores={1: nan, 2: nan})
+    assert left([entry(step) for step in (1, 2, 3)], policy) == [3]
 
 
 def test_last_zero_keeps_all_and_nothing_is_nothing() -> None:

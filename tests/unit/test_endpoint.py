@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
-from rft.agents.endpoint import chat_format, replies
+from rft.agents.endpoint import chat_format, connections, registry, replies
 from rft.agents.endpoint.server import OpenAIEndpoint
 from rft.ground.experience import Completion, Experience, Sampling, VersionSpan
 from rft.rollout.workflows import check
@@ -547,6 +547,114 @@ def test_serving_keeps_what_got_its_reward_and_counts_what_did_not(tmp_path: Pat
     run(scenario, tmp_path, kept=kept, group_size=2, timeout=1.0)
     assert [(one.sample, one.reward) for one in kept.groups["sums"]] == [(0, 1.0), (1, 0.25)]
     assert kept.groups["a"][0].metrics["stars"] == 4 and len(kept.groups["half"]) == 1
+
+
+def test_a_store_that_fails_loses_nothing_and_ends_nothing(tmp_path: Path) -> None:
+    """Of a session alone, of a group, and of one that was late; and a client may store a group
+    while the late ones are stored.
+    """
+    kept, failures = Kept(), [RuntimeError("the buffer is restarting")] * 4
+    store = kept.store
+
+    async def failing(task: str, experiences: list[Experience]) -> None:
+        if failures:
+            raise failures.pop()
+        await store(task, experiences)
+
+    kept.store = failing  # type: ignore[method-assign]
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        async with httpx.AsyncClient(
+            base_url=endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}
+        ) as http:
+            for name, task in (("a", None), ("b", "sums"), ("c", "sums"), ("d", "half")):
+                await client(endpoint, name).chat.completions.create(
+                    model="m", messages=[user(name)]
+                )
+                told = await http.post(
+                    "/feedback",
+                    json={"session": name, "reward": 1} | ({} if task is None else {"task": task}),
+                )
+                assert told.json() == {"session": name, "experiences": 1, "stored": False}
+        while len(kept.groups) < 3:
+            await asyncio.sleep(0.01)
+        assert endpoint.registry.counts["store_failures"] == 4
+
+    with pytest.MonkeyPatch.context() as scaled:
+        scaled.setattr(registry, "AGAIN_S", 0.05)
+        run(scenario, tmp_path, kept=kept, group_size=2, timeout=0.5)
+    assert {name: len(group) for name, group in kept.groups.items()} == {
+        "a": 1,
+        "sums": 2,
+        "half": 1,
+    }
+
+
+@pytest.mark.parametrize("key", ["own", "run", "run with its name"])
+def test_an_agents_key_posts_no_reward_unless_its_workflow_says_so(
+    key: str, tmp_path: Path
+) -> None:
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        for may in (False, True):
+            opened = endpoint.open_session(Sampling(), may_reward=may)
+            keys = {
+                "own": opened.access.api_key,
+                "run": TOKEN,
+                "run with its name": f"{TOKEN}:{opened.session.id}",
+            }
+            async with httpx.AsyncClient(
+                base_url=endpoint.url, headers={"Authorization": f"Bearer {keys[key]}"}
+            ) as http:
+                said = {"session": opened.session.id}
+                taken = await http.post("/feedback", json=said | {"reward": 1})
+                for wrong in (1e9, -1e7, 10**400):
+                    name = {"turn_rewards": [wrong]} if wrong < 0 else {"reward": wrong}
+                    answer = await http.post("/feedback", json=said | name)
+                    assert answer.status_code in (400, 403)
+            refused = key == "own" and not may
+            assert taken.status_code == (403 if refused else 200)
+            assert opened.session.feedback.reward == (None if refused else 1.0)
+
+    run(scenario, tmp_path)
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What came until the connection was cut."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+def test_who_connects_and_says_nothing_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of its time, or when others come; and a byte now and then is nothing."""
+    monkeypatch.setattr(connections, "HEADER_S", 0.3)
+    monkeypatch.setattr(connections, "IDLE_S", 0.2)
+    monkeypatch.setattr(connections, "STRANGERS", 3)
+    health = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+    async def scenario(endpoint: OpenAIEndpoint, pool: Pool) -> None:
+        place = endpoint.url.removeprefix("http://").split(":")
+        idle, idles = await asyncio.open_connection(*place)
+        idles.write(health)
+        assert b"200 OK" in await ended(idle), "and then it was cut"
+        slow, slows = await asyncio.open_connection(*place)
+        held = asyncio.create_task(ended(slow))
+        while not held.done():
+            slows.write(b"G")
+            await asyncio.sleep(0.02)
+        many = [await asyncio.open_connection(*place) for _ in range(8)]
+        assert endpoint._gate is not None and len(endpoint._gate.strangers) <= 3
+        await client(endpoint, endpoint.registry.open().id).chat.completions.create(
+            model="m", messages=[user("a")]
+        )
+        assert [await ended(reader) for reader, _ in many] == [b""] * 8
+        for _, writer in [*many, (idle, idles), (slow, slows)]:
+            writer.close()
+
+    run(scenario, tmp_path)
 
 
 def test_an_auxiliary_model_answers_under_its_name_and_is_not_recorded(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from rft.buffer import journal as journal_module
 from rft.buffer.journal import HEADER, Journal, JournalError
+from rft.ground import durable
 
 WRITER = """
 import asyncio, os, sys
@@ -49,6 +50,21 @@ def written(directory: Path, records: list[bytes], segment_bytes: int = 2**20) -
         journal.append([record])
     journal.close()
     return sorted(directory.glob("*.log"))
+
+
+def crashed(directory: Path, acknowledged: list[bytes], others: list[bytes]) -> tuple[Path, int]:
+    """As a power loss finds it before the pages of the `others` are on the disk; the log, and how
+    much of it was synced.
+    """
+    journal = Journal(directory)
+    journal.append(acknowledged)
+    journal.sync()
+    for record in others:
+        journal.append([record])
+    synced = journal.durable
+    os.close(journal._lock_fd)
+    (log,) = directory.glob("*.log")
+    return log, synced
 
 
 def test_records_come_back_in_order_at_their_positions(tmp_path: Path) -> None:
@@ -85,7 +101,7 @@ def test_a_second_writer_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
 def test_a_torn_tail_is_cut_off_loudly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: int
 ) -> None:
-    (log,) = written(tmp_path, [b"a" * 40, b"b" * 40])
+    log, _ = crashed(tmp_path, [b"a" * 40], [b"b" * 40])
     os.truncate(log, log.stat().st_size - lost)
     with caplog.at_level(logging.WARNING):
         journal = Journal(tmp_path)
@@ -104,13 +120,13 @@ def test_zeros_behind_the_last_record_are_a_torn_tail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_flipped_byte_in_the_middle_is_refused_with_file_and_offset(
-    tmp_path: Path, seed: int
-) -> None:
+def test_a_flipped_byte_is_refused_with_file_and_offset(tmp_path: Path, seed: int) -> None:
+    """Also in the last record, which was acknowledged; an older rft did not say so."""
     (log,) = written(tmp_path, [b"a" * 40] * 5)
-    frame = 40 + HEADER.size
-    # in the header or the body of any but the last record
-    broken = random.Random(seed).randrange(4 * frame)
+    frame, is_old = 40 + HEADER.size, seed % 2
+    if is_old:
+        (tmp_path / "durable").unlink()
+    broken = random.Random(seed).randrange((5 - is_old) * frame)
     data = bytearray(log.read_bytes())
     data[broken] ^= 0x10
     log.write_bytes(data)
@@ -119,6 +135,92 @@ def test_a_flipped_byte_in_the_middle_is_refused_with_file_and_offset(
     ):
         Journal(tmp_path)
     assert log.read_bytes() == bytes(data), "a refused file stays as it is"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_opens_after_any_power_loss_that_left_what_was_acknowledged(
+    tmp_path: Path, seed: int
+) -> None:
+    """Pages behind the last fsync are on the disk or read as zeros, in any order."""
+    chance = random.Random(seed)
+    size = chance.choice([100, 900, 3000, 9000])
+    acknowledged, others = (
+        [os.urandom(size) for _ in range(n)] for n in (3, chance.randrange(2, 7))
+    )
+    log, synced = crashed(tmp_path, acknowledged, others)
+    page, share = chance.choice([512, 4096]), chance.choice([0.1, 0.5])
+    with open(log, "r+b") as file:
+        for at in range(-(-synced // page) * page, log.stat().st_size, page):
+            if chance.random() < share:
+                file.seek(at)
+                file.write(bytes(min(page, log.stat().st_size - at)))
+    journal = Journal(tmp_path)
+    there = payloads(journal)
+    assert there == [*acknowledged, *others][: len(there)] and len(there) >= 3
+    journal.append([b"more"])
+    journal.close()
+    assert payloads(Journal(tmp_path)) == [*there, b"more"]
+
+
+@pytest.mark.parametrize("left", [0, 57, 111])
+def test_a_log_without_its_acknowledged_end_is_refused(tmp_path: Path, left: int) -> None:
+    (log,) = written(tmp_path, [b"a" * 40, b"b" * 40])
+    os.truncate(log, left)
+    why = f"lacks the positions .* to 112, which should be in {log.name}"
+    with pytest.raises(JournalError, match="is damaged at byte" if left % 56 else why):
+        Journal(tmp_path)
+    log.unlink()
+    with pytest.raises(JournalError, match=why):
+        Journal(tmp_path)
+
+
+def test_a_frame_behind_a_bad_one_is_found_wherever_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is looked through piece by piece, and a frame may begin at the end of one."""
+    monkeypatch.setattr(journal_module, "LOOK_BYTES", 16)
+    for gap in range(1, 40):
+        path = tmp_path / str(gap)
+        path.write_bytes(b"?" * gap + journal_module.frame(b"good"))
+        with open(path, "rb") as file:
+            assert journal_module.has_frame_after(file.fileno(), 0, path.stat().st_size)
+            assert not journal_module.has_frame_after(file.fileno(), gap, path.stat().st_size)
+
+
+def test_a_file_that_cannot_be_begun_is_told_and_the_next_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    journal = Journal(tmp_path, segment_bytes=150)
+    journal.append([b"a" * 100])
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "sync_directory", failing)
+        with pytest.raises(JournalError, match="cannot begin a file behind .*Input/output error"):
+            journal.append([b"b" * 100])
+    with pytest.raises(JournalError, match="failed before"):
+        journal.append([b"c"])
+    journal.close()
+    journal = Journal(tmp_path, segment_bytes=150)
+    assert payloads(journal) == [b"a" * 100], "what was acknowledged, and no more"
+    for letter in (b"b", b"c"):
+        journal.append([letter * 100])
+    assert payloads(journal) == [b"a" * 100, b"b" * 100, b"c" * 100]
+    journal.close()
+
+
+def test_a_journal_of_many_files_keeps_few_of_them_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    journal = Journal(tmp_path, segment_bytes=50)
+    for _ in range(20):
+        journal.append([b"x" * 50])
+    journal.install(journal.write_base(int(journal.cut(500) or 0), [b"kept"]))
+    there = len(os.listdir("/proc/self/fd")) - before
+    assert len(list(tmp_path.glob("*.log"))) > 10 and there <= 3
+    assert len([journal.read(position) for position, _ in journal.records()]) > 10
+    journal.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_torn_segment_that_is_not_the_last_is_refused(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sql
 
+from rft.buffer import sql_patience
 from rft.buffer.delivery import opened
 from rft.buffer.journal import JournalError
-from rft.buffer.sql_tables import check_database
+from rft.buffer.sql_tables import Tables, check_database, connect, counted
 from rft.config import ConfigError, ExperienceBufferConfig
 from tests.unit.postgres import PASSWORD, postgres
 from tests.unit.sql_world import buffer, exactly_once, rows
@@ -34,12 +35,8 @@ def test_four_writers_and_three_trainers_with_kills_train_every_group_once(
     with sql.create_engine(
         url.replace("postgresql:", "postgresql+psycopg:")
     ).connect() as connection:
-        states = connection.execute(
-            sql.text("select state, count(*) from experience_buffer_groups group by state")
-        ).all()
-    assert {state for state, _ in states} <= {"stored", "consumed"} and sum(
-        count for _, count in states
-    ) == 80
+        found = counted(connection, Tables("experience_buffer"))
+    assert (found["stored"], found["failed"], found["running_groups"]) == (80, 0, 0)
 
 
 def test_many_take_at_once_and_none_gets_what_another_has(url: str) -> None:
@@ -69,6 +66,50 @@ def test_many_take_at_once_and_none_gets_what_another_has(url: str) -> None:
             await mine.shutdown()
 
     asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_who_stands_still_in_a_transaction_holds_the_others_up_for_a_limited_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like an explorer that is stopped while it has the row that admits: the server ends its
+    session. And a session that is ended in a call is opened anew.
+    """
+    monkeypatch.setattr(sql_patience, "IDLE_S", 1)
+    stopped = connect(url)
+    monkeypatch.setattr(sql_patience, "LOCK_S", 0.1)
+    name = "stopped"
+
+    async def test() -> None:
+        mine = buffer(url, name=name)
+        await mine.attach_explorer("e")
+        with stopped.connect() as holder:
+            holder.execute(sql.text("select * from rft_buffers for update"))
+            assert await mine.admit("e", b"t", {}) == 0
+            with pytest.raises(sql.exc.DBAPIError):
+                holder.execute(sql.text("select 1"))
+            holder.invalidate()
+        assert (await mine.stats())["database_retries"] > 0
+        with mine._engine.connect() as one:
+            limits = [
+                one.execute(sql.text(f"show {limit}")).scalar_one()
+                for limit in ("statement_timeout", "lock_timeout", "tcp_user_timeout")
+            ]
+            assert limits == ["1min", "100ms", "30000"]
+
+        ended = False
+
+        def change(db: sql.Connection) -> int:
+            nonlocal ended
+            if not ended:
+                ended = True
+                db.execute(sql.text("select pg_terminate_backend(pg_backend_pid())"))
+            return int(db.execute(sql.text("select 7")).scalar_one())
+
+        assert await mine._do(change) == 7
+        await mine.shutdown()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    stopped.dispose()
 
 
 def test_a_lost_server_ends_the_run_and_no_message_has_the_password(

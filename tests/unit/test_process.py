@@ -189,6 +189,38 @@ def test_a_process_dies_with_a_parent_that_is_killed(knows: str) -> None:
     assert not lives(child)
 
 
+STARTS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("nobody_left")
+def test_what_a_program_has_started_ends_with_the_parent_too() -> None:
+    """In a session of its own, by a program that is killed before it could end it."""
+    command = [sys.executable, "-c", PARENT, "nothing", STARTS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        grandchild = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        psutil.wait_procs([grandchild], timeout=PATIENCE_S)
+    assert not lives(grandchild)
+
+
+@pytest.mark.parametrize(
+    ("does", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)]
+)
+def test_a_tied_program_ends_as_it_does(does: str, code: int) -> None:
+    program = f"import os, sys; sys.stdout.write(sys.stdin.read()); sys.stdout.flush(); {does}"
+    done = subprocess.run(
+        process.tied([sys.executable, "-c", program]), input=b"said", capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"said", b"")
+
+
 def test_a_program_whose_parent_was_gone_first_is_not_begun() -> None:
     """Its parent is this process, and no longer the one that it was started for."""
     command = process.tied([sys.executable, "-c", "print('begun')"])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,19 @@ def test_the_slot_formula_counts_started_groups_until_a_version_covers_their_ste
     progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
     assert progress.slots(0, two, 2) == 1, "leased is not covered"
     assert progress.slots(1, two, 2) == 3
+
+
+def test_a_step_whose_lease_is_forgotten_counts_until_a_version_covers_it() -> None:
+    progress, two = Progress(), StepSize(2)
+    for group in range(2):
+        progress.apply(Issued(group=group, explorer="e", task=b"", cursor={}))
+        progress.apply(Stored(group=group, experiences=b""))
+    progress.apply(Leased(step=0, trainer="t", run_epoch=0, groups=[0, 1]))
+    progress.apply(Consumed(step=0))
+    before = progress.steps_ahead(0, two), progress.slots(0, two, 1)
+    progress.forget(1)
+    assert (progress.steps_ahead(0, two), progress.slots(0, two, 1)) == before == (1, 2)
+    assert (progress.steps_ahead(1, two), progress.slots(1, two, 1)) == (0, 4)
 
 
 def test_after_an_incomplete_step_the_next_one_takes_what_would_become_too_stale() -> None:
@@ -625,6 +639,7 @@ def test_retention_shrinks_the_journal_and_keeps_what_a_checkpoint_needs(tmp_pat
             if step >= 10:
                 # a checkpoint may be read late: the step decides
                 await buffer.retain(marks[step + 1], step - 4)
+                await buffer._ledger.retained()
         assert buffer.stats()["journal_bytes"] < 0.4 * buffer.stats()["journal_position"]
         await admitted(buffer, 1)
         # cut at whole segments
@@ -635,6 +650,7 @@ def test_retention_shrinks_the_journal_and_keeps_what_a_checkpoint_needs(tmp_pat
 
         buffer = make(tmp_path, segment_bytes=3000)
         await buffer.retain(marks[oldest])  # without the step: it follows from the position
+        await buffer._ledger.retained()
         assert (await buffer.attach_trainer(oldest, 2))["replay"] == list(range(oldest, 30))
         for step in range(oldest, 30):
             assert groups_of(await batch(buffer, step)) == batches[step]
@@ -662,10 +678,70 @@ def test_retention_without_a_step_keeps_what_was_not_finished_at_the_position(
             await buffer.consumed(step)
             await buffer.published(step + 1)
         await buffer.retain(marks[6])
+        await buffer._ledger.retained()
         with pytest.raises(ValueError, match="from step 6 on"):
             await buffer.attach_trainer(5, 2)
         assert (await buffer.attach_trainer(6, 2))["replay"] == [6, 7, 8, 9]
         assert groups_of(await batch(buffer, 6)) == [12, 13]
+        await buffer.shutdown()
+
+    run(test)
+
+
+async def some_steps(buffer: ExperienceBuffer, first: int, last: int) -> None:
+    for step in range(first, last):
+        for group in await admitted(buffer, 2):
+            assert group is not None
+            await buffer.put(group, rows(step))
+        assert [e.reward for e in (await batch(buffer, step)).experiences] == [step, step]
+        await buffer.consumed(step)
+        await buffer.published(step + 1)
+
+
+def test_nobody_waits_for_a_long_retention_and_a_full_disk_only_puts_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        buffer = make(tmp_path, segment_bytes=400)
+        await buffer.attach_trainer(0, 1)
+        await some_steps(buffer, 0, 5)
+        real, begun, go_on = os.rename, asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(*paths: Any) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(20)
+            real(*paths)
+
+        def full(*paths: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(journal_module.os, "rename", slow)
+        await buffer.retain(await buffer.position(), 4)
+        await begun.wait()
+        await buffer.admit("e", b"meanwhile", {"next": 11})
+        await buffer.abandon(10, "failed")
+        size = buffer.stats()["journal_bytes"]
+        go_on.set()
+        await buffer._ledger.retained()
+        assert buffer.stats()["journal_bytes"] < size
+        await some_steps(buffer, 5, 8)
+        monkeypatch.setattr(journal_module.os, "rename", full)
+        size = buffer.stats()["journal_bytes"]
+        await buffer.retain(await buffer.position(), 7)
+        await buffer._ledger.retained()
+        assert buffer.stats()["failed_retentions"] == 1
+        assert buffer.stats()["journal_bytes"] == size
+        await some_steps(buffer, 8, 10)
+        monkeypatch.setattr(journal_module.os, "rename", real)
+        await buffer.retain(await buffer.position(), 9)
+        await buffer._ledger.retained()
+        with pytest.raises(ValueError, match="keeps batches from step 9 on"):
+            await buffer.attach_trainer(8, 2)
+        await buffer.shutdown()
+        buffer = make(tmp_path, segment_bytes=400)
+        assert (await buffer.attach_trainer(9, 2))["replay"] == [9]
+        assert [e.reward for e in (await batch(buffer, 9)).experiences] == [9, 9]
         await buffer.shutdown()
 
     run(test)

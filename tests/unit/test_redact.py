@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 
 from rft import config as configs
 from rft.buffer.experience_buffer import ExperienceBuffer
-from rft.config import Config, ExperienceBufferConfig, MonitorConfig, known_keys
+from rft.config import Config, ConfigError, ExperienceBufferConfig, MonitorConfig, known_keys
 from rft.data.taskset import for_journal, from_journal
+from rft.extras import sweep
 from rft.ground import redact
 from rft.ground.experience import Sampling, Task
 from rft.monitor import logs, sinks, trace
@@ -58,6 +59,79 @@ def test_values_of_the_environment_are_taken_out_of_text() -> None:
 def test_passwords_in_addresses_are_taken_out_and_the_rest_stays() -> None:
     assert redact.text("see http://me:hunter2@host:1/x") == f"see http://{redact.HIDDEN}@host:1/x"
     assert redact.text("see http://host:1/a@b") == "see http://host:1/a@b"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GITHUB_PAT", "DB_PASS", "SMTP_PWD", "KEYFILE_PASSPHRASE", "SLACK_WEBHOOK_URL"),
+        *("AZURE_STORAGE_CONNECTION_STRING", "AWS_ACCESS_KEY_ID", "SENTRY_DSN", "DATABASE_URL"),
+    ],
+)
+def test_variables_are_known_by_their_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "correct horse battery")
+    assert redact.text("x correct horse battery y") == f"x {redact.HIDDEN} y"
+
+
+@pytest.mark.parametrize(
+    ("line", "hidden"),
+    [
+        ("postgresql://rft:p@ss/word@db.example/rft", "p@ss"),
+        ("postgresql://rft:s3cr3t@db/rft", "s3cr3t"),
+        ("redis://:only_pw@host", "only_pw"),
+        ("s3://AKIA:SECRET@bucket/x", "SECRET"),
+        ("postgresql+psycopg://db/rft?user=rft&password=hunter2", "hunter2"),
+        ("GET https://api/x?api_key=sk-123456789&x=1", "sk-123456789"),
+        ("Authorization: Bearer sk-ant-abcdefghijklmnop", "sk-ant"),
+        ("{'Authorization': 'Basic dXNlcjpwYXNz'}", "dXNlcjpwYXNz"),
+        ("authorization=plain-words-1", "plain-words-1"),
+        ("curl -H 'authorization: bearer abc.def-123'", "abc.def-123"),
+        ("AccountName=x;AccountKey=QUJDREVGR0g=;EndpointSuffix=y", "QUJDREVGR0g"),
+        ("Server=a;Pwd=letmein99;", "letmein99"),
+        ("https://hooks.slack.com/services/T000/B000/XXXXsecret", "XXXXsecret"),
+        ("https://discord.com/api/webhooks/123/abcdef", "abcdef"),
+    ],
+)
+def test_secrets_are_known_by_their_form(line: str, hidden: str) -> None:
+    found = redact.text(f"before {line} behind")
+    assert hidden not in found and found.startswith("before ") and found.endswith(" behind")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "see http://host:1/a@b",
+        "max_tokens=4096 eos_token=151643 stop_token=end_of_turn",
+        "the bearer of this letter, bearer certificates",
+        "reward_fn_key=answer_of_it format.prompt_key=question",
+        "password=${oc.env:DB_PASSWORD} token=5",
+        "key=value_of_it secretary=somebody",
+        "https://hub.example/webhooks",
+    ],
+)
+def test_what_only_looks_like_it_stays(line: str) -> None:
+    assert redact.text(line) == line
+
+
+def test_records_hide_lists_numbers_and_other_keys() -> None:
+    found = {
+        "openai_key": "plain-1",
+        "auth": "x1",
+        "headers": {"Authorization": "x2"},
+        "token": ["a-secret", "b-secret"],
+        "password": 12345678,
+        "pass_rate": 0.5,
+        "tokens": [1, 2],
+        "connection_string": "",
+    }
+    hidden = redact.HIDDEN
+    assert redact.record(found) == found | {
+        "openai_key": hidden,
+        "auth": hidden,
+        "headers": {"Authorization": hidden},
+        "token": [hidden, hidden],
+        "password": hidden,
+    }
 
 
 def test_short_values_and_other_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +306,19 @@ def test_sinks_timeline_and_report_have_none(
     assert (tmp_path / "report.html").read_text().count(redact.HIDDEN) >= 3
     assert_clean(tmp_path)
     assert os.environ["HF_TOKEN"] == SECRETS["HF_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "buffer.trainer_input.experience_buffer.path=postgresql://me:planted@db/rft",
+        f"+monitor.monitor_args.place={SECRETS['HF_TOKEN']}",
+        "+monitor.monitor_args.api_key=planted",
+    ],
+)
+def test_a_sweep_writes_no_secret_down(argument: str) -> None:
+    with pytest.raises(ConfigError, match="put this secret into the environment") as refused:
+        sweep.check_arguments(["-m", argument], None)
+    assert "planted" not in str(refused.value)
+    key = argument.partition("=")[0]
+    sweep.check_arguments(["-m", f"{key}=${{oc.env:DB_PASSWORD}}"], None)

@@ -15,6 +15,7 @@ import pytest
 
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.ledger import Ledger
 from rft.config import (
     ExperienceBufferConfig,
     ExplorerConfig,
@@ -222,6 +223,7 @@ def test_a_run_that_was_killed_draws_what_an_unbroken_one_draws(
     same bits, whatever took long.
     """
     monkeypatch.setattr(workflows, "run", answer)
+    monkeypatch.setattr(selectors, "BELIEF_EVERY", 0)  # every 24 lessons, then
     whole, first, second = learning(tmp_path), learning(tmp_path), learning(tmp_path)
 
     async def scenario() -> tuple[Any, Any]:
@@ -249,6 +251,22 @@ def test_a_run_that_was_killed_draws_what_an_unbroken_one_draws(
         and ours.beta.tobytes() == theirs.beta.tobytes()
     )
     assert ours.alpha.max() > 3  # it did learn
+    (told,) = Ledger(str(tmp_path / "b"), 2**12).progress.told.values()
+    assert len(told) < 2.5 * ROWS, "what beliefs are made of is not kept"
+    assert [len(lesson) for lesson in told].count(6) == 1
+
+
+def test_a_belief_is_kept_only_with_a_task_of_the_batch_that_it_was_made_for() -> None:
+    """With one before, a run could go on in front of a batch whose draw is to know less."""
+    made = DifficultyBased(Rows(2, 2, 0, 0))
+    made.recall([(n, n % 2, 0.5) for n in range(64)], [])
+    made.row(0, 0, 64)
+    assert made.belief(63) is None
+    before, belief = made.belief(65) or (0, b"")
+    assert before == 62 and made.belief(65) is None, "and then not again so soon"
+    other = DifficultyBased(Rows(2, 2, 0, 0))
+    other.believe(belief)
+    assert other.alpha.tobytes() == made.alpha.tobytes() and made.alpha.max() > 2
 
 
 # --- several sets ---------------------------------------------------------------------------------

@@ -3,24 +3,31 @@ whoever dies when. Here on SQLite.
 """
 
 import asyncio
+import contextlib
 import random
+import sqlite3
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sql
 
 from rft import config as configs
+from rft.buffer import sql_buffer, sql_tables
 from rft.buffer.delivery import opened
 from rft.buffer.experience_buffer import ExperienceBuffer
 from rft.buffer.journal import JournalError
 from rft.buffer.sql_buffer import SqlBuffer
-from rft.buffer.sql_steps import Lost
+from rft.buffer.sql_lives import Silence
+from rft.buffer.sql_patience import passes
+from rft.buffer.sql_steps import WAIT, Lost
 from rft.buffer.sql_tables import Tables, check_database, connect, create, shown
 from rft.config import ConfigError, ExperienceBufferConfig
-from tests.unit.sql_world import buffer, exactly_once, rows
+from tests.unit.sql_world import Clock, buffer, exactly_once, rows, silent_but_for
 
 
 @pytest.fixture
@@ -46,6 +53,11 @@ def change(url: str, statement: str) -> None:
         connection.execute(sql.text(statement))
 
 
+def scalar(url: str, query: str) -> int:
+    with sql.create_engine(url).connect() as connection:
+        return int(connection.execute(sql.text(query)).scalar_one())
+
+
 def test_processes_that_are_killed_lose_nothing_and_repeat_nothing(
     url: str, tmp_path: Path
 ) -> None:
@@ -63,7 +75,7 @@ def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
         engine.dispose()
 
     with ThreadPoolExecutor(8) as threads:
-        for number in range(20):
+        for number in range(8):
             list(threads.map(opened_at_once, [f"sqlite:///{tmp_path / str(number)}.db"] * 8))
 
 
@@ -109,6 +121,7 @@ def test_it_admits_and_takes_what_the_queue_does(
         mine = ExperienceBuffer(
             *(ExperienceBufferConfig(), str(tmp_path / "queue"), 2, 2, limit, None),
             experiences_per_step=experiences,
+            segment_bytes=300,
         )
         both, running, published, step = (mine, theirs), set[int](), 0, 0
         for one in both:
@@ -119,7 +132,7 @@ def test_it_admits_and_takes_what_the_queue_does(
                 lambda db, published=published: theirs._steps.may_admit(db, me, published, None)
             )
             assert (may is True) == mine._may_admit()
-            act = chance.choice(["admit", "admit", "put", "put", "take", "publish"])
+            act = chance.choice(["admit", "admit", "put", "put", "take", "publish", "save"])
             if act == "admit" and mine._may_admit():
                 most = table[len(running) % 7][1]
                 (number,) = {await one.admit("e", b"t", {"next": 0}, most) for one in both}
@@ -138,6 +151,11 @@ def test_it_admits_and_takes_what_the_queue_does(
                 published = step
                 for one in both:
                     await one.published(step)
+            elif act == "save":  # what is forgotten of the steps before still fills slots
+                for one in both:
+                    await one.saved(step)
+                    await one.retain(await one.position(), step)
+                await mine._ledger.retained()
             for interval in (1, 2):
                 assert await mine.wants_weights(interval) == await theirs.wants_weights(interval)
         assert step > 3
@@ -149,7 +167,7 @@ def test_it_admits_and_takes_what_the_queue_does(
 
 def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: str) -> None:
     async def test() -> None:
-        one, two = (buffer(url, max_staleness=0, max_read_timeout=0.5) for _ in range(2))
+        one, two = (buffer(url, max_staleness=0, max_read_timeout=0.2) for _ in range(2))
         trainer = buffer(url, max_staleness=0)
         for mine, name in ((one, "a"), (two, "b")):
             await mine.attach_explorer(name)
@@ -161,6 +179,7 @@ def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: st
         await one.put(0, rows(1.0))
         await two.put(1, rows(1.0))
         assert await taken(trainer, 0) == [0, 1]
+        await trainer.retain(0, 1)  # a checkpoint of step 1 is there before anybody serves it
         await two.published(1)
         assert await two.admit("b", b"t", {}) == 2, "b serves version 1, which covers step 0"
         with pytest.raises(TimeoutError):
@@ -172,7 +191,10 @@ def test_slots_are_shared_by_all_explorers_and_freed_by_what_each_serves(url: st
 
 def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
     async def test() -> None:
-        dead, alive, trainer = (buffer(url, max_staleness=1, lease_s=50) for _ in range(3))
+        clock = Clock()
+        dead, alive, trainer = (
+            buffer(url, max_staleness=1, lease_s=50, clock=clock) for _ in range(3)
+        )
         for mine, name in ((dead, "dead"), (alive, "alive")):
             await mine.attach_explorer(name)
             await mine.published(0)
@@ -184,11 +206,10 @@ def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
         taking = asyncio.create_task(taken(trainer, 0))
         await alive.put(1, rows(1.0))
         await alive.put(2, rows(1.0))
-        assert not taking.done(), "group 0 is older, and under way"
-        change(
-            url,
-            "update experience_buffer_explorers set heard = heard - 100 where name = 'p/run/dead'",
-        )
+        change(url, "update experience_buffer_explorers set heard = heard - 3600")
+        await trainer._beat_once()
+        assert not taking.done(), "group 0 is older, and under way, whatever a clock says"
+        await silent_but_for(clock, 50, alive, trainer)
         assert await taking == [1, 2]
         again = buffer(url, max_staleness=1)
         assert (await again.attach_explorer("dead"))["reissue"] == [(0, b"t")]
@@ -198,9 +219,14 @@ def test_groups_of_a_silent_explorer_are_not_waited_for(url: str) -> None:
     run(test)
 
 
-def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url: str) -> None:
+def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
-        explorer, silent, other = buffer(url), buffer(url, "p/silent"), buffer(url, "p/other")
+        clock = Clock()
+        explorer, silent, other = (
+            buffer(url, name, clock=clock) for name in ("p/run", "p/silent", "p/other")
+        )
         await explorer.attach_explorer("e")
         for group in await admitted(explorer, "e", 6):
             await explorer.put(group, rows(1.0))
@@ -211,13 +237,13 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url:
         await silent.saved(1)
         assert await taken(silent, 1) == [2, 3]
         assert await taken(other, 0) == [4, 5], "nobody is silent yet"
-        change(
-            url,
-            (
-                "update experience_buffer_trainers set heard = heard - 1000 where name like "
-                "'p/silent%'"
-            ),
-        )
+        with monkeypatch.context() as patched:  # it said something after it was looked at
+            patched.setattr(other._lives, "silent_trainers", lambda db: {"p/silent/trainer": 0.0})
+            choose = partial(other._steps.choose, trainer="p/other/trainer", step=1)
+            assert WAIT is await other._do(
+                partial(choose, min_model_version=None, input_done=False, incomplete=False)
+            )
+        await silent_but_for(clock, 60, explorer, other)
         assert await taken(other, 1) == [2, 3]
         with pytest.raises(Lost, match="another trainer has it"):
             await silent.consumed(1)
@@ -226,6 +252,207 @@ def test_unsaved_batches_of_a_silent_trainer_go_to_another_which_it_is_told(url:
         )
 
     run(test)
+
+
+def test_lessons_are_kept_until_a_belief_takes_their_place(url: str, tmp_path: Path) -> None:
+    """In both stores."""
+    lessons = [["t", n, n, 0.5] for n in range(3)] + [["u", 0, 0, 1.0]]
+    lessons += [["t", 3, 3, 0.5, 2, b"belief"], ["t", 4, 4, 0.5], ["t", 5, 5, 0.5, 4, b"later"]]
+    kept = [["u", 0, 0, 1.0], ["t", 4, 4, 0.5], ["t", 5, 5, 0.5, 4, b"later"]]
+
+    async def test() -> None:
+        mine = ExperienceBuffer(ExperienceBufferConfig(), str(tmp_path / "q"), 2, 2, None, None)
+        for one in (mine, buffer(url)):
+            await one.attach_explorer("e")
+            for lesson in lessons:
+                await one.put((await one.admit("e", b"t", {"next": 0})) or 0, rows(1.0), lesson)
+            assert (await one.attach_explorer("e"))["told"] == kept
+            assert (await one.attach_explorer("f"))["told"] == []
+            await one.shutdown()
+
+    run(test)
+    assert scalar(url, "select count(told) from experience_buffer_groups") == 3
+
+
+@pytest.mark.parametrize("jump", [9000.0, -9000.0])
+def test_a_step_of_the_databases_clock_makes_nobody_silent(jump: float) -> None:
+    """Nor does an hour in which nobody reached the database, nor one's own standstill; a process
+    that was dead before one looked is known after half a lease.
+    """
+    mine, wall, lease = Clock(), 1e9, 60.0
+    silence = Silence(lease, mine)
+    heard = {"alive": wall, "dead": wall, "long dead": wall - 9999}
+    first: dict[str, float] = {}
+    for beat in range(12):
+        if beat == 2:
+            wall += jump
+        if beat == 3:  # nobody could beat or look
+            mine.now, wall = mine.now + 3600, wall + 3600
+        heard["alive"] = wall if beat != 3 else heard["alive"]
+        for name in silence.of(heard, wall):
+            first.setdefault(name, mine.now)
+        mine.now, wall = mine.now + lease / 4, wall + lease / 4
+    assert first == {"long dead": 30.0, "dead": 3600 + lease}
+
+
+class Postgres(Exception):
+    def __init__(self, sqlstate: str | None) -> None:
+        super().__init__(f"error {sqlstate}")
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "again"),
+    [(code, True) for code in ("40P01", "40001", "55P03", "57014", "57P01", "08006", "53100", None)]
+    + [(code, False) for code in ("42P01", "23505", "28P01", "22001", "XX001")],
+)
+def test_what_passes_is_tried_again(sqlstate: str | None, again: bool) -> None:
+    assert passes(sql.exc.OperationalError("select 1", {}, Postgres(sqlstate))) is again
+    assert not passes(sql.exc.ArgumentError("no"))
+
+
+class LosesAnswers:
+    """An engine whose every first commit of a change is not told of: the connection is gone."""
+
+    def __init__(self, engine: sql.Engine) -> None:
+        self.engine, self.is_lost = engine, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[sql.Connection]:
+        with self.engine.begin() as db:
+            yield db
+        self.is_lost = not self.is_lost
+        if self.is_lost:
+            locked = sqlite3.OperationalError("database is locked")
+            locked.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise sql.exc.OperationalError("commit", {}, locked)
+
+
+def test_a_call_whose_answer_was_lost_is_made_again_and_changes_nothing_more(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql_buffer, "NAP_S", 0.0)
+
+    async def test() -> None:
+        mine = buffer(url, max_staleness=3)
+        mine._engine = LosesAnswers(mine._engine)  # type: ignore[assignment]
+        await mine.published(0)
+        await mine.attach_explorer("e")
+        tasks = [(b"t", {"next": number}) for number in range(3)]
+        assert await mine.admit_some("e", tasks) == [0, 1, 2]
+        assert await mine.admit_some("e", tasks) == [3, 4, 5]
+        assert len((await mine.attach_explorer("e"))["reissue"]) == 6
+        for group in range(6):
+            await mine.readmit("e", group)
+        for group in range(5):
+            await mine.put(group, rows(1.0))
+        await mine.abandon(5, "failed")
+        await mine.attach_trainer(0, 1)
+        for step in range(2):
+            assert await taken(mine, step) == [2 * step, 2 * step + 1]
+            await mine.consumed(step)
+            await mine.saved(step + 1)
+        await mine.retain(0, 2)
+        found = await mine.stats()
+        names = ("issued", "stored", "failed", "duplicate_puts", "late_abandons", "experiences")
+        assert [found[name] for name in names] == [6, 5, 1, 0, 0, 5]
+        assert found["database_retries"] > 20
+
+    run(test)
+
+
+def test_a_lock_that_another_holds_is_waited_for_and_then_the_call_fails(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql_tables, "LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr(sql_buffer, "NAP_S", 0.0)
+
+    async def test() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        other = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+
+        def lets_go(error: sql.exc.SQLAlchemyError) -> bool:
+            other.execute("ROLLBACK")
+            return passes(error)
+
+        monkeypatch.setattr(sql_buffer, "passes", lets_go)
+        assert await admitted(mine, "e", 1) == [0]
+        assert (await mine.stats())["database_retries"] == 1
+        monkeypatch.setattr(sql_buffer, "passes", passes)
+        monkeypatch.setattr(sql_buffer, "RETRY_S", -1.0)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(JournalError, match="database is locked"):
+            await mine._do(mine._steps.count, patience=-1.0)
+        other.close()
+        with pytest.raises(JournalError, match="stopped"):
+            await mine.stats()
+
+    run(test)
+
+
+def test_rows_of_groups_that_nobody_needs_are_deleted_and_still_counted(url: str) -> None:
+    async def test() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        for group in await admitted(mine, "e", 8):
+            await mine.put(group, rows(1.0), ["t", group, 0, 1.0] if group == 1 else None)
+        await mine.abandon((await admitted(mine, "e", 1))[0], "failed")
+        await mine.attach_trainer(0, 1)
+        before = await mine.stats()
+        for step in range(3):
+            await taken(mine, step)
+            await mine.consumed(step)
+        await mine.retain(0, 2)
+        after = await mine.stats()
+        names = ("issued", "stored", "failed", "evicted", "running_groups")
+        assert (
+            [after[name] for name in names] == [before[name] for name in names] == [9, 8, 1, 0, 0]
+        )
+        await mine.put(0, rows(1.0))
+        await mine.abandon(8, "again")
+        assert (await mine.stats())["duplicate_puts"] == 1
+        with pytest.raises(ValueError, match="never admitted"):
+            await mine.put(9, rows(1.0))
+        assert (await mine.attach_explorer("e"))["told"] == [["t", 1, 0, 1.0]]
+        assert await taken(mine, 2) == [4, 5] and await taken(mine, 3) == [6, 7]
+
+    run(test)
+    assert scalar(url, "select count(*) from experience_buffer_groups") == 5, "1 was told of"
+    assert scalar(url, "select count(*) from experience_buffer_experiences") == 4
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_tables_of_an_older_rft_are_brought_up_to_date(url: str, version: int) -> None:
+    async def fill() -> None:
+        mine = buffer(url)
+        await mine.attach_explorer("e")
+        for group in await admitted(mine, "e", 4):
+            await mine.put(group, rows(1.0, 0.0))
+        await mine.attach_trainer(0, 1)
+        await taken(mine, 0)
+        await mine.shutdown()
+
+    async def go_on() -> None:
+        mine = buffer(url)
+        assert (await mine.attach_trainer(0, 2))["replay"] == [0]
+        assert await taken(mine, 0) == [0, 1] and await taken(mine, 1) == [2, 3]
+        await mine.consumed(0)
+        await mine.retain(0, 1)
+        found = await mine.stats()
+        assert (found["issued"], found["stored"]) == (4, 4)
+
+    run(fill)
+    change(url, "drop table experience_buffer_totals")
+    change(url, f"update rft_buffers set version = {version}")
+    for name in ("trained", "most") if version == 1 else ():
+        change(url, f"alter table experience_buffer_groups drop column {name}")
+    run(go_on)
+    assert scalar(url, "select version from rft_buffers") == 3
 
 
 def test_a_later_attempt_of_a_trainer_ends_the_earlier_one(url: str) -> None:

@@ -157,7 +157,7 @@ def test_a_signal_is_passed_on_and_ends_the_sweep_with_its_code(sweep: Sweep) ->
             "-m cannot run under slurm",
         ),
         ("name=a,b", {}, "name is where the whole sweep is kept"),
-        ("+monitor.monitor_args.api_key=planted", {}, "give this one in the environment"),
+        ("+monitor.monitor_args.api_key=planted", {}, "put this secret into the environment"),
         ("seeed=1,2", {}, "did you mean `seed`"),
     ],
 )

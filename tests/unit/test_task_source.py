@@ -152,3 +152,18 @@ def test_a_name_in_a_row_must_be_a_name(tmp_path: Path) -> None:
     form = FormatConfig(prompt_type="plaintext", workflow_key="way")
     with pytest.raises(ConfigError, match=r"format.workflow_key: .*line 1 has 3 as 'way'"):
         names_in(TasksetConfig(path=str(path), format=form), "workflow_key", KEY)
+
+
+def test_a_row_names_no_code_that_the_config_does_not_allow(tmp_path: Path) -> None:
+    """Neither when the config is looked at, nor where a task is made of it."""
+    path, evil = tmp_path / "a.jsonl", "timeit:timeit"
+    path.write_text(json.dumps({"prompt": "a", "response": "1", "judge": evil, "way": "math"}))
+    form = FormatConfig(prompt_type="plaintext", reward_fn_key="judge", workflow_key="way")
+    config = TasksetConfig(path=str(path), format=form)
+    with pytest.raises(ConfigError, match="line 1 has 'timeit:timeit', .*allowed_functions"):
+        names_in(config, "reward_fn_key", KEY)
+    with pytest.raises(ConfigError, match="row 1 has 'timeit:timeit', .*allowed_functions"):
+        list(Taskset(config, DEFAULTS))
+    form.allowed_functions = [evil]
+    assert names_in(config, "reward_fn_key", KEY) == {evil}
+    assert [task.reward for task in Taskset(config, DEFAULTS)] == [evil]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rft.checkpoint.records import Committed
-from rft.config import SynchronizerConfig, TrainerConfig
+from rft.checkpoint.records import Committed, SaveFailed
+from rft.config import Config, SynchronizerConfig, TrainerConfig
 from rft.ground.device import choose
 from rft.monitor import trace
 from rft.monitor.logs import new_attempt
@@ -15,6 +15,7 @@ from rft.sync.style import Cadence
 from rft.tools import timeline
 from rft.trainer.feed import StepInput
 from rft.trainer.reporting import Profiler, SkippedSteps
+from rft.trainer.saving import AGAIN_S, SaveTimes, save_times
 from rft.trainer.trainer import Trainer
 
 STEPS = 5
@@ -80,12 +81,13 @@ class Parts:
         if due:
             self.publisher.version, self.unsaved[version] = version, True
 
-    def save(self, step: int, models: Any, loop: dict[str, Any], full: bool, weights: bool) -> None:
+    def save(self, step: int, models: Any, loop: dict[str, Any], full: bool, weights: bool) -> bool:
         self.note(" ".join(["save", str(step), *["full"] * full, *["weights"] * weights]))
         self.checkpoints.requested = step if full else self.checkpoints.requested
         if self.exports == "always":
             done = {"collection": "", "name": "", "seconds": 0.0, "bytes": 0}
             self.news += [Committed(id=str(step), step=step, **done)]
+        return True
 
     def poll(self) -> list[Committed]:
         found, self.news = self.news, []
@@ -108,10 +110,10 @@ class Parts:
         return {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
-def trained(parts: Parts, **sync: Any) -> list[str]:
+def trained(parts: Parts, save_times: SaveTimes | None = None, **sync: Any) -> list[str]:
     """What the parts are asked for while the trainer makes STEPS steps."""
     trainer = Trainer(
-        config=TrainerConfig(total_steps=STEPS, save_interval=1, save_hf_checkpoint=parts.exports),
+        config=TrainerConfig(total_steps=STEPS, save_hf_checkpoint=parts.exports),
         mesh=parts.mesh,
         models=parts.models,
         feed=parts.feed,
@@ -127,6 +129,7 @@ def trained(parts: Parts, **sync: Any) -> list[str]:
         stopping=lambda: False,
         on_phase=lambda phase: None,
         export=lambda step: parts.note(f"export {step}"),
+        save_times=save_times or SaveTimes(1, 0.0, share=lambda item: item),
     )  # type: ignore[arg-type]
     assert trainer.fit(0) == STEPS
     return parts.events
@@ -238,6 +241,121 @@ def test_what_is_exported(exports: str, expected: list[int]) -> None:
     """Row P20: each checkpoint once it is there, or the end of the run."""
     events = trained(Parts(exports=exports))
     assert [event for event in events if "export" in event] == [f"export {n}" for n in expected]
+
+
+class Clock:
+    """Advances by `step_s` whenever it is looked at."""
+
+    def __init__(self, step_s: float):
+        self.now, self.step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def test_without_an_interval_a_checkpoint_is_due_after_so_many_minutes() -> None:
+    now = [0.0]
+    times = SaveTimes(0, 10.0, same, clock=lambda: now[0])
+    due = []
+    for step in range(1, 40):
+        now[0] += 100.0
+        if times.is_due(step):
+            times.begun(step)
+            due.append(step)
+    assert due == [6, 12, 18, 24, 30, 36]
+
+
+def test_what_only_rank_0_can_know_is_the_same_on_every_rank() -> None:
+    words: list[bool] = []
+
+    def told(item: bool) -> bool:
+        words.append(item)
+        return item
+
+    lead = SaveTimes(0, 10.0, told, clock=Clock(400.0))
+    other = SaveTimes(0, 10.0, lambda item: words[-1], clock=lambda: 1e9)
+    for step in range(1, 9):
+        is_due = lead.is_due(step)
+        assert other.is_due(step) == is_due
+        if is_due:
+            lead.begun(step), other.begun(step)
+    assert True in words and False in words
+
+
+@pytest.mark.parametrize(
+    "change, minutes",
+    [
+        ({}, 10.0),
+        ({"save_interval": 5}, 0.0),
+        ({"deterministic": True}, 0.0),
+        ({"save_minutes": 0.0}, 0.0),
+        ({"save_minutes": 2.5}, 2.5),
+    ],
+)
+def test_minutes_are_off_with_an_interval_and_in_a_run_to_be_repeated(
+    change: dict[str, Any], minutes: float
+) -> None:
+    config = Config()
+    for key, value in change.items():
+        setattr(config if key == "deterministic" else config.trainer, key, value)
+    times = save_times(config, same)
+    assert (times.interval, times.minutes) == (config.trainer.save_interval, minutes)
+
+
+def test_a_save_that_failed_is_tried_again_after_a_while_and_only_the_last() -> None:
+    now = [0.0]
+    times = SaveTimes(1000, 0.0, same, clock=lambda: now[0])
+    times.begun(5)
+    times.hear(SaveFailed(id="x", step=4, cause="given up for the newer save of step 5"))
+    now[0] = AGAIN_S
+    assert not times.is_due(6)
+    times.hear(SaveFailed(id="y", step=5, cause="no slot came back"))
+    now[0] = AGAIN_S - 1
+    assert not times.is_due(7)
+    now[0] = AGAIN_S
+    assert times.is_due(8)
+    times.begun(8)
+    assert not times.is_due(9) and times.is_due(1000)
+
+
+def test_the_trainer_saves_by_time_and_at_the_end() -> None:
+    # looked at: at the start, at each step's end, at each save
+    times = SaveTimes(0, 1.0, same, clock=Clock(25.0))
+    assert saves(trained(Parts(), times)) == ["3 full", "5 full"]
+
+
+@pytest.mark.parametrize("times, comes", [(1, True), (2, False)])
+def test_the_last_checkpoint_is_tried_once_more(times: int, comes: bool) -> None:
+    parts, failures = Parts(), [RuntimeError("checkpoint of step 5 failed: full")] * times
+
+    def wait(step: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    parts.checkpoints.wait = wait
+    if comes:
+        assert saves(trained(parts))[-2:] == ["5 full", "5 full"]
+    else:
+        with pytest.raises(RuntimeError, match="full"):
+            trained(parts)
+
+
+def test_a_rank_that_alone_has_failed_says_so_and_begins_no_save() -> None:
+    parts = Parts()
+    parts.mesh.broadcast = lambda item: False
+
+    def wait(step: int) -> None:
+        raise RuntimeError("checkpoint of step 5 failed: mine")
+
+    parts.checkpoints.wait = wait
+    with pytest.raises(RuntimeError, match="mine"):
+        trained(parts)
+    assert saves(parts.events)[-2:] == ["4 full", "5 full"]
 
 
 def test_every_phase_of_a_step_is_on_the_timeline(

@@ -69,6 +69,7 @@ PARTS = {
         "verify/test_agent_framework.py",
     ),
     "environments": full("real_environments", "real_data_juicer"),
+    "listeners": full("fuzzed_listeners"),
     "sync-faults": e2e("sync_faults"),
     "weight-sync": Part(
         [["-m", "pytest", "tests/e2e/test_weight_sync.py", "--way", way] for way in WAYS]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import browser
+import listening
 import pytest
 
 from rft.ground import redact
@@ -22,6 +23,7 @@ PLANTED = {
     "MY_SERVICE_TOKEN": "planted-service-0123456789",
 }
 IN_CONFIG = "planted-in-the-config-42"
+OF_EXPLORER = "planted-for-the-explorer-77"
 PLAIN = "format: {prompt_type: plaintext}"
 WIDTH, HEIGHT = 1360, 2800
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
@@ -30,7 +32,8 @@ import os, sys
 
 def reward(response, truth, task, api_key="", **args):
     """One that is careless with what it was given."""
-    print("calling with", api_key, os.environ["MY_SERVICE_TOKEN"])
+    assert "WANDB_API_KEY" not in os.environ
+    print("calling with", api_key, os.environ["MY_SERVICE_TOKEN"], os.environ["MY_JUDGE_TOKEN"])
     print("and", api_key, file=sys.stderr)
     return {"letters": float(len(response) > 4)}
 '''
@@ -57,6 +60,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "explorer.eval_interval=6",
             f"buffer.explorer_input.default_reward_fn_type={root / 'rewards.py'}:reward",
             f"+buffer.explorer_input.taskset.reward_fn_args.api_key={IN_CONFIG}",
+            f"+explorer.env_vars.MY_JUDGE_TOKEN={OF_EXPLORER}",
+            "explorer.passed_variables=[MY_SERVICE_TOKEN]",
+            "explorer.rollout_model.enable_openai_api=true",
             (
                 f"buffer.explorer_input.eval_tasksets=[{{name: held_out, path: "
                 f"{assets / 'eval.jsonl'}, {PLAIN}}}]"
@@ -64,14 +70,24 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         )
         with runs.train(*arguments) as run:
             run.wait_step(5)
+            sockets = listening.listening(run.family())
             run.find("rft.run.rank ").kill()
             assert run.end() == 0, run.errors()
             printed = "\n".join(run.lines) + run.errors()
         report.write(root / "rft" / "seen")
         timeline.write(root / "rft" / "seen")
+        (root / "sockets.json").write_text(json.dumps(sorted(sockets)))
         patch.setenv("RFT_SECRET_OF_THE_CONFIG", IN_CONFIG)
         assert redact.text(printed) == printed, "a secret was printed to the terminal"
     yield root / "rft" / "seen"
+
+
+def test_what_listens_is_what_docs_security_says(job: Path) -> None:
+    found = [
+        listening.Socket(*one) for one in json.loads((job.parents[1] / "sockets.json").read_text())
+    ]
+    known = listening.rows()
+    assert (listening.strange(found, known), listening.absent(found, known)) == ([], [])
 
 
 def test_no_secret_is_in_any_file_of_the_run(job: Path) -> None:
@@ -85,11 +101,25 @@ def test_no_secret_is_in_any_file_of_the_run(job: Path) -> None:
         "explorer.log",
         "supervisor.log",
     } <= named
-    secrets = [value.encode() for value in (*PLANTED.values(), IN_CONFIG)]
+    secrets = [value.encode() for value in (*PLANTED.values(), IN_CONFIG, OF_EXPLORER)]
     found = [path for path in files if any(secret in path.read_bytes() for secret in secrets)]
     assert any(job / "buffer" in path.parents for path in files), "the journal among them"
     assert found == []
     assert "oc.env:RFT_SECRET_" in (job / "resolved.yaml").read_text()
+
+
+def test_no_secret_is_in_any_log_of_rays(job: Path) -> None:
+    """Which it leaves, readable for all, where it wants."""
+    sessions = Path("/tmp/ray")
+    began = (job / "resolved.yaml").stat().st_mtime
+    files = [
+        path
+        for path in sessions.rglob("*")
+        if path.is_file() and not path.is_symlink() and path.stat().st_mtime >= began
+    ]
+    assert any("runtime_env" in path.name for path in files), "the log that had them"
+    secrets = [value.encode() for value in (*PLANTED.values(), IN_CONFIG, OF_EXPLORER)]
+    assert [path for path in files if any(one in path.read_bytes() for one in secrets)] == []
 
 
 def test_the_careless_reward_was_really_called_with_it(job: Path) -> None:

@@ -282,7 +282,7 @@ def test_agentscopes_own_agent_is_judged_by_the_tasks_reward(tmp_path: Path) -> 
     ((made,),) = world.run(task("agentscope"))
     assert "6*7=" in TOKENIZER.decode(made.tokens) and made.reward == 0.5
     assert "nonsense" in refusal("agentscope", env_args={"type": "nonsense"})
-    assert not problems(settings("agentscope", env_args={"type": "gsm8k"}), "k", True)
+    assert not list(problems(settings("agentscope", env_args={"type": "gsm8k"}), "k", True))
 
 
 def test_agentscope_leads_a_function_of_yours(tmp_path: Path) -> None:

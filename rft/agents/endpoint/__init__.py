@@ -19,13 +19,13 @@ from rft.agents.endpoint.served_models import Model
 from rft.config import AuxiliaryModelConfig, EngineConfig, ExplorerConfig, ModelConfig
 from rft.data.chat import load_tokenizer
 from rft.ground import hubs
+from rft.ground.surroundings import TOKEN
 from rft.rollout.pool import EngineHandle, EnginePool
 
 if TYPE_CHECKING:
     from rft.agents.endpoint.server import OpenAIEndpoint
 
 FILE = "endpoint.json"  # in the job's directory
-TOKEN = "RFT_ENDPOINT_TOKEN"  # a key of the user's own choice; default: another one for every run
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ rewards in, groups out.
 
 A key opens one session, the token every one. Where a session is not given a reward it expires, and
 is counted. Invariants: no key opens another session than its own; a session gives its experiences
-once; a group that was acknowledged as stored is.
+once; a group that was acknowledged as stored is, and one that could not be stored is kept and tried
+again; a session's own key posts its reward only where whoever opened it said so.
 """
 
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import time
 import uuid
@@ -25,17 +27,22 @@ from rft.agents.endpoint.chat_format import ApiError
 from rft.agents.endpoint.sessions import Feedback, Session
 from rft.ground.experience import Experience, Sampling
 
+log = logging.getLogger(__name__)
+AGAIN_S = 30.0  # between looks at what is late, and tries to store what could not be
 NAME = re.compile(r"[\w.@-]{1,128}")
 Store = Callable[[str, list[Experience]], Awaitable[None]]  # (name of the task, its experiences)
 
 
 @dataclass
 class OpenedSession:
-    """A session in use. `under_way`: requests that are being answered."""
+    """A session in use. `under_way`: requests that are being answered. `may_reward`: its own key
+    posts its reward.
+    """
 
     session: Session
     touched: float
     under_way: int = 0
+    may_reward: bool = False
     rewarded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -59,7 +66,8 @@ class Registry:
 
     def key(self, session: str) -> str:
         """Opens this session and nothing else."""
-        signature = hmac.new(self.token.encode(), session.encode(), hashlib.sha256)
+        words = session.encode(errors="replace")
+        signature = hmac.new(self.token.encode(), words, hashlib.sha256)
         return f"{session}:{signature.hexdigest()[:40]}"
 
     def admit(self, key: str, named: str | None) -> str | None:
@@ -67,11 +75,9 @@ class Registry:
         None: it names none, and may use any.
         """
         name, _, rest = key.rpartition(":")
-        if hmac.compare_digest(key.encode(), self.token.encode()):
-            own = None
-        elif name and hmac.compare_digest(name.encode(), self.token.encode()):
-            own = rest
-        elif name and hmac.compare_digest(key.encode(), self.key(name).encode()):
+        if self._is_runs(key):
+            own = rest if not self._is_token(key) else None
+        elif name and hmac.compare_digest(key.encode(errors="replace"), self.key(name).encode()):
             if named not in (None, name):
                 raise ApiError(
                     "this key belongs to another session", status=403, code="invalid_api_key"
@@ -86,11 +92,33 @@ class Registry:
             )
         return found
 
+    def _is_token(self, key: str) -> bool:
+        # a header may hold bytes that are no text
+        return hmac.compare_digest(key.encode(errors="replace"), self.token.encode())
+
+    def _is_runs(self, key: str) -> bool:
+        """The run's own key, or that with a session's name behind it."""
+        return self._is_token(key) or self._is_token(key.rpartition(":")[0])
+
+    def check_may_reward(self, key: str, session: str) -> None:
+        """Raises ApiError: a program that is paid by its reward does not write it itself."""
+        found = self.open_.get(session)
+        if not self._is_runs(key) and found is not None and not found.may_reward:
+            raise ApiError(
+                "this session's key does not post its reward: use the run's own key, or set "
+                "workflow_args.agent_posts_reward=true",
+                "reward",
+                status=403,
+            )
+
     # --- sessions ---------------------------------------------------------------------------------
 
-    def open(self, name: str | None = None, sampling: Sampling | None = None) -> Session:
+    def open(
+        self, name: str | None = None, sampling: Sampling | None = None, may_reward: bool = False
+    ) -> Session:
         session = Session(name or uuid.uuid4().hex, sampling or Sampling())
-        self.open_[session.id] = OpenedSession(session, time.monotonic())
+        now = time.monotonic()
+        self.open_[session.id] = OpenedSession(session, now, may_reward=may_reward)
         self.counts["sessions"] += 1
         return session
 
@@ -165,27 +193,39 @@ class Registry:
                 "session",
                 status=409,
             )
-        if task is None:
-            await self._store(session.id, [made])
-            return len(made), True
-        self._groups.setdefault(task, []).append(made)
-        self._began.setdefault(task, time.monotonic())
-        is_whole = len(self._groups[task]) >= self.group_size
-        if is_whole:
-            await self.commit([task])
-        return len(made), is_whole
+        name = session.id if task is None else task
+        self._groups.setdefault(name, []).append(made)
+        self._began.setdefault(name, time.monotonic())
+        is_whole = task is None or len(self._groups[name]) >= self.group_size
+        return len(made), is_whole and await self._kept(name)
+
+    async def _kept(self, task: str) -> bool:
+        """Whether its group is stored now; else `expire` tries again."""
+        try:
+            return bool(await self.commit([task]))
+        except Exception:
+            log.exception("the group of %s could not be stored: it is tried again", task)
+            self.counts["store_failures"] += 1
+            self._began[task] = float("-inf")  # late at once
+            return False
 
     async def commit(self, tasks: list[str] | None = None) -> int:
-        """Store the groups of these tasks, or of all, as they are; returns how many."""
-        chosen = [
-            task
-            for task in (tasks if tasks is not None else list(self._groups))
-            if task in self._groups
-        ]
-        for task in chosen:
-            self._began.pop(task)
-            await self._store(task, self._groups.pop(task))
-        return len(chosen)
+        """Store the groups of these tasks, or of all, as they are; returns how many. One that
+        cannot be stored is kept.
+        """
+        stored = 0
+        for task in tasks if tasks is not None else list(self._groups):
+            group, began = self._groups.pop(task, None), self._began.pop(task, 0.0)
+            if group is None:  # there is none, or somebody else stores it now
+                continue
+            try:
+                await self._store(task, group)
+            except BaseException:
+                self._groups[task] = group + self._groups.get(task, [])
+                self._began[task] = min(began, self._began.get(task, began))
+                raise
+            stored += 1
+        return stored
 
     async def _store(self, task: str, sessions: list[list[Experience]]) -> None:
         assert self.store is not None
@@ -202,18 +242,18 @@ class Registry:
         that have waited as long.
         """
         while True:
-            ages = [one.touched for one in self.open_.values() if not one.under_way] + list(
-                self._began.values()
-            )
-            await asyncio.sleep(
-                max(0.05, min(ages, default=time.monotonic()) + self.timeout - time.monotonic())
-            )
+            ages = [one.touched for one in self.open_.values() if not one.under_way] + [
+                began for began in self._began.values() if began > float("-inf")
+            ]
+            next_ = min(ages, default=time.monotonic()) + self.timeout - time.monotonic()
+            await asyncio.sleep(max(0.05, min(next_, AGAIN_S)))
             late = time.monotonic() - self.timeout
             for name, one in list(self.open_.items()):
                 if one.touched <= late and not one.under_way:
                     self.close(name)
                     self.counts["expired"] += 1
-            await self.commit([task for task, began in self._began.items() if began <= late])
+            for task in [task for task, began in self._began.items() if began <= late]:
+                await self._kept(task)
 
     def stats(self) -> dict[str, float]:
         names = (
@@ -227,6 +267,7 @@ class Registry:
             "experiences",
             "branches",
             "refused",
+            "store_failures",
         )
         found = {f"endpoint/{name}": float(self.counts[name]) for name in names}
         return found | {

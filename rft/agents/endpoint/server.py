@@ -9,8 +9,9 @@ recorded with its session.
 The session of a request is that of its key, of its path or of the header X-Session-Id; without any,
 one of its own, named in the reply's header. A model that is not one of `explorer.auxiliary_models`
 is the policy, whatever it is called: clients change their base_url and nothing else. Invariants:
-without a key nothing is answered but /health; what a client gave up waiting for is neither finished
-nor recorded; an answer is recorded before it is sent.
+without a key nothing is answered but /health; an agent's key posts a reward only where its
+workflow lets it; what a client gave up waiting for is neither finished nor recorded; an answer is
+recorded before it is sent; who connects and says nothing is cut (`connections`).
 """
 
 import asyncio
@@ -27,17 +28,23 @@ from aiohttp import web
 
 from rft.agents.endpoint import chat_format, replies
 from rft.agents.endpoint.chat_format import ApiError, Asked
+from rft.agents.endpoint.connections import ConnectionGate
 from rft.agents.endpoint.registry import OpenedSession, Registry
 from rft.agents.endpoint.replies import SampledChoice
 from rft.agents.endpoint.served_models import Model
 from rft.agents.endpoint.sessions import Continuation, Feedback
-from rft.ground.experience import Completion, Sampling
+from rft.ground.experience import LARGEST_REWARD, Completion, Sampling, is_reward
 from rft.rollout.context import Access, AgentSession
 
 log = logging.getLogger(__name__)
+# what comes that is no request is answered with 400; a stack for each would fill a disk with them
+STRANGE_REQUESTS = logging.getLogger(f"{__name__}.strange")
+STRANGE_REQUESTS.setLevel(logging.CRITICAL)
 KEEP_ALIVE_S = 10.0  # between comments in a stream whose answer is not there yet
 LARGEST_BODY = 64 * 2**20
+BODY_S = 60.0  # from a request's header to the last byte behind it
 SESSION = web.RequestKey("session", object)  # its name; None: any
+KEY = web.RequestKey("key", str)
 SCOPES = ("", "/s/{session}", "/m/{model}", "/s/{session}/m/{model}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,6 +59,8 @@ class OpenAIEndpoint:
         self.others = {model.name: model for model in models[1:]}
         self.url = ""
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._gate: ConnectionGate | None = None
         self._expiring: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -66,11 +75,15 @@ class OpenAIEndpoint:
             for prefix in (scope, f"{scope}/v1"):
                 app.router.add_post(f"{prefix}/feedback", self._feedback)
                 app.router.add_post(f"{prefix}/commit", self._commit)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=STRANGE_REQUESTS
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        bound = self._runner.addresses[0]
+        assert self._runner.server is not None
+        self._gate = ConnectionGate(self._runner.server)
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._gate, host, port)
+        bound = self._listening.sockets[0].getsockname()
         self.url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
         write_key(self.file, f"{self.url}/v1", self.registry.token)
         if self.registry.store is not None:
@@ -80,13 +93,17 @@ class OpenAIEndpoint:
     async def close(self) -> None:
         if self._expiring is not None:
             self._expiring.cancel()
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self.file.unlink(missing_ok=True)
 
-    def open_session(self, sampling: Sampling) -> AgentSession:
-        """A session for one run of an agent, with a key that opens it alone."""
-        session = self.registry.open(sampling=sampling)
+    def open_session(self, sampling: Sampling, may_reward: bool = False) -> AgentSession:
+        """A session for one run of an agent, with a key that opens it alone. `may_reward`: that key
+        also posts its reward; the run's own always does.
+        """
+        session = self.registry.open(sampling=sampling, may_reward=may_reward)
         access = Access(self.base_url(session.id), self.registry.key(session.id))
         return AgentSession(session, access, self.registry.open_[session.id].rewarded)
 
@@ -105,11 +122,19 @@ class OpenAIEndpoint:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Who asks, and OpenAI's form for everything that goes wrong."""
+        assert self._gate is not None
+        with self._gate.answering(request.transport) as known:
+            return await self._answered(request, handler, known)
+
+    async def _answered(
+        self, request: web.Request, handler: Handler, known: Callable[[], None]
+    ) -> web.StreamResponse:
         try:
             if request.path != "/health":
                 named = request.match_info.get("session") or request.headers.get("X-Session-Id")
                 key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-                request[SESSION] = self.registry.admit(key, named)
+                request[SESSION], request[KEY] = self.registry.admit(key, named), key
+                known()
             return await handler(request)
         except ApiError as refused:
             self.registry.counts["refused"] += 1
@@ -264,6 +289,7 @@ class OpenAIEndpoint:
             )
         if not isinstance(session, str):
             raise ApiError("say which session the reward is for", "session")
+        self.registry.check_may_reward(request[KEY], session)
         feedback = Feedback(
             reward=_one(body, "reward"),
             turns=_numbers(body, "turn_rewards"),
@@ -326,8 +352,15 @@ def write_key(path: Path, base_url: str, key: str) -> None:
 
 async def _json(request: web.Request) -> dict[str, Any]:
     try:
-        found = await request.json()
-    except ValueError as error:
+        async with asyncio.timeout(BODY_S):
+            data = await request.text()
+    # too slow; of no charset; not of that charset; not of the form that its header says
+    except (TimeoutError, LookupError, ValueError, web.RequestPayloadError) as error:
+        status = 408 if isinstance(error, TimeoutError) else 400
+        raise ApiError(f"the body could not be read: {error!r}", status=status) from error
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ApiError("the body is no JSON object")
@@ -342,17 +375,26 @@ def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _one(body: dict[str, Any], name: str) -> float | None:
-    return None if body.get(name) is None else _finite(body[name], name)
+    return None if body.get(name) is None else _reward(body[name], name)
 
 
 def _numbers(body: dict[str, Any], name: str) -> list[float]:
     found = body.get(name) or []
     if not isinstance(found, list):
         raise ApiError(f"{name} is a list of numbers", name)
-    return [_finite(one, name) for one in found]
+    return [_reward(one, name) for one in found]
+
+
+def _reward(value: Any, name: str) -> float:
+    found = _finite(value, name)
+    if not is_reward(found):
+        raise ApiError(
+            f"{name} has {value!r}: {LARGEST_REWARD:g} is the largest that is taken", name
+        )
+    return found
 
 
 def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool | int | float) and abs(float(value)) < float("inf"):
+    if isinstance(value, bool | int | float) and -1e308 <= value <= 1e308:
         return float(value)
     raise ApiError(f"{name} has {value!r}: give finite numbers", name)

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import shlex
 import socket
 import subprocess
@@ -35,6 +34,7 @@ from rft.config import DataJuicerConfig
 from rft.extras.pipeline.experience_operators import is_number
 from rft.ground.experience import Experience
 from rft.ground.process import end_family, ending, family, python_path, tied
+from rft.ground.surroundings import foreign
 from rft.rollout.environments import ADAPTERS, PLACE
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class JuicerServer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | python_path(),
+                env=foreign("rewards") | python_path(),
             )
         client = JuicerClient(f"http://127.0.0.1:{port}", ANSWER_S)
         try:

@@ -34,7 +34,7 @@ from rft.extras.pipeline.worker_process import (
     WorkerReady,
 )
 from rft.ground import plugins
-from rft.ground.experience import Experience, decode, encode
+from rft.ground.experience import Experience, decode, encode, is_reward
 from rft.ground.process import frame, messages, parents_socket
 from rft.monitor import logs
 from rft.rollout.workflows import problem
@@ -182,7 +182,7 @@ def without_texts(experience: Experience) -> Experience:
 
     Its texts are in its tokens; a reward that is no number would poison its whole group.
     """
-    if not isfinite(experience.reward):
+    if not is_reward(experience.reward):
         raise InvalidResult(
             f"a reward is {experience.reward} behind the last operator: put invalid_reward_filter "
             "in front"

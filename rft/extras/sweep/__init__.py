@@ -36,10 +36,13 @@ def check_arguments(arguments: list[str], launcher: str | None) -> None:
             raise ConfigError(
                 f"{argument} needs {plugin.replace('_', '-')}: pip install 'rft[sweep]'"
             )
-        if redact.is_secret_key(key.rsplit(".", 1)[-1]):
+        is_named = "${oc.env:" in value
+        secret = redact.is_secret_key(key.rsplit(".", 1)[-1]) or redact.text(argument) != argument
+        if secret and not is_named:
             raise ConfigError(
-                f"{key}: a sweep writes its overrides down; give this one in the environment "
-                "(WANDB_API_KEY)"
+                f"{key}: a sweep writes its overrides down, and other users of this machine see "
+                f"its command line: put this secret into the environment (WANDB_API_KEY), or give "
+                f"{key}='${{oc.env:NAME}}'"
             )
         if key in ("name", "project", "checkpoint_root_dir") and "," in argument:
             raise ConfigError(

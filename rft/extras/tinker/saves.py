@@ -183,6 +183,7 @@ class RemoteCheckpoints:
 
         Weights for engines alone are the publisher's.
         """
+        self._failed.pop(step, None)  # it is tried again
         paths = {kind: self.policy.saved(kind, step) for kind in ("state", "sampler")}
         self._pending.append(PendingSave(step, paths, loop, models.kl.state(), time.monotonic()))
         self.requested = step

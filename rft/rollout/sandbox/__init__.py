@@ -7,7 +7,8 @@
 The program sees no variable, file, process or network of this machine but Python and its packages,
 which it may only read; it may write below its own directory in memory. Invariant: when `run`
 returns, or is cancelled, or this process is killed, no process of the cell is left: they all end
-with process 1 of theirs, and that one ends with its parent.
+with process 1 of theirs, and that one ends with its parent. A cell that ended without a word after
+its program had begun was ended by the program: that is no failure of this machine.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -151,16 +153,27 @@ async def _ended(process: Any, told: Any, asked: bytes, limits: Limits) -> Ran:
         (out, more), (err, still_more) = await asyncio.wait_for(asyncio.gather(*outputs), LATE_S)
     except TimeoutError:
         return Ran(ending="timeout")
-    report = json.loads(told.read() or b"{}")
+    report = read_report(told.read())
     if more or still_more:
         report = {"ending": "output"}
     elif late:
         report = {"ending": "timeout"}
+    if "begun" in report:  # whatever ended the cell then, the program did it
+        report = {"ending": "signal", "code": signal.SIGKILL} | report
     found = Ran(out=out, err=err, ending=report.get("ending", "failed"), code=report.get("code", 0))
     if found.ending == "failed":
         raise CellError(
             f"no cell for a program could be made: {err.strip()[-300:] or 'its process was killed'}"
         )
+    return found
+
+
+def read_report(told: bytes) -> dict[str, Any]:
+    """Its lines together; the last may not be whole."""
+    found: dict[str, Any] = {}
+    for line in told.splitlines():
+        with contextlib.suppress(ValueError):
+            found |= json.loads(line)
     return found
 
 
@@ -194,9 +207,20 @@ async def _kept(process: Any, stream: Any, limit: int) -> tuple[str, bool]:
     return data[:limit].decode(errors="replace"), more
 
 
-@functools.cache
 def obstacle() -> str | None:
     """Why this machine cannot isolate a program; None where it can. Tries it."""
+    return _tried()[0]
+
+
+def shared_memory() -> str:
+    """How memory is counted that a program shares and has not mapped: by a control group; or
+    "seccomp", which refuses it; or "not counted".
+    """
+    return _tried()[1]
+
+
+@functools.cache
+def _tried() -> tuple[str | None, str]:
     with tempfile.TemporaryFile() as report:
         done = subprocess.run(
             [sys.executable, "-I", "-S", CELL, str(report.fileno())],
@@ -208,6 +232,9 @@ def obstacle() -> str | None:
             check=False,
         )
         report.seek(0)
-        if json.loads(report.read() or b"{}").get("ending") == "exit":
-            return None
-    return done.stderr.decode(errors="replace").strip()[-200:] or f"exit code {done.returncode}"
+        found = read_report(report.read())
+    counted = str(found.get("begun", "not counted"))
+    if found.get("ending") == "exit":
+        return None, counted
+    said = done.stderr.decode(errors="replace").strip()[-200:]
+    return said or f"exit code {done.returncode}", counted

@@ -2,16 +2,24 @@
 of the report>`.
 
 In: an order as JSON on stdin (program, its stdin, limits, directories that it may read). Out: the
-program's own stdout and stderr, and a report `{"ending", "code"}`. It needs nothing but the
-standard library. Three processes: this one, outside; process 1 of the cell, which watches time and
-memory; and the program, without rights, whose user nobody else has where we are root. Invariant:
-the program starts only when all of this is in force; whatever cannot be made ends the cell with a
-report of "failed". SIGTERM ends the cell: this process is the last to go, and has reaped all
-others.
+program's own stdout and stderr, and a report of two lines, `{"begun"}` and `{"ending", "code"}`. It
+needs nothing but the standard library. Three processes: this one, outside; process 1 of the cell,
+which watches time and memory, and takes no signal of the program's; and the program, without
+rights, whose user nobody else has where we are root.
+
+Memory: what its processes have mapped is counted here. What they share without mapping it (memfd,
+System V) only the kernel can count: in a control group of the program's own where one can be made,
+v1 as root or v2 where it is delegated (that one was never run); else seccomp refuses to make it.
+"begun" says which.
+
+Invariant: the program starts only when all of this is in force; whatever cannot be made ends the
+cell without that first line. SIGTERM ends the cell: this process is the last to go, and has reaped
+all others.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -34,6 +42,26 @@ PRIVATE_USERS = 1 << 30
 PROGRAM = 63  # file descriptor that its text is read from
 LOOK_S = 0.02
 PAGE = os.sysconf("SC_PAGE_SIZE")
+# signals that a program may send to whoever watches it
+FROM_OUTSIDE = signal.valid_signals() - {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD),
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE),
+}
+GROUP = "rft-cell-"  # names of control groups
+# of each machine: its name for the kernel, and numbers of system calls. The first three make memory
+# that no process need have mapped; no test of a program needs the others.
+CALLS = {
+    "x86_64": (0xC000003E, (319, 29, 447), (323, 425, 248, 249, 250, 321, 298, 68, 64, 272, 308)),
+    "aarch64": (
+        0xC00000B7,
+        (279, 194, 447),
+        (282, 425, 217, 218, 219, 280, 241, 186, 190, 97, 268),
+    ),
+}
+PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
+LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # of the kernel's filters
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+OTHER_NUMBERS = 0x40000000  # the same calls under other numbers begin here
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,15 +84,18 @@ def main() -> None:
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked = json.load(sys.stdin)
+    group = memory_group((asked["memory_mb"] + asked["files_mb"]) << 20)
     if asked["isolate"]:
         separate()
     child = os.fork()
     if child == 0:
-        guarded(lambda: watch(asked, report))
+        guarded(lambda: watch(asked, report, group))
     watching = os.pidfd_open(child)
     signal.signal(signal.SIGTERM, lambda *_: kill(watching))
     _, status = os.waitpid(child, 0)
     end_children()  # without isolation, processes of the program may have outlived it
+    if group is not None:
+        group.remove()
     sys.exit(os.waitstatus_to_exitcode(status) and 1)
 
 
@@ -99,12 +130,116 @@ def separate() -> None:
                 file.write(text)
 
 
-def watch(asked: dict[str, Any], report: int) -> None:
+class MemoryGroup:
+    """A control group for the program alone. `names`: of the files with its limit, with its number
+    of killed processes, and with that of swap.
+    """
+
+    def __init__(self, parent: str, limit: int, version: str, names: tuple[str, str, str, str]):
+        self.version = version
+        self.path = os.path.join(parent, f"{GROUP}{os.getpid()}")
+        most, kills, swap, swapped = names
+        os.mkdir(self.path)
+        try:
+            self.write(most, str(limit))
+            with contextlib.suppress(OSError):  # the kernel does not count swap
+                self.write(swap, str(limit) if swapped == "too" else "0")
+            self.procs = os.open(f"{self.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            self.kills = os.open(f"{self.path}/{kills}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.rmdir(self.path)
+            raise
+
+    def write(self, name: str, text: str) -> None:
+        with open(f"{self.path}/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+    def join(self) -> None:
+        os.write(self.procs, b"0")
+
+    def killed(self) -> bool:
+        """Whether the kernel ended a process because of the limit."""
+        words = os.pread(self.kills, 4096, 0).split()
+        return b"oom_kill" in words and int(words[words.index(b"oom_kill") + 1]) > 0
+
+    def remove(self) -> None:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            try:
+                os.rmdir(self.path)
+                return
+            except OSError:  # its last process is not quite gone
+                time.sleep(LOOK_S)
+
+
+def memory_group(limit: int) -> MemoryGroup | None:
+    """None where this user can make none."""
+    for parent, version, names in places_of_groups():
+        try:
+            if version == "cgroup v2":
+                with open(f"{parent}/cgroup.subtree_control", encoding="ascii") as file:
+                    if "memory" not in file.read().split():
+                        continue
+            sweep(parent)
+            return MemoryGroup(parent, limit, version, names)
+        except OSError:
+            continue
+    return None
+
+
+def places_of_groups() -> list[tuple[str, str, tuple[str, str, str, str]]]:
+    """Directories below which a group may be made: that of this process, and, of v2, the one above,
+    since a group with processes of its own has none with limits below it.
+    """
+    found = []
+    with open("/proc/self/cgroup", encoding="ascii") as file:
+        lines = [line.strip().split(":", 2) for line in file]
+    for _, kinds, path in lines:
+        if "memory" in kinds.split(","):
+            for parent in (f"/sys/fs/cgroup/memory{path}", "/sys/fs/cgroup/memory"):
+                names = ("memory.limit_in_bytes", "memory.oom_control")
+                found.append((parent, "cgroup v1", (*names, "memory.memsw.limit_in_bytes", "too")))
+        elif not kinds:
+            for parent in (f"/sys/fs/cgroup{path}", os.path.dirname(f"/sys/fs/cgroup{path}")):
+                names = ("memory.max", "memory.events")
+                found.append((parent, "cgroup v2", (*names, "memory.swap.max", "none")))
+    return found
+
+
+def sweep(parent: str) -> None:
+    """Groups of cells that were killed are empty, and stay otherwise."""
+    for name in os.listdir(parent):
+        if name.startswith(GROUP) and not os.path.exists(f"/proc/{name.removeprefix(GROUP)}"):
+            with contextlib.suppress(OSError):  # of another container, and in use
+                os.rmdir(f"{parent}/{name}")
+
+
+def refuse_calls(shared_memory: bool) -> bool:
+    """No system call from here on, in this process and its children, that a program needs only to
+    get out or to hide memory. `shared_memory`: that neither. False: this machine's are not known.
+    """
+    machine, sharing, others = CALLS.get(os.uname().machine, (0, (), ()))
+    if not machine:
+        return False
+    refused = others + (sharing if shared_memory else ())
+    last = 4 + len(refused)  # what allows; behind it what refuses
+    program = [(LOAD, 0, 0, 4), (EQUAL, 0, last - 1, machine), (LOAD, 0, 0, 0)]
+    program.append((AT_LEAST, last - 3, 0, OTHER_NUMBERS))
+    program += [(EQUAL, last - place, 0, number) for place, number in enumerate(refused, 4)]
+    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+    told = struct.pack("HxxxxxxP", len(program), ctypes.addressof(packed))
+    call("prctl", PR_SET_SECCOMP, SECCOMP_FILTER, told, 0, 0)
+    return True
+
+
+def watch(asked: dict[str, Any], report: int, group: MemoryGroup | None) -> None:
     """Process 1 of the cell: furnish it, start the program, and say how that ended.
 
     All others end with it.
     """
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    take_signals(signal.SIG_IGN)
     given = {place: in_memory(asked[name]) for place, name in ((0, "stdin"), (PROGRAM, "program"))}
     if asked["isolate"]:
         furnish(asked["readable"], asked["files_mb"])
@@ -113,14 +248,26 @@ def watch(asked: dict[str, Any], report: int) -> None:
     broken, started = os.pipe()  # closed without a word when the program has begun
     program = os.fork()
     if program == 0:
-        guarded(lambda: begin(asked, given, started))
+        guarded(lambda: begin(asked, given, started, group))
     os.close(started)
     why = os.read(broken, 4096)
+    if not why:
+        known = os.uname().machine in CALLS
+        counted = group.version if group is not None else "seccomp" if known else "not counted"
+        os.write(report, json.dumps({"begun": counted}).encode() + b"\n")
     ending, code = wait(program, asked["seconds"], asked["memory_mb"] << 20, asked["isolate"])
     if why:
         raise OSError(why.decode())
-    os.write(report, json.dumps({"ending": ending, "code": code}).encode())
+    if group is not None and group.killed():
+        ending, code = "memory", 0
+    os.write(report, json.dumps({"ending": ending, "code": code}).encode() + b"\n")
     os._exit(0)
+
+
+def take_signals(how: Any) -> None:
+    for number in FROM_OUTSIDE:
+        with contextlib.suppress(OSError, ValueError):  # the C library's own
+            signal.signal(number, how)
 
 
 def furnish(directories: list[str], megabytes: int) -> None:
@@ -184,9 +331,14 @@ def in_memory(text: str) -> int:
     return found
 
 
-def begin(asked: dict[str, Any], given: dict[int, int], started: int) -> None:
+def begin(
+    asked: dict[str, Any], given: dict[int, int], started: int, group: MemoryGroup | None
+) -> None:
     """Become the program."""
     try:
+        take_signals(signal.SIG_DFL)
+        if group is not None:
+            group.join()
         os.chdir("/cell" if asked["isolate"] else os.environ.get("TMPDIR", "/tmp"))
         for place, file in given.items():
             os.dup2(file, place)
@@ -212,6 +364,7 @@ def begin(asked: dict[str, Any], given: dict[int, int], started: int) -> None:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
+        refuse_calls(shared_memory=group is None)
         os.execve(asked["python"], [asked["python"], "-I", f"/proc/self/fd/{PROGRAM}"], here)
     except BaseException as error:
         os.write(started, f"{type(error).__name__}: {error}".encode())

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rft.ground.experience import Experience, Task
+from rft.ground.experience import LARGEST_REWARD, Experience, Task, is_reward
 from rft.ground.plugins import lookup
 from rft.rollout.context import WorkflowContext as WorkflowContext
 from rft.rollout.workflows.dialogue import Math
@@ -168,6 +168,8 @@ def problem(made: Experience) -> str | None:
     ):
         if not all(map(isfinite, numbers)):
             return f"{name} is not finite"
+        if name != "logprobs" and not all(map(is_reward, numbers)):
+            return f"{name} is larger than {LARGEST_REWARD:g}"
     for span in made.versions:
         if not 0 <= span.start <= span.end <= made.response_length:
             return (

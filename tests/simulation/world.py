@@ -1,0 +1,191 @@
+"""Processes, a clock and a network, all simulated in one thread: the same seed gives the same order
+of everything.
+
+`SimulatedLoop` is an event loop whose clock moves only when nothing is left to do, and where work
+in threads takes a time that is drawn. `World.call` is a call of an actor's method: delays of both
+ways are drawn, a message may be held up by a partition, and the end of either process ends it.
+Invariant: a process that was killed does nothing more, and nobody hears of it but by
+`PartGone`.
+"""
+
+import asyncio
+import contextvars
+import pickle
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+from rft.ground.protocols import ActorHandle
+from tests.simulation.disk import Killed, Medium, SimulatedFiles
+
+
+class Standstill(AssertionError):
+    """Everybody waits, for ever."""
+
+
+class PartGone(RuntimeError):
+    """The process that was asked died."""
+
+
+OF: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
+
+
+def belonging(loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> asyncio.Task[Any]:
+    """A task ends with the process that began it."""
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **named)
+    context = named.get("context") or contextvars.copy_context()
+    if process := context.get(OF):
+        process.tasks.add(task)
+        task.add_done_callback(process.tasks.discard)
+    return task
+
+
+class Clock:
+    """In the place of a selector: there is no I/O to wait for."""
+
+    def __init__(self, loop: "SimulatedLoop"):
+        self.loop = loop
+
+    def select(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            raise Standstill("nothing is left to happen")
+        self.loop.now += max(timeout, 0.0)
+        return []
+
+    def close(self) -> None: ...
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self.set_task_factory(belonging)
+        self.set_exception_handler(lambda loop, context: None)  # of tasks that nobody awaits
+        self.chance = chance
+        self.now = 0.0
+        self._selector = Clock(self)
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        return self.now
+
+    def _process_events(self, events: list[Any]) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> Any:
+        """It happens at a time between the call and its end."""
+        done = self.create_future()
+        took = self.chance.expovariate(1 / 0.02)
+
+        def work() -> None:
+            try:
+                result, error = function(*arguments), None
+            except Killed:
+                return
+            except Exception as caught:
+                result, error = None, caught
+            self.call_later(took * self.chance.random(), tell, result, error)
+
+        def tell(result: Any, error: Exception | None) -> None:
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(result)
+
+        self.call_later(took, work)
+        return done
+
+
+class Process:
+    def __init__(self, world: "World", name: str):
+        self.world, self.name = world, name
+        self.files = SimulatedFiles(world.medium)
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.part: Any = None  # the object that it runs, once it is made
+        self.alive = True
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        context = contextvars.copy_context()
+        context.run(OF.set, self)
+        return self.world.loop.create_task(work, context=context)
+
+    def kill(self) -> None:
+        self.alive = False
+        self.files.release()
+        for task in list(self.tasks):
+            task.cancel()
+
+
+class World:
+    def __init__(self, seed: int):
+        self.chance = random.Random(seed)
+        self.loop = SimulatedLoop(self.chance)
+        self.medium = Medium()
+        self.processes: dict[str, Process] = {}
+        self.held_until: dict[frozenset[str], float] = {}  # partitions
+        self.trace: list[str] = []
+
+    def told(self, line: str) -> None:
+        self.trace.append(f"{self.loop.now:9.3f} {line}")
+
+    def start(self, name: str) -> Process:
+        self.processes[name] = process = Process(self, name)
+        return process
+
+    def handle(self, caller: Process, name: str) -> ActorHandle[Any]:
+        """Of the process that has this name when the call comes."""
+        return ActorHandle(Remote(self, caller, name))
+
+    def delay(self, *ends: str) -> float:
+        drawn = self.chance.expovariate(1 / 0.01)
+        return drawn + max(0.0, self.held_until.get(frozenset(ends), 0.0) - self.loop.now)
+
+    async def call(
+        self, caller: Process, name: str, method: str, arguments: Any, named: Any
+    ) -> Any:
+        given = pickle.dumps((arguments, named))
+        await asyncio.sleep(self.delay(caller.name, name))
+        target = self.processes.get(name)
+        if target is None or not target.alive or target.part is None:
+            raise PartGone(name)
+        arguments, named = pickle.loads(given)
+        work = target.spawn(getattr(target.part, method)(*arguments, **named))
+        await asyncio.wait([work])
+        await asyncio.sleep(self.delay(caller.name, name))
+        if work.cancelled():
+            raise PartGone(name)
+        return pickle.loads(pickle.dumps(work.result()))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        asyncio.set_event_loop(self.loop)
+        try:
+            return self.loop.run_until_complete(work)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for process in self.processes.values():
+            process.files.dead = True
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        self.loop.close()
+
+
+class Method:
+    def __init__(self, remote: "Remote", name: str):
+        self.own, self.name = remote, name
+
+    def remote(self, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
+        own = self.own
+        return own.caller.spawn(own.world.call(own.caller, own.name, self.name, arguments, named))
+
+
+class Remote:
+    """Called as Ray's handle of an actor is."""
+
+    def __init__(self, world: World, caller: Process, name: str):
+        self.world, self.caller, self.name = world, caller, name
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self, name)

@@ -1,0 +1,216 @@
+"""Whole runs in a simulated world, with faults by the seed: what must hold does, and of faults that
+are planted into the product each is found.
+
+One run again, with what it did: `python -m tests.simulation.run SEED`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from rft.buffer import progress as records
+from rft.buffer.experience_buffer import ExperienceBuffer
+from rft.buffer.journal import Journal
+from rft.buffer.ledger import Ledger
+from rft.buffer.progress import Progress, StepSize
+from rft.rollout.explorer import Explorer
+from tests.simulation.disk import SimulatedFiles
+from tests.simulation.run import Broken, Run
+
+SEEDS, MANY = 300, 20_000
+FOUND_WITHIN = 2_000
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """A run that loses its power tells of it."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_what_must_hold_does() -> None:
+    for seed in range(SEEDS):
+        Run(seed).check()
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+def test_what_must_hold_does_in_many_runs() -> None:
+    for seed in range(SEEDS, MANY):
+        Run(seed).check()
+
+
+def test_a_seed_is_one_run() -> None:
+    one, other = Run(7), Run(7)
+    one.check()
+    other.check()
+    assert one.world.trace == other.world.trace and one.trained == other.trained
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED: dict[str, Plant] = {}
+
+
+def planted(plant: Plant) -> Plant:
+    PLANTED[plant.__name__] = plant
+    return plant
+
+
+@planted
+def a_lost_fsync(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedFiles, "sync", lambda self, descriptor: self.check())
+
+
+@planted
+def a_directory_that_is_not_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedFiles, "sync_directory", lambda self, directory: self.check())
+
+
+@planted
+def an_answer_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    async def settle(self: Any) -> None:
+        self._waits.check_open()
+        await self._waits.notify()
+
+    patch.setattr(ExperienceBuffer, "_settle", settle)
+
+
+@planted
+def a_mark_before_its_fsync(patch: pytest.MonkeyPatch) -> None:
+    """And synced itself: it says too much."""
+    append = Journal.append
+
+    def early(self: Journal, payloads: Any) -> int:
+        end = append(self, payloads)
+        self._mark(end)
+        self.files.sync(self._mark_fd)
+        return end
+
+    patch.setattr(Journal, "append", early)
+
+
+@planted
+def a_base_that_is_not_synced(patch: pytest.MonkeyPatch) -> None:
+    write_base = Journal.write_base
+
+    def write(self: Journal, end: int, payloads: Any) -> Any:
+        sync, self.files.sync = self.files.sync, lambda descriptor: None  # type: ignore[method-assign]
+        try:
+            return write_base(self, end, payloads)
+        finally:
+            self.files.sync = sync  # type: ignore[method-assign]
+
+    patch.setattr(Journal, "write_base", write)
+
+
+@planted
+def a_double_lease(patch: pytest.MonkeyPatch) -> None:
+    lease = Progress._lease
+
+    def twice(self: Progress, record: Any) -> None:
+        before = dict(self.waiting)
+        lease(self, record)
+        self.waiting = {record.groups[-1]: before[record.groups[-1]], **self.waiting}
+
+    patch.setattr(Progress, "_lease", twice)
+
+
+@planted
+def a_batch_that_is_grouped_anew(patch: pytest.MonkeyPatch) -> None:
+    """After a resume, instead of the lease that there was."""
+    apply = Progress.apply
+
+    def forgetful(self: Progress, record: Any) -> None:
+        apply(self, record)
+        if isinstance(record, records.Resumed):
+            for step in [step for step in self.leases if step >= record.step]:
+                groups = {g.number: g for g in self.leases.pop(step).groups}
+                self.waiting = {**groups, **self.waiting}
+                self.next_step = min(self.next_step, step)
+            self.waiting = dict(sorted(self.waiting.items(), key=lambda one: -one[0]))
+
+    patch.setattr(Progress, "apply", forgetful)
+
+
+@planted
+def a_slot_too_many(patch: pytest.MonkeyPatch) -> None:
+    ahead = Progress.steps_ahead
+
+    def fewer(self: Progress, published: int, size: StepSize, before: int | None = None) -> int:
+        return ahead(self, published, size, before) - 1
+
+    patch.setattr(Progress, "steps_ahead", fewer)
+
+
+@planted
+def a_cursor_that_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    attach = ExperienceBuffer.attach_explorer
+
+    @wraps(attach)
+    async def lost(self: ExperienceBuffer, name: str) -> dict[str, Any]:
+        return {**await attach(self, name), "cursor": None}
+
+    patch.setattr(ExperienceBuffer, "attach_explorer", lost)
+
+
+@planted
+def a_version_of_an_engine_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """The trainer's own counts, when it comes back, though engines serve an older one."""
+    attach = ExperienceBuffer.attach_trainer
+
+    @wraps(attach)
+    async def early(self: ExperienceBuffer, step: int, run_epoch: int) -> dict[str, Any]:
+        self._published = None
+        return await attach(self, step, run_epoch)
+
+    patch.setattr(ExperienceBuffer, "attach_trainer", early)
+
+
+@planted
+def sampling_that_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    @wraps(Explorer.hold)
+    async def unheard(self: Explorer) -> None: ...
+
+    patch.setattr(Explorer, "hold", unheard)
+
+
+@planted
+def leases_that_are_forgotten_and_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Progress, "_forgotten", lambda self, published: 0)
+
+
+@planted
+def a_journal_that_is_cut_too_far(patch: pytest.MonkeyPatch) -> None:
+    retain = Ledger.retain
+
+    def newest(self: Ledger, position: int, step: int | None) -> None:
+        retain(self, self.journal.position, self.progress.finished)
+
+    patch.setattr(Ledger, "retain", newest)
+
+
+@planted
+def a_version_that_is_told_before_it_is_served(patch: pytest.MonkeyPatch) -> None:
+    published = ExperienceBuffer.published
+
+    @wraps(published)
+    async def early(self: ExperienceBuffer, version: int, run_epoch: int | None = None) -> None:
+        await published(self, version + 1, run_epoch)
+
+    patch.setattr(ExperienceBuffer, "published", early)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[name](monkeypatch)
+    for seed in range(FOUND_WITHIN):
+        try:
+            Run(seed).check()
+        except Broken as error:
+            print(f"{name}: {str(error).splitlines()[0]}")
+            return
+    raise AssertionError(f"{name} was not found in {FOUND_WITHIN} runs")
