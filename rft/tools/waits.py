@@ -82,7 +82,8 @@ rank 0 fails
 await_engines | all parts serve | `START_S`, then `REPLY_S` | rank 0 fails
 trainer/trainer.py
 Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
-Trainer._finish | the last round and save | `sync_timeout`; `agent_deadline_s` | the rank fails
+Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails
+Trainer._finish | the last round | `sync_timeout` and `REPLY_S` | the rank fails
 Trainer._save | copies of earlier saves | 0: only if they are there | looked at again next step
 Trainer.fit | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 rollout/adapter_serving.py
