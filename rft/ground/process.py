@@ -217,14 +217,14 @@ def end_descendants(grace_s: float = 0.0, spare: Iterable[int] = ()) -> None:
     deadline = time.monotonic() + grace_s
     while found := psutil.Process().children(recursive=True):
         _, alive = psutil.wait_procs(found, timeout=max(0.0, deadline - time.monotonic()))
-        alive = [process for process in alive if not _is_spared(process, set(spare))]
+        alive = [process for process in alive if not is_spared(process, set(spare))]
         if not alive:
             return
         if time.monotonic() > deadline + KILL_WAIT_S:
             log.error("these processes cannot be killed: %s", alive)
             return
         log.warning("killing %s", alive)
-        _kill(alive)
+        kill_these(alive)
         psutil.wait_procs(alive, timeout=KILL_WAIT_S)
 
 
@@ -243,7 +243,7 @@ def kill_family(pid: int) -> list[psutil.Process]:
     found = family(pid)
     with contextlib.suppress(ProcessLookupError):  # it leads no group, or all of it is gone
         os.killpg(pid, signal.SIGKILL)
-    _kill(found)  # also whoever has left the group
+    kill_these(found)  # also whoever has left the group
     return found
 
 
@@ -266,15 +266,16 @@ def end_marked(variable: str, value: str) -> None:
     found = [
         process
         for process in psutil.Process().children(recursive=True)
-        if _is_marked(process, variable, value)
+        if is_marked(process, variable, value)
     ]
     if found:
         log.warning("killing %s", found)
-    _kill(found)
+    kill_these(found)
     _await(found, KILL_WAIT_S)
 
 
-def _kill(found: list[psutil.Process]) -> None:
+def kill_these(found: list[psutil.Process]) -> None:
+    """Waits for none."""
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -286,13 +287,15 @@ def _await(killed: list[psutil.Process], within_s: float) -> None:
         log.error("these processes cannot be killed: %s", alive)
 
 
-def _is_marked(process: psutil.Process, variable: str, value: str) -> bool:
+def is_marked(process: psutil.Process, variable: str, value: str) -> bool:
+    """Whether it was started with this in its environment."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or a zombie
         return process.environ().get(variable) == value
     return False
 
 
-def _is_spared(process: psutil.Process, spare: set[int]) -> bool:
+def is_spared(process: psutil.Process, spare: set[int]) -> bool:
+    """Whether it is one of these, or started by one."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(spare & {process.pid, *(parent.pid for parent in process.parents())})
     return False

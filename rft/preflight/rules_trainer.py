@@ -137,7 +137,7 @@ def _recipe(c: Config) -> None:
 
 ALGORITHM_GIVEN = (among(TYPE, ALGORITHMS),)  # asked before it fills the rest in
 ALGORITHM = (
-    Rule(f"algorithm.repeat_times {TYPE}", _few, reads=RECIPE),
+    Rule(f"algorithm.repeat_times {TYPE}", _few, reads=f"{RECIPE} algorithm.advantage_fn_args"),
     Rule(
         STRATEGY,
         lambda c: c.algorithm.sample_strategy not in (None, *SAMPLE_STRATEGIES),

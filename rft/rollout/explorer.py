@@ -43,6 +43,14 @@ from rft.rollout.pool import EngineHandle, EnginePool, EngineSource
 from rft.rollout.runner import AllTasksFail, GroupCancelled, Runner, one_line
 
 log = logging.getLogger(__name__)
+# until a group is durable, or given up: beyond that the buffer's disk or database hangs
+STORE_S = 300.0
+# the buffer's own max_read_timeout ends its long waits; this is only in case it cannot
+READ_MARGIN_S = 60.0
+
+
+class BufferSilent(RuntimeError):
+    """It lives, or Ray would say so, and has not answered in time."""
 
 
 class Processed(Protocol):
@@ -95,15 +103,17 @@ class Explorer:
         api: EndpointFactory | None = None,
         make_pipeline: Callable[[], Pipeline] | None = None,
         counts_experiences: bool = False,
+        max_read_timeout: float = 1800.0,
     ):
         """`counts_experiences`: they fill a step, not groups, so that none may have more than its
-        workflow says.
+        workflow says. `max_read_timeout`: the buffer's own, for what may take long there.
         """
         self.config = config
         self.counts_experiences = counts_experiences
         self.taskset = taskset
         self.eval_tasksets = eval_tasksets
         self.buffer = buffer
+        self.patience_s = max_read_timeout + READ_MARGIN_S
         self.synchronizer = synchronizer  # says which engines there are, unless `engines` does
         self.api = api  # where agents reach the engines as OpenAI's API
         self.shared = Shared(config, model, engines, seed)
@@ -208,7 +218,9 @@ class Explorer:
             "explore needs a taskset and a buffer"
         )
         self.phase = "exploring"
-        start = await self.buffer.ask(ExperienceBuffer.attach_explorer, self.config.name)
+        start = await self._ask(
+            ExperienceBuffer.attach_explorer, self.config.name, within_s=self.patience_s
+        )
         unfinished = [(group, from_journal(task)) for group, task in start["reissue"]]
         if start["cursor"] is not None:
             self.taskset.seek(start["cursor"])
@@ -221,8 +233,9 @@ class Explorer:
         while found := found or await self._next(tasks):
             holds, asked = self.holds, [(for_journal(task), cursor) for task, cursor in found]
             most = [workflows.most(task) for task, _ in found]
-            groups = await self.buffer.ask(
-                ExperienceBuffer.admit_some, self.config.name, asked, most
+            groups = await self._ask(
+                *(ExperienceBuffer.admit_some, self.config.name, asked, most),
+                within_s=self.patience_s,
             )
             if not groups:  # enough groups for the last step were admitted
                 break
@@ -230,7 +243,7 @@ class Explorer:
                 await self._launch(group, task, holds)
             found = found[len(groups) :]
         await asyncio.gather(*self.groups)
-        await self.buffer.ask(ExperienceBuffer.input_done, self.config.name)
+        await self._ask(ExperienceBuffer.input_done, self.config.name)
         self.phase = "done"
 
     async def _next(self, tasks: Iterator[Task]) -> list[tuple[Task, dict[str, Any]]]:
@@ -255,7 +268,9 @@ class Explorer:
 
     async def _follow_cuts(self) -> None:
         while True:
-            for group in await self.buffer.ask(ExperienceBuffer.cuts, self.config.name):  # type: ignore[union-attr]
+            for group in await self._ask(
+                ExperienceBuffer.cuts, self.config.name, within_s=self.patience_s
+            ):
                 self.cut.add(group)
                 self.runner.cut(group)
 
@@ -277,7 +292,9 @@ class Explorer:
         while True:
             await self.may_sample.wait()
             holds = self.holds
-            await self.buffer.ask(ExperienceBuffer.readmit, self.config.name, group)
+            await self._ask(
+                *(ExperienceBuffer.readmit, self.config.name, group), within_s=self.patience_s
+            )
             if holds == self.holds:
                 return holds
 
@@ -338,12 +355,29 @@ class Explorer:
         await self.put((group, encode(experiences), lesson))
         self._tell(task, value)
 
+    async def _ask(
+        self, method: Callable[..., Any], *arguments: Any, within_s: float | None = None
+    ) -> Any:
+        """What the buffer answers; BufferSilent when it does not in `within_s` (STORE_S)."""
+        assert self.buffer is not None
+        within_s = STORE_S if within_s is None else within_s
+        try:
+            async with asyncio.timeout(within_s) as limit:
+                return await self.buffer.ask(method, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():  # the buffer's own
+                raise
+            raise BufferSilent(
+                f"the buffer did not answer {method.__name__!r} within {within_s:g} s: does the "
+                "disk or the database that it writes to hang?"
+            ) from error
+
     async def _put(self, puts: list[tuple[int, bytes, list[Any] | None]]) -> None:
-        await self.buffer.ask(ExperienceBuffer.put_some, puts)  # type: ignore[union-attr]
+        await self._ask(ExperienceBuffer.put_some, puts)
 
     async def _abandon(self, group: int, task: Task, cause: str) -> None:
         trace.instant("task failed", task=task.id, cause=cause)
-        await self.buffer.ask(ExperienceBuffer.abandon, group, cause)
+        await self._ask(ExperienceBuffer.abandon, group, cause)
         self._tell(task, None)
 
     def _tell(self, task: Task, value: float | None) -> None:
@@ -420,7 +454,6 @@ class Explorer:
 
         Durable on return.
         """
-        assert self.buffer is not None
         task = Task(
             id=f"endpoint/{name}",
             taskset="endpoint",
@@ -429,9 +462,10 @@ class Explorer:
             workflow="agent",
             sampling=Sampling(),
         )
-        group = await self.buffer.ask(
+        group = await self._ask(
             ExperienceBuffer.admit,
             *(f"{self.config.name}/endpoint", encode(task), {}, len(experiences)),
+            within_s=self.patience_s,
         )
         for experience in experiences:
             experience.group, experience.task = group, task.id

@@ -227,7 +227,7 @@ class Actors:
         if self.task is not None:
             self.task(self.explorer)
         elif self.config.mode == "both":
-            ray.get(self.explorer.ask(Explorer.open))
+            ray.get(self.explorer.ask(Explorer.open), timeout=control.REPLY_S)
         elif self.config.mode == "bench":
             modes.evaluate_checkpoints(self.config, self.explorer)
         elif self.synchronizer is not None and self.buffer is not None:

@@ -121,6 +121,7 @@ class StageRun:
 
     def _start(self) -> None:
         """Create all parts; they load at the same time."""
+        self.supervisor.guard()
         if not reads_files(self.config) and not self.supervisor.start():
             return
         if self.config.mode in ("both", "train"):

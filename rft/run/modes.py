@@ -19,6 +19,7 @@ from rft.ground.protocols import ActorHandle
 from rft.rollout.explorer import Explorer, ExplorerHandle
 from rft.run.stages import exports
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle
+from rft.trainer.control import REPLY_S, START_S
 
 
 def explore(
@@ -35,15 +36,17 @@ def explore(
     """
     import ray
 
-    version = ray.get(synchronizer.ask(Synchronizer.follow, configs.checkpoint_root(config)))
+    follow = synchronizer.ask(Synchronizer.follow, configs.checkpoint_root(config))
+    version = ray.get(follow, timeout=START_S)
     # a version that comes later is told by the synchronizer
-    ray.get(buffer.ask(ExperienceBuffer.published, version or 0))
+    ray.get(buffer.ask(ExperienceBuffer.published, version or 0), timeout=START_S)
     print(
         "engines serve "
         + ("the model as given" if version is None else f"saved version {version}"),
         flush=True,
     )
-    ray.get(explorer.ask(Explorer.explore))
+    ray.get(explorer.ask(Explorer.explore), timeout=REPLY_S)
+    # as long as it takes: who explores has a deadline for every task and for every answer
     ray.get(explorer.ask(Explorer.finished))
 
 
@@ -61,8 +64,9 @@ def serve(
     """
     import ray
 
-    version = ray.get(synchronizer.ask(Synchronizer.follow, configs.checkpoint_root(config)))
-    url = ray.get(explorer.ask(Explorer.base_url))
+    follow = synchronizer.ask(Synchronizer.follow, configs.checkpoint_root(config))
+    version = ray.get(follow, timeout=START_S)
+    url = ray.get(explorer.ask(Explorer.base_url), timeout=REPLY_S)
     what = "the model as given" if version is None else f"saved version {version}"
     say(f"serving {what} at {url}; the key is in {configs.job_dir(config) / 'endpoint.json'}")
 
@@ -97,7 +101,7 @@ def evaluate_checkpoints(config: Config, explorer: ExplorerHandle) -> None:
         resume_step=max(done, default=0),
     )
     for step, path in left:
-        ray.get(explorer.ask(Explorer.load_weights, str(path), step))
+        ray.get(explorer.ask(Explorer.load_weights, str(path), step), timeout=START_S)
         metrics = {}
         for reply in ray.get(explorer.ask(Explorer.evaluate, step)):
             outcome = decode(reply, EvalResult)

@@ -107,6 +107,7 @@ def explorer_spec(
         api=api,
         make_pipeline=_pipeline(config),
         counts_experiences=mixing.rollouts_per_step(config) is not None,
+        max_read_timeout=config.buffer.trainer_input.experience_buffer.max_read_timeout,
     )
     return ActorSpec("explorer", config.explorer.name, make)
 

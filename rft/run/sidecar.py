@@ -27,9 +27,10 @@ from pathlib import Path
 
 from rft import config as configs
 from rft.ground import durable, redact
-from rft.ground.process import adopt_orphans, await_end, end_family
+from rft.ground.process import adopt_orphans, await_end, end_family, family
 from rft.monitor import logs
 from rft.run.stages import StageFailed
+from rft.run.standstill import LOOK_S, Looks, is_stopped
 from rft.run.supervisor import Event, Events, Supervisor, failure, signals_as_events
 from rft.trainer import control
 
@@ -81,7 +82,9 @@ def first_line(descriptor: int, deadline_s: float) -> bytes:
 
 
 class Sidecar:
-    """Rank 0's hold on the sidecar: its end, whatever the reason, is the end of this rank."""
+    """Rank 0's hold on the sidecar: its end, whatever the reason, is the end of this rank. One that
+    stays stopped is ended.
+    """
 
     def __init__(self, job: Path):
         self.pid = int(json.loads((job / RECORD).read_text(encoding="utf-8"))["pid"])
@@ -89,7 +92,11 @@ class Sidecar:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        await_end(self.pid)
+        looks = Looks()
+        while not await_end(self.pid, LOOK_S):
+            if looks.look(filter(is_stopped, family(self.pid)[:1])):
+                log.error("the sidecar (pid %d) has been stopped for too long", self.pid)
+                end_family(self.pid)
         if not self.expected:
             logs.flush()
             os._exit(1)  # the parts are gone; torch's launcher ends the other ranks
@@ -127,6 +134,7 @@ def main(resolved: str, launcher: int) -> int:
     with signals_as_events(events, (signal.SIGTERM, signal.SIGINT)):
         message = ""
         try:
+            supervisor.guard(launcher)
             message = _hold(supervisor, job)
         except Exception as error:
             log.exception("sidecar")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rft import config as configs
+from rft.checkpoint import fence
 from rft.config import Config
 from rft.config.choices import start_lines
 from rft.ground import redact
@@ -30,6 +31,8 @@ from rft.ground.process import end_descendants
 from rft.ground.rounds import STREAM
 from rft.monitor import logs, trace
 from rft.run import cards
+from rft.run.standstill import Standstill
+from rft.run.warden import Warden
 from rft.sync import transfer, transport
 
 if TYPE_CHECKING:
@@ -74,8 +77,17 @@ class Supervisor:
         self.task = task
         self.log_dir = logs.new_attempt(configs.job_dir(config))
         self.actors: Actors | None = None
+        self.warden: Warden | None = None
+        self.standstill: Standstill | None = None
         trace.turn_on(self.log_dir, config.monitor.trace)
         trace.start("supervisor")
+
+    def guard(self, *launchers: int) -> None:
+        """From now on whatever this process starts ends with it, however it ends, and what is
+        stopped does not stay so, nor do ranks that these processes started.
+        """
+        self.warden = Warden(self.log_dir, fence.control_dir(configs.job_dir(self.config)))
+        self.standstill = Standstill(self.say, *launchers)
 
     def start(self) -> bool:
         """Create the actors, which load in the background; False if the end was asked for while
@@ -89,6 +101,8 @@ class Supervisor:
         except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts
             self.events.put(Event("user", signal=signal.SIGTERM))
             return False
+        if self.warden is not None:
+            self.warden.tell()
         self.actors.work(self._work_done)
         return True
 
@@ -128,6 +142,10 @@ class Supervisor:
         """
         if self.actors is not None:
             self.actors.close(grace_s)
+        if self.standstill is not None:
+            self.standstill.close()
+        if self.warden is not None:
+            self.warden.end()
         end_descendants(LAST_S, spare=spare())
         trace.stop()
         redact.scrub(self.log_dir)  # what a library wrote past Python's own streams

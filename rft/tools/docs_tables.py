@@ -1,4 +1,5 @@
-"""The tables of docs/: keys in configure.md, verl.md and trinity.md, features in coverage.md.
+"""The tables of docs/: keys in configure.md, verl.md and trinity.md, features in coverage.md, waits
+in launch.md.
 `python -m rft.tools.docs_tables` rewrites them.
 
 In: the schema (`rft.config.keys`), the tables of rft/config/verl.py and trinity.py, and those of
@@ -20,6 +21,7 @@ from rft.config import trinity_flows, verl_run, verl_words
 from rft.config import verl as verl_keys
 from rft.config.foreign import UNSET, ForeignKey
 from rft.config.keys import Setting, tables
+from rft.tools import waits
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, COVERAGE = ROOT / "docs", ROOT / "tests" / "coverage"
@@ -241,6 +243,14 @@ def coverage_table() -> str:
     return "\n".join(lines)
 
 
+def waits_table() -> str:
+    """Who waits for whom, as rft/tools/waits.py declares it."""
+    lines = ["| in | waits for | how long | what then |", "| --- | --- | --- | --- |"]
+    for one in waits.declared():
+        lines.append(line(f"`{one.file}` {one.function}", one.whom, one.limit, one.then))
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """Every page with its table as it should be."""
     found = {
@@ -248,6 +258,7 @@ def pages() -> dict[Path, str]:
         "verl": verl_table(),
         "trinity": trinity_table(),
         "coverage": coverage_table(),
+        "launch": waits_table(),
     }
     paths = {name: DOCS / f"{name}.md" for name in found}
     return {

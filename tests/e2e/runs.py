@@ -148,12 +148,10 @@ class Run:
         found = [process for process in self.family() if title in _title(process)]
         return sorted(found, key=psutil.Process.create_time)
 
-    def await_extinction(self, timeout: float, but: tuple[str, ...] = ()) -> None:
-        """All processes of the run, `but` those of these names,
-        end by themselves within `timeout`.
-        """
+    def await_extinction(self, timeout: float) -> None:
+        """All processes of the run end by themselves within `timeout`."""
         deadline = time.monotonic() + timeout
-        while family := [process for process in self.family() if _title(process) not in but]:
+        while family := self.family():
             assert time.monotonic() < deadline, f"still alive after {timeout} s: {family}"
             psutil.wait_procs(family, timeout=0.2)
 

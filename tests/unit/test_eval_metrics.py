@@ -127,7 +127,7 @@ class Bench:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
     config = Config(name="b", checkpoint_root_dir=str(tmp_path), mode="bench")
     config.model.model_path = str(tmp_path / "base")
     config.monitor.monitor_type = "none"

@@ -21,10 +21,11 @@ from rft.ground.experience import (
 )
 from rft.ground.protocols import ActorHandle
 from rft.rollout import evaluation, workflows
+from rft.rollout import explorer as exploring
 from rft.rollout.context import TokenLimits
 from rft.rollout.engine import EngineDied
 from rft.rollout.explorer import Explorer
-from rft.rollout.runner import AllTasksFail
+from rft.rollout.runner import AllTasksFail, GroupCancelled
 
 
 class Remote:
@@ -147,6 +148,38 @@ async def explored(actor: Explorer) -> Buffer:
     await actor.explore()
     await actor.finished()
     return actor.buffer.actor  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("silent", "given"),
+    [
+        ("attach_explorer", []),
+        ("admit_some", []),
+        ("put_some", [made()]),
+        ("abandon", [GroupCancelled("its step went on")]),
+        ("input_done", []),
+    ],
+)
+def test_a_buffer_that_lives_and_does_not_answer_breaks_the_explorer(
+    monkeypatch: pytest.MonkeyPatch, silent: str, given: list[Any]
+) -> None:
+    """As one whose disk hangs: its supervisor ends the run with what `watch` raises."""
+    monkeypatch.setattr(exploring, "STORE_S", 0.05)
+
+    async def for_ever(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        actor = explorer(lambda _: given[0] if given else made(), monkeypatch)
+        actor.patience_s = 0.05
+        setattr(actor.buffer.actor, silent, for_ever)
+        await actor.explore()
+        async with asyncio.timeout(20.0):
+            with pytest.raises(RuntimeError, match=f"BufferSilent: .*did not answer '{silent}'"):
+                await actor.watch()
+        await actor.shutdown()
+
+    asyncio.run(scenario())
 
 
 def test_attempts_are_numbered_unless_the_workflow_says_which_is_which(

@@ -153,13 +153,15 @@ def test_every_mode_starts_its_parts_and_no_others(
     monkeypatch.setattr(cluster, "start", lambda config: "here")
     monkeypatch.setattr(actors.parts, "build_tasksets", lambda *_, **__: (None, []))
     monkeypatch.setattr(actors.EngineFleet, "run", lambda *_: None)
-    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
     monkeypatch.setattr(
         modes, "evaluate_checkpoints", lambda *_: asked.append("evaluate_checkpoints")
     )
     run = launch.StageRun(config, queue.SimpleQueue())
     alone = Alone(config, tmp_path, lambda *_: None, lambda line: None)
-    run.supervisor = SimpleNamespace(start=lambda: alone.start() or True)  # type: ignore[assignment]
+    run.supervisor = SimpleNamespace(  # type: ignore[assignment]
+        start=lambda: alone.start() or True, guard=lambda: None
+    )
     monkeypatch.setattr(run, "_start_ranks", lambda: started.append("ranks"))
     run._start()
     assert sorted(started) == sorted(parts)
