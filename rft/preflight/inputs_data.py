@@ -410,8 +410,8 @@ def rules(at_start: bool) -> tuple[Rule, ...]:
         Rule(
             f"{TASKSET}.path {TASKSET}s {TASKS}",
             partial(_tasksets, at_start=at_start),
-            reads=f"{SETS} {TYPE} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES} {MODEL} "
-            "model.max_response_tokens",
+            reads=f"{SETS} {TYPE} explorer.auxiliary_models explorer.reward_timeout {TEMPLATES} "
+            f"{MODEL} model.max_response_tokens",
         ),
         *(own if at_start else ()),
         Rule(

@@ -1,6 +1,5 @@
 """The supervisor's socket: answers, long names, who may use it, what is left of it."""
 
-import errno
 import json
 import socket
 import stat
@@ -96,29 +95,6 @@ def test_a_killed_supervisors_socket_is_replaced_and_a_living_ones_is_not(tmp_pa
     third.open()
     assert ask(tmp_path, {"said": 3}, 10) == {"heard": 3}
     third.close()
-
-
-def test_too_many_open_files_keep_a_caller_waiting_and_end_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control_socket, "PAUSE_S", 0.0)
-
-    class Crowded(socket.socket):
-        refused = 0
-
-        def accept(self) -> Any:
-            if self.refused < 3:
-                self.refused += 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
-
-    door = ControlSocket(tmp_path, answer)
-    door._listener.close()
-    door._listener = Crowded(socket.AF_UNIX)
-    door.open()
-    assert ask(tmp_path, {"said": 1}, 10) == {"heard": 1} and door._listener.refused == 3
-    door.close()
-    assert door.thread is not None and not door.thread.is_alive()
 
 
 def test_a_late_answer_is_not_waited_for(tmp_path: Path) -> None:
