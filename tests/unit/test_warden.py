@@ -32,7 +32,7 @@ from pathlib import Path
 from rft.checkpoint import fence
 held = fence.hold(fence.lock_path(Path(sys.argv[1]) / "control", 1, 0))
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE)
-print(os.getpid(), child.stdout.readline().decode(), flush=True)
+print(os.getpid(), child.stdout.readline().decode().strip(), flush=True)
 signal.pause()
 """
 
