@@ -263,6 +263,10 @@ class Model:
             return (self.here.card, 0) if "from trainer" in wire.name else None
 
         def sends(wire: Any, data: memoryview) -> None:
+            if not hasattr(wire, "sent") and "from trainer" in wire.name:
+                wire.sent = 0  # first words, which a listener reads before it has a connection
+                send(wire, data)
+                return
             at = getattr(wire, "sent", 0)
             wire.sent = at + len(data)
             if (way := ends(wire)) is not None:
