@@ -4,8 +4,8 @@ product's order of calls.
 
     Run(seed).check()      raises what went wrong, with the seed, and `trace` tells how
 
-Faults, drawn from the seed: a part dies by itself, the machine loses its power, a partition, a
-slow disk. A trainer that died comes back alone; another part's death ends all, and the supervisor
+Faults, drawn from the seed: a part dies by itself, the machine loses its power, a partition.
+A trainer that died comes back alone; another part's death ends all, and the supervisor
 starts the run again. What must hold, whatever happens: the run reaches its end; what was
 acknowledged is there; a step that comes again has the same batch; no group is in two steps; none is
 trained later than `max_staleness` allows; every task is given out once.
@@ -103,7 +103,6 @@ class Saved:
 @dataclass
 class Run:
     seed: int
-    before: Callable[["Run"], None] = lambda run: None
     trained: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     acknowledged: dict[int, str] = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)  # durable
@@ -122,10 +121,8 @@ class Run:
         self.staleness = staleness
         self.failing = chance.choice((0.0, 0.0, 0.1))
         self.save_interval = chance.choice((1, 1, 2))
-        self.slow = chance.choice((1.0, 1.0, 50.0))  # a disk
         self.epochs = itertools.count(1)
         self.faults = [self._fault() for _ in range(chance.choice((0, 1, 2, 3)))]
-        self.ended = asyncio.Event()
 
     def _fault(self) -> tuple[float, str]:
         kinds = ("trainer", "trainer", "explorer", "buffer", "power", "power", "partition")
@@ -142,7 +139,6 @@ class Run:
     # --- the supervisor ----------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        self.ended = asyncio.Event()
         weather = asyncio.create_task(self._weather())
         try:
             for _ in range(RESTARTS):
@@ -172,7 +168,6 @@ class Run:
             files=buffer.files,
         )
         self._compare(buffer.part)
-        self.before(self)
         made = self._explorer(explorer)
         self._watch(buffer, buffer.part.watch)
         self._watch(explorer, lambda: _watched(made))

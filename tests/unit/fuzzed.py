@@ -94,13 +94,8 @@ def tcp(host: str, port: int, *first: bytes) -> Open:
     return opened
 
 
-@contextmanager
-def trainer_rank() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None]]]:
-    weights = Weights()
-    sender = WeightSender(weights, 1, WAIT_S)
-    sender.follow(plans.build([weights.blocks()], BUCKET), 0)
-    sender.open(1)
-    hello = {
+def first_words(sender: WeightSender) -> dict[str, Any]:
+    return {
         "peer": "engine_0",
         "epoch": 1,
         "digest": sender.plan.digest,
@@ -108,6 +103,15 @@ def trainer_rank() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None
         "part": part_of(sender.plan, 0, Share()).digest,
         "link": {"kind": "host", "device": "cpu"},
     }
+
+
+@contextmanager
+def trainer_rank() -> Iterator[tuple[list[tuple[Open, bytes]], Callable[[], None]]]:
+    weights = Weights()
+    sender = WeightSender(weights, 1, WAIT_S)
+    sender.follow(plans.build([weights.blocks()], BUCKET), 0)
+    sender.open(1)
+    hello = first_words(sender)
     at = sender.endpoint
     known = said({**hello, "secret": at["secret"]})
     here = tcp(at["host"], at["port"])

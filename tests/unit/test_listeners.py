@@ -19,7 +19,6 @@ from rft.run.control_socket import NAME, ControlSocket, ask
 from rft.sync import connection
 from rft.sync import plan as plans
 from rft.sync.connection import Listener, PeerConnection, PeerLost, PeerRefused, handshake
-from rft.sync.plan import Share, part_of
 from rft.sync.sender import WeightSender
 from tests.unit import fuzzed
 
@@ -136,17 +135,6 @@ def sender() -> Iterator[WeightSender]:
     made.close()
 
 
-def first_words(sender: WeightSender) -> dict[str, Any]:
-    return {
-        "peer": "engine_0",
-        "epoch": 1,
-        "digest": sender.plan.digest,
-        "share": {},
-        "part": part_of(sender.plan, 0, Share()).digest,
-        "link": {"kind": "host", "device": "cpu"},
-    }
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -165,11 +153,11 @@ def test_a_worker_that_says_what_cannot_be_is_left_and_the_rank_lives(
     said: Any, sender: WeightSender
 ) -> None:
     sender.open(1)
-    wire = comes_in(sender, **first_words(sender))
+    wire = comes_in(sender, **fuzzed.first_words(sender))
     wire.send(memoryview(frame(said if isinstance(said, bytes) else msgspec.msgpack.encode(said))))
     with pytest.raises(PeerLost):
         wire.receive_record()
-    comes_in(sender, **first_words(sender)).close()
+    comes_in(sender, **fuzzed.first_words(sender)).close()
     assert sender.failure is None
     sender.close_version()
 
@@ -177,10 +165,12 @@ def test_a_worker_that_says_what_cannot_be_is_left_and_the_rank_lives(
 @pytest.mark.parametrize("name", ["epoch", "digest", "share", "part", "link"])
 def test_first_words_that_lack_one_are_refused(name: str, sender: WeightSender) -> None:
     for wrong in ({}, {name: [{"a": 1}]}):
-        said = {key: value for key, value in first_words(sender).items() if key != name} | wrong
+        said = {
+            key: value for key, value in fuzzed.first_words(sender).items() if key != name
+        } | wrong
         with pytest.raises(PeerRefused):
             comes_in(sender, **said)
-    comes_in(sender, **first_words(sender)).close()
+    comes_in(sender, **fuzzed.first_words(sender)).close()
 
 
 @pytest.mark.parametrize("name", list(fuzzed.listeners(Path())))
