@@ -1,0 +1,37 @@
+"""How often what has died may be started again: a budget within any hour, and the first cause.
+
+In: a death, with its cause. Out: whether it may be started again; where not, why, with the cause of
+the first death of that hour, which the later ones only follow. Pure, but for the clock.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+HOUR_S = 3600.0
+
+
+class Restarts:
+    """The budget of one part. `limit`: 0 means that its first death is final."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic):
+        self.limit = limit
+        self.clock = clock
+        self._deaths: deque[tuple[float, str]] = deque()
+
+    def allow(self, cause: str) -> bool:
+        """Count a death. False: it was one too many."""
+        now = self.clock()
+        while self._deaths and now - self._deaths[0][0] >= HOUR_S:
+            self._deaths.popleft()
+        self._deaths.append((now, cause))
+        return len(self._deaths) <= self.limit
+
+    def cause(self) -> str:
+        """Of the end, once nothing is left of the budget."""
+        first = self._deaths[0][1]
+        if self.limit == 0:
+            return first
+        last = self._deaths[-1][1]
+        told = f"it died {len(self._deaths)} times within an hour; the first cause: {first}"
+        return told if last == first else f"{told}; the last: {last}"
