@@ -283,7 +283,11 @@ class TrainerConfig(Section):
     trainer_config: Annotated[dict[str, Any] | None, "a block of veRL's keys: docs/verl.md"] = (
         field(default_factory=dict)
     )
-    max_restarts: Annotated[NonNegInt, "how often dead ranks are started again"] = 0
+    max_restarts: Annotated[
+        NonNegInt,
+        "how often within an hour ranks that died are started again; 0: the run ends with the first "
+        "(under torchrun: its --max-restarts counts)",
+    ] = 3
     collective_timeout: Annotated[PosFloat, "seconds"] = 1800.0
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+REFUSED = 2  # exit code
+
 
 class Late(str):
     """A sentence that is said after all others: no word of the config is wrong, but what it asks
@@ -64,8 +66,8 @@ def refuse(error: ConfigError) -> int:
     """Print why the config cannot run; returns the exit code."""
     if len(error.problems) == 1:
         print(f"rft: config refused: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     print(f"rft: config refused, {len(error.problems)} problems:", file=sys.stderr)
     for number, problem in enumerate(error.problems, start=1):
         print(f"  {number}. {problem}", file=sys.stderr)
-    return 2
+    return REFUSED

@@ -3,9 +3,11 @@
     python -m rft.run.elastic RESOLVED_YAML
 
 In: the resolved config (`trainer.num_ranks`, `trainer.max_restarts`, `cluster.master_port`). Out:
-exit code 0, or 1 with `failure.json` (part, phase, cause) in the attempt's log directory. A process
-of its own, so that the supervisor stays free of torch; SIGTERM is passed on to the ranks, which end
-cleanly at their next step boundary.
+exit code 0, or 1 with `failure.json` (part, phase, cause) in the attempt's log directory. Ranks that
+failed are started again, all of them, as often within an hour as they may, each time with a line
+that says why (the launcher's own restarts, which say nothing, are not used). A process of its own,
+so that the supervisor stays free of torch; SIGTERM is passed on to the ranks, which end cleanly at
+their next step boundary.
 """
 
 import json
@@ -13,18 +15,24 @@ import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rft import config as configs
 from rft.config import Config
 from rft.ground import device, redact
+from rft.ground.errors import REFUSED
 from rft.ground.process import ShortExit, die_with_parent, ending
 from rft.monitor import logs
+from rft.run.restarts import Restarts
 
 CONSEQUENCES = (
     signal.SIGTERM,
     signal.SIGABRT,
 )  # torch's launcher ends the peers of a failed rank; libraries abort at lost ones
+# ranks may only have met the end of another part: if that ends the run, it ends them by then
+PAUSE_S = 1.0
 
 
 def main(path: str) -> int:
@@ -34,24 +42,55 @@ def main(path: str) -> int:
     logs.redirect(log_dir / "launcher.log", config.log, keep_stdout=True)
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        run(config, "-m", "rft.run.rank", path)
-    except ChildFailedError as error:
-        ended = {number: failure.exitcode for number, failure in error.failures.items()}
-        (log_dir / "failure.json").write_text(
-            redact.text(json.dumps(root_cause(log_dir, ended))), encoding="utf-8"
+        failed = until_ended(
+            lambda: run(config, "-m", "rft.run.rank", path),
+            Restarts(config.trainer.max_restarts),
+            log_dir,
+            lambda line: print(redact.text(line), flush=True),
         )
-        return 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    return 0
+    if failed is None:
+        return 0
+    (log_dir / "failure.json").write_text(redact.text(json.dumps(failed)), encoding="utf-8")
+    return 1
+
+
+def until_ended(
+    start: Callable[[], None], restarts: Restarts, log_dir: Path, say: Callable[[str], None]
+) -> dict[str, str] | None:
+    """Run the ranks until all have ended well: None; or until they have failed once too often: the
+    failure that was there first.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    told: dict[str, dict[str, str]] = {}
+    while True:
+        for left in (*log_dir.glob("failure_rank_*.json"), *log_dir.glob("phase_rank_*")):
+            left.unlink()  # of the start before
+        try:
+            start()
+            return None
+        except ChildFailedError as error:
+            ended = {number: failure.exitcode for number, failure in error.failures.items()}
+        failed = root_cause(log_dir, ended)
+        line = f"{failed['part']} failed while {failed['phase']}: {failed['cause']}"
+        told[line] = failed
+        # what is refused once is refused again: a key, a row, a service's model
+        if REFUSED in ended.values():
+            return failed
+        if not restarts.allow(line):
+            first = told[restarts.first]
+            return first | {"cause": restarts.cause() if restarts.limit else first["cause"]}
+        time.sleep(PAUSE_S)
+        say(f"{line}; the ranks are started again ({restarts.told()})")
 
 
 def run(config: Config, *words: str) -> None:
-    """Run the ranks, each this interpreter with `words`, until all have ended well, or one failed
-    once too often.
+    """Run the ranks, each this interpreter with `words`, until all have ended well, or one failed:
+    torch's ChildFailedError.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -66,7 +105,7 @@ def run(config: Config, *words: str) -> None:
         run_id=config.name.replace("/", "_"),  # a trial of a sweep has a path for a name
         rdzv_backend=loopback.BACKEND,
         rdzv_endpoint=f"{loopback.HOST}:{config.cluster.master_port}",
-        max_restarts=config.trainer.max_restarts,
+        max_restarts=0,
         monitor_interval=0.1,
         local_addr=loopback.HOST,
         shutdown_timeout=math.ceil(config.shutdown_grace_s),

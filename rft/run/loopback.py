@@ -44,6 +44,11 @@ class Loopback(StaticTCPRendezvous):
             HashStore(), self.rank, self.world_size, RendezvousStoreInfo(HOST, self._store.port)
         )
 
+    def shutdown(self) -> bool:
+        """The ranks of this start have ended; the next ones may want the same port."""
+        self._store = None
+        return True
+
 
 def register() -> None:
     """Make the rendezvous known to torch's launcher, as `BACKEND`."""

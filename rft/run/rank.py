@@ -6,7 +6,7 @@ the loop, tells how it ended.
 
 In: the resolved config, RANK/WORLD_SIZE/... of torch's launcher, and at rank 0 the address of the
 supervisor's Ray. Out: exit code 0, or a failure record (rank, phase, cause) in the attempt's log
-directory and exit code 1.
+directory and exit code 1, or REFUSED: another start would end in the same way.
 """
 
 import json
@@ -26,6 +26,7 @@ from rft.checkpoint import catalog
 from rft.config import Config
 from rft.ground import device as devices
 from rft.ground import plugins, redact
+from rft.ground.errors import REFUSED, ConfigError
 from rft.ground.process import ShortExit, die_with_parent
 from rft.ground.protocols import TrainerMesh
 from rft.monitor import logs, trace
@@ -113,7 +114,7 @@ def main(path: str, terminal: int | None = None) -> int:
             logs.flush()
             # other threads (gloo, ray) may hang in a peer that is gone; nothing here is left to be
             # saved
-            os._exit(1)
+            os._exit(REFUSED if isinstance(error, ConfigError) else 1)
     if rank.complete and not (rank.stopping and terminal is not None):
         return 0
     # all ranks end together, whichever of them was told to

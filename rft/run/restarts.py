@@ -27,9 +27,18 @@ class Restarts:
         self._deaths.append((now, cause))
         return len(self._deaths) <= self.limit
 
+    @property
+    def first(self) -> str:
+        """The cause of the first death within the hour before the last."""
+        return self._deaths[0][1]
+
+    def told(self) -> str:
+        """How much of the budget is spent."""
+        return f"{len(self._deaths)} of {self.limit} within an hour"
+
     def cause(self) -> str:
         """Of the end, once nothing is left of the budget."""
-        first = self._deaths[0][1]
+        first = self.first
         if self.limit == 0:
             return first
         last = self._deaths[-1][1]

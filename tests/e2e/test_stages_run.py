@@ -50,7 +50,7 @@ def test_a_failed_stage_stops_the_run_and_the_rest_goes_on_from_the_boundary(
         {"stage_name": "warmup", "trainer": {"total_steps": 3}, **supervised},
         {
             "stage_name": "polish",
-            "trainer": {"total_steps": 4, "max_skipped_steps": 2},
+            "trainer": {"total_steps": 4, "max_skipped_steps": 2, "max_restarts": 0},
             **supervised,
         },
         by_reward,

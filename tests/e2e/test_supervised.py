@@ -74,6 +74,7 @@ def test_steps_that_are_not_finite_end_the_run_with_their_batch(
         "trainer.total_steps=50",
         "algorithm.optimizer.lr=1e30",
         "trainer.max_skipped_steps=3",
+        "trainer.max_restarts=0",
     ]
     with train(*overrides(tmp_path, assets, *given)) as run:
         assert run.end() == 10

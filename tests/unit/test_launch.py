@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import ray
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rft.config import Config
+from rft.ground.errors import REFUSED
 from rft.run import actors, cluster, elastic, launch, modes, supervisor
 from rft.run.cluster import start_patiently
 from rft.run.parts import ActorSpec, engine_spec
+from rft.run.restarts import Restarts
 from rft.run.supervisor import EXIT_CODES, Event, kind, root_cause
 from rft.sync import transfer
 
@@ -76,6 +79,49 @@ def test_of_ranks_that_raised_the_first_is_the_cause(tmp_path: Path) -> None:
 def test_a_rank_that_says_nothing_is_still_named(tmp_path: Path) -> None:
     expected = {"part": "trainer rank 2", "phase": "starting", "cause": "ended with exit code 3"}
     assert elastic.root_cause(tmp_path, {2: 3, 3: 1}) == expected
+
+
+def test_ranks_that_fail_are_started_again_with_a_word_and_the_first_cause_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier start left is taken for nobody's failure in a later one."""
+    monkeypatch.setattr(elastic, "PAUSE_S", 0.0)
+    causes, lines = ["ValueError: row 3 is bad", "", ""], list[str]()
+
+    def start() -> None:
+        if cause := causes.pop(0):
+            record(tmp_path, 0, cause, time=1)
+            (tmp_path / "phase_rank_0").write_text("train")
+        code = 1 if cause else -signal.SIGKILL
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="N/A")
+        raise ChildFailedError("ranks", {0: failure})
+
+    found = elastic.until_ended(start, Restarts(2), tmp_path, lines.append)
+    assert lines == [
+        "trainer rank 0 failed while train: ValueError: row 3 is bad; the ranks are started again "
+        "(1 of 2 within an hour)",
+        "trainer rank 0 failed while starting: killed by SIGKILL; the ranks are started again "
+        "(2 of 2 within an hour)",
+    ]
+    assert found is not None and (found["part"], found["phase"]) == ("trainer rank 0", "train")
+    assert "3 times within an hour; the first cause: trainer rank 0 failed" in found["cause"]
+    assert "ValueError: row 3 is bad; the last: trainer rank 0" in found["cause"]
+
+    causes.append("KeyError: 'x'")
+    found = elastic.until_ended(start, Restarts(0), tmp_path, lines.append)
+    assert found is not None and found["cause"] == "KeyError: 'x'" and len(lines) == 2
+
+
+def test_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:
+    def start() -> None:
+        record(tmp_path, 1, "ConfigError: row 3 has no prompt", time=1)
+        failure = ProcessFailure(local_rank=1, pid=1, exitcode=REFUSED, error_file="N/A")
+        raise ChildFailedError("ranks", {1: failure})
+
+    lines = list[str]()
+    found = elastic.until_ended(start, Restarts(3), tmp_path, lines.append)
+    assert found is not None and found["cause"] == "ConfigError: row 3 has no prompt"
+    assert lines == []
 
 
 def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() -> None:

@@ -25,6 +25,11 @@ def told_by_ranks(directory: Path, port: int, restarts: int) -> list[dict[str, A
     command = [sys.executable, str(PROGRAM), str(directory), str(port), str(restarts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "trainer rank 1 failed while starting: killed by SIGKILL; the ranks are started again "
+        f"({number} of {restarts} within an hour)"
+        for number in range(1, restarts + 1)
+    ]
     return [json.loads((directory / f"rank_{number}.json").read_text()) for number in range(2)]
 
 
@@ -42,8 +47,8 @@ def test_all_listen_on_loopback_alone_and_ranks_meet_again_after_one_was_killed(
 @pytest.mark.verify  # the test above, at a port that a user chose
 def test_ranks_meet_at_the_port_of_the_config(tmp_path: Path) -> None:
     port = free_port()
-    for told in told_by_ranks(tmp_path, port, restarts=1):
-        assert (told["total"], told["start"]) == (2, 1)
+    for told in told_by_ranks(tmp_path, port, restarts=2):
+        assert (told["total"], told["start"]) == (2, 2)
         assert told["at"] == f"127.0.0.1:{port}"
 
 

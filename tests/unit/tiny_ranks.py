@@ -14,27 +14,32 @@ import torch.distributed as dist
 
 from rft import config as configs
 from rft.run import elastic
+from rft.run.restarts import Restarts
 
 NAME = "tiny"
 
 
 def launch(directory: str, port: int, restarts: int) -> None:
     config = configs.Config(name=NAME, shutdown_grace_s=20.0)
-    config.trainer.num_ranks, config.trainer.max_restarts, config.cluster.master_port = (
-        2,
-        restarts,
-        port,
+    config.trainer.num_ranks, config.cluster.master_port = 2, port
+    failed = elastic.until_ended(
+        lambda: elastic.run(config, __file__, directory, str(restarts)),
+        Restarts(restarts),
+        Path(directory),
+        print,
     )
-    elastic.run(config, __file__, directory)
+    sys.exit(json.dumps(failed) if failed else 0)
 
 
-def rank(directory: Path) -> None:
-    """One of the two; the first start loses rank 1 if another may follow."""
+def rank(directory: Path, restarts: int) -> None:
+    """One of the two; a start loses rank 1 if another may follow."""
     dist.init_process_group("gloo")
-    start, number = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
+    starts, number = directory / "starts", dist.get_rank()
+    start = len(starts.read_text()) if starts.exists() else 0
     total = torch.ones(1)
     dist.all_reduce(total)
-    if number == 1 and start < int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
+    if number == 1 and start < restarts:
+        starts.write_text("x" * (start + 1))
         os.kill(os.getpid(), signal.SIGKILL)
     launcher = psutil.Process(os.getppid())
     told = {
@@ -72,6 +77,6 @@ def rendezvous_keys(launcher: psutil.Process) -> list[int]:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        rank(Path(sys.argv[1]))
+        rank(Path(sys.argv[1]), int(sys.argv[2]))
     else:
         launch(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from rft.config import TinkerConfig
+from rft.config import ConfigError, TinkerConfig
 from rft.ground.names import read_hf_config
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Service:
         )
         offered = [str(model.model_name) for model in capabilities.supported_models]
         if config.base_model not in offered:
-            raise ServiceFailed(
+            raise ConfigError(
                 f"model.tinker.base_model={config.base_model}: the service has {', '.join(offered)}"
             )
         self.client = tinker.ServiceClient(base_url=config.base_url)
