@@ -285,8 +285,8 @@ class TrainerConfig(Section):
     )
     max_restarts: Annotated[
         NonNegInt,
-        "how often within an hour ranks that died are started again; 0: the run ends with the first "
-        "(under torchrun: its --max-restarts counts)",
+        "how often within an hour ranks that died are started again; 0: the run ends with the "
+        "first. Under torchrun its own --max-restarts counts",
     ] = 3
     collective_timeout: Annotated[PosFloat, "seconds"] = 1800.0
 

@@ -279,6 +279,14 @@ def going_on(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
         yield "trainer.resume_from_path", path
 
 
+def saving(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
+    """Without a number of steps veRL saves never; here it would be by time."""
+    steps = ask("trainer.save_freq")
+    yield "trainer.save_interval", max(0, steps) if isinstance(steps, int) else steps
+    if isinstance(steps, int) and steps <= 0:
+        yield "trainer.save_minutes", 0.0
+
+
 def adapter(ask: VerlKeys) -> Iterator[tuple[str, Any]]:
     rank = ask(f"{_M}.lora_rank") or ask(f"{_M}.lora.rank")
     if not rank:
@@ -452,6 +460,7 @@ JOINTS = (
         "continue_from_checkpoint trainer.resume_from_path",
         going_on,
     ),
+    Joint("trainer.save_freq", "trainer.save_interval trainer.save_minutes", saving),
     Joint(
         f"{_M}.lora_rank {_M}.lora_alpha {_M}.target_modules {_M}.lora.rank {_M}.lora.alpha",
         "model.lora_configs",

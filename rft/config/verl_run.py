@@ -279,7 +279,6 @@ RUN: dict[str, ForeignKey] = {
         "trainer",
         {
             "total_epochs": ForeignKey("", to="buffer.total_epochs"),
-            "save_freq": ForeignKey("", to="trainer.save_interval", convert=zero_if_negative),
             "test_freq": ForeignKey("", to="explorer.eval_interval", convert=zero_if_negative),
             "val_before_train": ForeignKey("", to="explorer.eval_on_startup"),
             "val_only": ForeignKey("", "set mode=bench on an export", only=(False,)),

@@ -9,14 +9,16 @@ it; what is shorter than MIN_LENGTH is not looked for, for it would be found in 
 """
 
 import functools
-import mmap
+import logging
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+log = logging.getLogger(__name__)
 HIDDEN = "[hidden]"
+AT_ONCE = 2**24  # bytes of a file that is looked through
 MIN_LENGTH = 6
 # prefix of variables through which a config's secrets reach the processes of the run
 PASSED_ON = "RFT_SECRET_"
@@ -180,19 +182,31 @@ def scrub(directory: Path) -> list[Path]:
     """
     touched = []
     for path in sorted(directory.rglob("*")):
-        if path.is_symlink() or not path.is_file() or not path.stat().st_size:
-            continue
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-            if sum(_overwrite(data, value.encode()) for value in _known()):
-                touched.append(path)
+        try:
+            if path.is_symlink() or not path.is_file() or not path.stat().st_size:
+                continue
+            with path.open("r+b") as file:
+                if _overwrite(file):
+                    touched.append(path)
+        except OSError as error:  # a run has ended, and ends no worse for a disk that has
+            log.warning("%s may hold secrets: it cannot be looked through: %s", path, error)
     return touched
 
 
-def _overwrite(data: mmap.mmap, secret: bytes) -> int:
-    count, at = 0, data.find(secret)
-    while at >= 0:
-        data[at : at + len(secret)] = b"*" * len(secret)
-        count, at = count + 1, data.find(secret, at + len(secret))
+def _overwrite(file: BinaryIO) -> int:
+    """How often. Read, not mapped: a page that a disk does not give would end the process."""
+    secrets = [value.encode() for value in _known()]
+    longest, count, start = max(map(len, secrets), default=1), 0, 0
+    while len(part := bytearray(file.read(AT_ONCE))) >= (1 if start == 0 else longest):
+        for secret in secrets:
+            at = part.find(secret)
+            while at >= 0:
+                file.seek(start + at)
+                file.write(b"*" * len(secret))
+                part[at : at + len(secret)] = b"*" * len(secret)
+                count, at = count + 1, part.find(secret, at + len(secret))
+        start += max(len(part) - longest + 1, 1)  # one may lie across two parts
+        file.seek(start)
     return count
 
 

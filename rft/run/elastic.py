@@ -3,11 +3,11 @@
     python -m rft.run.elastic RESOLVED_YAML
 
 In: the resolved config (`trainer.num_ranks`, `trainer.max_restarts`, `cluster.master_port`). Out:
-exit code 0, or 1 with `failure.json` (part, phase, cause) in the attempt's log directory. Ranks that
-failed are started again, all of them, as often within an hour as they may, each time with a line
-that says why (the launcher's own restarts, which say nothing, are not used). A process of its own,
-so that the supervisor stays free of torch; SIGTERM is passed on to the ranks, which end cleanly at
-their next step boundary.
+exit code 0, or 1 with `failure.json` (part, phase, cause) in the attempt's log directory. Ranks
+that failed are started again, all of them, as often within an hour as they may, each time with a
+line that says why (the launcher's own restarts, which say nothing, are not used). A process of its
+own, so that the supervisor stays free of torch; SIGTERM is passed on to the ranks, which end
+cleanly at their next step boundary.
 """
 
 import json

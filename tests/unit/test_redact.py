@@ -3,6 +3,7 @@ absent from everything that a run writes.
 """
 
 import asyncio
+import errno
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -281,6 +283,28 @@ def test_what_a_library_wrote_past_python_is_overwritten_at_the_end(tmp_path: Pa
     assert redact.scrub(tmp_path) == [tmp_path / "part.log"]
     assert_clean(tmp_path)
     assert (tmp_path / "part.log").stat().st_size == size and redact.scrub(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_read_keeps_no_other_from_being_scrubbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A secret may lie across two parts of a file, too."""
+    monkeypatch.setattr(redact, "AT_ONCE", 64)
+    (tmp_path / "a.log").write_text("x" * 50 + SECRETS["HF_TOKEN"] + "y" * 90 + TEXT)
+    (tmp_path / "b.log").write_text(TEXT)
+    opened = Path.open
+
+    def fails(path: Path, *mode: Any, **more: Any) -> Any:
+        if path.name == "b.log":
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, *mode, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        assert redact.scrub(tmp_path) == [tmp_path / "a.log"]
+    assert "b.log may hold secrets" in caplog.text and "Input/output error" in caplog.text
+    assert redact.scrub(tmp_path) == [tmp_path / "b.log"]
+    assert_clean(tmp_path)
 
 
 def test_sinks_timeline_and_report_have_none(
