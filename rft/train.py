@@ -26,6 +26,7 @@ from rft.extras import sweep as sweeps
 from rft.ground import plugins
 from rft.ground.errors import Problem, problems_of, refuse, refuse_all
 from rft.ground.plugins import imported
+from rft.ground.process import raise_open_files
 
 HANDED = ("mode", "model", "trainer.save_hf_checkpoint")  # keys of what a stage gives to the next
 ASKING = {"--help", "-h", "--info", "--hydra-help"}  # Hydra answers, and composes nothing
@@ -37,6 +38,7 @@ def main() -> None:
             "rft: run `python -m rft.train ...`; as a file, rft/megatron would hide megatron-core"
         )
     configs.register_schema()
+    raise_open_files()
     try:
         if sweeps.is_multirun(sys.argv[1:]):
             from rft.run.outer import launched

@@ -44,6 +44,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # a killed process is gone at once, unless the kernel still writes its memory somewhere
 KILL_WAIT_S = 5.0
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to be gone
+OPEN_FILES = 65536  # of a process: sockets and files of ranks that all know each other
 EXIT_TIMEOUT_S = 1.0  # between the end of a child's socket and its exit status
 HEADER = struct.Struct("<I")  # of a frame: the length of the body behind it
 LONGEST = 2**32 - 1
@@ -311,6 +312,14 @@ def tied(command: Sequence[str]) -> list[str]:
     and all that it has started, which know nothing of it. Its end is the program's own.
     """
     return [sys.executable, "-m", "rft.ground.process", str(os.getpid()), *command]
+
+
+def raise_open_files() -> None:
+    """Let this process, and what it starts, open as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def parents_socket() -> socket.socket | None:

@@ -5,21 +5,24 @@ tell from others: what it leaves behind is found and removed when it is dead. St
     <temporary directory>/rft-<uid>/<name>.lock  locked for as long as that process lives
 
 In: nothing. Out: `take`, a directory; `enter`, one for this process; `sweep`, which removes those
-of dead owners, with the shared memory that vLLM's workers named in them. Invariants: only what is
-this user's and what nobody holds is removed; where there is no such place (no locks, no room, a
-temporary directory with a long name) everything works as without it. Caches of compilers stay where
-they were: they are not of one run.
+of dead owners, with the shared memory that vLLM's workers named in them, that which `note` has seen
+an owner's processes map, and what a Ray of the owner has left. Invariants: only what is this user's
+and what nobody holds is removed; where there is no such place (no locks, no room, a temporary
+directory with a long name) everything works as without it. Caches of compilers stay where they
+were: they are not of one run.
 """
 
 import contextlib
 import getpass
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rft.ground import durable
@@ -27,6 +30,12 @@ from rft.ground import durable
 log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "vllm_dist_"  # a file that vLLM's workers meet at; their segments have its name in front
+# Python's, with names that say nothing of an owner: who has mapped them has
+NAMELESS = re.compile(r"/dev/shm/((?:psm_|sem\.mp-)\S+)")
+SEEN = "shared_memory"  # in a directory: names and inodes
+RAY = (
+    "ray_sessions"  # in a directory: the process that started a Ray, and where that keeps its files
+)
 # of a socket's address there are 107; vLLM's have 36, ours and those of Python's libraries fewer
 LONGEST = 64
 
@@ -37,6 +46,33 @@ class Scratch:
 
     directory: Path
     descriptor: int
+    seen: dict[str, int] = field(default_factory=dict)
+    _there: set[str] = field(default_factory=set)
+    _was_new: bool = False
+
+    def note(self, processes: Callable[[], Iterable[int]]) -> None:
+        """Write down which shared memory these processes have, so that it is found when all of them
+        were killed. Memory maps are read only where a name is new, and once more: one that was just
+        made is mapped a moment later.
+        """
+        with contextlib.suppress(FileNotFoundError):  # no such memory here
+            there = set(os.listdir(SHARED_MEMORY))
+            is_new = bool(there - self._there)
+            if is_new or self._was_new:
+                self._add(there & _mapped(processes()))
+            self._there, self._was_new = there, is_new
+
+    def _add(self, names: set[str]) -> None:
+        for name in names - set(self.seen):
+            with contextlib.suppress(FileNotFoundError):
+                self.seen[name] = (SHARED_MEMORY / name).stat().st_ino
+        text = "".join(f"{name} {inode}\n" for name, inode in self.seen.items())
+        (self.directory / SEEN).write_text(text, encoding="utf-8")
+
+    def starts_ray(self) -> None:
+        """What a Ray of this process will leave goes with what this one leaves."""
+        base = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
+        (self.directory / RAY).write_text(f"{os.getpid()} {base}/ray", encoding="utf-8")
 
     def environment(self) -> dict[str, str]:
         """For whoever is to leave its temporary files there."""
@@ -121,6 +157,37 @@ def _remove(directory: Path) -> None:
         for segment in SHARED_MEMORY.glob(f"{met.name}-*"):
             with contextlib.suppress(FileNotFoundError):  # its owner was quicker
                 segment.unlink()
+    free_segments(directory)
+    if (told := directory / RAY).exists():
+        pid, base = told.read_text(encoding="utf-8").split(" ", 1)
+        if not Path(f"/proc/{pid}").exists():  # else that number came again: at a later start
+            for session in Path(base).glob(f"session_*_{pid}"):
+                if not session.is_symlink() and session.stat().st_uid == os.getuid():
+                    shutil.rmtree(session)
     if directory.exists():
         shutil.rmtree(directory)
     _lock_of(directory).unlink(missing_ok=True)
+
+
+def free_segments(directory: Path) -> None:
+    """Remove the shared memory that was noted here and that nobody has any more."""
+    if not (told := directory / SEEN).exists():
+        return
+    lines = [line.split() for line in told.read_text(encoding="utf-8").splitlines()]
+    used = _mapped(int(name) for name in os.listdir("/proc") if name.isdigit())
+    for name, inode in lines:
+        segment = SHARED_MEMORY / name
+        with contextlib.suppress(FileNotFoundError):  # given back
+            if name not in used and segment.stat().st_ino == int(inode):
+                segment.unlink()
+
+
+def _mapped(processes: Iterable[int]) -> set[str]:
+    """Names of shared memory that these have. Those of other users are not looked at, and have none
+    of this user's.
+    """
+    found = set()
+    for pid in processes:
+        with contextlib.suppress(OSError):  # gone
+            found |= set(NAMELESS.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+    return found

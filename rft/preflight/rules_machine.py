@@ -8,6 +8,7 @@ shows all, a start refuses those that stop it and tells the others. Loads no tor
 import importlib.metadata as metadata
 import os
 import re
+import resource
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from rft.config import TRAINING, Config, is_remote
 from rft.ground.errors import Late
+from rft.ground.process import OPEN_FILES
 from rft.preflight.rules import Rule
 from rft.run import cards
 from rft.run.cards import Machine
@@ -26,6 +28,7 @@ from rft.trainer.feed import reads_files
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
 LOCK, TE_LOCK = "requirements/gpu.lock", "requirements/gpu-te.lock"
 ON_CPU = "or set device=cpu to compute on the CPU"
+LEAST_FILES = 1024  # the usual soft limit: what Ray, torch and vLLM are made for
 TAKEN = 2**30  # bytes of a card that a driver and a desktop may hold
 MOST_TAKEN = 0.5  # of a card; what is left would not do
 EXTENSION = "transformer_engine_torch*.so"
@@ -246,6 +249,13 @@ def missing_here(stages: list[Config]) -> Iterator[str]:
     """What a start lacks on this machine, and a look at a config that is meant for another does
     not: for each stage, said once.
     """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to there a start raises it
+    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+        yield Late(
+            f"open files: this process may have {files} of them, and a run needs {LEAST_FILES}: "
+            f"raise the hard limit (`ulimit -Hn`; docker run --ulimit nofile={OPEN_FILES}; "
+            "LimitNOFILE= of a service)"
+        )
     for config in filter(_is_used, stages):
         yield from (Late(one.sentence) for one in no_card(cards.here(), config.device))
         yield from map(Late, too_many_ranks(config))

@@ -38,11 +38,17 @@ class Looks:
 
 
 class Standstill:
-    def __init__(self, say: Callable[[str], None], *others: int):
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *others: int,
+        note: Callable[[Callable[[], Iterable[int]]], None] = lambda _: None,
+    ):
         """`others`: processes that are not this one's, whose descendants are of the run too, unless
-        it is init's place that one has.
+        it is init's place that one has. `note`: asked at every look, with who they all are.
         """
         self.say = say
+        self.note = note
         self.roots = (os.getpid(), *(pid for pid in others if pid > 1))
         self.looks = Looks()
         self.over = threading.Event()
@@ -55,6 +61,7 @@ class Standstill:
 
     def _run(self) -> None:
         while not self.over.wait(LOOK_S):
+            self.note(lambda: [one.pid for root in self.roots for one in family(root)])
             for process in self.looks.look(stopped_parts(*self.roots)):
                 self.say(
                     f"warning: {named(process)} (process {process.pid}) has been stopped for "

@@ -26,7 +26,7 @@ from rft import config as configs
 from rft.checkpoint import fence
 from rft.config import Config
 from rft.config.choices import start_lines
-from rft.ground import redact
+from rft.ground import redact, scratch
 from rft.ground.process import end_descendants
 from rft.ground.rounds import STREAM
 from rft.monitor import logs, trace
@@ -79,6 +79,7 @@ class Supervisor:
         self.actors: Actors | None = None
         self.warden: Warden | None = None
         self.standstill: Standstill | None = None
+        self.scratch: scratch.Scratch | None = None
         trace.turn_on(self.log_dir, config.monitor.trace)
         trace.start("supervisor")
 
@@ -87,7 +88,12 @@ class Supervisor:
         stopped does not stay so, nor do ranks that these processes started.
         """
         self.warden = Warden(self.log_dir, fence.control_dir(configs.job_dir(self.config)))
-        self.standstill = Standstill(self.say, *launchers)
+        self.scratch = scratch.take()
+        if self.scratch is None:
+            self.standstill = Standstill(self.say, *launchers)
+        else:
+            self.scratch.starts_ray()
+            self.standstill = Standstill(self.say, *launchers, note=self.scratch.note)
 
     def start(self) -> bool:
         """Create the actors, which load in the background; False if the end was asked for while
@@ -147,6 +153,8 @@ class Supervisor:
         if self.warden is not None:
             self.warden.end()
         end_descendants(LAST_S, spare=spare())
+        if self.scratch is not None:  # what Ray wrote stays for a look at it, until the next start
+            scratch.free_segments(self.scratch.directory)
         trace.stop()
         redact.scrub(self.log_dir)  # what a library wrote past Python's own streams
 

@@ -24,6 +24,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rft.ground.process import OPEN_FILES
 from rft.preflight import rules_machine
 from rft.preflight.inputs_models import SHARED_MEMORY
 from rft.preflight.rules_machine import LOCK, TE_LOCK, InstalledBuilds, version
@@ -48,7 +49,7 @@ BREAKING = ("torchvision", "torchaudio", "torchcodec")
 RANKS, MEET_S = 2, 60.0
 CPU_LOCK = "requirements/cpu.lock"
 SHARED_LEAST = 64 * 2**20  # Ray and gloo want some
-FILES_LEAST, FILES = 8192, 65536  # sockets and files of ranks that all know each other
+FILES_LEAST = 8192
 ADAPTERS = Path("/sys/class/infiniband")
 Met = dict[str, Any] | str  # what the first process told, or why they have not met
 
@@ -274,7 +275,7 @@ def limits() -> Iterator[Finding]:
         resource.getrlimit(what)[0] for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
     )
     endless = resource.RLIM_INFINITY
-    fix = f"ulimit -n {FILES}, or docker run --ulimit nofile={FILES}"
+    fix = f"ulimit -n {OPEN_FILES}, or docker run --ulimit nofile={OPEN_FILES}"
     fits = files == endless or files >= FILES_LEAST
     yield checked("open files", "unlimited" if files == endless else str(files), fits, fix, WARN)
     adapters = sorted(path.name for path in ADAPTERS.iterdir()) if ADAPTERS.is_dir() else []

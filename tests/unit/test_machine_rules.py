@@ -6,6 +6,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -126,6 +128,29 @@ def test_what_is_planned_for_gpus_starts_on_none_without(assets: Path, tmp_path:
     stages = grpo(assets, tmp_path, "device=cuda", "cluster.gpu_per_node=8")
     (said,) = rules_machine.missing_here([*stages])
     assert "device=cuda, and no GPU is here" in said and "device=cpu" in said
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
+from rft.ground.process import raise_open_files
+from rft.preflight.rules_machine import missing_here
+raise_open_files()
+print(resource.getrlimit(resource.RLIMIT_NOFILE), *missing_here([]), sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "said"),
+    [(256, 4096, 4096, ""), (256, 256, 256, "may have 256 of them, and a run needs 1024: raise")],
+)
+def test_few_open_files_are_raised_as_far_as_that_goes_or_refused(
+    soft: int, hard: int, raised: int, said: str
+) -> None:
+    words = [sys.executable, "-c", LIMITED, str(soft), str(hard)]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert told.startswith(f"({raised}, {hard})") and said in told
+    assert bool(said) == ("open files" in told)
 
 
 def test_ranks_of_several_nodes_are_not_started_on_one(

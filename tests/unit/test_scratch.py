@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,52 @@ def test_what_a_killed_process_left_is_swept_and_what_others_have_is_not(tempora
     process.communicate()
     assert scratch.sweep() == [alive]
     assert sorted(path.name for path in others[1].parent.iterdir()) == ["not-a-lock"]
+
+
+HOLDS = """
+import os, sys
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from rft.ground import scratch
+own = scratch.take()
+own.starts_ray()
+(Path(os.environ["TMPDIR"]) / "ray" / f"session_now_{os.getpid()}").mkdir(parents=True)
+held = shared_memory.SharedMemory(create=True, size=64)
+resource_tracker.unregister(held._name, "shared_memory")  # as if that had been killed with it
+own.note(lambda: [os.getpid()])
+print(own.directory, held.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_segments_and_sessions_of_the_dead_are_swept_and_none_that_somebody_has(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", Path("/dev/shm"))
+    others = shared_memory.SharedMemory(create=True, size=64)
+    session = temporary / "ray" / "session_now_1"
+    session.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLDS]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    directory, name = process.stdout.readline().decode().split()
+    held, its = Path("/dev/shm") / name, temporary / "ray" / f"session_now_{process.pid}"
+    try:
+        assert scratch.sweep() == [] and held.exists()
+        process.kill()
+        process.communicate()
+        attached = shared_memory.SharedMemory(name)  # somebody goes on with it
+        scratch.free_segments(Path(directory))
+        assert held.exists()
+        resource_tracker.unregister(f"/{name}", "shared_memory")
+        attached.close()
+        assert scratch.sweep() == [Path(directory)]
+        assert not held.exists() and not its.exists()
+        assert session.exists() and (Path("/dev/shm") / others.name).exists()
+    finally:
+        held.unlink(missing_ok=True)
+        others.close()
+        others.unlink()
 
 
 def test_its_own_is_gone_at_the_end_and_compilers_keep_their_cache(

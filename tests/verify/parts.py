@@ -78,6 +78,7 @@ PARTS = {
     "faults": full("faults_in_full"),
     "resume": full("resume_every_step"),
     "kills": full("quickstart_killed"),
+    "starts": full("starts_and_kills"),
     "quickstart": full("quickstart"),
     "docs": tests("verify/test_docs_commands_run.py", more=PAGES),
     "mutants": full("mutants"),
