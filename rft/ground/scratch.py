@@ -164,6 +164,9 @@ def _remove(directory: Path) -> None:
             for session in Path(base).glob(f"session_*_{pid}"):
                 if not session.is_symlink() and session.stat().st_uid == os.getuid():
                     shutil.rmtree(session)
+            latest = Path(base) / "session_latest"
+            if latest.is_symlink() and not latest.exists():
+                latest.unlink()
     if directory.exists():
         shutil.rmtree(directory)
     _lock_of(directory).unlink(missing_ok=True)

@@ -7,8 +7,8 @@
                           └── killed with its process group and replaced, when it hangs or dies
 
 Invariant: every response gets exactly one result, in order, and an infrastructure failure never
-looks like a reward: the item that hung is "timeout", the item whose process died is "error", the
-items behind it run in the replacement.
+looks like a reward: the item that hung is "timeout"; the item whose process died runs once more, in
+the replacement, and is "error" where that dies too; the items behind it run in the replacement.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class RewardPool:
 
     async def _score_on(self, worker: "Child", items: Sequence[Item]) -> list[RewardResult]:
         results: list[RewardResult] = []
-        died_loading = False
+        died_loading, died_over = False, -1
         if not worker.alive:
             self._replace(worker)
         while len(results) < len(items):
@@ -87,7 +87,10 @@ class RewardPool:
                     results.append(await self._reply(worker, RewardResult, self._timeout_s))
             except (TimeoutError, EOFError) as error:
                 self._refuse_when_closed()
-                if waiting_for == "reward":
+                is_dead = isinstance(error, EOFError)
+                if waiting_for == "reward" and is_dead and died_over != len(results):
+                    died_over = len(results)  # perhaps killed from outside: done again, once
+                elif waiting_for == "reward":
                     results.append(
                         await self._blame(error, items[len(results)][0], self._timeout_s, worker)
                     )

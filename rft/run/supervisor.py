@@ -92,7 +92,6 @@ class Supervisor:
         if self.scratch is None:
             self.standstill = Standstill(self.say, *launchers)
         else:
-            self.scratch.starts_ray()
             self.standstill = Standstill(self.say, *launchers, note=self.scratch.note)
 
     def start(self) -> bool:
@@ -102,6 +101,8 @@ class Supervisor:
         from rft.run.actors import Actors  # stages that read files need nothing of it
 
         self.actors = Actors(self.config, self.log_dir, self._failed, self.say, self.task)
+        if self.scratch is not None:
+            self.scratch.starts_ray()
         try:
             self.actors.start()
         except SystemExit:  # Ray's own SIGTERM handler, in place for as long as Ray starts
@@ -153,7 +154,9 @@ class Supervisor:
         if self.warden is not None:
             self.warden.end()
         end_descendants(LAST_S, spare=spare())
-        if self.scratch is not None:  # what Ray wrote stays for a look at it, until the next start
+        if self.scratch is not None and self.actors is None:
+            self.scratch.remove()
+        elif self.scratch is not None:  # what Ray wrote can be looked at until the next start
             scratch.free_segments(self.scratch.directory)
         trace.stop()
         redact.scrub(self.log_dir)  # what a library wrote past Python's own streams

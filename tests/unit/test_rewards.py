@@ -291,6 +291,30 @@ def test_what_a_reward_prints_does_not_reach_the_frames(
     assert "from a child" in captured.err and captured.out == ""
 
 
+def test_a_worker_killed_over_a_reward_does_it_again(tmp_path: Path) -> None:
+    """As the machine's memory killer may: nobody's fault, and no word of a reward that is not."""
+    os.mkfifo(tmp_path / "begun")
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n"
+        "def f(response, truth, task, place):\n"
+        "    if not os.path.exists(f'{place}/again'):\n"
+        "        open(f'{place}/again', 'w').close()\n"
+        "        open(f'{place}/begun', 'w').write(str(os.getpid()))\n"
+        "        time.sleep(60)\n"
+        "    return 0.5\n"
+    )
+    slow = task(f"{tmp_path / 'slow.py'}:f", place=str(tmp_path))
+
+    async def body(pool: RewardPool) -> None:
+        scoring = asyncio.create_task(pool.score([(task(), "42"), (slow, "a"), (task(), "42")]))
+        os.kill(int(await asyncio.to_thread((tmp_path / "begun").read_text)), signal.SIGKILL)
+        found = [(result.outcome, result.reward) for result in await scoring]
+        assert found == [("ok", 1.0), ("ok", 0.5), ("ok", 1.0)]
+        assert pool.replaced == 1
+
+    with_pool(body)
+
+
 def test_a_worker_killed_while_idle_is_replaced_and_nobody_is_blamed(user_file: Path) -> None:
     mine = task(f"{user_file}:by_response")
 
