@@ -109,15 +109,21 @@ class Replay:
         """When a group may be taken: at once if it never was."""
         return group.leased_at + (self.cooldown or 0.0) if group.uses else 0.0
 
+    def rests(self, group: Group, now: float) -> bool:
+        """Whether it cools down. The time of day outlives the process, and may be set back: what
+        was used in the future rests no longer.
+        """
+        return group.leased_at <= now < self.free_at(group)
+
     def order(self, groups: Iterable[Group], now: float) -> list[Group]:
         """Those that may be taken, the highest priority first, of equal ones the oldest."""
-        free = [group for group in groups if self.free_at(group) <= now]
+        free = [group for group in groups if not self.rests(group, now)]
         return sorted(free, key=lambda group: (-self.priority(group), group.number))
 
     def wake(self, groups: Iterable[Group], now: float) -> float | None:
         """Seconds until the next one has cooled down."""
         return min(
-            (at - now for group in groups if (at := self.free_at(group)) > now), default=None
+            (self.free_at(group) - now for group in groups if self.rests(group, now)), default=None
         )
 
     def surplus(self, groups: list[Group]) -> list[Group]:

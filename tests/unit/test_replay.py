@@ -96,7 +96,7 @@ def test_the_order_is_by_priority_then_age_and_a_full_buffer_drops_the_lowest(se
     ]
     order = replay.order(groups, 15.0)
     assert {g.number for g in order} == {
-        g.number for g in groups if g.uses == 0 or g.leased_at <= 5.0
+        g.number for g in groups if g.uses == 0 or not 5.0 < g.leased_at <= 15.0
     }
     keys = [(-replay.priority(g), g.number) for g in order]
     assert keys == sorted(keys)
@@ -107,6 +107,16 @@ def test_the_order_is_by_priority_then_age_and_a_full_buffer_drops_the_lowest(se
         assert all(
             (replay.priority(one), one.number) < (replay.priority(g), g.number) for g in kept
         )
+
+
+@pytest.mark.parametrize(
+    ("jump", "free"), [(0.0, [3]), (9.0, [3]), (10.0, [1, 3]), (3600.0, [1, 3]), (-3600.0, [1, 3])]
+)
+def test_a_clock_that_is_set_back_keeps_no_group_for_an_hour(jump: float, free: list[int]) -> None:
+    replay = Replay(ReplayBufferConfig(reuse_cooldown_time=10.0, capacity=8), 0)
+    groups = [group(1, 1, uses=1, leased_at=5000.0), group(3, 1)]
+    assert sorted(one.number for one in replay.order(groups, 5000.0 + jump)) == free
+    assert replay.wake(groups, 5000.0 + jump) == (None if 1 in free else 10.0 - jump)
 
 
 def test_groups_come_again_after_their_cooldown_until_the_limit_and_the_newest_first(

@@ -93,3 +93,41 @@ class Part:
         return self.state
 """
     assert set(waits(ast.parse(source))) == {"Part.hang", "Part.hang.inner", "Part.join"}
+
+
+# who tells the time of day, or a stamp that others read; a step of the clock changes what is told
+WALL_CLOCK = {
+    "agents/endpoint/replies.py": "OpenAI's field `created`",
+    "monitor/trace.py": "where a timeline begins",
+    "monitor/mlflow.py": "the stamp of a row",
+    "tools/quickstart.py": "how long ago another process began, as it is told",
+    "tools/ckpt.py": "the age of a file, as it is told",
+    "run/owners.py": "since when somebody has a directory",
+    "train.py": "a name",
+    "buffer/experience_buffer.py": "when a group was used last, which outlives the process",
+    "buffer/selection.py": "the same: Replay.rests",
+}
+CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"}
+
+
+def clocks_of(source: str) -> bool:
+    """Whether it looks at the wall clock, called or handed on."""
+    return any(
+        isinstance(node, ast.Attribute) and ast.unparse(node) in CLOCKS
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def test_a_clock_that_jumps_ends_no_wait_and_no_lease() -> None:
+    """Every duration is of a clock that only goes on; a database's leases are of its own clock."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if clocks_of(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(WALL_CLOCK)
+
+
+def test_a_wall_clock_that_is_handed_on_is_found() -> None:
+    assert clocks_of("import time\ndef f(clock=time.time): ...")
+    assert not clocks_of("import time\nend = time.monotonic() + 3")
