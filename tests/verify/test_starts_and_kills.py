@@ -3,6 +3,9 @@ or its supervisor alone. After the sweep of the next start nothing of any of the
 process, nothing in the temporary directory, nothing in shared memory, no session of Ray's.
 
     RFT_STARTS=25 pytest tests/verify/test_starts_and_kills.py       (default: 100)
+
+Semaphores of other tests at the same time would be taken for these runs': on a machine that is
+shared, `unshare -m` with a /dev/shm of its own.
 """
 
 import os
