@@ -24,6 +24,8 @@ import contextlib
 import os
 import random
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--parts", default=",".join(PARTS), help="that faults may hit")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or what is mounted and stopped stays so
     sizes, parts = QUICK if given.quick else FULL, given.parts.split(",")
     top = Path(tempfile.mkdtemp(prefix="rft-chaos-"))
     ground = Ground(top, sizes.steps)

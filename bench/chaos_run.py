@@ -221,6 +221,13 @@ class Chaos:
                 process.send_signal(signal.SIGCONT)
 
 
+def beside(short: Fault, other: Fault) -> bool:
+    """Whether a part may have died of another fault, which took its part with it."""
+    until = short.noticed or float("inf")
+    over = (other.noticed or float("inf")) + KILLED_S
+    return other.kind in (KILL, LONG) and other.began <= until and over >= short.began
+
+
 def late(faults: list[Fault], ended: float) -> list[str]:
     """Faults that were noticed too late, or although they must not be; what the run's own end
     came before is no verdict.
@@ -232,7 +239,11 @@ def late(faults: list[Fault], ended: float) -> list[str]:
         if one.pid and limit and (took or ended - one.began) > limit:
             told = "not noticed" if took is None else f"noticed after {took:.1f} s"
             problems.append(f"{one.kind} of {one.part}: {told}")
-        if one.kind == SHORT and took is not None:
+        if (
+            one.kind == SHORT
+            and took is not None
+            and not any(beside(one, other) for other in faults)
+        ):
             problems.append(f"{one.kind} of {one.part}: it died after {took:.1f} s")
     return problems
 
