@@ -77,7 +77,7 @@ class ChaosRun:
         adopt_orphans()
         self.before = {one.pid for one in psutil.Process().children(recursive=True)}
         self.lines: list[tuple[float, str]] = []
-        self.errors = log.open("w+")
+        self.errors = log.open("w", buffering=1)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rft.train", *arguments],
             cwd=REPOSITORY,
