@@ -199,6 +199,8 @@ def main() -> None:
             print(f"  one fault per {every:g} s, {number}", flush=True)
             found.append(ground.run(every, cards, given.seed, give_up))
     tell(calm, often, seldom, given.seed, disk, parts)
+    if not any(one.problems for one in calm + often + seldom):
+        shutil.rmtree(top)
 
 
 def tell(
@@ -223,7 +225,7 @@ def tell(
         for one in outcomes:
             score = "-" if one.accuracy is None else f"{one.accuracy:.3f}"
             share = f"{effective(one, step_s):.2f}"
-            told = "; ".join(one.problems) or "good"
+            told = f"{len(one.problems)} problems" if one.problems else "good"
             cells = [f"{one.wall:.0f}", str(one.kept), str(len(one.faults)), score, share, told]
             rows.append([name, *cells])
     report.table(
@@ -231,6 +233,9 @@ def tell(
         ["faults", "s", "steps", "faults", "accuracy", "effective", "verdict"],
         rows,
     )
+    for one in calm + often + seldom:
+        for problem in one.problems:
+            print(f"  {problem}")
     shares = by_part(seldom, step_s), by_part(often, step_s)
     report.table(
         "effective training time behind a fault of a part",
