@@ -257,7 +257,10 @@ def exactly_once(job: Path, steps: int) -> list[str]:
     journal.close()
     progress, at, problems = Progress(), None, []
     for record in records:
-        progress.apply(record)
+        try:
+            progress.apply(record)
+        except KeyError as group:
+            return [f"the journal does not replay: group {group} in {type(record).__name__}"]
         if isinstance(record, Resumed):
             at = record.step
         elif isinstance(record, Consumed):
