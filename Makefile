@@ -109,6 +109,7 @@ bench: $(CPU)/.installed
 	$(RUN) -m bench.observe --quick
 	$(RUN) -m bench.buffer --quick
 	$(RUN) -m bench.rollout --quick
+	$(RUN) -m bench.chaos --quick
 
 # The first hour on GPUs, stage by stage (ARGS="1 3.eager": those), with the machine's set; without a card over stand-ins.
 gpu: setup

@@ -10,6 +10,7 @@ own, so that the supervisor stays free of torch; SIGTERM is passed on to the ran
 cleanly at their next step boundary.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -123,8 +124,9 @@ def root_cause(log_dir: Path, ended: dict[int, int]) -> dict[str, str]:
         number for number, code in sorted(ended.items()) if code < 0 and -code not in CONSEQUENCES
     ]
     records = sorted(log_dir.glob("failure_rank_*.json"), key=os.path.getmtime)
-    if records and not killed:
-        return json.loads(records[0].read_text(encoding="utf-8"))
+    for record in records if not killed else ():
+        with contextlib.suppress(ValueError):  # of a rank that met a full disk there is half a word
+            return json.loads(record.read_text(encoding="utf-8"))
     number = killed[0] if killed else min(ended)
     return {
         "part": f"trainer rank {number}",

@@ -124,6 +124,14 @@ def test_what_is_refused_is_not_tried_again(tmp_path: Path) -> None:
     assert lines == []
 
 
+def test_a_record_that_a_full_disk_cut_off_is_none(tmp_path: Path) -> None:
+    """Rather than the launcher's own end, and the run's with it."""
+    (tmp_path / "failure_rank_0.json").touch()
+    (tmp_path / "phase_rank_0").write_text("training")
+    expected = {"part": "trainer rank 0", "phase": "training", "cause": "ended with exit code 1"}
+    assert elastic.root_cause(tmp_path, {0: 1}) == expected
+
+
 def test_ray_gets_more_time_than_it_gives_itself_and_other_errors_end_at_once() -> None:
     tries: list[str] = []
 

@@ -478,7 +478,7 @@ def says(text: str) -> tuple[int, str]:
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     Judge.seen, Judge.release = [], threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("JUDGE_KEY", "sk-of-the-judge")
     yield f"http://127.0.0.1:{server.server_port}/v1"
     Judge.release.set()

@@ -172,7 +172,7 @@ class Grumpy(BaseHTTPRequestHandler):
 def grumpy() -> Iterator[HTTPServer]:
     server = HTTPServer(("127.0.0.1", 0), Grumpy)
     server.heard = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -147,7 +147,7 @@ def test_keys_show_up_with_what_they_belong_to() -> None:
 @pytest.fixture
 def server() -> Iterator[PageServer]:
     with PageServer(0, studio.PAGE, studio.ANSWERS) as made:
-        thread = threading.Thread(target=made.serve_forever)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
         yield made
         made.shutdown()

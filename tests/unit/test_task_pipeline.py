@@ -333,7 +333,7 @@ class Judge(BaseHTTPRequestHandler):
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     Judge.asked, Judge.keys = {}, set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "secret-of-the-judge")
     yield server.server_name

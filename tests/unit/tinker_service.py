@@ -466,7 +466,7 @@ def serving(model_dir: str, port: int = 0) -> Iterator[tuple[Service, str]]:
     torch.set_num_threads(1)
     service = Service(model_dir)
     server = Server(("127.0.0.1", port), type("Bound", (Handler,), {"service": service}))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield service, f"http://127.0.0.1:{server.server_address[1]}"

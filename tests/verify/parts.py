@@ -88,6 +88,7 @@ PARTS = {
     "bench-trainer": benches("packing", "logprobs", "train_step"),
     "bench-storage": benches("checkpoint", "checkpoint_faults", "buffer"),
     "bench-loop": benches("weight_sync", "loop", "observe", "rollout"),
+    "bench-chaos": benches("chaos"),
     "bench-scale": Part([["-m", "bench.scale", "--sync", "--quick"]]),
 }
 
