@@ -164,7 +164,7 @@ def a_version_of_an_engine_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> 
 
     @wraps(attach)
     async def early(self: ExperienceBuffer, step: int, run_epoch: int) -> dict[str, Any]:
-        self._published = None
+        self._stood.published = None
         return await attach(self, step, run_epoch)
 
     patch.setattr(ExperienceBuffer, "attach_trainer", early)
