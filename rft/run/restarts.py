@@ -27,6 +27,11 @@ class Restarts:
         self._deaths.append((now, cause))
         return len(self._deaths) <= self.limit
 
+    @property
+    def used(self) -> int:
+        """Of the budget, as it is now."""
+        return len(self._deaths)
+
     def cause(self) -> str:
         """Of the end, once nothing is left of the budget."""
         first = self._deaths[0][1]
