@@ -74,6 +74,7 @@ def synchronizer_spec(
         settings.sync_timeout,
         settings.kv,
         settings.receive == "direct",
+        configs.checkpoint_root(config) if config.mode in ("explore", "serve") else None,
     )
     return ActorSpec("synchronizer", "synchronizer", make)
 
