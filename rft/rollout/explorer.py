@@ -168,15 +168,18 @@ class Explorer:
             self._keep(self._report())
         freeze_loaded()
         self.phase = "ready"
-        self.prepared.set()
-        if self.buffer is not None and await self._ask(
-            ExperienceBuffer.is_let_go, self.config.name
-        ):
-            await self.explore()
+        await self.resume()
         return {
             "taskset": len(self.taskset) if self.taskset else 0,
             "eval": {t.name: len(t) for t in self.eval_tasksets},
         }
+
+    async def resume(self) -> None:
+        """Go on with what the process before was let do."""
+        self.prepared.set()
+        name = self.config.name
+        if self.buffer is not None and await self._ask(ExperienceBuffer.is_let_go, name):
+            await self.explore()
 
     async def attempt(self, task: bytes) -> list[bytes]:
         """The experiences of one task, kept nowhere: for whoever looks at every token of them."""

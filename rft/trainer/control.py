@@ -4,8 +4,8 @@ actor.
 In: Ray actor handles, found by name in the run's namespace. Out: plain blocking calls for the
 training loop. Other ranks, and runs without an explorer, hold the same objects without handles, on
 which every call does nothing. Every wait has a deadline, and `stop`, from any thread, ends those
-that can be long. An actor that dies is started again, and asked again what it was asked (`rft.run.actors`); one
-that does not come back raises here, and the supervisor names it.
+that can be long. An actor that dies is started again, and asked again what it was asked
+(`rft.run.actors`); one that does not come back raises here, and the supervisor names it.
 """
 
 import contextlib

@@ -89,7 +89,9 @@ def check_failed(run: Run, expected: int, *words: str) -> None:
 def test_part_killed(
     command: list[str], job: Path, title: str, code: int, words: tuple[str, ...]
 ) -> None:
-    with Attempt([*command, "explorer.rollout_model.max_restarts=0"], job) as run:
+    with Attempt(
+        [*command, "explorer.rollout_model.max_restarts=0", "cluster.max_restarts=0"], job
+    ) as run:
         run.find(title).kill()
         check_failed(run, code, *words)
 
