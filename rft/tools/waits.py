@@ -27,8 +27,10 @@ TABLE = """
 run/actors.py
 Actors._begin | explorer opens | `REPLY_S` | the explorer failed
 Actors._get | a part starts | `START_S` | that part failed
-Actors._watch | an actor's end | none: it is the wait for its death | the run ends; stopped: \
-`STOPPED_S`
+Actors._again | what died is back | `START_S` | that part failed
+Actors._tell | the explorer loads and opens | `START_S`, `REPLY_S` | the explorer failed
+Actors._watch | an actor's end | none: it is the wait for its death | it comes back, or the run \
+ends; stopped: `STOPPED_S`
 Actors.close | actors and threads end | a third of `shutdown_grace_s` each | killed
 run/cluster.py
 hold_rank_cards | GPUs of the ranks in Ray | `HOLD_S` | the start is refused
@@ -74,12 +76,12 @@ run/warden.py
 Warden.end | the killed warden | the kernel | -
 main | what a killed supervisor left | `ENDS_S` | killed
 trainer/control.py
-Evaluations._collect | an evaluation | `max_timeout` and `REPLY_S` | rank 0 fails
-Evaluations.at_startup | the explorer begins | `REPLY_S` | rank 0 fails
+Evaluations._collect | an evaluation | `max_timeout` and `RETURN_S` | rank 0 fails
+Evaluations.at_startup | the explorer begins, or comes back | `RETURN_S` | rank 0 fails
 PoolNumbers.metrics | the explorer's numbers | 0: only if they are there | the last ones count
-QueueSource._call | the buffer | `REPLY_S`; a batch: `max_read_timeout` and `READ_MARGIN_S` | \
-rank 0 fails
-await_engines | all parts serve | `START_S`, then `REPLY_S` | rank 0 fails
+QueueSource._call | the buffer, which may come back | `RETURN_S`; a batch: `max_read_timeout` and \
+`READ_MARGIN_S` | rank 0 fails
+await_engines | all parts serve | `START_S`, then `RETURN_S` | rank 0 fails
 trainer/trainer.py
 Trainer._evaluate | engines have the version | `sync_timeout` and `REPLY_S` | the rank fails
 Trainer._await_save | the last save | twice `agent_deadline_s` | once more, then the rank fails
@@ -106,6 +108,10 @@ explorer failed
 Explorer._launch | a free runner | none: tasks end within `max_timeout` | -
 Explorer._make | room in the pipeline | none: groups in it have limits of their own | -
 Explorer._next | a selector's lessons | none: tasks end within `max_timeout` | -
+Explorer.base_url | its own start | none: whoever asks has `REPLY_S` | the run ends
+Explorer.evaluate | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
+Explorer.explore | its own start | none: whoever asks has `RETURN_S` | rank 0 fails
+Explorer.finished | its own start | none: its supervisor has `START_S` for it | the run ends
 Explorer._readmit | a held explorer goes on | none: until its trainer says so | the trainer's end
 Explorer.opened | all parts serve | none: whoever asks has `START_S` | rank 0 fails
 rollout/pool.py
