@@ -139,11 +139,11 @@ class StreamOrigin(ShardOrigin):
         stream, endpoints = self.agree_on_plan(self.sender.endpoint if self.sender else None)
         if self.sender and stream is not None:
             self.sender.follow(self.plan, stream)
-        return self.answer(self.ask(Synchronizer.connect, self.plan, endpoints, self.epoch))
+        return self.lead(Synchronizer.connect, self.plan, endpoints, self.epoch)
 
     def start(self, version: int, due: bool) -> None:
         """Not `due`: the version is only offered."""
-        self._is_open = True
+        self._is_open, self._offered = True, version
         if self.sender:
             self.sender.open(version)
         if due:
@@ -153,10 +153,11 @@ class StreamOrigin(ShardOrigin):
 
     def release(self) -> dict[str, float]:
         """Close the version; engines serve it, or have taken what they wanted of it."""
-        was_open, self._is_open = self._is_open, False
+        was_open, self._is_open, self._offered = self._is_open, False, None
         return self.sender.close_version() if self.sender and was_open else {}
 
     def close(self) -> None:
+        super().close()
         if self.sender:
             self.sender.close()
 
@@ -317,7 +318,7 @@ class CheckpointOrigin(Origin):
 
     def connect(self) -> Outcome:
         self.saves.hear = self._hear
-        return self.answer(self.ask(Synchronizer.attach, self.epoch, CHECKPOINT))
+        return self.lead(Synchronizer.attach, self.epoch, CHECKPOINT)
 
     def start(self, version: int, due: bool) -> None:
         """If it is due, `claim_save` must follow. If not, nothing is needed: engines that come back
@@ -354,6 +355,7 @@ class CheckpointOrigin(Origin):
         return self.answer(reply)
 
     def close(self) -> None:
+        super().close()
         self.saves.hear = lambda report: None
 
     def _hear(self, report: Report) -> None:
