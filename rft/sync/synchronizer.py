@@ -106,7 +106,7 @@ class Synchronizer:
 
     async def join(self, name: str, handle: EngineHandle) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
-        await self._told.wait()
+        await self._ready()
         offers = await handle.ask(RolloutEngine.worker_offers)
         if self.handles.get(name) == handle:
             return
@@ -182,7 +182,7 @@ class Synchronizer:
 
     async def leave(self, name: str, reason: str) -> None:
         """An engine is gone, or shall get no more requests."""
-        await self._told.wait()
+        await self._ready()
         await self._leave(name, reason)
 
     async def _leave(self, name: str, reason: str) -> None:
@@ -201,7 +201,7 @@ class Synchronizer:
         """(generation, handles by name) of the engines that requests may go to, once the generation
         is not `seen`.
         """
-        await self._told.wait()
+        await self._ready()
         await self._until(lambda: self._generation != seen, None)
         return self._generation, {name: self.handles[name] for name in self._admitted}
 
@@ -234,7 +234,7 @@ class Synchronizer:
         self, epoch: int, method: str, plan: StreamPlan | None = None, streams: Endpoints = ()
     ) -> bool:
         """False: it is known already, as just this one."""
-        await self._told.wait()
+        await self._ready()
         trainer = self._lead.trainer_of(epoch, method, plan, streams)
         if trainer == self._lead.trainer:
             return False
@@ -247,7 +247,7 @@ class Synchronizer:
         """Never returns while the trainer of `epoch` leads. Raises NotConnected where nobody has
         heard of it, Superseded when there is a newer one.
         """
-        await self._told.wait()
+        await self._ready()
         if self._lead.trainer is None or self._state.epoch < epoch:
             raise NotConnected(f"no trainer of epoch {epoch} is connected")
         await self._until(lambda: self._state.epoch != epoch, None)
@@ -357,7 +357,7 @@ class Synchronizer:
         and sleep until the next round wakes them. One that cannot is left out, and is to be
         replaced.
         """
-        await self._told.wait()
+        await self._ready()
         began, self.resting = time.monotonic(), True
         found = await asyncio.gather(
             *(self._put_to_sleep(*each) for each in list(self.handles.items()))
@@ -371,7 +371,7 @@ class Synchronizer:
 
     async def probe(self, request: bytes) -> list[bytes]:
         """What admitted engines answer to the same request; one that dies has no answer."""
-        await self._told.wait()
+        await self._ready()
         asked = [self.handles[name].ask(RolloutEngine.generate, request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
@@ -383,7 +383,7 @@ class Synchronizer:
         None: nothing is saved yet, and engines serve what they were started with. Raises when there
         are saves, but no good one.
         """
-        await self._told.wait()
+        await self._ready()
         async with self._following:
             if self._saves is None:
                 publish = functools.partial(self._publish_saved, root)
@@ -554,6 +554,9 @@ class Synchronizer:
             self._admitted, self._generation = admitted, self._generation + 1
         async with self._changed:
             self._changed.notify_all()
+
+    async def _ready(self) -> None:
+        await self._told.wait()
 
     async def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until `ready()`; False when the time is over.
