@@ -40,6 +40,7 @@ from rft.data.packing import Packed, Row, pack
 from rft.ground.experience import Completion, GenerateRequest, Record, Sampling, decode, encode
 from rft.ground.protocols import Collective, TrainerMesh
 from rft.sync.lead import NotConnected
+from rft.sync.stored_versions import VersionLost
 from rft.sync.synchronizer import Synchronizer, SynchronizerHandle, reason
 
 log = logging.getLogger(__name__)
@@ -154,12 +155,16 @@ class Origin(ABC):
             import ray
 
             ray.get(self.ask(method, *arguments), timeout=self.config.sync_timeout + REPLY_S)
-            if (version := self._offered) is not None:
-                self.ask(Synchronizer.offer, version, self.epoch)
+            self.renew()
 
         if self.synchronizer is not None and outcome.error is None:
             self.connection = Connection(self.synchronizer, self.epoch, again)
         return outcome
+
+    def renew(self) -> None:
+        """Connected again: tell what the new process must know."""
+        if (version := self._offered) is not None:
+            self.ask(Synchronizer.offer, version, self.epoch)
 
     def ask(self, method: Callable[..., Any], *arguments: Any) -> Any | None:
         """Begin a call of the synchronizer's; None where there is none."""
@@ -175,6 +180,9 @@ class Origin(ABC):
 
         try:
             numbers = ray.get(reply, timeout=self.config.sync_timeout + REPLY_S)
+        except VersionLost as error:
+            log.warning("%s; the next one takes its place", reason(error))
+            return Outcome(numbers={"lost": 1.0})
         except Exception as error:  # raised on every rank, after these have heard of it
             return Outcome(error=reason(error))
         return Outcome(numbers=numbers or {})
@@ -202,6 +210,7 @@ class Publisher:
         self.version: int | None = None  # the last one that all engines serve
         self.last: dict[str, float] = {}
         self._begun: int | None = None
+        self._is_lost = False  # what was begun last was never served
 
     def connect(self) -> None:
         """Let the engines know that a trainer is here. Collective; raises on every rank if that
@@ -217,6 +226,7 @@ class Publisher:
         """
         self.release()
         self.wait()
+        due, self._is_lost = due or self._is_lost, False
         if due:
             self._begun = version
         if self.origin is not None:
@@ -229,8 +239,12 @@ class Publisher:
         if self._begun is None:
             return
         if self.origin is not None:
-            self._count(self._agreed(self.origin.outcome()) | self.probe(self._begun))
-        self.version, self._begun = self._begun, None
+            numbers = self._agreed(self.origin.outcome())
+            self._is_lost = "lost" in numbers
+            self._count(numbers | ({} if self._is_lost else self.probe(self._begun)))
+        if not self._is_lost:
+            self.version = self._begun
+        self._begun = None
 
     def rest(self) -> None:
         """The engines have done their part of the step: return when they sleep, if they share this

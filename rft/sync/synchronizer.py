@@ -49,10 +49,10 @@ from rft.rollout.engine import RolloutEngine
 from rft.rollout.pool import EngineHandle
 from rft.sync import plan as plans
 from rft.sync.fanout import Rings, shape_of
-from rft.sync.lead import Endpoints, Lead, NotConnected, Superseded
+from rft.sync.lead import Endpoints, Lead, NotConnected, Superseded, is_reborn, reason
 from rft.sync.members import START, Mark, Members
 from rft.sync.plan import StreamPlan
-from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
+from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions, VersionLost
 
 log = logging.getLogger(__name__)
 STEPS = ("connect", "take", "end")
@@ -278,17 +278,29 @@ class Synchronizer:
         """
         import ray
 
-        await self._connected(version, epoch)
+        await self.connected(version, epoch)
         if epoch == self._state.epoch:
             mine = await asyncio.to_thread(ray.put, data)
             await self._deposits.put((epoch, version), stream, number, (mine, digest))
 
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""
-        await self._connected(version, epoch)
-        location = await self._deposits.complete((epoch, version), self.timeout)
+        await self.connected(version, epoch)
+        mark, state = (epoch, version), self._state
+        try:
+            location = await self._deposits.complete(mark, self.timeout)
+        except VersionLost:
+            if state.published is None or state.published < mark:
+                raise
+            # it was published; only the answer is lost, and what ranks had left
+            return rounds.numbers_of([], 0.0, len(state.admitted()))
         assert self._lead.plan is not None
         return await self.publish(version, epoch, self._lead.plan.digest, location)
+
+    async def give_up(self, version: int, epoch: int) -> None:
+        """A rank's deposits are lost with a process before this one, and its weights changed."""
+        await self.connected(version, epoch)
+        await self._deposits.give_up((epoch, version))
 
     async def publish(
         self,
@@ -304,7 +316,7 @@ class Synchronizer:
         Raises when none can, when a newer trainer has attached, and TimeoutError naming who was
         waited for.
         """
-        await self._connected(version, epoch)
+        await self.connected(version, epoch)
         state = self._state
         if epoch is not None and epoch != state.epoch:
             raise Superseded(
@@ -341,7 +353,7 @@ class Synchronizer:
             self.reports.values(), time.monotonic() - began, len(state.admitted())
         )
 
-    async def _connected(self, version: int, epoch: int | None) -> None:
+    async def connected(self, version: int, epoch: int | None) -> None:
         """Wait, in a new process, until the trainer has connected again. Raises NotConnected."""
 
         def is_there() -> bool:
@@ -578,25 +590,7 @@ class Synchronizer:
 SynchronizerHandle = ActorHandle[Synchronizer]
 
 
-def is_reborn() -> bool:
-    """Whether this process is an actor that Ray has started again."""
-    import ray
-
-    if not ray.is_initialized():
-        return False
-    here = ray.get_runtime_context()
-    return here.get_actor_id() is not None and bool(here.was_current_actor_reconstructed)
-
-
 async def _met(handle: EngineHandle) -> tuple[Holding, list[WorkerOffer]]:
     async with asyncio.timeout(MEET_S):
         holding = await handle.ask(RolloutEngine.holding)
         return holding, await handle.ask(RolloutEngine.worker_offers)
-
-
-def reason(error: BaseException | None) -> str:
-    """What happened, in one line: of an error that came through
-    Ray, what the remote method raised.
-    """
-    inner = getattr(error, "cause", None) or error
-    return (str(inner).splitlines() or [type(inner).__name__])[0]

@@ -144,6 +144,9 @@ sync/origins.py
 CheckpointOrigin.outcome | the save is committed | `deadline_s` | the ranks fail
 DepositThread.wait | the thread that reads weights | `sync_timeout` | the ranks fail
 MemoryOrigin._leave | Ray's object store | `sync_timeout` | the ranks fail
+MemoryOrigin._await_lead | rank 0 connects again | `sync_timeout` and `REPLY_S` | the round \
+fails, and the ranks
+MemoryOrigin.renew | the thread that reads weights | `sync_timeout` | the round fails
 MemoryOrigin.release | the thread that reads weights | `sync_timeout` | the ranks fail
 sync/passing.py
 Passing.run | its feeder | none: the feeder's messages have `sync_timeout` | -

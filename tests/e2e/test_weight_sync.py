@@ -497,3 +497,36 @@ def test_a_synchronizer_that_dies_in_any_round_comes_back_and_the_round_goes_on(
     told = supervised.get(supervised.buffer.heard.remote())
     assert told == sorted(told) and set(told) == {(epoch, v) for v in (1, *range(3, version + 1))}
     assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
+
+
+def by_memory(trainer: Trainer, synchronizer: Any) -> Trainer:
+    """The same two ranks, which leave their weights in the object store."""
+    for publisher in trainer.publishers:
+        old = publisher.origin
+        publisher.origin = origins.MemoryOrigin(
+            old.mesh, old.source, ActorHandle(synchronizer), old.config, old.epoch
+        )
+    return trainer.connect()
+
+
+def test_what_was_left_with_a_synchronizer_that_died_is_left_again_or_given_up(
+    first_weights: Any, supervised: Supervised, model_dirs: tuple[Path, Path]
+) -> None:
+    trainer = by_memory(Trainer(supervised.actor, model_dirs[1]), supervised.actor)
+    supervised.doom("after begin")
+    trainer.start(1)
+    supervised.heal()
+    trainer.everywhere(lambda publisher: publisher.wait())  # the weights are the same
+    assert ray.get(first_weights.weight_version.remote()) == 1
+    supervised.doom("after begin")
+    trainer.start(2)
+    trainer.everywhere(lambda publisher: publisher.release())  # now they may change
+    supervised.heal()
+    trainer.start_offered(3)
+    assert [publisher.last["sync/lost"] for publisher in trainer.publishers] == [1.0, 1.0]
+    trainer.everywhere(lambda publisher: publisher.wait())
+    assert ray.get(first_weights.weight_version.remote()) == 3
+    assert [publisher.version for publisher in trainer.publishers] == [3, 3]
+    versions = [version for _, version in supervised.get(supervised.buffer.heard.remote())]
+    assert versions == [1, 3]
+    assert_sampled_from(model_dirs[1], answer(ask(first_weights, max_tokens=20, seed=1))[0], 1.0)
