@@ -90,3 +90,21 @@ class Lead:
             direct=self.direct,
             location=location,
         )
+
+
+def is_reborn() -> bool:
+    """Whether this process is an actor that Ray has started again."""
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    here = ray.get_runtime_context()
+    return here.get_actor_id() is not None and bool(here.was_current_actor_reconstructed)
+
+
+def reason(error: BaseException | None) -> str:
+    """What happened, in one line: of an error that came through
+    Ray, what the remote method raised.
+    """
+    inner = getattr(error, "cause", None) or error
+    return (str(inner).splitlines() or [type(inner).__name__])[0]

@@ -49,10 +49,10 @@ from rft.rollout.engine import RolloutEngine
 from rft.rollout.pool import EngineHandle
 from rft.sync import plan as plans
 from rft.sync.fanout import Rings, shape_of
-from rft.sync.lead import Endpoints, Lead, NotConnected, Superseded
+from rft.sync.lead import Endpoints, Lead, NotConnected, Superseded, is_reborn, reason
 from rft.sync.members import START, Mark, Members
 from rft.sync.plan import StreamPlan
-from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions
+from rft.sync.stored_versions import Deposits, Refusal, Saved, SavedVersions, VersionLost
 
 log = logging.getLogger(__name__)
 STEPS = ("connect", "take", "end")
@@ -106,7 +106,7 @@ class Synchronizer:
 
     async def join(self, name: str, handle: EngineHandle) -> None:
         """A started engine is here; it gets its weights as soon as a trainer offers some."""
-        await self._told.wait()
+        await self._ready()
         offers = await handle.ask(RolloutEngine.worker_offers)
         if self.handles.get(name) == handle:
             return
@@ -182,7 +182,7 @@ class Synchronizer:
 
     async def leave(self, name: str, reason: str) -> None:
         """An engine is gone, or shall get no more requests."""
-        await self._told.wait()
+        await self._ready()
         await self._leave(name, reason)
 
     async def _leave(self, name: str, reason: str) -> None:
@@ -201,7 +201,7 @@ class Synchronizer:
         """(generation, handles by name) of the engines that requests may go to, once the generation
         is not `seen`.
         """
-        await self._told.wait()
+        await self._ready()
         await self._until(lambda: self._generation != seen, None)
         return self._generation, {name: self.handles[name] for name in self._admitted}
 
@@ -234,7 +234,7 @@ class Synchronizer:
         self, epoch: int, method: str, plan: StreamPlan | None = None, streams: Endpoints = ()
     ) -> bool:
         """False: it is known already, as just this one."""
-        await self._told.wait()
+        await self._ready()
         trainer = self._lead.trainer_of(epoch, method, plan, streams)
         if trainer == self._lead.trainer:
             return False
@@ -247,7 +247,7 @@ class Synchronizer:
         """Never returns while the trainer of `epoch` leads. Raises NotConnected where nobody has
         heard of it, Superseded when there is a newer one.
         """
-        await self._told.wait()
+        await self._ready()
         if self._lead.trainer is None or self._state.epoch < epoch:
             raise NotConnected(f"no trainer of epoch {epoch} is connected")
         await self._until(lambda: self._state.epoch != epoch, None)
@@ -278,17 +278,29 @@ class Synchronizer:
         """
         import ray
 
-        await self._connected(version, epoch)
+        await self.connected(version, epoch)
         if epoch == self._state.epoch:
             mine = await asyncio.to_thread(ray.put, data)
             await self._deposits.put((epoch, version), stream, number, (mine, digest))
 
     async def publish_deposited(self, version: int, epoch: int) -> dict[str, float]:
         """As `publish`, when every rank has deposited its stream of `version`."""
-        await self._connected(version, epoch)
-        location = await self._deposits.complete((epoch, version), self.timeout)
+        await self.connected(version, epoch)
+        mark, state = (epoch, version), self._state
+        try:
+            location = await self._deposits.complete(mark, self.timeout)
+        except VersionLost:
+            if state.published is None or state.published < mark:
+                raise
+            # it was published; only the answer is lost, and what ranks had left
+            return rounds.numbers_of([], 0.0, len(state.admitted()))
         assert self._lead.plan is not None
         return await self.publish(version, epoch, self._lead.plan.digest, location)
+
+    async def give_up(self, version: int, epoch: int) -> None:
+        """A rank's deposits are lost with a process before this one, and its weights changed."""
+        await self.connected(version, epoch)
+        await self._deposits.give_up((epoch, version))
 
     async def publish(
         self,
@@ -304,7 +316,7 @@ class Synchronizer:
         Raises when none can, when a newer trainer has attached, and TimeoutError naming who was
         waited for.
         """
-        await self._connected(version, epoch)
+        await self.connected(version, epoch)
         state = self._state
         if epoch is not None and epoch != state.epoch:
             raise Superseded(
@@ -341,7 +353,7 @@ class Synchronizer:
             self.reports.values(), time.monotonic() - began, len(state.admitted())
         )
 
-    async def _connected(self, version: int, epoch: int | None) -> None:
+    async def connected(self, version: int, epoch: int | None) -> None:
         """Wait, in a new process, until the trainer has connected again. Raises NotConnected."""
 
         def is_there() -> bool:
@@ -357,7 +369,7 @@ class Synchronizer:
         and sleep until the next round wakes them. One that cannot is left out, and is to be
         replaced.
         """
-        await self._told.wait()
+        await self._ready()
         began, self.resting = time.monotonic(), True
         found = await asyncio.gather(
             *(self._put_to_sleep(*each) for each in list(self.handles.items()))
@@ -371,7 +383,7 @@ class Synchronizer:
 
     async def probe(self, request: bytes) -> list[bytes]:
         """What admitted engines answer to the same request; one that dies has no answer."""
-        await self._told.wait()
+        await self._ready()
         asked = [self.handles[name].ask(RolloutEngine.generate, request) for name in self._admitted]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, bytes)]
@@ -383,7 +395,7 @@ class Synchronizer:
         None: nothing is saved yet, and engines serve what they were started with. Raises when there
         are saves, but no good one.
         """
-        await self._told.wait()
+        await self._ready()
         async with self._following:
             if self._saves is None:
                 publish = functools.partial(self._publish_saved, root)
@@ -555,6 +567,9 @@ class Synchronizer:
         async with self._changed:
             self._changed.notify_all()
 
+    async def _ready(self) -> None:
+        await self._told.wait()
+
     async def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until `ready()`; False when the time is over.
 
@@ -575,25 +590,7 @@ class Synchronizer:
 SynchronizerHandle = ActorHandle[Synchronizer]
 
 
-def is_reborn() -> bool:
-    """Whether this process is an actor that Ray has started again."""
-    import ray
-
-    if not ray.is_initialized():
-        return False
-    here = ray.get_runtime_context()
-    return here.get_actor_id() is not None and bool(here.was_current_actor_reconstructed)
-
-
 async def _met(handle: EngineHandle) -> tuple[Holding, list[WorkerOffer]]:
     async with asyncio.timeout(MEET_S):
         holding = await handle.ask(RolloutEngine.holding)
         return holding, await handle.ask(RolloutEngine.worker_offers)
-
-
-def reason(error: BaseException | None) -> str:
-    """What happened, in one line: of an error that came through
-    Ray, what the remote method raised.
-    """
-    inner = getattr(error, "cause", None) or error
-    return (str(inner).splitlines() or [type(inner).__name__])[0]

@@ -38,14 +38,13 @@ run/control_socket.py
 ControlSocket._serve | whoever asks `rft engines` | none: a thread of its own | nothing waits for it
 ControlSocket.close | its thread | what is left of the grace | left behind, a daemon
 run/fleet.py
-EngineFleet._follow | a change of the members | none: until the synchronizer ends | the run ends
-EngineFleet._replace | an engine that fails again | none: until the synchronizer ends | same
+EngineFleet._ask | the synchronizer | the caller's; none for its news | dead: asked again every \
+`AGAIN_S` until it is back or the run ends
 EngineFleet._retire | an engine's orderly end | `ENDING_S` | killed with all of its processes
 EngineFleet._serve | an engine starts, then ends | `START_S`, then none | started again; \
 stopped: `STOPPED_S`
 EngineFleet._take_out | requests of a removed engine | `max_timeout` and `REPLY_S` | they run \
 again elsewhere
-EngineFleet._tell | the synchronizer hears | `REPLY_S` | that engine's thread says so
 EngineFleet.await_started | all engines start | `START_S` and `REPLY_S` | the run ends
 EngineFleet.describe | an engine's numbers | `STATS_S` | left out
 run/launch.py
@@ -151,11 +150,16 @@ sync/origins.py
 CheckpointOrigin.outcome | the save is committed | `deadline_s` | the ranks fail
 DepositThread.wait | the thread that reads weights | `sync_timeout` | the ranks fail
 MemoryOrigin._leave | Ray's object store | `sync_timeout` | the ranks fail
+MemoryOrigin._await_lead | rank 0 connects again | `sync_timeout` and `REPLY_S` | the round \
+fails, and the ranks
+MemoryOrigin.renew | the thread that reads weights | `sync_timeout` | the round fails
 MemoryOrigin.release | the thread that reads weights | `sync_timeout` | the ranks fail
 sync/passing.py
 Passing.run | its feeder | none: the feeder's messages have `sync_timeout` | -
 sync/publisher.py
 Origin.answer | the synchronizer | `sync_timeout` and `REPLY_S` | the ranks fail
+Origin.lead.again | the same, as it begins anew | `sync_timeout` and `REPLY_S` | the round fails, \
+and the ranks
 Probe._ask | an engine answers the probe | `ANSWER_S` | rank 0 fails
 Publisher.release | the round, where weights are read as they are | `sync_timeout` | the ranks fail
 Publisher.rest | the round before engines sleep | `sync_timeout` | the ranks fail
@@ -173,10 +177,13 @@ WeightSender._admit | the plan | `sync_timeout` | the worker is refused
 sync/stored_versions.py
 Deposits.complete | all buckets are in the store | `sync_timeout` | the round failed
 sync/synchronizer.py
+_met | an engine says what it holds | `MEET_S` | started again
+Synchronizer._published | the buffer | none: its callers' | the supervisor sees to the buffer
 Synchronizer._keep_up | an engine connects | none: rank 0's `sync_timeout` and `REPLY_S` | the \
 round failed
 Synchronizer._put_to_sleep | an engine sleeps | `sync_timeout` | taken out, started again
 Synchronizer._take | an engine's part of a round | none: rank 0's `sync_timeout` | the round failed
+Synchronizer._ready | a new process hears who lives | none: its callers' | the supervisor tells it
 Synchronizer._until | a change of the members | the caller's; none for who follows | -
 Synchronizer.join | an engine's workers | none: `REPLY_S` of the fleet | that engine's thread
 Synchronizer.publish | the buffer hears of it | none: rank 0's `sync_timeout` and `REPLY_S` | the \
