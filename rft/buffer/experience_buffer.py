@@ -89,9 +89,9 @@ class ExperienceBuffer(BatchedCalls):
         self._ledger = Ledger(directory, segment_bytes, files)
         self._progress = self._ledger.progress
         self._over = OverRollout(over_rollout or OverRolloutConfig(), self.size)
-        stood = self._progress.standing
+        stood = self._progress.stood
         # what parts that live on must not have to tell again
-        self._stood = records.Standing(life=life)
+        self._stood = records.Stood(life=life)
         if life and stood is not None and stood.life == life:
             self._stood = deepcopy(stood)
         self._attempt = 0  # trainers attached to this process
@@ -473,7 +473,7 @@ class ExperienceBuffer(BatchedCalls):
 
     def _stand(self) -> None:
         """Journal how the parts stand, not yet durably."""
-        if self._stood.life and self._stood != self._progress.standing:
+        if self._stood.life and self._stood != self._progress.stood:
             self._append(deepcopy(self._stood))
 
     def _now(self) -> dict[str, int | None]:

@@ -120,7 +120,7 @@ class Resumed(Record, tag="resumed", kw_only=True):
     run_epoch: int
 
 
-class Standing(Record, tag="standing", kw_only=True):
+class Stood(Record, tag="stood", kw_only=True):
     """How the parts of one start of the run stand with the buffer; each takes the last one's place.
 
     For a buffer that comes back while the others live on. A later start has another `life`, and
@@ -168,7 +168,7 @@ JournalRecord = (
     | Pooled
     | Consumed
     | Resumed
-    | Standing
+    | Stood
     | Folded
 )
 _decoder = msgspec.msgpack.Decoder(JournalRecord)
@@ -327,7 +327,7 @@ class Progress:
     num_experiences: int = 0  # of all groups that were stored
     # by explorer, what its task selector learned of its groups: `remember`
     told: dict[str, list[list[Any]]] = field(default_factory=dict)
-    standing: Standing | None = None
+    stood: Stood | None = None  # the last of them
 
     # Records
 
@@ -382,8 +382,8 @@ class Progress:
             case Resumed():
                 self.finished, self.run_epoch = record.step, record.run_epoch
                 self.next_step = max(record.step, max(self.leases, default=-1) + 1)
-            case Standing():
-                self.standing = record
+            case Stood():
+                self.stood = record
             case Folded():
                 for name in Folded.__struct_fields__:
                     setattr(self, name, getattr(record, name))
@@ -572,6 +572,6 @@ class Progress:
                 uses=[group.uses for group in pool],
                 at=[group.leased_at for group in pool],
             )
-        if self.standing is not None:
-            yield self.standing
+        if self.stood is not None:
+            yield self.stood
         yield Folded(**{name: getattr(self, name) for name in Folded.__struct_fields__})

@@ -158,7 +158,7 @@ class Synchronizer:
     def _take_over(self, held: dict[str, Holding], published: Mark | None) -> None:
         said = held.values()
         self._state.recover({name: one.mark for name, one in held.items()}, published)
-        self._newest = max(self._newest, *said, key=lambda one: one.mark or START)
+        self._newest = max((self._newest, *said), key=lambda one: one.mark or START)
         self._rings.pass_over(max((one.generation for one in said), default=-1) + 1)
         self.resting = self.resting or any(one.asleep for one in said)
         if held:
